@@ -12,7 +12,7 @@ import functools
 import importlib
 import pkgutil
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class ModelSize:
     # The modules with `block_matrices`, in that order, as `lora_targets` names them.
     matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
     kept_values: int = 0  # kept of a token for a block's backward pass, besides what matrices see
-    config: dict[str, Any] = field(default_factory=dict)  # what else the family's modules need
+    config: Any = None  # what else the family's modules need
 
     @property
     def attention_width(self) -> int:

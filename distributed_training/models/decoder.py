@@ -5,6 +5,7 @@ Letters in the shape comments: B batch, T tokens, D hidden, V vocabulary, P padd
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import itertools
 import math
@@ -131,11 +132,8 @@ class Decoder(nn.Module):
     def stage(self, blocks: range, *, is_first: bool, is_last: bool) -> Decoder:
         """A run of blocks, with what belongs to the ends, under the names of the whole model. Takes
         modules over; a last stage that is not the first gets a copy of a tied embedding."""
-        part = type(self).__new__(type(self))
-        nn.Module.__init__(part)
-        for name, value in vars(self).items():  # settings; modules have names of their own below
-            if not name.startswith("_"):
-                setattr(part, name, value)
+        part = copy.copy(self)
+        nn.Module.__init__(part)  # without modules and hooks
         part.is_first = is_first
         part.is_last = is_last
         for name in self.first_modules if is_first else ():

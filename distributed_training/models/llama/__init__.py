@@ -141,7 +141,7 @@ def llama_size(config: Config) -> ModelSize:
         kept_values=kept,
         final_norm_parameters=d,
         tied=config.tie_word_embeddings,
-        config=config.model_dump(),
+        config=config,
     )
 
 
@@ -173,7 +173,7 @@ def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.T
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
     if ours.startswith(("token_embedding", "output_rows")):
         return {name: tensor[: size.vocab_size]}
-    config = Config(**size.config)
+    config = size.config
     if ".qkv." in ours:
         q = config.num_attention_heads // config.num_key_value_heads
         groups = tensor.unflatten(0, (config.num_key_value_heads, q + 2, config.head_dim))
@@ -188,7 +188,7 @@ def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.T
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
     """The config.json that `AutoModelForCausalLM` reads, older versions of it, too."""
-    config = Config(**size.config)
+    config = size.config
     rope = config.rope_parameters
     document = config.model_dump(exclude={"rope_parameters"}) | {"rope_theta": rope.rope_theta}
     if rope.rope_type != "default":

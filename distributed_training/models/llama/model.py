@@ -143,7 +143,7 @@ class Llama(Decoder):
 
     def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
         super().__init__(size, dropout=dropout)
-        config = Config(**size.config)
+        config = size.config
         rotary = Rotary(config.rope_parameters, size.num_positions, config.head_dim)
         self.token_embedding = nn.Embedding(size.padded_vocab_size, size.hidden_size)
         blocks = {str(i): Block(config, rotary, dropout) for i in range(size.num_layers)}
