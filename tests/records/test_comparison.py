@@ -58,40 +58,34 @@ def rows_of(comparison, title="Results"):
 def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_differ():
     work = made_record().work
     records = [
-        made_record(started_at="2026-01-03"),
-        made_record(work__seed=7, work__global_batch_size=64, started_at="2026-02-01"),
-        made_record(started_at="2026-01-01", strategy__name="dp"),
-        made_record(started_at="2026-01-02", work=dict(reversed(work.items()))),
+        made_record(run_dir="a-1", started_at="2026-01-03", config__precision="fp32"),
+        made_record(run_dir="a-2", work__seed=7, work__global_batch_size=64, started_at="2026-02"),
+        made_record(run_dir="a-3", started_at="2026-01-01", strategy__name="dp"),
+        made_record(run_dir="a-4", started_at="2026-01-02", work=dict(reversed(work.items()))),
     ]
     newest, oldest = group_by_work(records)
     assert newest.work == "seed 7, global_batch_size 64"
     assert oldest.work == "seed 42, global_batch_size 32"
-    assert [layout.name for layout in oldest.layouts] == ["x dp", "x zero2", "x zero2"]
+    # What all share stands above, what differs in the names.
+    assert oldest.title.startswith("model gpt2-medium, processes 4, batch 4 x 512, compile yes, ")
+    rows = rows_of(oldest)
+    names = ["3 dp, precision bf16", "4 zero2, precision bf16", "1 zero2, precision fp32"]
+    assert list(rows) == names
+    assert rows[names[0]]["peak GPU memory"] == "12.00 GiB"
     other = made_record(work={**work, "data_fingerprint": "0123456789abcdef"}, started_at="2027")
     first, _ = group_by_work([made_record(), other])
     assert first.work == "data_fingerprint 0123456789ab"
 
 
-def test_what_all_runs_share_stands_above_and_what_differs_in_their_names():
-    records = [made_record(run_dir="a-1"), made_record(run_dir="a-2", config__precision="fp32")]
-    (work,) = group_by_work(records)
-    assert work.title.startswith("model gpt2-medium, processes 4, batch 4 x 512, compile yes, ")
-    rows = rows_of(work)
-    assert list(rows) == ["1 zero2, precision bf16", "2 zero2, precision fp32"]
-    assert rows["1 zero2, precision bf16"]["peak GPU memory"] == "12.00 GiB"
-
-
-@pytest.mark.parametrize(
-    ("changes", "shown"),
-    [
+def test_a_run_that_did_not_end_says_how_far_it_came():
+    here = {"status": "running", "hostname": platform.node(), "pid": None}
+    for changes, shown in (
         ({}, "ok"),
         ({"status": "interrupted", "step": 12}, "interrupted 12/64"),
-        ({"status": "running", "step": 3, "hostname": "elsewhere"}, "running 3/64"),
-        ({"status": "running", "step": 3, "hostname": platform.node(), "pid": None}, "killed 3/64"),
-    ],
-)
-def test_a_run_that_did_not_end_says_how_far_it_came(changes, shown):
-    assert status(made_record(**changes)) == shown
+        ({**here, "hostname": "elsewhere", "step": 3}, "running 3/64"),
+        ({**here, "step": 3}, "killed 3/64"),
+    ):
+        assert status(made_record(**changes)) == shown
 
 
 @pytest.mark.parametrize(

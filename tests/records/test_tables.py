@@ -1,7 +1,5 @@
 """What the documents, which are checked against their records, do not show."""
 
-import pytest
-
 from results.lab.pages.columns import COLUMNS, table
 from tests.support import made_record
 
@@ -37,6 +35,12 @@ def test_what_was_not_measured_says_so():
     known |= {"compression", "dataset", "steps", "status"}
     assert {column for column, text in row.items() if text != "-"} == known
     assert (row["status"], row["steps"]) == ("oom", "0 of 64")
+    lost = {"step": 9, "loss": None, "perplexity": None}
+    row = one_row(loss_curve=[[1, 3.5], [2, None]], evaluations=[lost])
+    assert (row["training loss"], row["validation perplexity"]) == ("nan", "nan")
+    pipeline = {"schedule": "1f1b", "num_microbatches": 16, "ideal_bubble": None}
+    row = one_row(pipeline=pipeline)
+    assert (row["bubble"], row["ideal bubble"]) == ("not measured", "no formula")
 
 
 def test_what_earlier_runs_left_is_not_a_ranks_memory_nor_logging_disk_traffic():
@@ -47,27 +51,3 @@ def test_what_earlier_runs_left_is_not_a_ranks_memory_nor_logging_disk_traffic()
     assert row["disk a step"] == "0.0 GB read, 0.1 GB written"
     disk["write_bytes"] -= 64
     assert one_row(disk=disk)["disk a step"] == "none"
-
-
-@pytest.mark.parametrize(
-    ("column", "changes"),
-    [
-        ("training loss", {"loss_curve": [[1, 3.5], [2, None]]}),
-        ("validation perplexity", {"evaluations": [{"step": 9, "loss": None, "perplexity": None}]}),
-    ],
-)
-def test_a_run_that_diverged_has_a_row(column, changes):
-    row = one_row(**changes)
-    assert (row["status"], row[column]) == ("ok", "nan")
-
-
-@pytest.mark.parametrize(
-    ("ideal", "bubble", "shown"),
-    [
-        (3 / 19, {"idle_share": 0.2041}, {"bubble": "20.4%", "ideal bubble": "15.8%"}),
-        (None, None, {"bubble": "not measured", "ideal bubble": "no formula"}),
-    ],
-)
-def test_bubbles_are_those_of_pipelines(ideal, bubble, shown):
-    pipeline = {"schedule": "1f1b", "num_microbatches": 16, "ideal_bubble": ideal}
-    assert one_row(tuple(shown), pipeline=pipeline, bubble=bubble) == shown
