@@ -126,6 +126,8 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
         hint = nearest_key(word, keys.values(), OWN_OPTIONS) if is_option else None
         fix = f"did you mean --{hint}?" if hint else "see --help"
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
+    if arguments.cluster is not None and arguments.num_gpus is not None:
+        raise UserError("--cluster says how many GPUs there are", fix="leave out --num_gpus")
     return arguments
 
 
@@ -179,20 +181,19 @@ def train(argv: Sequence[str], program: Program) -> int:
     if PLANNED in argv:
         return start_planned()
     arguments = parse(argv, program)
-    config = configure(arguments, program, arguments.overrides)
-    asked = arguments.num_gpus
     given = arguments.cluster
+    if given and not arguments.dry_run:
+        raise UserError("--cluster only plans", fix="add --dry-run, or type plan")
     own = {*DRY_RUN, "--cluster", given, f"--cluster={given}"}
-    typed = [text for text in argv if text not in own]
-    cluster = given and parse_cluster(given)
-    if cluster and (asked or not arguments.dry_run):
-        what = "--cluster only plans" if not asked else "--cluster says how many GPUs there are"
-        fix = "add --dry-run, or type plan" if not asked else "leave out --num_gpus"
-        raise UserError(what, fix=fix)
     return start(
-        config, program.script, typed, num_gpus=asked, dry_run=arguments.dry_run, cluster=cluster,
+        configure(arguments, program, arguments.overrides),
+        program.script,
+        [text for text in argv if text not in own],
+        num_gpus=arguments.num_gpus,
+        dry_run=arguments.dry_run,
+        cluster=given and parse_cluster(given),
         max_restarts=arguments.max_restarts,
-    )  # fmt: skip
+    )
 
 
 def output_dir_of(program: Program) -> tuple[str, Path]:

@@ -52,7 +52,6 @@ QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
 SIZE_OF_STEP = ("batch_size", "grad_accum_steps")  # work, though not marked as such
 RECORDS = f"[!l]*/{RECORD_FILE}"  # not through the link "latest"
 SAID = ("tokens/s", "peak GPU memory", "peak host memory", "validation loss")  # of each run
-PATIENCE_S = 30.0  # for a run that was told to stop
 Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
 Values = dict[str, Any]
 
@@ -310,10 +309,7 @@ def wait_for(command: Sequence[str], log: Any) -> int:
             return process.wait()
         except KeyboardInterrupt:
             os.killpg(process.pid, signal.SIGINT)
-            try:
-                process.wait(PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             raise
 
 

@@ -116,18 +116,15 @@ def _calibrate(arguments: argparse.Namespace, cluster: Cluster, script: Path) ->
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     """That of --cluster, or this machine; its network as --network_gbit says."""
-    asked = arguments.num_gpus
     gpu = arguments.gpu
     if arguments.cluster is not None:
-        if asked is not None:
-            raise UserError("--cluster says how many GPUs there are", fix="leave out --num_gpus")
         cluster = parse_cluster(arguments.cluster, gpu)
     else:
         machine = detect_machine()
         if gpu is not None and machine.num_gpus == 0:
             fix = f"say how many: --cluster 1x8 --gpu {shlex.quote(gpu)}"
             raise UserError("--gpu describes GPUs and this machine has none", fix=fix)
-        count = requested_processes("all" if asked is None else asked, machine, mesh={})
+        count = requested_processes(arguments.num_gpus or "all", machine, mesh={})
         cluster = this_machine(machine, count, count, gpu)
     gbit = arguments.network_gbit
     if gbit is None or cluster.rates is None:
