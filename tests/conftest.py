@@ -139,7 +139,7 @@ def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
 
 # Files that take longest, in the order in which they are best begun; all others follow.
 LONGEST_FIRST = (
-    "tests/parity/test_layouts.py", "tests/parity/test_compiled.py", "tests/e2e/test_resume.py",
+    "tests/parity/test_layouts.py", "tests/e2e/test_resume.py",
     "pipedream_tutorial/tests/test_runtime.py",
     "tests/e2e/test_failures.py", "tests/e2e/test_launchers.py", "tests/e2e/test_nodes.py",
     "tests/e2e/test_watch.py", "tests/e2e/test_students_path.py",

@@ -1,10 +1,11 @@
 """Every strategy, both families, weights or adapters, split over tp, dealt out over pp, and both
-with data parallelism: what one process computes."""
+with data parallelism, and what torch.compile makes of them: what one process computes."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -47,18 +48,17 @@ REFERENCES = {
 FULL = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective"}
 CHUNKED = {"loss_chunk_tokens": 50}
+COMPILED = {"compile": True}
 WHOLE_NORMS = {"sequence_parallel": False}
 ZB_H1 = {"pipeline_schedule": "zb-h1"}
 ZB_V = {"pipeline_schedule": "zb-v"}
 INTERLEAVED = {"pipeline_schedule": "interleaved"}
 HYBRID = {"strategy": "hybrid"}
+WHOLE_LAYERS = ("dp", "fsdp", "zero1", "zero2", "zero3", "offload")
 CASES = {
     2: {
-        **{
-            f"{data}/{strategy}": {"strategy": strategy, **cut(2), **chunks}
-            for strategy in ("dp", "fsdp", "zero1", "zero2", "zero3", "offload")
-            for data, chunks in (("packed", {}), ("padded", CHUNKED))
-        },
+        **{f"packed/{name}": {"strategy": name, **cut(2)} for name in WHOLE_LAYERS},
+        "padded/zero3": {"strategy": "zero3", **cut(2), **CHUNKED},
         "packed/tp2": {**split(tp=2), **cut(1)},
         "padded/tp2": {**split(tp=2), **cut(2), **SELECTIVE},
         "packed/tp2-whole-norms": {**split(tp=2), **cut(2), **WHOLE_NORMS, **FULL},
@@ -74,7 +74,6 @@ CASES = {
         "packed/hybrid-auto": {**HYBRID, "global_batch": GLOBAL_BATCH},
         "packed/hybrid-8": {**HYBRID, **cut(8), "pipeline_cut": "1,5", **FULL, **CHUNKED},
         "tied/zero2": {"strategy": "zero2", **cut(2)},
-        "tied/local-sgd": {"strategy": "local_sgd", "local_steps": 1, **cut(1)},
         "tied/tp2": {**split(tp=2), **cut(2)},
         "tied/tp2-whole-norms": {**split(tp=2), **cut(1), **WHOLE_NORMS, **FULL},
         "tied/hybrid": {**HYBRID, **cut(4)},
@@ -92,7 +91,6 @@ CASES = {
     4: {
         "padded/tp4-by-tokens": {**split(tp=4), **cut(4)},
         "packed/hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(2)},
-        "packed/pp4-1f1b": {**split(pp=4), **cut(8)},
         "packed/pp4-zb-h1": {**split(pp=4), **cut(8), **ZB_H1},
         "eight/pp4-zb-v": {**split(pp=4), **cut(8), **ZB_V},
         "eight/pp4-zb-auto": {**split(pp=4), **cut(8), "pipeline_schedule": "zb-auto"},
@@ -115,9 +113,32 @@ CASES = {
     },
 }  # fmt: skip
 if has_libaio():  # with the buffers of its own JSON infinity is in test_shipped_config.py
-    for name in ("packed", "padded", "tied"):
+    for name in ("packed", "tied"):
         CASES[2][f"{name}/infinity"] = {**small_infinity(), **cut(2)}
-NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
+if shutil.which("c++") is not None:  # code that Inductor generates is run in these, in fp32
+    CASES[2]["packed/dp-compiled"] = {"strategy": "dp", **cut(2), **COMPILED}
+    CASES[2]["packed/tp2-compiled"] = {**split(tp=2), **cut(4), **COMPILED}
+# How it is called, in these: the kinds of parameters and hooks that a graph meets.
+TRACED = {
+    1: {"packed/whole": {"strategy": "dp", **cut(1), "compile": "whole", **CHUNKED}},
+    2: {
+        "packed/fsdp-traced": {"strategy": "fsdp", **cut(2), **COMPILED},
+        "packed/pp2-recomputed": {**split(pp=2), **cut(4), **SELECTIVE, **COMPILED},
+        "packed/pp2-zb-h1": {**split(pp=2), **cut(4), **ZB_H1, **COMPILED},
+        "packed/zero3-traced": {"strategy": "zero3", **cut(1), **COMPILED},
+        "packed/hybrid": {**HYBRID, **cut(4), **COMPILED},
+        # The only family whose blocks take what the embedding returns as it is.
+        "tied/tp2-traced": {**split(tp=2), **cut(1), **COMPILED},
+    },
+    4: {"packed/tp2-pp2-zb-v": {**split(tp=2, pp=2), **cut(4), **ZB_V, **COMPILED}},
+}
+TABLES = {"train": CASES, "train_without_code": TRACED}
+NAMED = [
+    (what, count, name)
+    for what, table in TABLES.items()
+    for count, cases in table.items()
+    for name in cases
+]
 
 
 def work(name, values):
@@ -134,21 +155,21 @@ def results(request):
     chosen = {item.name for item in request.session.items}
 
     @functools.cache
-    def run(count):
+    def run(what, count):
         cases = {
             name: {**work(name, values), **values}
-            for name, values in CASES[count].items()
+            for name, values in TABLES[what][count].items()
             if f"test_layout_equals_one_process[{name}]" in chosen
         }
-        return run_cases(cases, count)
+        return run_cases(cases, count, what=what)
 
     return run
 
 
-@pytest.mark.parametrize(("count", "name"), NAMED, ids=[name for _, name in NAMED])
-def test_layout_equals_one_process(count, name, results):
-    expected = reference(work(name, CASES[count][name]))
-    assert_equal_runs(results(count)[name], expected)
+@pytest.mark.parametrize(("what", "count", "name"), NAMED, ids=[name for *_, name in NAMED])
+def test_layout_equals_one_process(what, count, name, results):
+    expected = reference(work(name, TABLES[what][count][name]))
+    assert_equal_runs(results(what, count)[name], expected)
 
 
 def test_adapters_drop_the_same_wherever_a_process_has_the_same_samples():
