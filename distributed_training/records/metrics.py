@@ -104,11 +104,11 @@ class PeakMemory:
         return {**self._peaks, "peak_host_bytes": host}
 
 
-def disk_bytes() -> dict[str, int] | None:
+def disk_bytes() -> dict[str, int]:
     """Bytes this process has caused to be read from and written to storage, direct I/O (libaio)
-    included, page-cache hits not; None where the system does not count them."""
+    included, page-cache hits not; empty where the system does not count them."""
     try:
         counters = psutil.Process().io_counters()
     except (AttributeError, psutil.Error):
-        return None
+        return {}
     return {"read_bytes": counters.read_bytes, "write_bytes": counters.write_bytes}

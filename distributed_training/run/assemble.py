@@ -73,7 +73,7 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     dist.barrier()
 
 
-def describe_run(plan: Plan, sampler: Sampler, num_steps: int, data: Data) -> dict[str, Any]:
+def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
     """What the record says before the first step; records/record.py describes it."""
     config = plan.config
     strategy = plan.strategy
@@ -116,5 +116,5 @@ def describe_run(plan: Plan, sampler: Sampler, num_steps: int, data: Data) -> di
             "real_token_share": data.train.real_share,
             "steps_per_epoch": sampler.steps_per_epoch,
         },
-        "num_steps": num_steps,
+        "num_steps": plan.num_steps,
     }

@@ -71,10 +71,8 @@ class History:
 
 @dataclass
 class Trainer:
-    """One run: the engine's steps, with evaluation, logging and checkpoints around them.
-
-    The history is the same on every rank; rank 0 also writes, shows and tracks it.
-    """
+    """One run: the engine's steps, with evaluation, logging and checkpoints around them. The
+    history is the same on every rank; rank 0 also writes, shows and tracks it."""
 
     engine: Engine
     plan: Plan
@@ -97,7 +95,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.timer = StepTimer(self.topology.device)
         self.memory = PeakMemory(self.topology.device)
-        self.disk: dict[str, int] | None = None  # its traffic while training; None: not counted
+        self.disk: dict[str, int] = {}  # its traffic while training; empty: not counted
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
         self._stopping = ending.Stopping(self.display.say)
@@ -111,9 +109,7 @@ class Trainer:
         return self.history.step
 
     def run(self) -> int:
-        """Train to the end, or until a signal says stop: then save and return its number, else 0.
-        Collective.
-        """
+        """Train to the end, or until a signal, whose number is given; else 0. Collective."""
         before = disk_bytes()
         stop = 0
         try:
@@ -129,9 +125,7 @@ class Trainer:
                     except ending.NonFiniteError as error:
                         self._roll_back(error)
                 self.memory.end()
-                after = disk_bytes()
-                if before is not None and after is not None:
-                    self.disk = {name: after[name] - before[name] for name in after}
+                self.disk = {name: now - before[name] for name, now in disk_bytes().items()}
                 if self.step == self.num_steps:
                     self._stopping.when = "once the model is written"
                     self.at("the export")
@@ -192,11 +186,9 @@ class Trainer:
             self.saver.prepare(self.engine)
 
     def _flush(self) -> None:
-        """Sum pending losses over ranks; write, show and track them. Collective.
-
-        Raises NonFiniteError, on all ranks, at the first step that is not finite: nothing is
-        evaluated or saved before its step has been looked at here.
-        """
+        """Sum pending losses over ranks; write, show and track them. Raises NonFiniteError, on all
+        ranks, at the first step that is not finite: nothing is evaluated or saved before its step
+        has been looked at here. Collective."""
         self._flushed_at = time.monotonic()
         config = self.plan.config
         pending = self._pending
@@ -214,13 +206,12 @@ class Trainer:
             pending, own.tolist(), sums.T.tolist(), durations_s, strict=True
         ):
             left_out = bool(result.skipped)
+            norm = None if left_out else result.grad_norm
             row |= {
                 "num_targets": result.num_targets,
                 "skipped": left_out or bool(fault and config.on_nonfinite == "skip"),
                 "loss": loss_sum / result.num_targets,
-                "grad_norm": None
-                if left_out or result.grad_norm is None
-                else float(result.grad_norm),
+                "grad_norm": None if norm is None else float(norm),
                 "step_time_s": seconds,
                 "tokens_per_s": row["num_tokens"] / seconds,
             }

@@ -33,10 +33,8 @@ def make_plan(
     processes_here: int,
     cut: Callable[[Plan], Data | None] = lambda plan: None,
 ) -> Plan:
-    """Decide and check everything about a run; raise UserError at the first obstacle.
-
-    What may have to be downloaded comes last. `cut` gives the run's samples, where they are wanted.
-    """
+    """Decide and check everything about a run, what may have to be downloaded last; raise UserError
+    at the first obstacle. `cut` gives the run's samples, where they are wanted."""
     notes = list[str]()
     if config.resume not in (None, AUTO):
         config, notes = take_over(config, num_processes)
@@ -76,8 +74,7 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
 def reserve_run_dir(plan: Plan) -> Plan:
     """Make the run's folder, under the next free name where another run was quicker, write the plan
     into it, and let <output_dir>/latest point to it. Raises UserError where it would be a run that
-    another process has, also one that began since the plan was made.
-    """
+    another process has, also one that began since the plan was made."""
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(plan.output_dir / ".lock"):
         return _reserve(resume.at_checkpoint(plan) if plan.config.resume == AUTO else plan)
@@ -126,8 +123,7 @@ def go_on(
 ) -> tuple[RunConfig, list[str]]:
     """CONFIG for so many processes to go on with the run that one of these launchers
     (`Plan.launchers`) has begun, with its global batch and from its last checkpoint; and a note.
-    Unchanged where there is none. Raises UserError where they cannot share the batch evenly.
-    """
+    Unchanged where there is none. Raises UserError where they cannot share the batch evenly."""
     run_dir = _find_begun(Path(config.output_dir), set(launchers))
     if run_dir is None:
         return config, []

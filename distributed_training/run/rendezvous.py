@@ -28,11 +28,9 @@ _AS_RANK_0_IS_SEEN = "address of rank 0"
 
 
 def meet(process: Process, limit_s: float) -> dist.Store:
-    """The store that all processes share, once all of them are there. Collective.
-
-    gloo and NCCL are told which interface leads to the others: loopback on one machine.
-    Raises UserError naming who has not come within `limit_s` seconds.
-    """
+    """The store that all processes share, once all of them are there; gloo and NCCL are told which
+    interface leads to the others: loopback on one machine. Raises UserError naming who has not come
+    within `limit_s` seconds. Collective."""
     end = time.monotonic() + limit_s
     try:
         try:

@@ -53,17 +53,11 @@ MIN_TIMED_STEPS = 10  # from which their median is a speed
 
 
 def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
-    """This process's part of a run; returns the exit code. Collective.
-
-    Where torchrun or deepspeed was typed only CONFIG is `given`: rank 0 plans for all.
-    """
-    if isinstance(given, Plan):
-        num_gpus = given.machine.num_gpus
-        config = given.config
-    else:
-        num_gpus = torch.cuda.device_count()
-        config = given
-    device = prepare(num_gpus, process)
+    """This process's part of a run; returns the exit code. Where torchrun or deepspeed was typed
+    only CONFIG is `given`: rank 0 plans for all. Collective."""
+    seen = torch.cuda.device_count
+    device = prepare(given.machine.num_gpus if isinstance(given, Plan) else seen(), process)
+    config = given.config if isinstance(given, Plan) else given
     watch = Watch()
     store = meet(process, config.rendezvous_timeout_s)
     with process_group(device, store, p2p_channels=p2p_channels(config.gradient_compression)):
@@ -95,10 +89,8 @@ def warm_up(process: Process) -> None:
 
 
 def prepare(num_gpus: int, process: Process) -> torch.device:
-    """Settings of libraries, and the device of this process.
-
-    Raises UserError where torch cannot use the machine's GPUs or there are too few.
-    """
+    """Settings of libraries, and the device of this process. Raises UserError where torch cannot
+    use the machine's GPUs or there are too few."""
     # Libraries that call each other's deprecated functions are not the user's business.
     ours = "torch|deepspeed|distributed_training"
     warnings.filterwarnings("ignore", category=FutureWarning, module=ours)
@@ -217,8 +209,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
 def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display) -> Trainer:
     """Record and engine of a run, brought to where it starts or goes on. Collective."""
     sampler = assemble.build_sampler(plan, data, topology)
-    num_steps = plan.num_steps
-    assert num_steps is not None, "the launching process cut the data"
+    assert plan.num_steps is not None, "the launching process cut the data"
     history = History()
     record = None
     tracker = trackers.Tracker()
@@ -227,7 +218,7 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
         history = History(**state.model_dump(include=set(vars(history))))
     history = History(**from_rank_0(vars(history)))
     if topology.rank == 0:
-        values = assemble.describe_run(plan, sampler, num_steps, data) | vars(history)
+        values = assemble.describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **values)
         if plan.checkpoint is None:  # rows of an attempt that saved nothing
             records.truncate_metrics(plan.run_dir, 0)
@@ -239,7 +230,7 @@ def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display)
         record.update(dtypes=dtypes)
         display.table(header_rows(record.as_record()))
     trainer = Trainer(
-        engine, plan, topology, data, sampler, num_steps, display, history, record, tracker
+        engine, plan, topology, data, sampler, plan.num_steps, display, history, record, tracker
     )
     if plan.checkpoint is not None:
         trainer.restore(plan.checkpoint)
@@ -281,13 +272,12 @@ def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
     if trainer.topology.rank == 0:
         _remember_speed(plan, performance)
     peaks = trainer.memory.as_dict()
-    disk = trainer.disk
-    ranks = gather({"rank": trainer.topology.rank, **peaks, "disk": disk})
+    ranks = gather({"rank": trainer.topology.rank, **peaks, "disk": trainer.disk})
     memory: dict[str, Any] = {
         name: None if mine is None else max(rank[name] for rank in ranks)
         for name, mine in peaks.items()
     }
-    total = {name: sum(rank["disk"][name] for rank in ranks) for name in disk or ()}
+    total = {name: sum(rank["disk"][name] for rank in ranks) for name in trainer.disk}
     return {
         **vars(trainer.history),
         "profile": profile.as_record(),

@@ -222,8 +222,9 @@ def measure(run: harness.Run) -> dict[str, Any]:
         "kernels_s": traced(run.engine, run.batch(NUM_STEPS), topology),
     }
     if topology.rank == 0:
-        start = describe_run(run.plan, run.sampler, NUM_STEPS, run.data)
-        found["start"] = {**start, "dtypes": run.engine.describe_dtypes()}
+        start = describe_run(run.plan, run.sampler, run.data)
+        dtypes = run.engine.describe_dtypes()
+        found["start"] = {**start, "num_steps": NUM_STEPS, "dtypes": dtypes}
         found["order"] = find_orders(run.plan), run.plan.layout.ranks
         # As for a training. The last step of an epoch takes as long with fewer samples.
         found["performance"] = summarise_performance(

@@ -68,10 +68,8 @@ def continuation(
 def generate_sample(
     engine: Engine, plan: Plan, tokenizer: Tokenizer, chat: bool, display: Display, when: str
 ) -> str | None:
-    """The text after CONFIG's prompt, also shown; None where it has none. Collective.
-
-    With `chat` the model was trained on conversations, and the prompt is what a user says.
-    """
+    """The text after CONFIG's prompt, also shown; None where it has none. With `chat` the model was
+    trained on conversations, and the prompt is what a user says. Collective."""
     if plan.config.generate is None:
         return None
     tp = plan.mesh["tp"]
@@ -160,10 +158,8 @@ def whole_model(state: dict[str, torch.Tensor], base_fingerprint: int, plan: Pla
 
 
 def push_folder(folder: Path, repo_id: str) -> str:
-    """Upload `folder` to the model `repo_id`, made where it is not there; its address.
-
-    Raises UserError for whatever the Hub or the network refuses.
-    """
+    """Upload `folder` to the model `repo_id`, made where it is not there; its address. Raises
+    UserError for whatever the Hub or the network refuses."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 

@@ -104,10 +104,8 @@ def file_of(rank: int) -> str:
 
 
 def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
-    """All files of a checkpoint; where it lies on several disks, those of the processes of `rank`'s
-    node, which suffice under the same layout. Raises ElsewhereError where other hosts have what is
-    needed.
-    """
+    """All files of a checkpoint or, where it lies on several disks, those of `rank`'s node, which
+    suffice under the same layout. Raises ElsewhereError where other hosts have what is needed."""
 
     def absent() -> list[str]:
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
