@@ -70,12 +70,15 @@ def test_auto_becomes_what_the_machine_can_do(machine, model, precision, compile
     assert (config.model, config.precision, config.compile) == (model, precision, compiled)
 
 
+def sources_of(plan):
+    config = plan.config
+    named = config.dataset, config.tokenizer, config.weights
+    return (*named, plan.tokenizer_dir, plan.weights_dir)
+
+
 def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
-    resolved, notes = decide(gpu())
-    config = resolved.config
-    assert (config.dataset, config.tokenizer, config.weights) == ("embedded",) * 2 + ("random",)
-    assert resolved.tokenizer_dir == EMBEDDED_DIR
-    assert resolved.weights_dir is None
+    plan, notes = decide(gpu())
+    assert sources_of(plan) == ("embedded", "embedded", "random", EMBEDDED_DIR, None)
     text = " / ".join(notes)
     for words in ("WikiText-2 is not available", "GPT-2's tokenizer is not", "weights are random"):
         assert words in text
@@ -83,13 +86,10 @@ def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
 
 
 def test_with_a_hub_auto_takes_what_is_published(stocked_hub):
-    resolved, notes = decide(gpu())
-    config = resolved.config
-    assert (config.dataset, config.tokenizer, config.weights) == (
-        "wikitext-2", "gpt2", "pretrained",
-    )  # fmt: skip
-    assert resolved.tokenizer_dir == resolved.weights_dir == stocked_hub
-    assert config.learning_rate == 5e-5
+    plan, notes = decide(gpu())
+    folder = stocked_hub
+    assert sources_of(plan) == ("wikitext-2", "gpt2", "pretrained", folder, folder)
+    assert plan.config.learning_rate == 5e-5
     assert notes == ["no CUDA graph: strategy='zero2', whose engine launches its own kernels"]
 
 
@@ -118,33 +118,29 @@ def test_learning_rate_follows_the_weights(config, rate):
     assert decide(**config)[0].config.learning_rate == rate
 
 
+OLD = gpu(compute_capability=(7, 5), gpu_name="Old")
+TINY = {"model": "gpt2-tiny"}
+
+
 @pytest.mark.parametrize(
-    ("key", "value", "command"),
+    ("machine", "values", "said"),
     [
-        ("dataset", "wikitext-2", "hf download Salesforce/wikitext --repo-type dataset"),
-        ("tokenizer", "gpt2", "hf download openai-community/gpt2 vocab.json merges.txt"),
+        # What is asked for by name is never replaced.
+        (CPU_MACHINE, {"dataset": "wikitext-2"},
+         ("dataset='wikitext-2'", "hf download Salesforce/wikitext --repo-type dataset")),
+        (CPU_MACHINE, {"tokenizer": "gpt2"},
+         ("tokenizer='gpt2'", "hf download openai-community/gpt2 vocab.json merges.txt")),
+        (CPU_MACHINE, {"weights": "pretrained"}, ("tokenizer='gpt2'", "hf download")),
+        (CPU_MACHINE, {"weights": "pretrained", "tokenizer": "embedded"},
+         ("'pretrained' is impossible", "they need their own tokenizer")),
+        (CPU_MACHINE, {"weights": "pretrained", **TINY}, ("gpt2-tiny is not published",)),
+        (CPU_MACHINE, {"precision": "fp16"}, ("precision='fp16' needs a GPU", "set fp32")),
+        (OLD, {"precision": "bf16"}, ("precision='bf16' is not supported by Old", "set fp16")),
     ],
-)
-def test_what_is_asked_for_by_name_is_never_replaced(key, value, command):
-    with refused(f"{key}={value!r}", command):
-        decide(model="gpt2", **{key: value})
-
-
-def test_pretrained_weights_need_their_tokenizer():
-    with refused("tokenizer='gpt2'", "hf download"):
-        decide(model="gpt2", weights="pretrained")
-    with refused("weights='pretrained' is impossible", "they need their own tokenizer"):
-        decide(model="gpt2", weights="pretrained", tokenizer="embedded")
-    with refused("weights='pretrained' is impossible", "gpt2-tiny is not published"):
-        decide(model="gpt2-tiny", weights="pretrained")
-
-
-def test_precision_that_the_machine_lacks():
-    with refused("precision='fp16' needs a GPU", "set fp32"):
-        decide(CPU_MACHINE, precision="fp16")
-    with refused("precision='bf16' is not supported by Old", "set fp16"):
-        decide(gpu(compute_capability=(7, 5), gpu_name="Old"), precision="bf16")
-    assert decide(CPU_MACHINE, precision="bf16")[0].config.precision == "bf16"
+)  # fmt: skip
+def test_what_is_not_there_is_refused(machine, values, said):
+    with refused(*said):
+        decide(machine, **{"model": "gpt2", **values})
 
 
 def test_a_tokenizer_that_is_larger_than_the_model(tmp_path):
@@ -158,10 +154,10 @@ def test_a_tokenizer_that_is_larger_than_the_model(tmp_path):
     assert (resolved.config.tokenizer, str(resolved.tokenizer_dir)) == (tokenizer, tokenizer)
 
 
-@pytest.mark.parametrize(("here", "said"), [(4, False), (8, False), (2, True), (6, True)])
-def test_tensor_parallelism_across_machines_is_pointed_out(here, said, tmp_path):
-    plan = plan_for(tmp_path, num_processes=24, here=here, strategy="tp", tp=4, dp_replicate=6)
-    assert any("tp=4 reaches across machines" in note for note in plan.notes) == said
+def test_tensor_parallelism_across_machines_is_pointed_out(tmp_path):
+    for here, said in ((8, False), (2, True), (6, True)):
+        plan = plan_for(tmp_path, num_processes=24, here=here, strategy="tp", tp=4, dp_replicate=6)
+        assert any("tp=4 reaches across machines" in note for note in plan.notes) == said
 
 
 def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
@@ -172,11 +168,9 @@ def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
     given = {"strategy": "tp", "model": "gpt2-xl", "output_dir": str(tmp_path)}
     with refused("tp=2 does not divide num_heads=25"):
         make_plan(build_config(given), gpu(num_gpus=2), num_processes=2, processes_here=2)
-    small = gpu(gpu_memory_bytes=2 * GIB)
+    given = build_config({**given, "strategy": "dp"})
     with refused("needs 26.0 GiB a GPU", "use more GPUs"):
-        make_plan(
-            build_config({**given, "strategy": "dp"}), small, num_processes=1, processes_here=1
-        )
+        make_plan(given, gpu(gpu_memory_bytes=2 * GIB), num_processes=1, processes_here=1)
 
 
 TP = {"strategy": "tp", "world_size": 2}
@@ -210,19 +204,16 @@ def test_what_is_in_the_way_of_a_switch(key, asked, values, words):
         decide(gpu(num_gpus=2), **{**values, key: asked})
 
 
-@pytest.mark.parametrize(("key", "values"), [("cuda_graphs", {"strategy": "dp"}), ("async_tp", TP)])
-def test_what_is_not_for_a_cpu(key, values):
-    with refused(f"{key}=True does not work with a CPU"):
-        decide(CPU_MACHINE, **{**values, key: True})
-
-
 def test_exchanges_overlap_products_under_compiled_tp_where_that_was_measured():
     ampere = gpu(num_gpus=2, compute_capability=(8, 0))
     assert decide(gpu(num_gpus=2, compute_capability=(9, 0)), **TP)[0].config.async_tp is True
     assert decide(ampere, **TP)[0].config.async_tp is False
     assert decide(ampere, async_tp=True, **TP)[0].config.async_tp is True
-    with refused("async_tp=True does not work with tp=2 over machines of 1 GPUs", "auto"):
-        decide(gpu(num_gpus=1), async_tp=True, **TP)
+    for machine, why in ((gpu(num_gpus=1), "tp=2 over machines of 1 GPUs"), (CPU_MACHINE, "a CPU")):
+        with refused(f"async_tp=True does not work with {why}", "auto"):
+            decide(machine, async_tp=True, **TP)
+    with refused("cuda_graphs=True does not work with a CPU"):
+        decide(CPU_MACHINE, strategy="dp", cuda_graphs=True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import statistics
 import pytest
 
 from distributed_training.advise.checks import check_memory
-from distributed_training.advise.cluster import machine_rates, parse_cluster, this_machine
+from distributed_training.advise.cluster import machine_rates, parse_cluster
 from distributed_training.advise.rank import enumerate_plans, rank_layouts, settings_of
 from distributed_training.plan.schedules import divisors
 from distributed_training.predict import constants
@@ -25,6 +25,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.gpus import GPUS
 from distributed_training.settings.strategies import (
+    MESH_AXES,
     load_strategy,
     strategy_defaults,
     strategy_options,
@@ -101,7 +102,6 @@ def test_every_fitted_value_says_where_it_comes_from():
 def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
     assert machine_rates(GPU_MACHINE, 4) == H200
-    assert this_machine(GPU_MACHINE, 4, 4).rates.measured_at == ""
     shutil.copy(ROOT / "results/calibration/h200-x4.json", calibration_file("NVIDIA H200"))
     rates = machine_rates(GPU_MACHINE, 4)
     assert rates.measured_at
@@ -112,10 +112,9 @@ def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
 
 def test_runs_measure_in_passing_what_the_next_plan_uses(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
-    device = GPU_MACHINE.gpu_name
     for bound_by, took in (("host", 0.15), ("host", 0.12), ("memory", 0.11), ("memory", 9.0)):
         said = {"bound_by": bound_by, "step_time_s": 0.1}
-        remember_speed(device, said, took, "2026-11-22T20:00:00")
+        remember_speed(GPU_MACHINE.gpu_name, said, took, "2026-11-22T20:00:00")
     rates = machine_rates(GPU_MACHINE, 4)
     assert rates.host.block == pytest.approx(1.5 * 1.2 * H200.host.block)
     assert rates.gemm_flops == pytest.approx(H200.gemm_flops / 1.1), "no run is 90 times as slow"
@@ -139,13 +138,6 @@ def test_rates_follow_generation_form_and_power(name, gemm, memory, link):
     assert rates.link_bytes / 1e9 < link
 
 
-def test_four_a100_on_pcie_are_better_off_with_a_pipeline():
-    """Over 31.5 GB/s gathering XL's weights costs more than a pipeline's bubble."""
-    words = {"model": "gpt2-xl-20-heads", "batch_size": 4}
-    choices = rank_layouts(lambda name: build(name, **words), parse_cluster("4xA100-PCIe"))
-    assert choices[0].plan.mesh["pp"] > 1
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
     """The fullest process's, wherever it lies along a pipeline, and what it has elsewhere."""
@@ -165,12 +157,9 @@ def test_what_is_larger_takes_more(name, tmp_path):
     """Longer texts: more memory, and more time where the host does not bind; recomputing: less."""
     common = {"strategy": name, "model": "gpt2", "checked": False, "batch_size": 64}
     small, large, again = (
-        plan_for(tmp_path, GPU_MACHINE, 4, **common, **config)
-        for config in (
-            {"max_length": 256}, {"max_length": 1024},
-            {"max_length": 1024, "activation_checkpointing": "full"},
-        )
-    )  # fmt: skip
+        plan_for(tmp_path, GPU_MACHINE, 4, **common, max_length=length, **config)
+        for length, config in ((256, {}), (1024, {}), (1024, {"activation_checkpointing": "full"}))
+    )
     peaks = [estimate_memory(plan).peak_bytes for plan in (small, large, again)]
     assert max(peaks) == peaks[1]
     assert estimate_step(small, H200).seconds <= estimate_step(large, H200).seconds
@@ -182,32 +171,32 @@ def test_what_is_ranked_is_what_starts(name, tmp_path):
     cluster = parse_cluster("4xH200")
     plans = list(enumerate_plans(build(name, batch_size=4), cluster))
     assert plans
-    for ranked in plans:
-        words = {**settings_of(ranked), "batch_size": 4, "model": "gpt2-medium", "strategy": name}
+    for plan in plans:
+        words = {**settings_of(plan), "batch_size": 4, "model": "gpt2-medium", "strategy": name}
         planned = plan_for(tmp_path, cluster.machine, 4, checked=False, **words)
         for what in ("mesh", "batch", "layout", "schedule"):
-            assert getattr(planned, what) == getattr(ranked, what)
+            assert getattr(planned, what) == getattr(plan, what)
 
 
 @pytest.mark.parametrize("count", [8, 12])
 def test_what_is_ranked_is_all_that_starts(count, tmp_path):
     """Every way to write `count` as a product of the four axes, typed under every strategy."""
     cluster = parse_cluster(f"{count}xH200")
-    ranked, started = set(), set()
+    listed, started = set(), set()
     for name in NAMES:
         config = build(name, model="gpt2")
         strategy = load_strategy(config)
-        ranked |= {layout_of(plan) for plan in enumerate_plans(config, cluster)}
+        listed |= {layout_of(plan) for plan in enumerate_plans(config, cluster)}
         for pp, copies, tp in itertools.product(divisors(count), repeat=3):
             shards, odd = divmod(count, pp * copies * tp)
             if odd or not shards:
                 continue
-            axes = {"pp": pp, "dp_replicate": copies, "dp_shard": shards, "tp": tp}
+            axes = dict(zip(MESH_AXES, (pp, copies, shards, tp), strict=True))
             told = {a: size for a, size in axes.items() if strategy.mesh[a] not in (-1, size)}
             words = {"checked": False, "strategy": name, "model": "gpt2", **told}
             with contextlib.suppress(UserError):
                 started.add(layout_of(plan_for(tmp_path, cluster.machine, count, **words)))
-    assert started == ranked
+    assert started == listed
     assert len(started) > 15
 
 
@@ -218,10 +207,12 @@ def layout_of(plan):
     return name, tuple(plan.mesh.values())
 
 
+def ranked(cluster, **words):
+    return rank_layouts(lambda name: build(name, **words), parse_cluster(cluster))
+
+
 def test_what_plan_says_does_not_fit_a_run_refuses_and_nothing_else():
-    choices = rank_layouts(
-        lambda name: build(name, model="gpt2-xl", batch_size=16), parse_cluster("4xV100-16GB")
-    )
+    choices = ranked("4xV100-16GB", model="gpt2-xl", batch_size=16)
     assert {choice.fits for choice in choices} == {True, False}
     for choice in choices:
         refusal = contextlib.nullcontext() if choice.fits else refused("GiB a GPU")
@@ -230,10 +221,11 @@ def test_what_plan_says_does_not_fit_a_run_refuses_and_nothing_else():
 
 
 def test_one_gpu_and_a_thousand_are_ranked():
-    """Alone nothing is better than dp."""
-    best = rank_layouts(lambda name: build(name, batch_size=8), parse_cluster("H200"))[0]
-    assert best.plan.strategy.name == "dp"
-    assert best.fits
-    choices = rank_layouts(lambda name: build(name, model="gpt2-xl"), parse_cluster("128x8xH100"))
+    """Alone nothing is better than dp; over 31.5 GB/s gathering XL's weights costs more than a
+    pipeline's bubble."""
+    best = ranked("H200", batch_size=8)[0]
+    assert (best.plan.strategy.name, best.fits) == ("dp", True)
+    assert ranked("4xA100-PCIe", model="gpt2-xl-20-heads", batch_size=4)[0].plan.mesh["pp"] > 1
+    choices = ranked("128x8xH100", model="gpt2-xl")
     assert len(choices) > 100
     assert {choice.plan.num_processes for choice in choices} == {1024}
