@@ -277,18 +277,20 @@ class _Process(Formulas):
         backward = self.tokens * self.width * self.size.values_out / self.tp
         if mode != "none":
             backward += self.block_bytes("none")
+        of_block = {"F": each, "B": -each, "I": pending, "W": -each - pending}
+        of_first_block = {"F": each, "B": -each, "I": pending_first, "W": -each - pending_first}
+        of_logits = {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}
         held = held_logits = 0.0
         most = (0.0, 0.0)
         for operation, stage, _ in find_orders(self.plan)[self.place]:
             last = stage == len(blocks) - 1
-            waits = pending if stage else pending_first
             action = "B" if self.frozen and operation == "I" else operation
             if self.frozen and action == "W":  # nothing is left for it
                 continue
             during = (held, held_logits)
-            held += blocks[stage] * {"F": each, "B": -each, "I": waits, "W": -each - waits}[action]
+            held += blocks[stage] * (of_block if stage else of_first_block)[action]
             if last:
-                held_logits += {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}[action]
+                held_logits += of_logits[action]
             if action == "F":
                 during = (held, held_logits)
             if last and action != "W":

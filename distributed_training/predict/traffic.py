@@ -59,11 +59,11 @@ class Shapes:
         self.width = 4 if plan.config.precision == "fp32" else 2
         self.tokens = plan.batch.micro_batch_size * plan.config.max_length
         # Bytes of one micro-batch between two blocks; share of it that a process along tp holds.
-        self.hidden = self.tokens * plan.size.hidden_size * self.width
+        self.hidden = self.tokens * self.size.hidden_size * self.width
         self.between = 1 / self.tp if plan.config.sequence_parallel else 1.0
         # What tp splits in a block by hidden size, and by that of GPT-2, which was measured.
-        width = plan.size.values_in + plan.size.values_out + plan.size.kept_values
-        self.split_values = width / plan.size.hidden_size
+        width = self.size.values_in + self.size.values_out + self.size.kept_values
+        self.split_values = width / self.size.hidden_size
         self.by_gpt2 = self.split_values / 12
 
 

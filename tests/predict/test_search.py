@@ -57,16 +57,14 @@ def held(order, blocks):
     return most
 
 
-@pytest.mark.parametrize("m", [1, 4, 8, 12])
-@pytest.mark.parametrize("blocks", [MEDIUM, (3, 2, 2, 1)])
+@pytest.mark.parametrize(("blocks", "m"), [(MEDIUM, 1), (MEDIUM, 8), ((3, 2, 2, 1), 12)])
 def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
     seconds, p = durations(blocks), len(blocks) // 2
     found, known = search_orders(seconds, blocks, m, MESSAGE), build_orders("zb-v", p, m)
     for rank in range(p):
         assert sorted(found[rank]) == sorted(known[rank])
-        own = blocks[rank] + blocks[-1 - rank]
-        most = max(held(known[rank], blocks), min(p + 1, m) * own)
-        assert held(found[rank], blocks) <= most
+        kept = min(p + 1, m) * (blocks[rank] + blocks[-1 - rank])
+        assert held(found[rank], blocks) <= max(held(known[rank], blocks), kept)
     # What is not there yet would end the simulation. The loss's backward pass follows at once.
     assert length(found, seconds) <= length(known, seconds)
     last = len(blocks) - 1
@@ -93,7 +91,7 @@ def test_equal_operations_idle_as_the_formula_says():
         assert 1 - 6 * m / found == pytest.approx(SCHEDULES["zb-auto"].bubble(4, m))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_one_micro_batch_over_two_processes_as_by_brute_force(seed):
     draw = random.Random(seed).uniform
     seconds = tuple((draw(1, 5), draw(1, 5), draw(1, 5)) for _ in range(4))
@@ -109,11 +107,6 @@ def test_one_micro_batch_over_two_processes_as_by_brute_force(seed):
     best = min(length(pair, seconds) for pair in itertools.product(*orders))
     found = length(search_orders(seconds, (1, 1, 1, 1), 1, MESSAGE), seconds)
     assert found == pytest.approx(best)
-
-
-def plan_of(tmp_path, machine=GPU_MACHINE, **more):
-    words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
-    return plan_for(tmp_path, machine, 4, checked=False, batch_size=8, **words)
 
 
 def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkeypatch):
@@ -148,51 +141,40 @@ def lowered(plan):
     return schedules._add_send_recv(computing, lambda stage: ranks[stage], len(ranks))
 
 
-def without_messages(actions):
-    return [action for action in actions if action.computation_type.name not in PEERS]
-
-
 PEERS = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1),
          "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}  # fmt: skip
-MADE = {"SEND_F": ("FORWARD", 0), "SEND_B": ("BACKWARD_INPUT", 0)}
+# Of one stage and micro-batch: what is sent was made, what is used was received.
+NEEDS = {"SEND_F": "FORWARD", "SEND_B": "BACKWARD_INPUT",
+         "FORWARD": "RECV_F", "BACKWARD_INPUT": "RECV_B"}  # fmt: skip
 
 
 def run_blocking(found, ranks):
-    """Run processes whose messages block both ends: how many messages met; None for a deadlock.
-    Asserts that what is sent was made and what is used was received."""
-    place, met = dict.fromkeys(found, 0), 0
-    done = {rank: set() for rank in found}
-
-    def at(rank):
-        actions = found[rank]
-        action = actions[place[rank]] if place[rank] < len(actions) else None
-        return action and (action.computation_type.name, action.stage_index, action[2])
-
-    moved = True
-    while moved:
-        moved = False
-        for rank in found:
-            while (step := at(rank)) is not None:
-                kind, stage, number = step
+    """Run processes whose messages block both ends until both have come to them: how many met."""
+    left = {
+        rank: [(a.computation_type.name, a.stage_index, a[2]) for a in reversed(actions)]
+        for rank, actions in found.items()
+    }
+    steps = {step for own in left.values() for step in own}
+    done = set()
+    met = 0
+    while steps - done:
+        before = len(done)
+        for rank, own in left.items():
+            while own:
+                kind, stage, number = own[-1]
+                ends = {rank: own[-1]}
                 if kind in PEERS:
                     other, by = PEERS[kind]
-                    peer = ranks[stage + by]
-                    if at(peer) != (other, stage + by, number):
-                        break
-                    for end, name, s in ((rank, kind, stage), (peer, other, stage + by)):
-                        if name in MADE:
-                            assert (MADE[name][0], s, number) in done[end], (end, name, s, number)
-                    place[peer] += 1
-                    done[peer].add((other, stage + by, number))
-                    met += kind.startswith("SEND") or other.startswith("SEND")
-                needed = {"FORWARD": ("RECV_F", -1), "BACKWARD_INPUT": ("RECV_B", 1)}.get(kind)
-                if needed and 0 <= stage + needed[1] < len(ranks):
-                    apart = ranks[stage + needed[1]] != rank
-                    assert not apart or (needed[0], stage, number) in done[rank], (rank, step)
-                place[rank] += 1
-                done[rank].add(step)
-                moved = True
-    return met if all(at(rank) is None for rank in found) else None
+                    ends[ranks[stage + by]] = (other, stage + by, number)
+                if any(left[at][-1:] != [step] for at, step in ends.items()):
+                    break
+                met += len(ends) - 1
+                for at, step in ends.items():
+                    needed = (NEEDS.get(step[0]), *step[1:])
+                    assert needed in done or needed not in steps, (at, step)
+                    done.add(left[at].pop())
+        assert len(done) > before, "a deadlock"
+    return met
 
 
 @pytest.mark.parametrize(
@@ -206,7 +188,8 @@ def run_blocking(found, ranks):
 )
 def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
     """Both ends of every edge have them in one order, and none waits for what comes later."""
-    plan = plan_of(tmp_path, **more)
+    words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
+    plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **words)
     ranks, spans = plan.layout.ranks, expect_spans(plan)
     before = lowered(plan)
     found = {
@@ -214,7 +197,11 @@ def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
     }
     for rank, actions in before.items():
         assert sorted(map(str, found[rank])) == sorted(map(str, actions))
-        assert without_messages(found[rank]) == without_messages(actions)
+        own, theirs = (
+            [action for action in each if action.computation_type.name not in PEERS]
+            for each in (found[rank], actions)
+        )
+        assert own == theirs
     assert found != before
     edges = sum(a != b for a, b in itertools.pairwise(ranks))
     assert run_blocking(found, ranks) == 2 * edges * plan.batch.num_microbatches
