@@ -164,14 +164,10 @@ def each_run(
 
 
 def every_run(
-    group: Group,
-    runs: Mapping[str, Mapping[str, Any]],
-    use: Callable[[Run], Any],
-    *,
-    deadline_s: float = float("inf"),
+    group: Group, runs: Mapping[str, Mapping[str, Any]], use: Callable[[Run], Any]
 ) -> Iterator[tuple[str, list[Any]]]:
     """As `each_run`, where none may be refused: the reason ends the process. Collective."""
-    for name, ranks in each_run(group, runs, use, deadline_s=deadline_s):
+    for name, ranks in each_run(group, runs, use):
         if isinstance(ranks, str):
             raise SystemExit(f"{name}: {ranks}")
         yield name, ranks
