@@ -15,7 +15,7 @@ from typing import Any
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
 from pipedream.errors import UserError, errors_in_one_line, main_with_errors
 from pipedream.schedules.policies import POLICIES, weight_use
-from pipedream.simulate.comparison import Case, Refused, Row, measure
+from pipedream.simulate.comparison import Case, Refused, Row, compare, measure
 
 with errors_in_one_line():  # matplotlib may be missing
     from matplotlib.figure import Figure
@@ -50,8 +50,17 @@ class Work:
     config: Mapping[str, Any]
 
     @cached_property
-    def standings(self) -> tuple[list[charts.Standing], list[Refused]]:
-        return charts.standings(self.case)
+    def rows(self) -> list[Row | Refused]:
+        """All schedules; their streams have two batches."""
+        return list(compare(replace(self.case, num_batches=2)))
+
+    @property
+    def found(self) -> list[Row]:
+        return [row for row in self.rows if isinstance(row, Row)]
+
+    @property
+    def refused(self) -> list[Refused]:
+        return [row for row in self.rows if isinstance(row, Refused)]
 
     def row(self, name: str) -> Row:
         return measure(name, self.case)
@@ -84,12 +93,11 @@ def weight_versioning(work: Work, path: Path) -> Figure:
 
 
 def utilization_comparison(work: Work, path: Path) -> Figure:
-    return charts.draw_utilization(*work.standings, path)
+    return charts.draw_utilization(work.found, work.refused, path)
 
 
 def all_schedules(work: Work, path: Path) -> Figure:
-    found, refused = work.standings
-    return grids.draw_picture(grids.all_schedules([one.row for one in found], refused), path)
+    return grids.draw_picture(grids.all_schedules(work.found, work.refused), path)
 
 
 def bubble_vs_microbatches(work: Work, path: Path) -> Figure:
@@ -100,14 +108,13 @@ def bubble_vs_microbatches(work: Work, path: Path) -> Figure:
 
 
 def memory_vs_bubble(work: Work, path: Path) -> Figure:
-    return charts.draw_memory_vs_bubble(work.standings[0], work.config["weight_size"], path)
+    return charts.draw_memory_vs_bubble(work.found, work.config["weight_size"], path)
 
 
 def activations_and_versions(work: Work, path: Path) -> Figure:
-    found = {one.row.name: one for one in work.standings[0]}
-    return charts.draw_activations_and_versions(
-        [found[name] for name in OVER_TIME if name in found], path
-    )
+    found = {row.name: row for row in work.found}
+    shown = [found[name] for name in OVER_TIME if name in found]
+    return charts.draw_activations_and_versions(shown, path)
 
 
 PICTURES: dict[str, Callable[[Work, Path], Figure]] = {

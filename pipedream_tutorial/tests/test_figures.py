@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
-from pipedream.draw.charts import idle_curves, standings
+from pipedream.draw.charts import idle_curves
 from pipedream.draw.grids import forwards_only, kind_colours
 from pipedream.draw.page import LEAST
 from pipedream.errors import main_with_errors
@@ -155,10 +156,11 @@ def test_utilisation_is_the_measures(shipped: dict[str, Drawn]) -> None:
     names = [label.get_text() for label in ax.get_yticklabels()]
     drawn = list(zip(names, widths[1::2], widths[::2], diamonds, strict=True))
     shares = {}
-    for one in standings(case)[0]:
-        batch = idle(measure(one.row.name, case).batch)
-        idles = (batch.makespan_fraction, batch.span_fraction, one.steady_idle)
-        shares[one.row.title] = tuple(1 - share for share in idles)
+    for row in compare(replace(case, num_batches=2)):
+        assert isinstance(row, Row)
+        batch = idle(measure(row.name, case).batch)
+        idles = (batch.makespan_fraction, batch.span_fraction, row.steady_idle)
+        shares[row.title] = tuple(1 - share for share in idles)
     kinds = [title for title in shares if title.startswith("PipeDream")]
     assert len({shares.pop(title) for title in kinds[1:]} | {shares[kinds[0]]}) == 1
     shares[f"{kinds[0]}, all {len(kinds)} kinds"] = shares.pop(kinds[0])

@@ -37,7 +37,7 @@ from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.policies import weight_use
-from pipedream.simulate.comparison import Case, Refused, Row, closed_form, compare, measure
+from pipedream.simulate.comparison import Case, Refused, Row, closed_form, measure
 from pipedream.simulate.measures import held_activations, live_versions, times_of
 
 STEADY = "Batch after batch: each rank starts its next batch once its own work on the last is done"
@@ -54,33 +54,6 @@ FLOOR = 0.4
 """Height of the largest value in a lane, and how far 0 lies below its middle; lanes are 1 apart."""
 
 Points = dict[tuple[Fraction, Fraction], list[str]]
-
-
-class Standing(NamedTuple):
-    """One schedule, and its idle share when batch follows batch for ever."""
-
-    row: Row
-    steady_idle: Fraction
-    """Share of all ranks' time that is idle in one period, 0 to 1."""
-
-
-def standings(case: Case) -> tuple[list[Standing], list[Refused]]:
-    """All schedules at one size, and those that this size does not allow.
-
-    The rows' streams have 2 batches. The period is half of what two further batches add; orders
-    repeat from batch to batch, so that fill and drain drop out of the difference.
-    """
-    found = []
-    refused = []
-    for row in compare(replace(case, num_batches=2)):
-        if isinstance(row, Refused):
-            refused.append(row)
-            continue
-        longer = measure(row.name, replace(case, num_batches=4))
-        period = (longer.stream_makespan - row.stream_makespan) / 2
-        busy = (1 - row.batch_idle.makespan_fraction) * row.batch.makespan
-        found.append(Standing(row, 1 - busy / period))
-    return found, refused
 
 
 class IdleShares(NamedTuple):
@@ -104,12 +77,11 @@ class IdleCurve(NamedTuple):
 def idle_curves(
     names: Sequence[str], case: Case, counts: Sequence[int], closed_counts: Sequence[int]
 ) -> list[IdleCurve]:
-    """Idle shares simulated at `counts` and by closed form at `closed_counts`.
+    """Idle shares simulated at `counts` and by closed form at `closed_counts`, where one holds.
 
-    Closed forms are for even stages without communication or overlap; for other cases there are
-    none. Schedules that agree everywhere share a curve.
+    Schedules that agree everywhere share a curve.
     """
-    titles: dict[tuple[tuple[IdleShares, ...], tuple[IdleShares, ...]], list[str]] = {}
+    titles: dict[tuple[tuple[IdleShares, ...], ...], list[str]] = {}
     for name in names:
         simulated = []
         closed = []
@@ -134,14 +106,14 @@ def idle_curves(
     return [IdleCurve(tuple(found), *curve) for curve, found in titles.items()]
 
 
-def draw_utilization(found: Sequence[Standing], refused: Sequence[Refused], path: Path) -> Figure:
+def draw_utilization(found: Sequence[Row], refused: Sequence[Refused], path: Path) -> Figure:
     """Busy share of every schedule by three definitions, the least busy one on top.
 
     PipeDream's ways of keeping weights share a row where they are equally busy.
     """
-    busy = sorted(1 - one.row.batch_idle.makespan_fraction for one in found)
-    steady = sum(one.steady_idle == 0 for one in found)
-    batch = found[0].row.batch.schedule
+    busy = sorted(1 - row.batch_idle.makespan_fraction for row in found)
+    steady = sum(row.steady_idle == 0 for row in found)
+    batch = found[0].batch.schedule
     title = (
         f"{batch.num_ranks} ranks, {batch.num_microbatches} microbatches: busy from "
         f"{percent(busy[0])} to {percent(busy[-1])} of one batch's makespan; {steady} of "
@@ -155,27 +127,25 @@ def draw_utilization(found: Sequence[Standing], refused: Sequence[Refused], path
     diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
     legend.append(Line2D([], [], label="steady: batch after batch", **diamond))
     kinds: dict[tuple[object, tuple[Fraction, ...]], list[str]] = {}
-    for one in found:
-        idle = one.row.batch_idle
-        shares: tuple[Fraction, ...]
-        shares = (1 - idle.makespan_fraction, 1 - idle.span_fraction, 1 - one.steady_idle)
-        family = "pipedream" if one.row.name.startswith("pipedream") else one.row.name
-        kinds.setdefault((family, shares), []).append(one.row.title)
-    rows = sorted(
+    for row in found:
+        idles = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction, row.steady_idle
+        family = "pipedream" if row.name.startswith("pipedream") else row.name
+        kinds.setdefault((family, tuple(1 - idle for idle in idles)), []).append(row.title)
+    bars = sorted(
         (
             (f"{titles[0]}, all {len(titles)} kinds" if len(titles) > 1 else titles[0], shares)
             for (_, shares), titles in kinds.items()
         ),
-        key=lambda row: row[1],
+        key=lambda bar: bar[1],
     )
     figure, (ax,) = new_figure(
-        title, [0.4 * len(rows)], legend=legend, left=2.65, right=2.95, head=0.45,
+        title, [0.4 * len(bars)], legend=legend, left=2.65, right=2.95, head=0.45,
         notes=[STEADY, *refusals(refused)],
     )  # fmt: skip
     beside: dict[str, Any] = {
         "transform": ax.get_yaxis_transform(), "ha": "center", "va": "center", "fontsize": SMALL,
     }  # fmt: skip
-    for place, (_, shares) in enumerate(rows):
+    for place, (_, shares) in enumerate(bars):
         # The span's share is never the smaller one: of its bar the end shows.
         ax.barh(place, float(shares[1]), height=0.62, color=colours[1])
         ax.barh(place, float(shares[0]), height=0.62, color=colours[0])
@@ -184,8 +154,8 @@ def draw_utilization(found: Sequence[Standing], refused: Sequence[Refused], path
             ax.text(1.1 + 0.16 * column, place, percent(share), **beside)
     for column, text in enumerate(("makespan", "span", "steady")):
         ax.text(1.1 + 0.16 * column, -0.85, text, **beside)
-    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
-    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_yticks(range(len(bars)), [name for name, _ in bars])
+    ax.set_ylim(len(bars) - 0.5, -0.5)
     ax.set_xlim(0, 1)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_formatter(PercentFormatter(1))
@@ -280,17 +250,19 @@ def _name_curves(ax: Axes, x: float, ends: Sequence[float], curves: Sequence[Idl
         ax.text(x, at, text, color=darker(_curve_style(place)["color"]), **style)
 
 
-def draw_memory_vs_bubble(found: Sequence[Standing], weights: Fraction, path: Path) -> Figure:
+def draw_memory_vs_bubble(found: Sequence[Row], weights: Fraction, path: Path) -> Figure:
     """Peak memory of the fullest rank against the idle share when batch follows batch.
 
     Memory is peak activations plus `weights` times the weight versions kept: `weights` is what a
     rank's weights weigh in units of one microbatch's activations on that rank.
     """
     places: Points = defaultdict(list)
-    for one in found:
-        if one.row.policy.stashed:
-            memory, text = fullest_rank(one, weights)
-            places[one.steady_idle, memory].append(f"{one.row.title} {text}")
+    for row in found:
+        if row.policy.stashed:
+            held = zip(row.peak_activations, row.weight_copies, strict=True)
+            activations, copies = max(held, key=lambda pair: pair[0] + weights * pair[1])
+            text = f"{row.title} ({number(activations)} + {number(copies)})"
+            places[row.steady_idle, activations + weights * copies].append(text)
     front = pareto_front(set(places))
     best = [name.rpartition(" (")[0] for point in front for name in places[point]]
     title = (
@@ -299,7 +271,7 @@ def draw_memory_vs_bubble(found: Sequence[Standing], weights: Fraction, path: Pa
     )
     legend = [Line2D([], [], label="not beaten", **BEST), Line2D([], [], label="beaten", **BEATEN)]
     notes = [STEADY]
-    wrong = [one.row.title for one in found if not one.row.policy.stashed]
+    wrong = [row.title for row in found if not row.policy.stashed]
     if wrong:
         notes.append(f"Left out, because its gradients are wrong: {_listed(wrong)}")
     figure, (ax,) = new_figure(title, [5.6], legend=legend, head=0.3, left=1.05, notes=notes)
@@ -326,14 +298,6 @@ def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
-def fullest_rank(one: Standing, weights: Fraction) -> tuple[Fraction, str]:
-    """(memory, '(activations + copies)') of the rank with the highest peak."""
-    held = list(zip(one.row.peak_activations, one.row.weight_copies, strict=True))
-    activations, copies = max(held, key=lambda pair: pair[0] + weights * pair[1])
-    memory = Fraction(activations + weights * copies)
-    return memory, f"({number(activations)} + {number(Fraction(copies))})"
-
-
 def pareto_front(points: set[tuple[Fraction, Fraction]]) -> list[tuple[Fraction, Fraction]]:
     """Points that no other one beats or equals in both coordinates, by the first coordinate."""
     return sorted(
@@ -343,20 +307,19 @@ def pareto_front(points: set[tuple[Fraction, Fraction]]) -> list[tuple[Fraction,
     )
 
 
-def draw_activations_and_versions(found: Sequence[Standing], path: Path) -> Figure:
+def draw_activations_and_versions(found: Sequence[Row], path: Path) -> Figure:
     """Held activations as areas and kept weight versions as lines, over two batches.
 
     One panel a schedule, one lane a rank, all to one scale; beside a lane its two peaks.
     """
-    p = found[0].row.batch.schedule.num_ranks
-    until = max(o.row.stream.makespan for o in found)
-    fullest = max(found, key=lambda one: max(one.row.peak_activations)).row
-    most = max(found, key=lambda one: max(one.row.weight_copies)).row
-    top = max(max(fullest.peak_activations), Fraction(max(most.weight_copies)))
+    p = found[0].batch.schedule.num_ranks
+    held, fullest = max(
+        ((max(row.peak_activations), row.title) for row in found), key=lambda pair: pair[0]
+    )
+    kept, most = max(((max(row.weight_copies), row.title) for row in found), key=lambda pair: pair[0])
     title = (
-        f"Two batches: {fullest.title} holds up to {number(max(fullest.peak_activations))} "
-        f"microbatches' activations on a rank, {most.title} up to "
-        f"{number(Fraction(max(most.weight_copies)))} weight versions"
+        f"Two batches: {fullest} holds up to {number(held)} microbatches' activations on a rank, "
+        f"{most} up to {number(kept)} weight versions"
     )
     legend = [
         Patch(color=LINE_COLOURS[6], label="activations held"),
@@ -364,18 +327,17 @@ def draw_activations_and_versions(found: Sequence[Standing], path: Path) -> Figu
     ]  # fmt: skip
     notes = [
         "Beside a rank's lane: peak activations / peak versions. All lanes have one scale",
-        f"Time in units: {durations_text(found[0].row.stream)}",
+        f"Time in units: {durations_text(found[0].stream)}",
     ]
     heights = [max(1.6, 0.58 * p)] * -(-len(found) // 2)
     figure, axes = new_figure(
         title, heights, columns=2, legend=legend, head=0.45, left=1.3, right=0.6, notes=notes
     )
-    for place, (ax, one) in enumerate(zip(axes, found, strict=False)):
-        _draw_lanes(ax, one, top)
-        ax.set_xlim(0, float(until))
+    for place, (ax, row) in enumerate(zip(axes, found, strict=False)):
+        ax.set_xlim(0, float(max(row.stream.makespan for row in found)))
         rank_axis(ax, p, most_times=7)
-        _lane_axis(ax, p, top)
-        panel_title(ax, one.row.title)
+        _draw_lanes(ax, row, max(held, kept))
+        panel_title(ax, row.title)
         if place % 2:
             ax.set_ylabel("")
         if place + 2 >= len(found):
@@ -385,37 +347,34 @@ def draw_activations_and_versions(found: Sequence[Standing], path: Path) -> Figu
     return save(figure, path)
 
 
-def _lane_axis(ax: Axes, num_ranks: int, top: Fraction) -> None:
-    """Each lane's own scale from 0 to `top`, with a line at both and half-way."""
-    values = [Fraction(0), top / 2, top]
-    ticks = [(rank + FLOOR - LANE * float(v / top), v) for rank in range(num_ranks) for v in values]
-    for y, value in ticks:
-        ax.axhline(y, color="#C9C9C9" if value == 0 else "#E6E6E6", linewidth=0.8, zorder=0)
-    named = [(y, number(value)) for y, value in ticks if value != top / 2]
-    ax.set_yticks([y for y, _ in named], [text for _, text in named], fontsize=LEAST)
-    ax.set_yticks(range(num_ranks), [str(rank) for rank in range(num_ranks)], minor=True)
-    ax.tick_params(axis="y", which="minor", length=0, labelsize=SMALL, pad=22)
-    ax.set_ylim(num_ranks - 0.5, -0.5)
-
-
-def _draw_lanes(ax: Axes, one: Standing, top: Fraction) -> None:
-    """Each rank's two step functions, from its lane's floor upwards."""
-    stream = one.row.stream
-    m = one.row.batch.schedule.num_microbatches
+def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
+    """Each rank's two step functions, from its lane's floor (0) to `top`."""
+    stream = row.stream
+    ranks = range(stream.schedule.num_ranks)
     times = times_of(stream)
-    end = float(stream.makespan)
+    use = weight_use(stream.schedule, row.policy, row.batch.schedule.num_microbatches)
     held = held_activations(stream.schedule, times, Fraction(0))
-    use = weight_use(stream.schedule, one.row.policy, m)
     kept = live_versions(stream.schedule, times, Fraction(0), use)
 
-    def curve(points: list[tuple[Fraction, Fraction]], rank: int) -> tuple[list[float], ...]:
-        ys = [rank + FLOOR - LANE * float(value / top) for _, value in points]
-        return [*(float(time) for time, _ in points), end], [*ys, ys[-1]]
+    def height(rank: int, value: Fraction) -> float:
+        return rank + FLOOR - LANE * float(value / top)
 
-    for rank in range(stream.schedule.num_ranks):
+    def curve(points: list[tuple[Fraction, Fraction]], rank: int) -> tuple[list[float], ...]:
+        ys = [height(rank, value) for _, value in points]
+        return [*(float(time) for time, _ in points), float(stream.makespan)], [*ys, ys[-1]]
+
+    for rank in ranks:
         xs, ys = curve(held[rank], rank)
         ax.fill_between(xs, ys, rank + FLOOR, step="post", color=LINE_COLOURS[6], linewidth=0)
         ax.step(*curve(kept[rank], rank), where="post", color=LINE_COLOURS[4], linewidth=2)
         peaks = [number(max(value for _, value in points[rank])) for points in (held, kept)]
         ax.text(1.01, rank, " / ".join(peaks), transform=ax.get_yaxis_transform(), fontsize=SMALL,
                 va="center")  # fmt: skip
+        for value in (Fraction(0), top / 2, top):
+            shade = "#E6E6E6" if value else "#C9C9C9"
+            ax.axhline(height(rank, value), color=shade, linewidth=0.8, zorder=0)
+    named = [(height(rank, value), number(value)) for rank in ranks for value in (Fraction(0), top)]
+    ax.set_yticks([y for y, _ in named], [text for _, text in named], fontsize=LEAST)
+    ax.set_yticks(ranks, [str(rank) for rank in ranks], minor=True)
+    ax.tick_params(axis="y", which="minor", length=0, labelsize=SMALL, pad=22)
+    ax.set_ylim(len(ranks) - 0.5, -0.5)

@@ -110,6 +110,14 @@ class Row:
         return self.batch.schedule if self.flushes else self.stream.schedule
 
     @cached_property
+    def steady_idle(self) -> Fraction:
+        """Share of all ranks' time that is idle when batch follows batch for ever, 0 to 1: fill and
+        drain are in two batches as in four, and drop out of the difference."""
+        two, four = (replace(self, num_batches=n).stream_makespan for n in (2, 4))
+        busy = (1 - self.batch_idle.makespan_fraction) * self.batch.makespan
+        return 1 - 2 * busy / (four - two)
+
+    @cached_property
     def peak_activations(self) -> tuple[Fraction, ...]:
         """By rank, in microbatches of a rank's share of the layers; over the stream."""
         return peak_activations(self._fullest)
