@@ -316,7 +316,9 @@ def draw_activations_and_versions(found: Sequence[Row], path: Path) -> Figure:
     held, fullest = max(
         ((max(row.peak_activations), row.title) for row in found), key=lambda pair: pair[0]
     )
-    kept, most = max(((max(row.weight_copies), row.title) for row in found), key=lambda pair: pair[0])
+    kept, most = max(
+        ((max(row.weight_copies), row.title) for row in found), key=lambda pair: pair[0]
+    )
     title = (
         f"Two batches: {fullest} holds up to {number(held)} microbatches' activations on a rank, "
         f"{most} up to {number(kept)} weight versions"

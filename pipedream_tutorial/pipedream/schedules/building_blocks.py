@@ -62,7 +62,7 @@ def _scheduled(name: str, p: int, m: int, block: Block, reorder: bool) -> Schedu
             own.pop()
         _pull(slots)
     lines = [_line(own, down=r, up=2 * p - 1 - r) for r, own in enumerate(slots)]
-    return straight(name, lines, 2)
+    return straight(name, lines)
 
 
 def _line(own: list[list[int]], *, down: int, up: int) -> list[Op]:

@@ -207,12 +207,7 @@ def load_csv(path: Path) -> Schedule:
             f"{path} has a stage {max(rank_of)} but no stage {missing}",
             "number the stages from 0 without a gap",
         )
-    return Schedule(
-        name=path.stem,
-        orders=tuple(orders),
-        chains=(tuple(sorted(rank_of)),),
-        stages_per_rank=max(1, len(rank_of) // len(orders)),
-    )
+    return straight(path.stem, orders)
 
 
 def _parse(cell: str, where: str) -> Item:
@@ -232,11 +227,15 @@ Lines = Sequence[Sequence[Item]]
 """Each rank's operations."""
 
 
-def straight(name: str, lines: Lines, stages_per_rank: int = 1) -> Schedule:
+def straight(name: str, lines: Lines) -> Schedule:
     """One copy of the model, whose stages 0, 1, ... follow each other in this order."""
-    stages = tuple(range(len(lines) * stages_per_rank))
-    orders = tuple(map(tuple, lines))
-    return Schedule(name=name, orders=orders, chains=(stages,), stages_per_rank=stages_per_rank)
+    stages = sorted({op.stage for line in lines for item in line for op in item.parts})
+    return Schedule(
+        name=name,
+        orders=tuple(map(tuple, lines)),
+        chains=(tuple(stages),),
+        stages_per_rank=max(1, len(stages) // len(lines)),
+    )
 
 
 def two_copies(name: str, lines: Lines) -> Schedule:

@@ -11,6 +11,7 @@ Where torch.distributed.pipelining has the schedule, the order is the same as to
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 
 import pipedream_simple as simple
 
@@ -18,80 +19,36 @@ from pipedream.errors import UserError
 from pipedream.schedules.ops import Item, Op, Pair, Schedule, straight, two_copies
 
 
-def _named(name: str, orders: list[simple.Order], stages_per_rank: int = 1) -> Schedule:
-    return straight(name, [list(map(Op._make, order)) for order in orders], stages_per_rank)
+def named(name: str, orders: list[simple.Order]) -> Schedule:
+    """Orders of pipedream_simple.py as a schedule."""
+    return straight(name, [list(map(Op._make, order)) for order in orders])
 
 
-def naive(p: int, m: int) -> Schedule:
-    """One microbatch in the pipeline at a time: all ranks but one are idle."""
-    return _named("naive", simple.naive(p, m))
+def _from_simple(
+    name: str, build: Callable[[int, int], list[simple.Order]]
+) -> Callable[[int, int], Schedule]:
+    return lambda p, m: named(name, build(p, m))
 
 
-def gpipe(p: int, m: int) -> Schedule:
-    """All forwards, then all backwards."""
-    return _named("gpipe", simple.gpipe(p, m))
-
-
-def one_f_one_b(p: int, m: int) -> Schedule:
-    """p - s forwards on stage s to fill the pipeline, then a backward for each forward."""
-    return _named("1f1b", simple.one_f_one_b(p, m))
-
-
-def eager_1f1b(p: int, m: int) -> Schedule:
-    """1F1B that runs further ahead, 2 (p - s) - 1 forwards on stage s, so that messages have time
-    to arrive."""
-    words = [simple.alternating(m, ahead=2 * (p - 1 - s)) for s in range(p)]
-    return _named("eager-1f1b", simple.from_words(words))
+naive = _from_simple("naive", simple.naive)
+gpipe = _from_simple("gpipe", simple.gpipe)
+one_f_one_b = _from_simple("1f1b", simple.one_f_one_b)
+zb_h1 = _from_simple("zb-h1", simple.zb_h1)
+zb_h2 = _from_simple("zb-h2", simple.zb_h2)
+zb_v = _from_simple("zb-v", simple.zb_v)
+# 1F1B that runs further ahead, so that messages have time to arrive.
+eager_1f1b = _from_simple(
+    "eager-1f1b",
+    lambda p, m: simple.from_words([simple.alternating(m, 2 * (p - 1 - s)) for s in range(p)]),
+)
 
 
 def interleaved_1f1b(p: int, m: int, v: int) -> Schedule:
     """v stages a rank, p apart: microbatches go round the ranks v times."""
     try:
-        return _named("interleaved", simple.interleaved(p, m, v), v)
+        return named("interleaved", simple.interleaved(p, m, v))
     except ValueError as error:
         raise UserError(*str(error).split("; ")) from None
-
-
-def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B with the backward pass cut in two: W waits where the rank would idle."""
-    return _named("zb-h1", simple.zb_h1(p, m))
-
-
-def zb_h2(p: int, m: int) -> Schedule:
-    """Twice the forwards ahead of ZB-H1, so that nothing is left to wait for; W fills the end."""
-    return _named("zb-h2", simple.zb_h2(p, m))
-
-
-def zb_v(p: int, m: int) -> Schedule:
-    """Two stages a rank in a V: rank 0 holds the first and the last stage."""
-    return _named("zb-v", simple.zb_v(p, m), 2)
-
-
-class _Line:
-    """One rank's order while it is written: microbatches are counted by stage and kind."""
-
-    def __init__(self) -> None:
-        self.items: list[Item] = []
-        self.count: Counter[tuple[str, int]] = Counter()
-
-    def next(self, kind: str, stage: int) -> Op:
-        """The stage's next operation of a kind; a whole backward pass counts as its halves."""
-        op = Op(kind, stage, self.count["I" if kind == "B" else kind, stage])
-        for counted in "IW" if kind == "B" else kind:
-            self.count[counted, stage] += 1
-        return op
-
-    def add(self, kind: str, stage: int) -> None:
-        self.items.append(self.next(kind, stage))
-
-    def add_pair(self, forward_stage: int, backward_stage: int) -> None:
-        self.items.append(Pair(self.next("F", forward_stage), self.next("B", backward_stage)))
-
-
-def _add(line: _Line, steps: list[tuple[str, int]], times: int = 1) -> None:
-    for _ in range(times):
-        for kind, stage in steps:
-            line.add(kind, stage)
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
@@ -102,39 +59,53 @@ def dualpipe_v(p: int, m: int) -> Schedule:
             f"set num_microbatches to {2 * p} or more",
         )
     lines = [_dualpipe_line(r, p, m) for r in range(p)]
-    return straight("dualpipe-v", lines, 2)
+    return straight("dualpipe-v", lines)
 
 
 def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
     """DualPipe's eight phases on the two stages of rank r."""
-    line = _Line()
     down = r
     up = 2 * p - 1 - r
+    items: list[Item] = []
+    done: Counter[tuple[str, int]] = Counter()
     pending: deque[int] = deque()
 
+    def following(kind: str, stage: int) -> Op:
+        """The stage's next operation of a kind; a whole backward pass counts as its halves."""
+        op = Op(kind, stage, done["I" if kind == "B" else kind, stage])
+        done.update((counted, stage) for counted in ("IW" if kind == "B" else kind))
+        return op
+
+    def run(times: int, *steps: tuple[str, int]) -> None:
+        for _ in range(times):
+            items.extend(following(*step) for step in steps)
+
+    def pair(forward_stage: int, backward_stage: int) -> None:
+        items.append(Pair(following("F", forward_stage), following("B", backward_stage)))
+
     def cut_backward(stage: int) -> None:
-        line.add("I", stage)
+        run(1, ("I", stage))
         pending.append(stage)
 
     def late_weight() -> None:
         if pending:
-            line.add("W", pending.popleft())
+            run(1, ("W", pending.popleft()))
 
-    _add(line, [("F", down)], 2 * (p - 1 - r))
-    _add(line, [("F", down), ("F", up)], r + 1)
+    run(2 * (p - 1 - r), ("F", down))
+    run(r + 1, ("F", down), ("F", up))
     for _ in range(p - 1 - r):
         cut_backward(up)
         late_weight()
-        line.add("F", up)
+        run(1, ("F", up))
     for step in range(m - 2 * p + r + 1):
         if step == 0 and r == p - 1:  # its backward has to wait anyway: overlap would only delay
-            _add(line, [("F", down), ("B", up)])
+            run(1, ("F", down), ("B", up))
         else:
-            line.add_pair(down, up)
-        line.add_pair(up, down)
+            pair(down, up)
+        pair(up, down)
     for _ in range(p - 1 - r):
-        line.add("B", up)
-        line.add_pair(up, down)
+        run(1, ("B", up))
+        pair(up, down)
     # 2 (r + 1) backwards, alternating; from the middle on their W is put off.
     middle = r + 1 if r % 2 else (r + 1) // 2 * 2 + 1
     for step in range(2 * (r + 1)):
@@ -142,16 +113,16 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
         if step >= middle:
             cut_backward(stage)
         else:
-            line.add("B", stage)
+            run(1, ("B", stage))
     for _ in range(p - 1 - r):
         late_weight()
         if 2 * (r + 1) > middle:
             cut_backward(down)
         else:
-            line.add("B", down)
+            run(1, ("B", down))
     for _ in range(r + 1):
         late_weight()
-    return line.items
+    return items
 
 
 def dualpipe(p: int, m: int) -> Schedule:

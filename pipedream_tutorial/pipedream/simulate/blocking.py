@@ -51,30 +51,25 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
     ranks = schedule.ranks()
     wanted = Needs(schedule)
     programs: list[list[Step]] = []
-    for rank, order in enumerate(schedule.orders):
-        steps: list[Step] = []
-        for op in (op for item in order for op in item.parts):
-            steps += [
-                (Action(RECV, need, ranks[need]),) for need in wanted.of(op) if ranks[need] != rank
-            ]
-            steps.append((Action(RUN, op, rank),))
+    for rank, order in enumerate(schedule.flat):
+        actions: list[Action] = []
+        for op in order:
+            needs = [need for need in wanted.of(op) if ranks[need] != rank]
+            actions += [Action(RECV, need, ranks[need]) for need in needs]
+            actions.append(Action(RUN, op, rank))
             peer = rank + 1 if op.kind == FORWARD else rank - 1
             if op.kind != WEIGHT_GRADIENT and 0 <= peer < schedule.num_ranks:
-                steps.append((Action(SEND, op, peer),))
-        programs.append(_fused(steps) if paired else steps)
+                actions.append(Action(SEND, op, peer))
+        steps: list[Step] = []
+        for action in actions:
+            before = steps[-1] if steps else ()
+            sent = paired and len(before) == 1 and before[0].kind == SEND
+            if sent and action.kind == RECV and action.peer == before[0].peer:
+                steps[-1] = (*before, action)
+            else:
+                steps.append((action,))
+        programs.append(steps)
     return programs
-
-
-def _fused(steps: list[Step]) -> list[Step]:
-    fused: list[Step] = []
-    for step in steps:
-        before = fused[-1] if fused else ()
-        kinds = [action.kind for action in (*before, *step)]
-        if kinds == [SEND, RECV] and before[0].peer == step[0].peer:
-            fused[-1] = before + step
-        else:
-            fused.append(step)
-    return fused
 
 
 def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) -> list[Action]:
@@ -84,9 +79,8 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
     rank of the circle is at.
     """
     left = [deque(program) for program in programs]
-    posted: list[list[Action]] = [
-        [] for _ in programs
-    ]  # of a rank's step, those that have not ended
+    # Of a rank's step, the actions that have not ended.
+    posted: list[list[Action]] = [[] for _ in programs]
     sent: dict[tuple[int, int], deque[Op]] = defaultdict(deque)  # (sender, receiver) -> messages
     ended: list[Action] = []
     going = True

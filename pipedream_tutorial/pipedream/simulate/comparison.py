@@ -107,7 +107,7 @@ class Row:
     @property
     def _fullest(self) -> Schedule:
         """Where most is held: a batch that ends in a flush is as the one before it."""
-        return self.batch.schedule if self.flushes else self.stream.schedule
+        return (self.batch if self.flushes else self.stream).schedule
 
     @cached_property
     def steady_idle(self) -> Fraction:
@@ -148,12 +148,9 @@ class Row:
     def weight_copies(self) -> tuple[Fraction, ...]:
         """By rank: parameters kept, in units of a rank's share of the model. Two copies of the
         model (Chimera, DualPipe) count as two."""
-        schedule = self._fullest
+        v = self._fullest.stages_per_rank
         kept = dict(zip(self._stages, self.peak_versions, strict=True))
-        return tuple(
-            Fraction(sum(kept[stage] for stage in stages), schedule.stages_per_rank)
-            for stages in schedule.stages()
-        )
+        return tuple(Fraction(sum(map(kept.__getitem__, own)), v) for own in self._fullest.stages())
 
     @property
     def mixed(self) -> bool:
@@ -262,27 +259,22 @@ def _costs(schedule: Schedule, case: Case) -> Costs:
     """The same model for all: a share of the layers keeps its factor however it is cut."""
     _check_scale(case, schedule.num_ranks)
     scale = case.stage_scale
-    if scale is not None:
-        scale = stage_factors(scale, len(schedule.chains[0]))
     return build_costs(
         schedule,
         forward=case.forward,
         input_gradient=case.input_gradient,
         weight_gradient=case.weight_gradient,
         communication=case.communication,
-        scale=scale,
+        scale=scale and stage_factors(scale, len(schedule.chains[0])),
         overlap_saving=case.overlap_saving,
     )
 
 
 def stage_factors(scale: Sequence[Fraction], num_stages: int) -> list[Fraction]:
     """The factors of equal shares of the layers, by stage: the mean of what a stage has of each."""
-    parts = len(scale)  # of a stage; a share has num_stages of them
-    return [
-        sum((scale[k // num_stages] for k in range(s * parts, (s + 1) * parts)), Fraction(0))
-        / parts
-        for s in range(num_stages)
-    ]
+    each = [factor for factor in scale for _ in range(num_stages)]  # len(scale) of them a stage
+    own = (each[k : k + len(scale)] for k in range(0, len(each), len(scale)))
+    return [sum(part, Fraction(0)) / len(scale) for part in own]
 
 
 def _check_scale(case: Case, num_ranks: int) -> None:

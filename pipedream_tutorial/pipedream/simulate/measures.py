@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from pipedream.schedules.ops import (
@@ -28,8 +28,7 @@ class Idle:
     makespan: tuple[Fraction, ...]
     """From time 0 to the end of the last rank, less the time the rank is busy."""
     span: tuple[Fraction, ...]
-    """From the rank's own first start to its own last end, less the time it is busy. A schedule
-    with "zero bubble" has zero here; the makespan still idles while the pipeline fills."""
+    """From the rank's own first start to its own last end, likewise: zero for "zero bubble"."""
     makespan_fraction: Fraction
     """Share of all ranks' time that is idle, 0 to 1. Utilisation is 1 minus this."""
     span_fraction: Fraction
@@ -72,10 +71,9 @@ def activation_steps(schedule: Schedule) -> list[list[tuple[Op, Fraction | int]]
     for order in schedule.flat:
         steps = [(op, change[op[0]]) for op in order]
         if gone:
+            again = ([(op, -gone)] if op.kind == FORWARD else [] for op, _ in steps)
             steps = [
-                step
-                for op, added in steps
-                for step in [(op, added)] + [(op, -gone)] * (op.kind == FORWARD)
+                step for pair in zip(steps, again, strict=True) for step in (pair[0], *pair[1])
             ]
         held = accumulate(added for _, added in steps)
         found.append([(op, count) for (op, _), count in zip(steps, held, strict=True)])
@@ -132,12 +130,11 @@ def live_versions(
     """
     v = schedule.stages_per_rank
     found = {}
-    for rank, order in enumerate(schedule.orders):
-        ops = [op for item in order for op in item.parts]
-        kept = {op.stage: 1 for op in ops}
-        after = {op: count for stage in kept for op, count in use[stage].live}
+    for rank, stages in enumerate(schedule.stages()):
+        kept = dict.fromkeys(stages, 1)
+        after = {op: count for stage in stages for op, count in use[stage].live}
         points = [(zero, Fraction(len(kept), v))]
-        for op in ops:
+        for op in schedule.flat[rank]:
             kept[op.stage] = after[op]
             points.append((times[op][1], Fraction(sum(kept.values()), v)))
         found[rank] = _changes(points)
@@ -146,8 +143,5 @@ def live_versions(
 
 def _changes(points: Sequence[tuple[Time, Fraction]]) -> list[tuple[Time, Fraction]]:
     """Only where the value changes; of several points at one time the last."""
-    found: list[tuple[Time, Fraction]] = []
-    for time, value in dict(points).items():
-        if not found or found[-1][1] != value:
-            found.append((time, value))
-    return found
+    steps = list(dict(points).items())
+    return steps[:1] + [b for a, b in pairwise(steps) if a[1] != b[1]]

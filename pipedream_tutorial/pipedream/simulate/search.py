@@ -21,10 +21,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+
+from pipedream_simple import from_words, zero_bubble
 
 from pipedream.errors import UserError
-from pipedream.schedules.ops import Op, Schedule, straight
+from pipedream.schedules.ops import Schedule
+from pipedream.schedules.orders import named
 from pipedream.simulate.simulator import Costs
 
 Words = list[str]
@@ -119,15 +121,7 @@ def search(
 
 def as_schedule(words: Words, name: str) -> Schedule:
     """Orders, microbatches numbered by kind from 0."""
-    lines = []
-    for rank, word in enumerate(words):
-        count = dict.fromkeys("FIW", -1)
-        line = []
-        for kind in word:
-            count[kind] += 1
-            line.append(Op(kind, rank, count[kind]))
-        lines.append(line)
-    return straight(name, lines)
+    return named(name, from_words(words))
 
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:
@@ -216,16 +210,8 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
 def pattern(problem: Problem, limits: Sequence[int]) -> Words:
     """ZB-H1 and ZB-H2, and what lies between: a rank runs its limit of F, then I and F in turn, and
     puts W off for as long as its memory allows."""
-    words = []
     m = problem.num_microbatches
-    for ahead in limits:
-        first = min(ahead, m)
-        delay = problem.memory - ahead
-        word = "F" * first
-        for i in range(m):
-            word += "I" + "W" * (i >= delay) + "F" * (first + i < m)
-        words.append(word + "W" * min(m, delay))
-    return words
+    return [zero_bubble(m, limit - 1, problem.memory - limit) for limit in limits]
 
 
 def greedy(problem: Problem, limits: Sequence[int]) -> Words:
@@ -306,15 +292,10 @@ def improve(
 
 
 def _allowed(word: str, memory: int) -> bool:
-    forward = first = second = 0
+    done = dict.fromkeys("FIW", 0)
     for kind in word:
-        if kind == "F":
-            forward += 1
-        elif kind == "I":
-            first += 1
-        else:
-            second += 1
-        if not second <= first <= forward <= second + memory:
+        done[kind] += 1
+        if not done["W"] <= done["I"] <= done["F"] <= done["W"] + memory:
             return False
     return True
 
@@ -335,26 +316,6 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[Words | None,
             "prove at 0",
         ) from None
     model = cp_model.CpModel()
-    start = _add_operations(model, problem, longest)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = 2
-    found = solver.solve(model)
-    bound = round(solver.best_objective_bound)
-    if found not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None, bound
-    at = {operation: solver.value(variable) for operation, variable in start.items()}
-    words = []
-    for rank in range(problem.num_ranks):
-        own = [(time, "FIW".index(kind), kind) for (kind, r, _), time in at.items() if r == rank]
-        words.append("".join(kind for _, _, kind in sorted(own)))
-    return words, bound
-
-
-def _add_operations(model: Any, problem: Problem, longest: int) -> dict[tuple[str, int, int], Any]:
-    """Put the problem into the model; (kind, rank, microbatch) -> when it starts. Operations of a
-    rank do not overlap, results arrive before they are used, and a rank's F number i + memory
-    starts after its W number i."""
     p = problem.num_ranks
     m = problem.num_microbatches
     c = problem.communication
@@ -364,27 +325,41 @@ def _add_operations(model: Any, problem: Problem, longest: int) -> dict[tuple[st
         for kind in "FIW"
         for i in range(m)
     }
+    end = model.new_int_var(0, longest, "makespan")
+    model.minimize(end)
     for rank, lasts in enumerate(problem.durations):
+        model.add(end >= start["W", rank, m - 1] + lasts["W"])
         model.add_no_overlap(
             model.new_fixed_size_interval_var(start[kind, rank, i], lasts[kind], "")
             for kind in "FIW"
             for i in range(m)
         )
         for i in range(m):
-            waits = [("F", rank, "I", rank, i, 0), ("I", rank, "W", rank, i, 0)]
+            # Results arrive before they are used, and W number i makes room for F i + memory.
+            waits = [("F", rank, "I", rank, 0), ("I", rank, "W", rank, 0)]
             if rank > 0:
-                waits.append(("F", rank - 1, "F", rank, i, c))
-                waits.append(("I", rank, "I", rank - 1, i, c))
-            for kind, one, then, other, number, later in waits:
-                end = start[kind, one, number] + problem.durations[one][kind]
-                model.add(start[then, other, number] >= end + later)
+                waits += [("F", rank - 1, "F", rank, c), ("I", rank, "I", rank - 1, c)]
+            for kind, one, then, other, later in waits:
+                arrival = start[kind, one, i] + problem.durations[one][kind] + later
+                model.add(start[then, other, i] >= arrival)
             for kind in "FIW" if i else "":
                 model.add(start[kind, rank, i] >= start[kind, rank, i - 1] + lasts[kind])
             if i >= problem.memory:
                 freed = start["W", rank, i - problem.memory] + lasts["W"]
                 model.add(start["F", rank, i] >= freed)
-    end = model.new_int_var(0, longest, "makespan")
-    for rank, lasts in enumerate(problem.durations):
-        model.add(end >= start["W", rank, m - 1] + lasts["W"])
-    model.minimize(end)
-    return start
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 2
+    found = solver.solve(model)
+    bound = round(solver.best_objective_bound)
+    if found not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None, bound
+    words = []
+    for rank in range(p):
+        own = [
+            (solver.value(at), "FIW".index(kind), kind)
+            for (kind, r, _), at in start.items()
+            if r == rank
+        ]
+        words.append("".join(kind for _, _, kind in sorted(own)))
+    return words, bound

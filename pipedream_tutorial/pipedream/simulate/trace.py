@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Item, Op, Pair, Schedule
+from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Item, Op, Pair, Schedule, straight
 from pipedream.schedules.policies import Policy, WeightUse, weight_use
-from pipedream.simulate.measures import held_activations, live_versions
+from pipedream.simulate.measures import held_activations, live_versions, times_of
 from pipedream.simulate.simulator import Needs, Timeline
 
 TraceEvent = dict[str, Any]
@@ -117,30 +117,25 @@ def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
 def handed_on(schedule: Schedule) -> list[tuple[Op, Op]]:
     """(operation that gives, operation that takes) for each result that another stage takes in."""
     wanted = Needs(schedule)
-    return [
-        (need, op)
-        for op in schedule.ops()
-        for need in wanted.of(op)
-        if need.stage != op.stage and need in wanted
-    ]
+    pairs = ((need, op) for op in schedule.ops() for need in wanted.of(op))
+    return [(need, op) for need, op in pairs if need.stage != op.stage and need in wanted]
 
 
 def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:
     def ns(time: Fraction) -> int:
         return round(time * unit_s * 10**9)
 
-    slices = []
-    ends = dict[Op, Fraction]()
-    for e in timeline.all_events():
-        slices.append(_Slice(e.rank, "compute", e.item, ns(e.start), ns(e.end)))
-        ends |= dict.fromkeys(e.item.parts, e.end)
+    slices = [
+        _Slice(e.rank, "compute", e.item, ns(e.start), ns(e.end)) for e in timeline.all_events()
+    ]
     latency = timeline.costs.communication
-    ranks = timeline.schedule.ranks()
-    for sender, receiver in transfers(timeline.schedule) if latency else ():
-        start = ns(ends[sender])
-        end = ns(ends[sender] + latency)
-        slices.append(_Slice(ranks[sender], "send", sender, start, end))
-        slices.append(_Slice(ranks[receiver], "receive", sender, start, end))
+    if latency:
+        times = times_of(timeline)
+        ranks = timeline.schedule.ranks()
+        for sender, receiver in transfers(timeline.schedule):
+            way = sender, ns(times[sender][1]), ns(times[sender][1] + latency)
+            slices.append(_Slice(ranks[sender], "send", *way))
+            slices.append(_Slice(ranks[receiver], "receive", *way))
     return _Run("predicted", timeline.schedule, slices)
 
 
@@ -153,14 +148,7 @@ def _measured_run(measured: Sequence[MeasuredEvent]) -> _Run:
         slices.append(_Slice(e.rank, e.thread, op, e.start_ns - zero, e.end_ns - zero))
         if e.thread == "compute":
             orders[e.rank].append(op)
-    stages = tuple(sorted({op.stage for order in orders for op in order}))
-    schedule = Schedule(
-        name="measured",
-        orders=tuple(map(tuple, orders)),
-        chains=(stages,),
-        stages_per_rank=max(1, len(stages) // len(orders)),
-    )
-    return _Run("measured", schedule, slices)
+    return _Run("measured", straight("measured", orders), slices)
 
 
 def _metadata(run: _Run) -> Iterable[TraceEvent]:
