@@ -103,19 +103,6 @@ def test_versions_and_staleness_equal_their_closed_forms(name: str) -> None:
     assert seen >= 6
 
 
-def test_interleaved_when_p_does_not_divide_m() -> None:
-    # One round of 6 on 4 ranks: as little idle time, and more activations than with 4 or 8.
-    assert makespan_idle("interleaved", even(4, 6, v=2)) == Fraction(3 * 3, 2)
-    held = {m: peak_activations(build_schedule("interleaved", 4, m, 2))[0] for m in (4, 6, 8)}
-    assert held == {4: 4, 6: 6, 8: Fraction(11, 2)}
-    # Rounds that are not equal are refused.
-    with pytest.raises(UserError, match="9 microbatches cannot be cut into 2 equal rounds"):
-        build_schedule("interleaved", 4, 9, 2)
-    # Fewer microbatches than ranks: more idle time than without interleaving gains.
-    for c in cases("interleaved", lambda c: c.m < c.p and c.v > 1):
-        assert makespan_idle("interleaved", c) > (c.p - 1) * c.total / c.v
-
-
 def test_zb_h1_beyond_the_published_range() -> None:
     def published(c: Case) -> Fraction:
         return (c.p - 1) * (c.f + c.i - c.w)

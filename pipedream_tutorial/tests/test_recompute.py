@@ -66,38 +66,27 @@ def test_recomputing_costs_m_f_and_no_idle_time(name: str) -> None:
         assert found.makespan == (c.m + c.p - 1) * c.total + c.m * c.f
 
 
-def recomputed_activations(held: Fraction, v: int, kept: Fraction) -> Fraction:
-    """What a rank holds with R before each whole B, and `held` without: one stage's all, at its F
-    or B, and of the others the share that is kept."""
-    return (1 + (held * v - 1) * kept) / v
-
-
-def zb_recomputed_activations(c: Case, r: int, ahead: int, kept: Fraction) -> Fraction:
-    """ZB-H1 (`ahead` 1) and ZB-H2 (2): all of a microbatch is held from R to its late W, so that
-    the last rank saves nothing."""
-    most = min(c.m, c.p if ahead == 1 else 2 * c.p - 1)
-    whole = min(c.m, ahead * r + 1)
-    return whole + (most - whole) * kept
-
-
 @pytest.mark.parametrize(
     "name", ["naive", "gpipe", "1f1b", "eager-1f1b", "interleaved", "pipedream", "chimera"]
 )
 @pytest.mark.parametrize("kept", [Fraction(0), KEPT, Fraction(1)])
 def test_activations_of_schedules_with_whole_backward_passes(name: str, kept: Fraction) -> None:
+    """One stage's all, at its F or B, and of the others the share that is kept."""
     form = CLOSED_FORMS[name]
     for c, schedule in built(name):
         v = schedule.stages_per_rank
-        if SCHEDULES[name].policy != "flush" and c.m < c.p:
-            continue
-        assert peak_activations(recomputed(schedule, kept)) == tuple(
-            recomputed_activations(form.peak_activations(c, r), v, kept) for r in range(c.p)
-        )
+        if SCHEDULES[name].policy == "flush" or c.m >= c.p:
+            held = [form.peak_activations(c, r) for r in range(c.p)]
+            expected = [(1 + (stages * v - 1) * kept) / v for stages in held]
+            assert list(peak_activations(recomputed(schedule, kept))) == expected
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("zb-h1", 1), ("zb-h2", 2)])
 def test_a_late_w_keeps_what_was_recomputed(name: str, ahead: int) -> None:
+    """All of a microbatch is held from R to its late W, so that the last rank saves nothing."""
     for c, schedule in built(name):
         found = peak_activations(recomputed(schedule, KEPT))
-        assert found == tuple(zb_recomputed_activations(c, r, ahead, KEPT) for r in range(c.p))
+        most = min(c.m, c.p if ahead == 1 else 2 * c.p - 1)
+        whole = [min(c.m, ahead * r + 1) for r in range(c.p)]
+        assert list(found) == [held + (most - held) * KEPT for held in whole]
         assert found[-1] == peak_activations(schedule)[-1]

@@ -34,14 +34,6 @@ def uneven(
 
 WRITTEN = {
     ("naive", 2, 2): ("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"),
-    ("gpipe", 2, 2): ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"),
-    ("1f1b", 3, 4): (
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
-        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
-    ),
-    ("interleaved", 2, 2): ("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"),
-    ("zb-h1", 2, 2): ("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"),
     ("zb-h2", 2, 3): ("0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"),
     ("chimera", 2, 2): ("0F0 3F1 3B1 0B0", "2F1 1F0 1B0 2B1"),
     # What the authors' zbv_greedy.py makes of these sizes.

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from measured import with_messages
 from pipedream.schedules.catalogue import build_schedule
-from pipedream.schedules.ops import Op, repeat
+from pipedream.schedules.ops import repeat
 from pipedream.schedules.policies import POLICIES
-from pipedream.simulate.simulator import Needs, Timeline, build_costs, simulate
+from pipedream.simulate.simulator import Timeline, build_costs, simulate
 from pipedream.simulate.trace import trace_document, transfers
 
 P, M = 4, 8
@@ -95,12 +95,6 @@ def check_arrows(events: list[dict[str, Any]], expected: set[tuple[str, str]]) -
     assert len(starts) >= len(expected)
 
 
-def slice_names(timeline: Timeline) -> dict[Op, str]:
-    return {
-        op: " | ".join(map(str, e.item.parts)) for e in timeline.all_events() for op in e.item.parts
-    }
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("communication", COMMUNICATION)
 def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> None:
@@ -109,17 +103,10 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
     events = written(predicted=timeline, policy=POLICIES["flush"], unit_s=unit)
     check_format(events)
     assert any(e["ph"] == "f" for e in events)
-    names, ranks = slice_names(timeline), timeline.schedule.ranks()
-    wanted = Needs(timeline.schedule)
-    check_arrows(
-        events,
-        {
-            (names[need], names[op])
-            for op in timeline.schedule.ops()
-            for need in wanted.of(op)
-            if ranks[need] != ranks[op]
-        },
-    )
+    names = {
+        op: " | ".join(map(str, e.item.parts)) for e in timeline.all_events() for op in e.item.parts
+    }
+    check_arrows(events, {(names[a], names[b]) for a, b in transfers(timeline.schedule)})
     drawn = {
         (e["pid"] - 1000, e["name"]): (ns(e["ts"]), ns(e["dur"]))
         for e in events

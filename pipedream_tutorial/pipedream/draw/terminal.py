@@ -27,19 +27,6 @@ LEGEND = (
 _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 
 
-class Cell(NamedTuple):
-    """Where one event is drawn."""
-
-    first: int
-    """First column, from 0."""
-    end: int
-    """The column after its last one; equal to `first` where it is too short to show."""
-    kind: str
-    """F, B, I, W, R, or & for a pair that runs together."""
-    text: str
-    """Exactly its columns."""
-
-
 class Scale(NamedTuple):
     """How time becomes columns."""
 
@@ -112,24 +99,21 @@ def _labels(schedule: Schedule) -> Callable[[Item], str]:
     return lambda item: "&".join(map(one, item.parts))
 
 
-def cells(timeline: Timeline, scale: Scale) -> list[list[Cell]]:
-    """Each rank's cells from left to right, one an event."""
-    label = _labels(timeline.schedule)
-
-    def cell(event: Event) -> Cell:
+def _row(
+    events: Sequence[Event], label: Callable[[Item], str], scale: Scale, total: int
+) -> list[tuple[str, str]]:
+    """(character, kind) of every column; the kind is empty where nothing is coloured."""
+    row = [(IDLE, "")] * total
+    for event in events:
         first, end = (math.floor(time * scale.rate) for time in (event.start, event.end))
         kind = event.item.parts[0].kind if len(event.item.parts) == 1 else "&"
-        return Cell(first, end, kind, _fill(label(event.item), kind, end - first, scale))
-
-    return [list(map(cell, events)) for events in timeline.events]
-
-
-def _fill(label: str, kind: str, width: int, scale: Scale) -> str:
-    """The label if it fits; otherwise its letter, never a number that is cut short."""
-    if not scale.numbers or len(label) > width:
-        label = kind if kind == "&" else label[0]
-    gap = scale.gap if width > len(label) else 0
-    return (label.ljust(width - gap, RUNNING) + " " * gap)[:width]
+        text = label(event.item)
+        if not scale.numbers or len(text) > end - first:  # never a number that is cut short
+            text = kind if kind == "&" else text[0]
+        gap = scale.gap if end - first > len(text) else 0
+        text = (text.ljust(end - first - gap, RUNNING) + " " * gap)[: end - first]
+        row[first:end] = [(c, kind if c != " " else "") for c in text]
+    return row
 
 
 def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: int = 3) -> str:
@@ -141,7 +125,8 @@ def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: 
     scale = choose_scale(timeline, max(10, columns - prefix), max_blocks)
     total = math.ceil(timeline.makespan * scale.rate)
     shown = min(total, scale.width * scale.blocks)
-    rows = [_row(line, total) for line in cells(timeline, scale)]
+    label = _labels(timeline.schedule)
+    rows = [_row(events, label, scale, total) for events in timeline.events]
     lines = []
     for begin in range(0, shown, scale.width):
         end = min(begin + scale.width, shown)
@@ -160,14 +145,6 @@ def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: 
             f"microbatches show more)"
         )
     return "\n".join(lines)
-
-
-def _row(line: list[Cell], total: int) -> list[tuple[str, str]]:
-    """(character, kind) of every column; the kind is empty where nothing is coloured."""
-    row = [(IDLE, "")] * total
-    for cell in line:
-        row[cell.first : cell.end] = [(c, cell.kind if c != " " else "") for c in cell.text]
-    return row
 
 
 def _paint(row: list[tuple[str, str]], colour: bool) -> str:
