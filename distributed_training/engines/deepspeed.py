@@ -159,9 +159,7 @@ class DeepSpeedEngine(base.Engine):
             for kind in kinds:
                 yield Part(
                     name=f"{kind}/{name}", shape=self.shapes[name], start=(start,), size=(count,),
-                    get=lambda kind=kind, place=place: held()[kind][place],
-                    set=lambda new, kind=kind, place=place: held()[kind][place].copy_(new),
-                    writes=writes,
+                    get=lambda kind=kind, place=place: held()[kind][place], writes=writes,
                 )  # fmt: skip
 
     def counters(self) -> dict[str, float]:
@@ -194,7 +192,7 @@ class DeepSpeedEngine(base.Engine):
                             state[moment] = torch.zeros_like(flat)
                         held |= {moment: state[moment].zero_()} if steps else {}
                     for part in self._parts(group, held, lambda held=held: held):
-                        part.set(saved.read(part))
+                        part.get().copy_(saved.read(part))
         if scaler.dynamic:
             scaler.cur_scale = counters["loss_scale"]
             scaler.last_overflow_iter = -1

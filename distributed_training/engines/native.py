@@ -296,7 +296,7 @@ class NativeEngine(base.Engine):
                 state["step"] = steps.to(local.device)
                 state |= {moment: torch.zeros_like(local) for moment in base.MOMENTS}
         for part in self.state_parts():
-            part.set(saved.read(part))
+            part.get().copy_(saved.read(part))
         self.loss_scale.fill_(counters["loss_scale"])
         self._good_steps.fill_(counters["good_steps"])
         self.step.forget(NUM_EAGER_STEPS)

@@ -42,8 +42,7 @@ class Part:
     shape: tuple[int, ...]  # of the whole tensor, without padding
     start: tuple[int, ...]  # of the box; one number for more dimensions: a range of elements
     size: tuple[int, ...]
-    get: Callable[[], torch.Tensor]  # of `size`, on any device
-    set: Callable[[torch.Tensor], Any]  # takes what `get` gives, from the CPU
+    get: Callable[[], torch.Tensor]  # of `size`, on any device; writing to it changes the state
     writes: bool = True  # False: another process holds the same and writes it
     dtype: torch.dtype = torch.float32
 
@@ -65,7 +64,7 @@ def part_of(
     inside = tensor.detach()[tuple(map(slice, size))]
     return Part(
         name=name, shape=tuple(shape), start=tuple(start), size=size, writes=writes,
-        dtype=tensor.dtype, get=lambda: inside, set=inside.copy_,
+        dtype=tensor.dtype, get=lambda: inside,
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class FakeEngine(Engine):
 
     def load(self, saved, counters):
         for part in self.state_parts():
-            part.set(saved.read(part))
+            part.get().copy_(saved.read(part))
         assert counters == self.counters()
 
 

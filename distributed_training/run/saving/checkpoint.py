@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,8 +232,9 @@ def load_checkpoint(
         saved = TensorFiles(folder / name for name in names)
         engine.load(saved, meta.counters)
         if meta.spread == plan.spread:
-            for part in _random_numbers(topology):
-                part.set(saved.read(part))
+            torch.set_rng_state(saved.whole(f"random/cpu/{topology.rank}"))
+            if topology.device_type == "cuda":
+                torch.cuda.set_rng_state(saved.whole(f"random/cuda/{topology.rank}"))
             load_own(engine, saved, topology)
         else:  # other ranks draw other masks; never those of the run's first steps again
             seed_dropout(plan, topology, meta.step)
@@ -266,9 +266,8 @@ def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
 
 
 def _random_numbers(topology: Topology) -> Iterator[Part]:
-    states = {"cpu": (torch.get_rng_state(), torch.set_rng_state)}
+    states = {"cpu": torch.get_rng_state()}
     if topology.device_type == "cuda":
-        states["cuda"] = (torch.cuda.get_rng_state(), torch.cuda.set_rng_state)
-    for device, (state, restore) in states.items():
-        name = f"random/{device}/{topology.rank}"
-        yield replace(part_of(name, state, state.shape, (0,)), set=restore)
+        states["cuda"] = torch.cuda.get_rng_state()
+    for device, state in states.items():
+        yield part_of(f"random/{device}/{topology.rank}", state, state.shape, (0,))
