@@ -77,26 +77,24 @@ def reserve_run_dir(plan: Plan) -> Plan:
     another process has, also one that began since the plan was made."""
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(plan.output_dir / ".lock"):
-        return _reserve(resume.at_checkpoint(plan) if plan.config.resume == AUTO else plan)
-
-
-def _reserve(plan: Plan) -> Plan:
-    while plan.checkpoint is None:
-        try:
-            plan.run_dir.mkdir(parents=True)
-            break
-        except FileExistsError:
-            names = (plan.strategy.name, plan.model.label, plan.num_processes)
-            run_dir = new_run_dir(plan.output_dir, *names)
-            offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
-            plan = replace(plan, run_dir=run_dir, offload_dir=offload_dir)
-            plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan))
-    claims.claim(plan.run_dir, resume.identity(plan))
-    write_plan(plan)
-    with contextlib.suppress(OSError):  # a file system without links
-        latest = plan.output_dir / f".latest-{plan.run_dir.name}"
-        latest.symlink_to(plan.run_dir.name)
-        latest.replace(plan.output_dir / LATEST)
+        if plan.config.resume == AUTO:
+            plan = resume.at_checkpoint(plan)
+        while plan.checkpoint is None:
+            try:
+                plan.run_dir.mkdir(parents=True)
+                break
+            except FileExistsError:
+                names = (plan.strategy.name, plan.model.label, plan.num_processes)
+                run_dir = new_run_dir(plan.output_dir, *names)
+                offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
+                plan = replace(plan, run_dir=run_dir, offload_dir=offload_dir)
+                plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan))
+        claims.claim(plan.run_dir, resume.identity(plan))
+        write_plan(plan)
+        with contextlib.suppress(OSError):  # a file system without links
+            latest = plan.output_dir / f".latest-{plan.run_dir.name}"
+            latest.symlink_to(plan.run_dir.name)
+            latest.replace(plan.output_dir / LATEST)
     return plan
 
 

@@ -11,7 +11,7 @@ import transformers
 
 from tests.conftest import ROOT, SCRIPT, assert_ok, clean_environment, only_record, train
 from tests.data.test_pieces import CHAT
-from tests.run.test_generate import command
+from tests.run.test_export import command
 
 GUIDE = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
 EXAMPLES = dict(re.findall(r"^```\w+ (\w+\.(?:jsonl|csv))\n(.*?)^```", GUIDE, re.M | re.S))

@@ -1,8 +1,13 @@
-"""The weights that keep_best keeps, those of checkpoints, and the samples around training."""
+"""Sampling, the weights that keep_best keeps, those of checkpoints, and the commands `generate` and
+`export`."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +16,57 @@ from safetensors.torch import load_file
 
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import load_plan
-from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, train
+from distributed_training.run.saving.export import continuation
+from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only_record, train
 from tests.e2e.support import assert_refused
+from tests.pool import SCRIPT
+
+# Logits: one row per last token.
+TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
+
+
+def sample(logits=lambda window: TABLE[window], prompt=(5,), **changes):
+    settings = {"num_tokens": 30, "context": 8, "eos_id": -1, "seed": 3, **changes}
+    return [*prompt, *continuation(logits, list(prompt), **settings)]
+
+
+def test_generation_depends_on_the_seed_alone_and_at_temperature_zero_on_nothing():
+    torch.manual_seed(1)
+    first = sample()
+    torch.manual_seed(2)
+    assert sample() == first
+    assert sample(seed=4) != first
+    assert len(first) == 31
+    ids = sample(temperature=0.0)
+    assert ids[1:] == [int(TABLE[last].argmax()) for last in ids[:-1]]
+    assert sample(temperature=0.0, seed=4) == ids
+
+
+def test_generation_takes_one_of_the_forty_likeliest():
+    pairs = itertools.pairwise(sample(num_tokens=200))
+    ranks = [int((TABLE[last] > TABLE[last, new]).sum()) for last, new in pairs]
+    assert max(ranks) < 40
+    assert max(ranks) > 20
+
+
+def test_generation_sees_no_more_than_the_context():
+    windows = []
+
+    def logits(window):
+        windows.append(window[0].tolist())
+        return TABLE[window]
+
+    ids = sample(logits, prompt=range(6))
+    assert windows == [([*ids[:end], -1, -1])[:8] for end in (6, 7)] + [
+        ids[:end][-8:] for end in range(8, 36)
+    ]  # padded
+
+
+def test_generation_ends_at_end_of_text():
+    ids = sample()
+    eos = ids[10]
+    assert sample(eos_id=eos) == ids[: ids.index(eos, 1)]
+
 
 # The rate is so high that the last evaluation is not the best.
 NOISY = {"learning_rate": 0.03, "lr_schedule": "constant", "warmup_steps": 0, "eval_every": 1,
@@ -63,33 +117,80 @@ def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
     assert silent["loss_curve"] == record["loss_curve"]
 
 
-def export(*words):
-    return heavy_pool().script(["export", *words])
-
-
-def test_an_interrupted_run_is_exported_from_its_checkpoint(tmp_path):
-    """Here one that was killed after it had saved: its last weights are in hf/ to compare with."""
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run with two checkpoints and the weights after the last in hf/."""
+    folder = tmp_path_factory.mktemp("runs")
     changes = {"checkpoint_every": 2, "keep_checkpoints": 2, "max_steps": 4}
-    record, _ = run(tmp_path / "runs", "zero3", **changes, learning_rate=1e-4)
-    run_dir = Path(record["run_dir"])
-    (run_dir / "hf").rename(tmp_path / "expected")
-    (run_dir / "record.json").write_text(json.dumps({**record, "status": "running"}))
-    words = ["generate", run_dir, "--prompt", "def ", "--num_tokens", 5]
-    from_checkpoint = heavy_pool().script(words)
+    record, _ = run(folder, "zero3", **changes, learning_rate=1e-4)
+    return Path(record["run_dir"])
+
+
+def test_a_run_answers_a_prompt_and_lines(run_dir):
+    words = ("--prompt", "def ", "--num_tokens", 12)
+    asked = command("generate", run_dir, *words)
+    assert asked.stdout.startswith("def ")
+    other = command("generate", run_dir.parent / "latest", *words, "--seed", 1)
+    assert other.stdout != asked.stdout
+    lines = subprocess.run(
+        [sys.executable, str(SCRIPT), "generate", run_dir / "hf", "--num_tokens", "12"],
+        input="def \ndef \n", capture_output=True, text=True, timeout=60, env=clean_environment(),
+    )  # fmt: skip
+    assert lines.stdout == 2 * asked.stdout
+
+
+def test_the_text_is_that_of_transformers(run_dir):
+    """The likeliest tokens, from the exported folder."""
+    transformers = pytest.importorskip("transformers")
+    folder = run_dir / "hf"
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("import os", return_tensors="pt").input_ids
+    theirs = model.generate(ids, max_new_tokens=20, do_sample=False)
+    asked = command(
+        "generate", folder, "--prompt=import os", "--max_new_tokens=20", "--temperature=0"
+    )
+    assert asked.stdout == tokenizer.decode(theirs[0], skip_special_tokens=True) + "\n"
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for words, said in {
+        (tmp_path / "none",): "does not exist",
+        (tmp_path / "empty",): "neither a run nor a model",
+        (tmp_path / "empty", "--top_k", 0): "at least 1",
+        (): "required: run",
+    }.items():
+        assert_refused(command("generate", *words), said)
+
+
+def command(*words):
+    return heavy_pool().script(words)
+
+
+def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
+    """Here one that was killed after it had saved: its last weights are in hf/ to compare with."""
+    killed = tmp_path / run_dir.name
+    shutil.copytree(run_dir, killed)
+    shutil.rmtree(killed / "hf")
+    record = json.loads((run_dir / "record.json").read_text())
+    (killed / "record.json").write_text(json.dumps({**record, "status": "running"}))
+    words = ["generate", killed, "--prompt", "def ", "--num_tokens", 5]
+    from_checkpoint = command(*words)
     assert "no hf/ yet" in from_checkpoint.stderr
-    result = export(run_dir)
+    result = command("export", killed)
     assert_ok(result)
-    assert heavy_pool().script(words).stdout == from_checkpoint.stdout
+    assert command(*words).stdout == from_checkpoint.stdout
     assert result.stdout.startswith("exported ")
     assert "/hf (Hugging Face's format, after step 4)" in result.stdout
-    for file in (tmp_path / "expected").iterdir():
-        assert (run_dir / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
-    assert_refused(export(run_dir), "hf is there already", "--to")
-    older = run_dir / "checkpoints" / "step-00000002"
-    assert_ok(export(older, "--to", tmp_path / "older"))
+    for file in (run_dir / "hf").iterdir():
+        assert (killed / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert_refused(command("export", killed), "hf is there already", "--to")
+    older = killed / "checkpoints" / "step-00000002"
+    assert_ok(command("export", older, "--to", tmp_path / "older"))
     assert "after step 2" in (tmp_path / "older" / "README.md").read_text()
     other = load_file(tmp_path / "older" / "model.safetensors")
-    for name, weight in load_file(tmp_path / "expected" / "model.safetensors").items():
+    for name, weight in load_file(run_dir / "hf" / "model.safetensors").items():
         assert other[name].shape == weight.shape
         assert not torch.equal(other[name], weight), name
-    assert_refused(export(tmp_path), "holds no checkpoint", "runs/latest")
+    assert_refused(command("export", tmp_path), "holds no checkpoint", "runs/latest")
