@@ -42,14 +42,6 @@ class Layout:
     num_runs: int = 1  # that are wanted
     why: str = ""  # there are fewer
 
-    @property
-    def ended(self) -> str:
-        """How its runs ended, in a cell."""
-        if self.why:
-            return "failed"
-        missing = self.num_runs - len(self.records)
-        return f"{missing} of {self.num_runs} not run yet" if missing else status(self.records[-1])
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
@@ -198,8 +190,15 @@ def results(comparison: Comparison) -> Table:
     for layout in comparison.layouts:
         done = [r for r in layout.records if r.performance]
         cells = [COLUMNS[name](*done) if done else NOTHING for name in MEASURED]
-        runs = f"{len(layout.records)} of {layout.num_runs}"
-        rows.append([layout.name, *cells, runs if layout.num_runs > 1 else NOTHING, layout.ended])
+        count = len(layout.records)
+        runs = f"{count} of {layout.num_runs}" if layout.num_runs > 1 else NOTHING
+        if layout.why:
+            ended = "failed"
+        elif count < layout.num_runs:
+            ended = f"{layout.num_runs - count} of {layout.num_runs} not run yet"
+        else:
+            ended = status(layout.records[-1])
+        rows.append([layout.name, *cells, runs, ended])
     about = "Median step of each run"
     if any(len(layout.records) > 1 for layout in comparison.layouts):
         about += "; mean ± standard deviation over the seeds"

@@ -32,9 +32,8 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
     for path in map(given_path, paths):
         files = [path]
         if path.is_dir():
-            files = [path / RECORD_FILE]
-            if not files[0].is_file():
-                files = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
+            below = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
+            files = [path / RECORD_FILE] if (path / RECORD_FILE).is_file() else below
         here = {}
         for file in map(Path.resolve, files):  # runs/latest is a link
             try:

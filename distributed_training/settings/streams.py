@@ -52,8 +52,9 @@ class LastingStream:
                 self._stream.write(text)
             else:
                 self._write(text.encode(self._stream.encoding, "replace"))
+            self._stream.flush()
         except OSError:
-            self._drop()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def _write(self, data: bytes) -> None:
         ready = select.poll()
@@ -67,13 +68,6 @@ class LastingStream:
         """As a text stream does."""
         with self._writing:
             self._send()
-        try:
-            self._stream.flush()
-        except OSError:
-            self._drop()
-
-    def _drop(self) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def fill_closed() -> None:
