@@ -120,7 +120,6 @@ def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def common_settings(records: Sequence[Record]) -> dict[str, str]:
-    """The settings that are equal in all."""
     differ = differing([{name: cell(r) for name, cell in SETTINGS.items()} for r in records])
     return {name: cell(records[0]) for name, cell in SETTINGS.items() if name not in differ}
 

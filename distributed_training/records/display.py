@@ -28,7 +28,6 @@ class Display:
         self._last_line = 0.0
 
     def say(self, text: str) -> None:
-        """One line of output."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
         elif self.enabled:
@@ -89,7 +88,6 @@ class Display:
             self.say(f"step {step:>6}/{self._total}  {text}")
 
     def stop(self) -> None:
-        """Training has ended."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -31,7 +31,6 @@ class StepTimer:
         self.mark()
 
     def mark(self) -> None:
-        """A step has ended."""
         if not self._cuda:
             self._marks.append(time.perf_counter())
             return
@@ -87,12 +86,10 @@ class PeakMemory:
         self._peaks = dict[str, int | None](peak_allocated_bytes=None, peak_reserved_bytes=None)
 
     def begin(self) -> None:
-        """Training (re)starts."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def end(self) -> None:
-        """Training pauses."""
         if self._cuda:
             counters = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
             for name, counter in zip(self._peaks, counters, strict=True):

@@ -42,8 +42,6 @@ img { width: 36rem; max-width: 100%; height: auto }
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Of a page."""
-
     title: str
     notes: Sequence[str]
     tables: Sequence[Table]

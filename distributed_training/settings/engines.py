@@ -20,8 +20,6 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the ran
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What an engine can do."""
-
     build: str  # its class, "package.module:Class"; an engine's own file says "Class"
     axes: tuple[str, ...] = MESH_AXES  # axes of the mesh that may be larger than 1
     schedules: tuple[str, ...] = ()  # pipeline schedules that it runs; the first is the default

@@ -66,7 +66,6 @@ class Key(BaseModel):
 
     @property
     def choices(self) -> list[str]:
-        """Words that are accepted."""
         values = [value for form in self.forms for value in form.get("enum", [form.get("const")])]
         return [value for value in values if isinstance(value, str)]
 

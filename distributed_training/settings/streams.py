@@ -37,7 +37,6 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As a line-buffered text stream does."""
         with self._writing:
             self._line += text
             if "\n" in text or "\r" in text:  # a bar that ends moves the cursor back
@@ -65,7 +64,6 @@ class LastingStream:
         self._patience_s = 0.0 if data else STALLED_S
 
     def flush(self) -> None:
-        """As a text stream does."""
         with self._writing:
             self._send()
 

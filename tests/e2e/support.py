@@ -165,11 +165,9 @@ def left_over(text: str, *, patience_s: float = 60) -> list[str]:
     """Command lines with `text` in them that are still there after a little patience."""
     end = time.monotonic() + patience_s
     while True:
-        found = []
-        for process in psutil.process_iter(["pid", "cmdline"]):
-            line = " ".join(process.info["cmdline"] or [])
-            if text in line and process.info["pid"] != os.getpid():
-                found.append(f"{process.info['pid']}: {line}")
+        others = (each for each in psutil.process_iter(["cmdline"]) if each.pid != os.getpid())
+        lines = [" ".join([str(each.pid), *(each.info["cmdline"] or [])]) for each in others]
+        found = [line for line in lines if text in line]
         if not found or time.monotonic() > end:
             return found
         time.sleep(0.1)

@@ -19,11 +19,16 @@ AT_END = {**SMALL, "strategy": "dp", "max_steps": 1, "push": "user/tiny"}
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A finished run that kept its best weights."""
+    """A run of two processes that kept its best weights and was pushed at its end."""
     output_dir = tmp_path_factory.mktemp("push")
-    values = {"strategy": "dp", "max_steps": 2, "keep_best": True, "output_dir": output_dir}
-    assert_ok(train({**SMALL, **values}))
-    (folder,) = run_folders(output_dir)
+    values = {**AT_END, "keep_best": True, "output_dir": output_dir / "runs"}
+    with serve({}) as hub:
+        where = reaching(hub.endpoint, output_dir / "hf", TOKEN)
+        result = train(values, num_processes=2, **where)
+    assert_ok(result)
+    assert f"pushed {hub.endpoint}/user/tiny\n" in result.stdout
+    assert sorted(hub.pushed) == [f"user/tiny/{name}" for name in FILES]
+    (folder,) = run_folders(output_dir / "runs")
     return folder
 
 
@@ -44,16 +49,6 @@ def test_a_run_is_pushed_with_its_card(run_dir, tmp_path):
     assert card.data.library_name == "transformers"
     assert 'from_pretrained("user/tiny")' in card.text
     assert str(run_dir.parent) not in str(card)
-
-
-def test_a_run_is_pushed_at_its_end(tmp_path):
-    values = {**AT_END, "output_dir": tmp_path / "runs"}
-    with serve({}) as hub:
-        where = reaching(hub.endpoint, tmp_path / "hf", TOKEN)
-        result = train(values, num_processes=2, **where)
-    assert_ok(result)
-    assert f"pushed {hub.endpoint}/user/tiny\n" in result.stdout
-    assert sorted(hub.pushed) == [f"user/tiny/{name}" for name in FILES]
 
 
 def test_a_run_that_cannot_be_pushed_is_finished_and_says_how_to_go_on(tmp_path):

@@ -1,5 +1,3 @@
-import os
-
 import pytest
 
 from distributed_training.settings.config import PATHS, build_config
@@ -20,20 +18,6 @@ def test_paths_that_the_system_refuses(text):
     for key in PATHS:
         with refused(f"{key}=", "cannot be used as a path"):
             build_config({key: text})
-
-
-def test_a_folder_that_may_not_be_entered(tmp_path, monkeypatch):
-    """Root, whom tests may run as, may enter every folder: the system's answer is played."""
-    stat = os.stat
-
-    def forbidden(path, **options):
-        if str(path).startswith(str(tmp_path)):
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(path, **options)
-
-    monkeypatch.setattr(os, "stat", forbidden)
-    with refused(f"weights='{tmp_path}'", "Permission denied"):
-        expand_home("weights", str(tmp_path))
 
 
 @pytest.mark.parametrize(
