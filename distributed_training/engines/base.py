@@ -94,12 +94,12 @@ class Engine(abc.ABC):
         ranks = gather([(part.name, part.shape, part.start, part.size) for part in own])
         if dist.get_rank() > 0:
             for part in own:
-                dist.send(part.get().detach().cpu().contiguous(), 0)
+                dist.send(part.get().cpu().contiguous(), 0)
             return None
         state: dict[str, torch.Tensor] = {}
         for sender, parts in enumerate(ranks):
             for number, (name, shape, start, size) in enumerate(parts):
-                values = own[number].get().detach() if sender == 0 else torch.empty(size)
+                values = own[number].get() if sender == 0 else torch.empty(size)
                 if sender > 0:
                     dist.recv(values, sender)
                 name = name.removeprefix("weight/")

@@ -159,7 +159,7 @@ class DeepSpeedEngine(base.Engine):
             for kind in kinds:
                 yield Part(
                     name=f"{kind}/{name}", shape=self.shapes[name], start=(start,), size=(count,),
-                    get=lambda kind=kind, place=place: held()[kind][place], writes=writes,
+                    get=lambda kind=kind, place=place: held()[kind].detach()[place], writes=writes,
                 )  # fmt: skip
 
     def counters(self) -> dict[str, float]:

@@ -299,7 +299,7 @@ class NativeEngine(base.Engine):
             part.get().copy_(saved.read(part))
         self.loss_scale.fill_(counters["loss_scale"])
         self._good_steps.fill_(counters["good_steps"])
-        self.step.forget(NUM_EAGER_STEPS)
+        self.step.forget()
 
     def own_state(self) -> dict[str, torch.Tensor]:
         return {} if self.remembered is None else compression.state_of(self.remembered)

@@ -41,6 +41,7 @@ class StepGraph:
         """`num_eager_steps` come before the capture; None: every step is launched op by op."""
         self.step = step
         self.device = device
+        self.num_eager_steps = num_eager_steps
         self.left = num_eager_steps
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
@@ -73,11 +74,11 @@ class StepGraph:
             with torch.cuda.use_mem_pool(self.pool, self.device):
                 yield
 
-    def forget(self, num_eager_steps: int) -> None:
+    def forget(self) -> None:
         """Capture again: state has moved. Without effect where steps are launched op by op."""
         if self.graph is not None:
             self.graph = None
-            self.left = num_eager_steps
+            self.left = self.num_eager_steps
 
     def _upload(self, arrays: tuple[np.ndarray, ...]) -> tuple[torch.Tensor, ...]:
         """Copies on the device, made while the step before runs."""

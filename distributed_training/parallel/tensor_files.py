@@ -7,8 +7,6 @@ header says where it belongs.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import json
 import math
@@ -17,7 +15,7 @@ import struct
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +40,7 @@ class Part:
     shape: tuple[int, ...]  # of the whole tensor, without padding
     start: tuple[int, ...]  # of the box; one number for more dimensions: a range of elements
     size: tuple[int, ...]
-    get: Callable[[], torch.Tensor]  # of `size`, on any device; writing to it changes the state
+    get: Callable[[], torch.Tensor]  # of `size`; writing to it changes the state
     writes: bool = True  # False: another process holds the same and writes it
     dtype: torch.dtype = torch.float32
 
@@ -64,7 +62,7 @@ def part_of(
     inside = tensor.detach()[tuple(map(slice, size))]
     return Part(
         name=name, shape=tuple(shape), start=tuple(start), size=size, writes=writes,
-        dtype=tensor.dtype, get=lambda: inside,
+        dtype=tensor.dtype, get=inside.detach,
     )  # fmt: skip
 
 
@@ -130,7 +128,7 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
 
 def _finite(part: Part) -> torch.Tensor:
     """Its numbers on the CPU."""
-    numbers = part.get().detach().cpu().contiguous()
+    numbers = part.get().cpu().contiguous()
     if not all(map(math.isfinite, numbers.aminmax())):  # which NaN comes through
         raise FloatingPointError(f"{part.name} has numbers that are not finite")
     return numbers
@@ -168,13 +166,18 @@ class HostMemory:
         self.wait()
         copies: list[Part] = []
         first = 0
-        with _stream_of_its_own():
+        # On a GPU they neither wait for what training launches meanwhile nor hold it up.
+        stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for part in parts:
-                after = first + _bytes_held(part)
                 here = self.memory[first : first + _bytes_of(part)].view(part.dtype).view(part.size)
-                here.copy_(part.get().detach(), non_blocking=self.page_locked)
-                copies.append(replace(part, get=functools.partial(lambda held: held, here)))
-                first = after
+                here.copy_(part.get(), non_blocking=self.page_locked)
+                copies.append(replace(part, get=here.detach))
+                first += _bytes_held(part)
+        if stream is not None:
+            stream.synchronize()
         return copies
 
 
@@ -189,20 +192,6 @@ def _bytes_of(part: Part) -> int:
 
 def _bytes_held(part: Part) -> int:
     return -(-_bytes_of(part) // 64) * 64  # so that each begins where any type may
-
-
-@contextlib.contextmanager
-def _stream_of_its_own() -> Iterator[None]:
-    """On a GPU, a stream for what is done within, which has ended afterwards: copies neither wait
-    for what training launches meanwhile nor hold it up."""
-    if not torch.cuda.is_initialized():
-        yield
-        return
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
