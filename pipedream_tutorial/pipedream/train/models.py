@@ -14,6 +14,7 @@ from torch.nn import functional
 
 WIDTH = 32
 NUM_CLASSES = 8
+TASK_MICROBATCHES = 64  # which then come round again
 
 
 class ResidualLayer(nn.Module):
@@ -64,15 +65,9 @@ class Task:
         return self.inputs[rows], self.targets[rows]
 
 
-def build_task(
-    *,
-    seed: int,
-    num_microbatches: int = 64,
-    microbatch_size: int = 8,
-    dtype: torch.dtype = torch.float64,
-) -> Task:
-    """Normal inputs, classified by a random two-layer network."""
-    num_samples = num_microbatches * microbatch_size
+def build_task(*, seed: int, microbatch_size: int = 8, dtype: torch.dtype = torch.float64) -> Task:
+    """TASK_MICROBATCHES of normal inputs, classified by a random two-layer network."""
+    num_samples = TASK_MICROBATCHES * microbatch_size
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
     first = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5

@@ -15,7 +15,7 @@ from pipedream.schedules.catalogue import layers_of_a_stage, schedule_for_traini
 from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op, Schedule
 from pipedream.schedules.policies import Policy
 from pipedream.simulate.simulator import build_costs, simulate
-from pipedream.train.models import Task, build_stages, build_task
+from pipedream.train.models import TASK_MICROBATCHES, Task, build_stages, build_task
 from pipedream.train.trainer import StageTrainer, Weights
 
 Watcher = Callable[[Op, list[StageTrainer]], None]
@@ -114,11 +114,10 @@ def batch_losses(losses: Mapping[int, Any], m: int, num_batches: int) -> list[fl
     ]
 
 
-def final_loss(result: TrainResult, num_microbatches: int, seed: int) -> float:
+def final_loss(result: TrainResult, num_microbatches: int) -> float:
     """Mean loss of the last batches that hold every sample about once (all batches, if fewer).
 
     Of the whole data and of many weights: one step's noise would hide what the schedules differ by.
     """
-    task = build_task(seed=seed)
-    batches = math.ceil(len(task.targets) / (task.microbatch_size * num_microbatches))
+    batches = math.ceil(TASK_MICROBATCHES / num_microbatches)
     return statistics.fmean(result.losses[-batches:])

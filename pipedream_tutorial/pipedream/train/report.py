@@ -63,7 +63,7 @@ def print_training(config: dict[str, Any]) -> None:
             continue
         end = "diverged"
         if not result.diverged:
-            end = f"{final_loss(result, config['num_microbatches'], config['seed']):.4f}"
+            end = f"{final_loss(result, config['num_microbatches']):.4f}"
         off = statistics.median(error.relative_error for error in errors)
         stale = statistics.median(error.staleness_error for error in errors)
         print(

@@ -40,7 +40,7 @@ from pipedream.draw.page import (
 from pipedream.plan.planner import Plan, plan_pipeline
 from pipedream.plan.profile import load_profile
 from pipedream.plan.replicated import simulate_plan
-from pipedream.runtime.record import GPU_GOAL_POINTS
+from pipedream.runtime.record import GPU_GOAL_POINTS, points_error
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.simulate.comparison import Case, Row, measure
 from pipedream.simulate.measures import idle, times_of
@@ -330,7 +330,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     names = dict.fromkeys(case["schedule"] for _, _, case in cases)
     markers = dict(zip(names, MARKERS, strict=False))
     predicted = [each for each in cases if not each[2]["calibrated_on"]]
-    text, _, worst = max(predicted, key=lambda each: abs(points_off(each[2])))
+    text, _, worst = max(predicted, key=lambda each: abs(points_error(each[2])))
     where = f"{title_of(worst['schedule'])}, m = {worst['num_microbatches']}, {text}"
     dot: dict[str, Any] = HOLLOW | {"markersize": 9, "linestyle": "", "color": "black"}
     legend: list[Artist] = [Patch(color=colours[machine], label=machine) for machine in colours]
@@ -339,7 +339,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     filled = dot | {"marker": "o", "markerfacecolor": "black"}
     legend.append(Line2D([], [], label="calibrated on (filled)", **filled))
     figure, (ax,) = new_figure(
-        f"Utilisation simulated and measured: at most {abs(points_off(worst)):.1f} percentage "
+        f"Utilisation simulated and measured: at most {abs(points_error(worst)):.1f} percentage "
         "points apart in runs that the simulator was not calibrated on",
         [4.4], legend=legend, legend_columns=4, head=0.45, left=1.05,
         notes=[f"Farthest off: {where}"],
@@ -350,8 +350,8 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
         style = dot | {"color": colours[_machine(record)], "marker": markers[case["schedule"]]}
         if case["calibrated_on"]:
             style["markerfacecolor"] = style["color"]
-        ax.plot([case["measured"]["utilisation"]], [points_off(case)], **style)
-    limit = 1.2 * max(GPU_GOAL_POINTS, *(abs(points_off(case)) for _, _, case in cases))
+        ax.plot([case["measured"]["utilisation"]], [points_error(case)], **style)
+    limit = 1.2 * max(GPU_GOAL_POINTS, *(abs(points_error(case)) for _, _, case in cases))
     ax.set_ylim(-limit, limit)
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}" if y else "0"))
@@ -372,11 +372,6 @@ def _machine(record: Record) -> str:
 def predicted_cases(record: Record) -> list[Record]:
     """Those that the calibration says something about."""
     return [case for case in record["cases"] if case["predicted"] is not None]
-
-
-def points_off(case: Record) -> float:
-    """Simulated less measured utilisation, in percentage points."""
-    return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
 
 
 def prediction_digest(records: Sequence[tuple[str, Record]]) -> str:

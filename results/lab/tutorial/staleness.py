@@ -86,7 +86,7 @@ def final_losses(
                 name, num_stages=p, learning_rate=rate, seed=seed,
                 num_microbatches=num_microbatches, **settings,
             )  # fmt: skip
-            loss = final_loss(result, num_microbatches, seed)
+            loss = final_loss(result, num_microbatches)
             losses.append(loss if math.isfinite(loss) else math.inf)
             num_diverged += result.diverged
         row = {
