@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sysconfig
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,8 +94,7 @@ def check_settings(plan: Plan) -> None:
 
 
 def check_memory(prediction: Prediction, suggest: Suggest) -> None:
-    """GPU and host have the least that a step is likely to need; `--force` tries a GPU all the
-    same."""
+    """GPU, but for `--force`, and host have the least that a step is likely to need."""
     plan = prediction.plan
     memory = prediction.memory
     machine = plan.machine
@@ -133,14 +133,13 @@ def check_disk(plan: Plan) -> None:
     written = {"output_dir": (plan.output_dir.absolute(), output)}
     if plan.offload_dir is not None:
         written["offload_dir"] = (plan.offload_dir, 20 * plan.size.num_parameters)
-    by_disk: dict[int, dict[Path, int]] = {}
+    by_disk: dict[int, Counter[Path]] = defaultdict(Counter)
     for key, (path, size) in written.items():
         folder = next(parent for parent in (path, *path.parents) if parent.exists())
         if not (folder.is_dir() and os.access(folder, os.W_OK)):
             what = f"{folder} is not a folder that can be written to"
             raise UserError(what, fix=f"set {key} elsewhere")
-        sizes = by_disk.setdefault(folder.stat().st_dev, {})
-        sizes[folder] = sizes.get(folder, 0) + size
+        by_disk[folder.stat().st_dev][folder] += size
     for sizes in by_disk.values():
         needed = sum(sizes.values())
         free = shutil.disk_usage(next(iter(sizes))).free
@@ -167,8 +166,7 @@ def check_extensions(plan: Plan) -> None:
 
 
 def built_extensions(strategy: Strategy, machine: Machine) -> list[str]:
-    """Names (of folders, too) of all DeepSpeed extensions that a run builds: the last is for shared
-    memory between processes that have no GPU."""
+    """Names (of folders, too) of all DeepSpeed extensions that a run builds."""
     names = ["cpu_adam"] if strategy.steps_on_host else []
     if strategy.swaps_to_disk:
         names += ["async_io", "pin_memory"]

@@ -43,9 +43,8 @@ class Cluster:
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
-    """`nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4"; with `gpu`, a GPU described
-    as JSON, "2x8" is enough. Raises UserError for what does not parse and for an unknown GPU.
-    """
+    """`nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4"; or "2x8" of the described
+    `gpu`. Raises UserError for what does not parse and for an unknown GPU."""
     found = _FORM.fullmatch(text.strip())
     assert found is not None  # every part is optional
     numbers = [int(part) for part in found.groups()[:2] if part]
@@ -84,8 +83,7 @@ def cluster_of(gpu: Gpu, nodes: int, here: int) -> Cluster:
 def this_machine(
     machine: Machine, num_processes: int, processes_here: int, gpu: str | None = None
 ) -> Cluster:
-    """The machine at hand, and others like it where not all processes are here; `gpu` describes
-    its GPUs where the table does not have them."""
+    """The machine at hand, and others like it; `gpu` describes GPUs that the table lacks."""
     name = f"{num_processes} x {machine.gpu_name}"
     if machine.num_gpus == 0:
         processes = "process" if num_processes == 1 else "processes"

@@ -1,7 +1,4 @@
-"""From CONFIG and a machine to the plan of a run that starts afresh: every "auto" is decided.
-
-No torch import.
-"""
+"""From CONFIG and a machine to the plan of a run that starts afresh. No torch import."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ def decide_plan(
     processes_here: int,
     cut: Callable[[Plan], Data | None],
 ) -> Plan:
-    """Decide and check everything about a run; raise UserError at the first obstacle.
-
-    What may have to be downloaded comes last. `cut` gives the run's samples, where they are wanted.
-    """
+    """Decide and check everything (`run.prepare.make_plan`), what may be downloaded last."""
     cluster = this_machine(machine, num_processes, processes_here)
     plan = _draft(config, cluster)
     prediction = predict(plan, cluster.rates)

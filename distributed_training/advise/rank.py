@@ -71,9 +71,7 @@ def with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
 
 
 def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
-    """Drafts of every mesh of a strategy on a cluster, with every schedule and some cuts of the
-    batch where CONFIG leaves those open.
-    """
+    """Drafts of every mesh, with every schedule and some cuts that CONFIG leaves open."""
     strategy = load_strategy(config)
     config = choose_model(config, cluster.machine, [])
     cut_is_open = config.micro_batch_size == config.num_microbatches == AUTO
@@ -187,9 +185,7 @@ def best_layout(
 
 
 def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunConfig:
-    """Decide "auto" for strategy and batch_size: what is predicted to be quickest here, by figures
-    that nothing has confirmed on this machine.
-    """
+    """Decide "auto" for strategy and batch_size: what is predicted to be quickest here."""
     if config.strategy == AUTO:
         few = 8 if config.batch_size == AUTO else config.batch_size
         build = functools.partial(as_chosen, with_values(config, batch_size=few))

@@ -131,8 +131,7 @@ def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig])
 def speeds(
     build: Callable[[str | None], RunConfig], cluster: Cluster, *, open_batch: bool
 ) -> list[Prediction]:
-    """The quickest layout of each model that fits, smallest first; with the smallest batch that
-    keeps a GPU busy where it is open."""
+    """The quickest layout of each model that fits, smallest first."""
     if cluster.rates is None:
         what = f"how fast {cluster.name} is, is not known"
         raise UserError(what, fix="describe it with --gpu")
@@ -140,7 +139,7 @@ def speeds(
     for model in with_progress(MODELS, "layouts of each model"):
         with contextlib.suppress(UserError):  # a model that fits nowhere
             config = with_values(build(None), model=model)
-            if open_batch:
+            if open_batch:  # the smallest that keeps a GPU busy
                 config = with_values(config, strategy=AUTO, batch_size=AUTO)
                 config = choose_spread(config, cluster, [])
             own = {"model": model, "batch_size": config.batch_size}

@@ -143,8 +143,7 @@ def why_first(best: Prediction, others: Sequence[Prediction]) -> str:
 
 
 def batch_script(choice: Prediction, cluster: Cluster, script: Path, typed: Sequence[str]) -> str:
-    """configs/train.slurm for a layout on the cluster's nodes, with a quarter more than the RAM
-    that is predicted for a node."""
+    """configs/train.slurm for a layout, with a quarter more RAM than is predicted for a node."""
     plan = choice.plan
     ram = choice.memory.host_bytes * cluster.processes_a_node
     job = (ROOT / "configs" / "train.slurm").read_text(encoding="utf-8")

@@ -1,6 +1,4 @@
-"""From CONFIG to a draft: what "auto" becomes on a machine and under a layout, before anything is
-looked up or downloaded. No torch import.
-"""
+"""From CONFIG to a draft: "auto" as machine and layout decide it. No torch import."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-med
 
 
 def choose_model(config: RunConfig, machine: Machine, notes: list[str]) -> RunConfig:
-    """Decide an "auto" model by the machine; where that is the smallest, for one's own text, also
-    how it is trained."""
+    """Decide an "auto" model; for one's own text and no GPU how it is trained, too."""
     if config.model != AUTO:
         return config
     if machine.num_gpus and machine.gpu_memory_bytes >= SMALL_GPU_BYTES:
@@ -115,8 +112,7 @@ def lay_out(
 
 
 def _choose_settings(candidate: Candidate, machine: Machine, notes: list[str]) -> RunConfig:
-    """Decide every other "auto" that machine and layout decide; UserError where an explicit value
-    is impossible here."""
+    """Decide every other "auto"; UserError where an explicit value is impossible here."""
     config = candidate.config
     positions = candidate.model.size.num_positions
     if config.max_length > positions:
@@ -238,8 +234,7 @@ def _choose_compile(candidate: Candidate, machine: Machine, notes: list[str]) ->
 
 
 def _switch(key: str, asked: Any, obstacle: str, able: bool) -> Any:
-    """As asked; "auto" is whether it is `able` here. Raises UserError where an obstacle is in the
-    way of what is asked for."""
+    """As asked, or UserError with what is in the way; "auto" is whether it is `able` here."""
     if asked == AUTO:
         return able and not obstacle
     if asked and obstacle:

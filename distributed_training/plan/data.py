@@ -42,8 +42,8 @@ def cut_data(plan: Plan) -> Data:
 
 
 def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
-    """The samples, from the part of the cache that was filled when the run was planned. Where there
-    is none, as on a machine with a disk of its own, read and tokenise what the plan names."""
+    """The samples, from the cache that the plan filled; read and tokenised again where there is
+    none, as on a machine with a disk of its own."""
     config = plan.config
     tokenizer = Tokenizer(plan.tokenizer_dir)
     cache_dir = plan.output_dir / ".cache" / "tokens"

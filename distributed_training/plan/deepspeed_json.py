@@ -12,8 +12,7 @@ from distributed_training.settings.files import shown
 
 
 def fill_deepspeed_json(plan: Plan) -> dict[str, Any] | None:
-    """The strategy's DeepSpeed JSON with every "auto" replaced by what CONFIG says, None where it
-    has none; UserError where it holds another value."""
+    """The strategy's JSON with CONFIG's values for "auto"; UserError where it has others."""
     if not plan.strategy.traits.takes_deepspeed_json:
         return None
     config = plan.config

@@ -53,8 +53,7 @@ class Candidate:
 
 
 def build_layout(candidate: Candidate) -> Layout:
-    """Cut the model for a mesh; raise UserError where it cannot be, or a setting of CONFIG does not
-    go with the mesh."""
+    """Cut the model for a mesh; UserError where that, or a setting of CONFIG, cannot be."""
     what, why = why_indivisible(candidate)
     if what:
         raise UserError(what, why)
@@ -120,17 +119,6 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     first[ranks[-1]] = last - max(1, int((last - head) / 2))
     second = [total - blocks for total, blocks in zip(totals, first, strict=True)]
     return first + (second[::-1] if v_shaped else second)
-
-
-def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: int) -> int:
-    """Parameters of one stage, padding not counted; both ends hold a tied embedding."""
-    count = blocks_per_stage[stage] * size.block_parameters
-    if stage == 0:
-        count += size.embedding_parameters + size.position_parameters
-    if stage == len(blocks_per_stage) - 1:
-        own_rows = stage > 0 or not size.tied
-        count += size.final_norm_parameters + own_rows * size.embedding_parameters
-    return count
 
 
 def _check_settings(candidate: Candidate) -> None:

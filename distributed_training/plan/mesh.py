@@ -37,8 +37,7 @@ OPEN: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config"))
 
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
-    """The strategy's mesh with the axis that is -1 filled in; UserError where the product is not
-    `world_size`, or the model cannot be divided so."""
+    """The strategy's mesh with the axis that is -1 filled in; UserError where that cannot be."""
     strategy = candidate.strategy
     axes = dict(strategy.mesh)
     fixed, open_axis = _split_mesh(strategy)
@@ -118,8 +117,7 @@ def _changes(candidate: Candidate, wanted: Settings) -> Settings:
 
 
 def _needed_settings(candidate: Candidate) -> Settings | None:
-    """What of HARMLESS this layout needs besides its axes: nothing, one of them or all; None where
-    it is refused all the same."""
+    """What of HARMLESS this layout needs: nothing, one of them or all; None where nothing helps."""
     changes = _changes(candidate, HARMLESS)
     for settings in ({}, *({key: value} for key, value in changes.items()), changes):
         config = candidate.config.model_copy(update=settings)

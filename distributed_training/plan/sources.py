@@ -1,7 +1,4 @@
-"""Where tokenizer, initial weights and text come from: "auto" becomes what network and disk have.
-
-No torch import.
-"""
+"""Where tokenizer, weights and text come from: what network and disk have. No torch import."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ from distributed_training.settings.errors import UserError
 
 
 def find_sources(plan: Plan) -> Plan:
-    """The plan with tokenizer, weights, text and learning rate decided; what is asked for by name
-    is downloaded, or UserError raised."""
+    """The plan with these and the learning rate; UserError where what is named is missing."""
     config = plan.config
     spec = plan.model
     notes = list(plan.notes)

@@ -97,8 +97,7 @@ def show_axes(axes: Mapping[str, int]) -> str:
 
 
 def p2p_channels(*compressions: str) -> int | None:
-    """NCCL's channels for runs with these `gradient_compression`s: few, unless they exchange
-    gradients all to all."""
+    """NCCL's channels: few, unless these `gradient_compression`s exchange all to all."""
     return None if "topk-int8" in compressions else P2P_CHANNELS
 
 
@@ -111,11 +110,10 @@ def process_group(
     p2p_channels: int | None = None,
 ) -> Iterator[None]:
     """The default process group: gloo for CPU tensors, NCCL for CUDA ones. Groups that are made
-    later have torch's own timeouts. Without a `store` torch makes one. The caller has dropped
-    engine and model at the end.
+    later have torch's own timeouts. The caller has dropped engine and model at the end.
 
-    `p2p_channels`: that NCCL may use for sends, receives and all-to-alls; None: as many as it
-    likes. NCCL_MAX_P2P_NCHANNELS in the environment counts more.
+    `p2p_channels`: that NCCL may use for sends, receives and all-to-alls; the environment's
+    NCCL_MAX_P2P_NCHANNELS counts more.
     """
     import torch
     import torch.distributed as dist

@@ -1,8 +1,7 @@
 """Seconds of GPU and network for the parts of a step. No torch import.
 
-Matrix products take FLOPs / rate, element-wise work bytes / bandwidth, attention FLOPs at a rate
-that grows with the sequence, every kernel a little to start; a collective its latency and what a
-ring sends / bandwidth.
+Matrix products take FLOPs / rate, attention at one that grows with the sequence, element-wise work
+bytes / bandwidth, every kernel a little to start, a collective its latency and a ring's bytes.
 """
 
 from __future__ import annotations

@@ -128,11 +128,10 @@ class _Process(Formulas):
         return {**state, "activations": blocks + self._end_bytes(), "logits": logits}
 
     def _at_the_update(self) -> dict[str, float]:
-        """All gradients and what the update itself needs; the tied embedding's gradient comes in
-        two parts, of which the second is added to the first."""
+        """All gradients and what the update itself needs."""
         state = self._state()
         if not self.strategy.traits.rounded_weights:
-            if self.size.tied and not self.frozen:
+            if self.size.tied and not self.frozen:  # a second gradient is added to the first
                 state["buffers"] += 4 * self.embedding
             if self.pp == 1 and self.plan.only_copies:
                 state["copies"] = 0.0  # what autograd kept is gone
@@ -178,8 +177,7 @@ class _Process(Formulas):
         return parts
 
     def _gathered_by_zero3(self) -> float:
-        """ZeRO-3 keeps what it gathered until `stage3_max_live_parameters` are there; what lies on
-        the host or a disk comes to the GPU as well."""
+        """What ZeRO-3 has of other processes' parameters, or of those on the host or a disk."""
         strategy = self.strategy
         if strategy.zero_stage < 3:
             return 0.0

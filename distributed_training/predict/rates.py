@@ -121,9 +121,8 @@ def calibration_file(device: str) -> Path:
 
 
 def remember_speed(device: str, predicted: Mapping[str, Any], measured_s: float, at: str) -> None:
-    """Keep by how much a run on GPUs was slower than predicted, of its host where the GPU waited
-    for that, else, of a run on one GPU, of the GPU; on top of what was known before it. A cache
-    that cannot be written is none."""
+    """Keep by how much a run's host, where the GPU waited for that, or its GPU was slower than
+    predicted, on top of what was known before. A cache that cannot be written is none."""
     part = "host" if predicted["bound_by"] == "host" else "gpu"
     ratio = measured_s / predicted["step_time_s"]
     if not 0.4 < ratio < 2.5:  # something else than a speed

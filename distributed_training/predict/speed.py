@@ -67,8 +67,7 @@ class _Step(Work):
         return self._add_up(spent, slowest, on_gpu, phase)
 
     def _launching(self) -> dict[tuple[str, int], float]:
-        """Seconds in which the host launches each kind of operation of each stage: a block's are
-        in equal parts those of F, I and W."""
+        """Seconds in which the host launches each kind of operation of each stage."""
         shares = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
         return {
             (kind, stage): self._host_block() * number * share + self.rates.host.exchange

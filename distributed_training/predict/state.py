@@ -31,8 +31,7 @@ def estimate_state(plan: Plan) -> StateBytes:
 
 
 def state_of(process: Formulas) -> StateBytes:
-    """Of one process; of weights that do not learn a pipeline's stage with shards has gathered
-    whole ones, too."""
+    """Of one process."""
     plan = process.plan
     each = bytes_a_parameter(plan.strategy, plan.config.precision, plan.mesh)
     each["optimizer"] += own_bytes(plan)
@@ -40,7 +39,7 @@ def state_of(process: Formulas) -> StateBytes:
     if process.frozen:
         divided = plan.uses_fsdp or plan.strategy.zero_stage == 3
         frozen = process.width / process.shards if divided else process.width
-        if plan.uses_fsdp and process.pp > 1:
+        if plan.uses_fsdp and process.pp > 1:  # gathered whole for all micro-batches
             frozen += process.width
         device = plan.strategy.offload["param"]
         where = {"none": "parameters", "cpu": "host", "nvme": "disk"}[device]
@@ -82,8 +81,7 @@ def bytes_a_parameter(
 
 
 def own_bytes(plan: Plan) -> float:
-    """Bytes a parameter that each process has for itself: what its engine keeps, and what
-    compressing gradients has lost and adds to the next."""
+    """Bytes a parameter that a process's engine keeps, or compression for the next gradients."""
     kept = plan.options.bytes_a_parameter()
     if plan.config.gradient_compression == "powersgd":
         return kept + 4

@@ -33,8 +33,7 @@ def formulas_by_place(plan: Plan) -> list[Formulas]:
 
 
 def sent_by_axis(plan: Plan) -> dict[str, float]:
-    """Axis -> bytes that a process sends in a step, on average; of the process along pp that sends
-    most."""
+    """Axis -> bytes that a process sends in a step, of those along pp the one that sends most."""
     most = max((f.sent() for f in formulas_by_place(plan)), key=lambda sent: sum(sent.values()))
     by_axis: dict[str, float] = defaultdict(float)
     for name, size in most.items():
@@ -156,8 +155,7 @@ class Formulas(Shapes):
         return found
 
     def compressed(self) -> Bytes:
-        """Gradients as DDP's hooks send them (parallel/compression.py), of one bucket; each more
-        rounds once more."""
+        """Gradients as DDP's hooks send them (parallel/compression.py), in one bucket."""
         config = self.config
         size = self.size
         axis = "dp_replicate"

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 
 from distributed_training.models import find_model
-from distributed_training.plan.layouts import stage_parameters
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
+from results.lab.pages.drawing import stage_parameters
 from tests.support import CPU_MACHINE, refused
 
 LLAMAS = [str(ROOT / "tests/models" / name) for name in ("grouped", "untied")]

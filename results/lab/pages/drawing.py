@@ -6,9 +6,10 @@ holds it. Sizes are those of the plan of a run. No torch import.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from distributed_training.plan.layouts import stage_parameters
+from distributed_training.models import ModelSize
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.state import estimate_state
@@ -69,6 +70,17 @@ def _kinds(plan: Plan) -> list[tuple[str, int, bool]]:
             size = getattr(state, place)
             kinds.append((label, size, size < getattr(undivided, place)))
     return kinds
+
+
+def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: int) -> int:
+    """Parameters of one stage, padding not counted; both ends hold a tied embedding."""
+    count = blocks_per_stage[stage] * size.block_parameters
+    if stage == 0:
+        count += size.embedding_parameters + size.position_parameters
+    if stage == len(blocks_per_stage) - 1:
+        own_rows = stage > 0 or not size.tied
+        count += size.final_norm_parameters + own_rows * size.embedding_parameters
+    return count
 
 
 def _held(plan: Plan) -> list[int]:
