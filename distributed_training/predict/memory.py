@@ -31,9 +31,6 @@ class MemoryEstimate:
     likely: tuple[float, float]  # of what was measured by what was predicted, of runs of this kind
     context_bytes: int  # outside of the allocator, on a GPU
     host_bytes: int  # RAM of one process
-    # Of that, the copy from which a checkpoint is written; 0 where none is made, as where RAM has
-    # no room for it: then training waits while it saves.
-    copy_bytes: int
     disk_bytes: int  # files of one process
 
     @property
@@ -63,8 +60,8 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     by_place = tuple(_Process(plan, place).peak() for place in range(plan.mesh["pp"]))
     held = _host_bytes(plan, max(sum(parts.values()) for parts in by_place), tokenised)
     copy = estimate_copy(plan)
-    if (held + copy) * plan.processes_here > plan.machine.ram_bytes:
-        copy = 0
+    if (held + copy) * plan.processes_here <= plan.machine.ram_bytes:
+        held += copy  # else training waits while it saves
     context = 0
     if plan.machine.num_gpus:
         context = FITTED.gpu_context_bytes.alone
@@ -76,8 +73,7 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
             FITTED.likely_bytes.compiled if plan.config.compile else FITTED.likely_bytes.eager
         ),
         context_bytes=context,
-        host_bytes=held + copy,
-        copy_bytes=copy,
+        host_bytes=held,
         disk_bytes=estimate_state(plan).disk,
     )
 

@@ -13,7 +13,7 @@ from distributed_training.advise.make import draft_plan
 from distributed_training.parallel import private
 from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict import search, stages
+from distributed_training.predict import stages
 from distributed_training.predict.kernels import Work
 from distributed_training.predict.orders import (
     build_orders,
@@ -40,7 +40,7 @@ def durations(blocks, block=BLOCK, loss=LOSS):
 
 
 def search_orders(*durations):
-    return tuple(map(read_order, search.search_orders(*durations)))
+    return tuple(map(read_order, stages.search_orders(*durations)))
 
 
 def length(orders, seconds, message=MESSAGE):
