@@ -168,6 +168,12 @@ def test_a_profiled_function_shows_how_long_the_gpu_computed():
     assert 10_000_000 / 4e9 < busy <= time.perf_counter() - began  # no GPU has a clock of 4 GHz
 
 
+def run_script(values, count=1):
+    processes = ["--num_gpus", str(count)] if count > 1 else []
+    command = [sys.executable, SCRIPT, *settings(values), *processes]
+    return run_command(command, CUDA_VISIBLE_DEVICES=",".join(VISIBLE.split(",")[:count]))
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_profiled_run_leaves_kernels_and_what_is_in_memory(graphs, tmp_path):
     from distributed_training.tools.overlap import main, read_run
@@ -177,8 +183,7 @@ def test_a_profiled_run_leaves_kernels_and_what_is_in_memory(graphs, tmp_path):
         **BASE, "strategy": "dp", "profile": 2, "max_steps": 20, "num_samples": 320,
         "cuda_graphs": graphs, "output_dir": tmp_path,
     }  # fmt: skip
-    command = [sys.executable, SCRIPT, *settings(values), "--num_gpus", str(count)]
-    assert_ok(run_command(command, CUDA_VISIBLE_DEVICES=VISIBLE))
+    assert_ok(run_script(values, count))
     record = only_record(tmp_path)
     first = 15 if record["config"]["cuda_graphs"] else 6
     assert record["profile"] == {
@@ -205,8 +210,7 @@ def test_low_precision_learns_and_records_memory(precision, tmp_path):
         **BASE, "strategy": "dp", "precision": precision, "output_dir": tmp_path, "epochs": 1,
         "num_samples": 320, "max_length": 64, "warmup_steps": 0,
     }  # fmt: skip
-    command = [sys.executable, SCRIPT, *settings(values)]
-    assert_ok(run_command(command, CUDA_VISIBLE_DEVICES=VISIBLE.split(",")[0]))
+    assert_ok(run_script(values))
     record = only_record(tmp_path)
     assert record["status"] == "ok"
     assert record["loss_curve"][-1][1] < record["loss_curve"][0][1] - 0.5
@@ -220,8 +224,7 @@ def test_out_of_memory_is_recorded_and_explained(tmp_path):
         "strategy": "dp", "batch_size": 2048, "max_length": 1024, "epochs": 1, "num_samples": -1,
         "output_dir": tmp_path, "compile": False, "eval_samples": 1, "checkpoint_every": 0,
     }  # fmt: skip
-    command = [sys.executable, SCRIPT, *settings(values)]
-    result = run_command(command, CUDA_VISIBLE_DEVICES=VISIBLE.split(",")[0])
+    result = run_script(values)
     assert result.returncode == 1
     assert "out of GPU memory" in result.stderr
     assert "batch_size=1024" in result.stderr

@@ -1,5 +1,5 @@
-"""Fewer or smaller exchanges: what must equal plain data parallelism does; a resumed run goes on
-bit for bit; what is sent is what the formulas say."""
+"""Fewer or smaller exchanges, or the same ones at other times: what must equal plain data
+parallelism does; a resumed run goes on bit for bit; what is sent is what the formulas say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from tests.parity.support import BASE, assert_resumes, assert_same_bits, cut, run_cases
+from tests.parity.support import BASE, DEEP, assert_resumes, assert_same_bits, cut, run_cases
 
 LOCAL = {**BASE, "strategy": "local_sgd", **cut(1)}
 DILOCO = {**LOCAL, "outer_lr": 0.7, "outer_momentum": 0.9}
@@ -72,3 +72,39 @@ def test_counted_bytes_are_the_formulas():
     assert sent["diloco"] == sent["four local steps"] == sent["dp"] / 4
     assert sent["bf16"] == sent["dp"] / 2
     assert sent["powersgd"] < sent["topk-int8"] < 0.4 * sent["dp"]
+
+
+BLOCKS = 6
+FSDP = {**DEEP, "strategy": "fsdp", **cut(2)}
+MOVED = {
+    "dp": {**DEEP, "strategy": "dp", **cut(1)},
+    "small buckets": {**DEEP, "strategy": "dp", **cut(1), "bucket_cap_mb": 0.05},
+    **{ahead: {**FSDP, "fsdp_prefetch": ahead} for ahead in (0, 1, 2)},
+}
+
+
+def gathered_while(names):
+    """Block -> which pass of which block had begun when its gathering did, of one micro-batch."""
+    found, current = {}, ""
+    for name in names:
+        what, _, block = name.removesuffix(")").partition(" (blocks.")
+        if what in ("FSDP::pre_forward", "FSDP::pre_backward") and block:
+            current = (what.removeprefix("FSDP::pre_"), int(block))
+        elif what == "FSDP::all_gather" and block and current:
+            found.setdefault((current[0], int(block)), current[1])
+    return found
+
+
+def test_buckets_and_prefetch_move_exchanges_and_change_no_bit():
+    """Of two processes: a sum of two does not depend on where its parts lie in a bucket."""
+    found = run_cases(MOVED, 2, steps=3, what="train_and_trace")
+    for ours, theirs in (("small buckets", "dp"), (0, 1), (2, 1)):
+        assert_same_bits(found[ours], found[theirs])
+    gathered = {ahead: gathered_while(found[ahead]["names"]) for ahead in (0, 1, 2)}
+    for block in range(2, BLOCKS - 2):  # with two blocks before, and two after
+        for ahead in (0, 2):
+            assert gathered[ahead]["forward", block] == block - ahead
+            assert gathered[ahead]["backward", block] == block + ahead
+        # Forward, FSDP need not: the next one's stream waits for nothing.
+        assert gathered[1]["forward", block] == block
+        assert gathered[1]["backward", block] == block + 1
