@@ -1,7 +1,4 @@
-"""What ranks tell one another on the CPU, outside of training's own exchanges.
-
-As JSON: a pickle would be run by whoever reads it.
-"""
+"""What ranks tell one another, as JSON: a pickle would be run by whoever reads it."""
 
 from __future__ import annotations
 

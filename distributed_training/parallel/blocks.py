@@ -67,12 +67,10 @@ def apply_fsdp(
     model: Decoder, mesh: DeviceMesh, dtype: torch.dtype | None, *, keep_gathered: bool = False
 ) -> None:
     """Shard each block, then the rest, in place, over one axis, or two: copies of shards (HSDP).
-
-    Forward all-gathers a block's parameters (in `dtype`; None: fp32) and drops them after
-    use; backward gathers them again and reduce-scatters gradients in fp32 (and all-reduces the
-    shards between copies). The root holds the tied embedding, needed first and last, so it stays
-    gathered; with `keep_gathered` so does every block, for pipeline stages, which run many times.
-    """
+    Both passes all-gather a block's parameters (in `dtype`; None: fp32) and drop them after use;
+    backward reduce-scatters gradients in fp32 (and all-reduces the shards between copies). The root
+    holds the tied embedding, needed first and last, so it stays gathered; with `keep_gathered` so
+    does every block, for pipeline stages, which run many times."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
@@ -80,10 +78,8 @@ def apply_fsdp(
 
 
 def apply_prefetch(model: Decoder, ahead: int) -> None:
-    """Let each of FSDP's blocks begin to gather the next `ahead` ones, in both passes, in place.
-
-    1 is what FSDP does by itself; with 0 nothing is computed while a block is gathered.
-    """
+    """Let each of FSDP's blocks begin to gather the next `ahead` ones, in both passes, in place. 1
+    is what FSDP does by itself; with 0 nothing is computed while a block is gathered."""
     blocks: list[Any] = list(model.blocks.values())
     if ahead == 0:
         for module in (model, *blocks):

@@ -24,12 +24,10 @@ def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, 
 
 
 class StepGraph:
-    """A step that is launched op by op at first, then captured and replayed.
-
-    `step` takes the device's copies of the arrays and returns tensors. Whatever else it reads or
-    writes must stay where it is in memory: parameters, optimizer state, learning rate. It must not
-    wait for the GPU, nor decide anything by what the GPU computes.
-    """
+    """A step that is launched op by op at first, then captured and replayed. `step` takes the
+    device's copies of the arrays and returns tensors. Whatever else it reads or writes must stay
+    where it is in memory: parameters, optimizer state, learning rate. It must not wait for the GPU,
+    nor decide anything by what the GPU computes."""
 
     def __init__(
         self,

@@ -21,11 +21,9 @@ from distributed_training.settings.config import RunConfig
 
 def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
     """Freeze a model, or a stage of one that may be split over tp, and put fp32 adapters beside its
-    blocks' matrices, in place.
-
-    Returns names of parameters whose gradients are still to be summed over tp. Of a matrix that is
-    split by rows every process holds all of A, and its rows of B; else its columns of A, all of B.
-    """
+    blocks' matrices, in place. Returns names of parameters whose gradients are still to be summed
+    over tp. Of a matrix that is split by rows every process holds all of A, and its rows of B; else
+    its columns of A, all of B."""
     model.requires_grad_(False)
     terms = set()
     targets = model.size.adapted(config.lora_targets)

@@ -170,10 +170,8 @@ def _exchange(
 
 class RoundedWeights:
     """A module's parameters rounded to a narrower dtype once a step, as FSDP does where it is used.
-
     Inside `with` the module has the rounded copies, 2 bytes a parameter that stay allocated;
-    autograd adds their gradients up in fp32, and at the end they are the fp32 parameters' own.
-    """
+    autograd adds their gradients up in fp32, and at the end they are the fp32 parameters' own."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self.places = [

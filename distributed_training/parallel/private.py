@@ -87,11 +87,9 @@ class TwoWayStage(PipelineStage):
 
 
 class GivenOrder(_PipelineScheduleRuntime):
-    """Processes that work in given orders, of forward passes and halves of backward ones.
-
-    With `spans` messages are sent and awaited in the order in which they are made by them. torch's
-    own order assumes equal durations: a receive that comes too early holds up what is ready.
-    """
+    """Processes that work in given orders, of forward passes and halves of backward ones. With
+    `spans` messages are sent and awaited in the order in which they are made by them: torch's own
+    order assumes equal durations, and a receive that comes too early holds up what is ready."""
 
     def __init__(
         self,
@@ -160,10 +158,8 @@ class CutWhereTold:
 
 def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:
     """Where a ZeRO optimizer keeps this process's range of a parameter's elements in fp32: (number
-    of the flat tensor, offset in it, first element, how many); None where it has none.
-
-    DeepSpeed's public accessors do not find Adam's moments in any but the first (stages 1, 2).
-    """
+    of the flat tensor, offset in it, first element, how many); None where it has none. DeepSpeed's
+    public accessors do not find Adam's moments in any but the first (stages 1, 2)."""
     if hasattr(parameter, "ds_id"):  # stage 3
         group, offset, count = zero.grad_position[zero.get_param_id(parameter)]
         return group, offset, zero._get_param_partition_rank(parameter) * count, count

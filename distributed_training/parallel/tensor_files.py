@@ -228,10 +228,8 @@ class TensorFiles:
                 self.stored.setdefault(name, []).append(stored)
 
     def read(self, part: Part) -> torch.Tensor:
-        """This part's values, [size], on the CPU; only what it needs is read.
-
-        Raises ValueError where a tensor is missing, incomplete or of another shape.
-        """
+        """This part's values, [size], on the CPU; only what it needs is read. Raises ValueError
+        where a tensor is missing, incomplete or of another shape."""
         stored = self.stored.get(part.name, [])
         start = part.start
         size = part.size
