@@ -26,10 +26,10 @@ backward pass of a layer needs, many times that; a limit would pass plans that d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from operator import itemgetter
 
 from pipedream.errors import UserError
 from pipedream.plan.profile import Layer, Number
@@ -158,28 +158,43 @@ def make_plan(
     sync_factor: Number = SYNC_FACTOR,
 ) -> Plan:
     """The plan with the given stages: (last layer, replicas) of each, first stage first."""
-    stages = []
-    for (before, _), (last, replicas) in pairwise([(-1, 0), *cuts]):
-        own = layers[before + 1 : last + 1]
-        weights = sum((Fraction(layer.weight_bytes) for layer in own), Fraction(0))
-        sent = Fraction(layers[last].activation_bytes) if last < len(layers) - 1 else Fraction(0)
-        stages.append(
-            Stage(
-                first=before + 1,
-                last=last,
-                replicas=replicas,
-                forward_s=sum((Fraction(layer.forward_s) for layer in own), Fraction(0)),
-                backward_s=sum((Fraction(layer.backward_s) for layer in own), Fraction(0)),
-                weight_bytes=weights,
-                sent_bytes=sent,
-                sync_s=_sync_s(weights, replicas, bandwidth, sync_factor),
-                link_s=_seconds(2 * sent, bandwidth),
-            )
+    firsts = [0, *(last + 1 for last, _ in cuts)]
+    return Plan(
+        stages=tuple(
+            _stage(layers, first, last, bandwidth, sync_factor, replicas)
+            for first, (last, replicas) in zip(firsts, cuts, strict=False)
         )
-    return Plan(stages=tuple(stages))
+    )
 
 
-_Best = dict[tuple[int, int], tuple[Fraction, int, int]]
+def _stage(
+    layers: Sequence[Layer],
+    first: int,
+    last: int,
+    bandwidth: Number,
+    sync_factor: Number,
+    replicas: int,
+) -> Stage:
+    def total(field: str) -> Fraction:
+        own = (Fraction(getattr(layer, field)) for layer in layers[first : last + 1])
+        return sum(own, Fraction(0))
+
+    def seconds(size: Fraction) -> Fraction:
+        return Fraction(0) if bandwidth == math.inf else size / Fraction(bandwidth)
+
+    weights = total("weight_bytes")
+    sent = Fraction(layers[last].activation_bytes if last < len(layers) - 1 else 0)
+    return Stage(
+        first=first,
+        last=last,
+        replicas=replicas,
+        forward_s=total("forward_s"),
+        backward_s=total("backward_s"),
+        weight_bytes=weights,
+        sent_bytes=sent,
+        sync_s=seconds(Fraction(sync_factor) * Fraction(replicas - 1, replicas) * weights),
+        link_s=seconds(2 * sent),
+    )
 
 
 def _best_cuts(
@@ -188,53 +203,30 @@ def _best_cuts(
     bandwidth: Number,
     replication: bool,
     sync_factor: Number,
-) -> _Best:
+) -> dict[tuple[int, int], tuple[Fraction, int, int]]:
     """(j, m) -> A(j, m), the last layer of the stage before (-1: none), the last stage's workers.
 
     Pairs that no plan fits are left out.
     """
-    stage_s = _stage_seconds(layers, bandwidth, sync_factor)
-    links = [_seconds(2 * Fraction(layer.activation_bytes), bandwidth) for layer in layers]
     most = num_workers if replication else 1
-    best: _Best = {}
+    best: dict[tuple[int, int], tuple[Fraction, int, int]] = {}
+    links: list[Fraction] = []
     for j in range(len(layers)):
-        own = {(i, r): stage_s(i, j, r) for i in range(j + 1) for r in range(1, most + 1)}
+        own = {
+            (i, r): _stage(layers, i, j, bandwidth, sync_factor, r)
+            for i in range(j + 1)
+            for r in range(1, most + 1)
+        }
+        links.append(own[j, 1].link_s)
+        period = {key: stage.period_s for key, stage in own.items()}
         for m in range(1, num_workers + 1):
-            found = (own[0, m], -1, m) if m <= most else None
-            for i in range(j):
-                for r in range(1, min(m - 1, most) + 1):
-                    if (i, m - r) not in best:
-                        continue
-                    period = max(best[i, m - r][0], links[i], own[i + 1, r])
-                    if found is None or period < found[0]:
-                        found = (period, i, r)
-            if found is not None:
-                best[j, m] = found
+            found = [(period[0, m], -1, m)] if m <= most else []
+            found += [
+                (max(best[i, m - r][0], links[i], period[i + 1, r]), i, r)
+                for i in range(j)
+                for r in range(1, min(m - 1, most) + 1)
+                if (i, m - r) in best
+            ]
+            if found:
+                best[j, m] = min(found, key=itemgetter(0))  # of equal ones the first
     return best
-
-
-def _stage_seconds(
-    layers: Sequence[Layer], bandwidth: Number, sync_factor: Number
-) -> Callable[[int, int, int], Fraction]:
-    """T(i..j, m) as a function of i, j (inclusive) and m, from prefix sums."""
-    compute = [Fraction(layer.forward_s) + Fraction(layer.backward_s) for layer in layers]
-    computed = list(accumulate(compute, initial=Fraction(0)))
-    weights = [Fraction(layer.weight_bytes) for layer in layers]
-    weighed = list(accumulate(weights, initial=Fraction(0)))
-
-    def stage_s(i: int, j: int, m: int) -> Fraction:
-        sync = _sync_s(weighed[j + 1] - weighed[i], m, bandwidth, sync_factor)
-        return max(computed[j + 1] - computed[i], sync) / m
-
-    return stage_s
-
-
-def _sync_s(
-    weight_bytes: Fraction, replicas: int, bandwidth: Number, sync_factor: Number
-) -> Fraction:
-    share = Fraction(replicas - 1, replicas)
-    return _seconds(Fraction(sync_factor) * share * weight_bytes, bandwidth)
-
-
-def _seconds(size: Fraction, bandwidth: Number) -> Fraction:
-    return Fraction(0) if bandwidth == math.inf else size / Fraction(bandwidth)

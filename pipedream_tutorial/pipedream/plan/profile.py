@@ -137,18 +137,16 @@ def measure_profile(
     repeat of every layer rather than every repeat of one.
     """
     sweeps = [_sweep(layers, example, targets) for _ in range(warmup + repeats)]
-    found = []
-    for (name, module), once in zip(layers, zip(*sweeps[warmup:], strict=True), strict=True):
-        found.append(
-            Layer(
-                name=name,
-                forward_s=round(statistics.median(forward_s for forward_s, _, _ in once), 7),
-                backward_s=round(statistics.median(backward_s for _, backward_s, _ in once), 7),
-                activation_bytes=once[0][2],
-                weight_bytes=sum(weight.nbytes for weight in module.parameters()),
-            )
+    return [
+        Layer(
+            name=name,
+            forward_s=round(statistics.median(forward_s for forward_s, _, _ in once), 7),
+            backward_s=round(statistics.median(backward_s for _, backward_s, _ in once), 7),
+            activation_bytes=once[0][2],
+            weight_bytes=sum(weight.nbytes for weight in module.parameters()),
         )
-    return found
+        for (name, module), once in zip(layers, zip(*sweeps[warmup:], strict=True), strict=True)
+    ]
 
 
 def _sweep(
@@ -156,43 +154,38 @@ def _sweep(
     example: torch.Tensor,
     targets: torch.Tensor | None,
 ) -> list[tuple[float, float, int]]:
-    """For each layer once: seconds of its forward and its backward pass, bytes of its output."""
+    """For each layer once: seconds of its forward and its backward pass, bytes of its output.
+
+    Leaves no gradients behind.
+    """
+    import torch
+
+    def clock() -> float:
+        """Seconds once the device has done all that was launched: launches are not the work."""
+        if example.device.type == "cuda":
+            torch.cuda.synchronize(example.device)
+        return time.perf_counter()
+
     found = []
     x = example.detach()
     for place, (_, module) in enumerate(layers):
         extra = (targets,) if targets is not None and place == len(layers) - 1 else ()
         # Nobody waits for the gradient of the model's input, so it is not computed.
         x.requires_grad_(place > 0)
-        forward_s, backward_s, output = _time_once(module, x, extra)
-        found.append((forward_s, backward_s, output.nbytes))
-        x = output
-    return found
-
-
-def _time_once(
-    module: torch.nn.Module, x: torch.Tensor, extra: tuple[torch.Tensor, ...]
-) -> tuple[float, float, torch.Tensor]:
-    """Seconds of one forward and one backward pass, and the output. Leaves no gradients behind."""
-    import torch
-
-    def clock() -> float:
-        """Seconds once the device has done all that was launched: launches are not the work."""
-        if x.device.type == "cuda":
-            torch.cuda.synchronize(x.device)
-        return time.perf_counter()
-
-    started = clock()
-    output = module(x, *extra)
-    forward_s = clock() - started
-    backward_s = 0.0
-    if output.requires_grad:
-        gradient = torch.ones_like(output)
         started = clock()
-        torch.autograd.backward(output, gradient)
-        backward_s = clock() - started
-    for tensor in (x, *module.parameters()):
-        tensor.grad = None
-    return forward_s, backward_s, output.detach()
+        output = module(x, *extra)
+        forward_s = clock() - started
+        backward_s = 0.0
+        if output.requires_grad:
+            gradient = torch.ones_like(output)
+            started = clock()
+            torch.autograd.backward(output, gradient)
+            backward_s = clock() - started
+        for tensor in (x, *module.parameters()):
+            tensor.grad = None
+        x = output.detach()
+        found.append((forward_s, backward_s, x.nbytes))
+    return found
 
 
 def device_name(device: torch.device) -> str:

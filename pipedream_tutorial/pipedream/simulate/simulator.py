@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -93,18 +93,14 @@ def build_costs(
     with v stages a rank has stages of 1/v of the work: the same model for every schedule.
     """
     num_stages = len(schedule.chains[0])
-    factors = [Fraction(f) for f in scale] if scale is not None else [Fraction(1)] * num_stages
-    if len(factors) != num_stages:
-        raise ValueError(f"scale has {len(factors)} values for {num_stages} stages")
-    v = schedule.stages_per_rank
-
-    def each(duration: Number) -> tuple[Fraction, ...]:
-        return tuple(Fraction(duration) * factor / v for factor in factors)
-
+    scale = scale or [1] * num_stages
+    if len(scale) != num_stages:
+        raise ValueError(f"scale has {len(scale)} values for {num_stages} stages")
+    shares = [Fraction(factor) / schedule.stages_per_rank for factor in scale]
     return Costs(
-        forward=each(forward),
-        input_gradient=each(input_gradient),
-        weight_gradient=each(weight_gradient),
+        forward=tuple(Fraction(forward) * share for share in shares),
+        input_gradient=tuple(Fraction(input_gradient) * share for share in shares),
+        weight_gradient=tuple(Fraction(weight_gradient) * share for share in shares),
         communication=Fraction(communication),
         overlap_saving=Fraction(overlap_saving),
     )
@@ -214,13 +210,11 @@ _Results = dict[int, int]
 """Microbatch -> when an operation's result was there, in ticks."""
 
 
-class _Rule(NamedTuple):
-    """What holds for all items of one kind on a rank; times in ticks."""
-
-    lasts: int
-    takes: list[tuple[int, _Results, int]]
-    """(which operation of the item, result that it takes in, time to send)."""
-    gives: list[tuple[int, _Results]]
+_Rules = dict[
+    tuple[object, ...], tuple[int, list[tuple[int, _Results, int]], list[tuple[int, _Results]]]
+]
+"""Of one rank, kind of item -> how long it lasts; the results that it takes in, for which operation
+of the item and with what time to send; the results that it gives."""
 
 
 def _run(
@@ -246,11 +240,7 @@ def _run(
 
 
 def _advance(
-    order: Sequence[Item],
-    rules: dict[tuple[object, ...], _Rule],
-    now: int,
-    starts: list[int],
-    ends: list[int],
+    order: Sequence[Item], rules: _Rules, now: int, starts: list[int], ends: list[int]
 ) -> Iterator[None]:
     """Run a rank's items; comes back where it has to wait."""
     for item in order:
@@ -279,9 +269,7 @@ def _kind(item: Item) -> tuple[object, ...]:
     return item[:2] if isinstance(item, Op) else tuple(op[:2] for op in item)
 
 
-def _rules(
-    schedule: Schedule, costs: Costs
-) -> tuple[Fraction, list[dict[tuple[object, ...], _Rule]]]:
+def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[_Rules]]:
     """The tick, and by rank the rule of each kind of item."""
     wanted = Needs(schedule)
     position = schedule.position()
@@ -293,27 +281,27 @@ def _rules(
     times = [costs.communication, *lasts.values()]
     scale = math.lcm(*(time.denominator for time in times))
     tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)
-    communication = int(costs.communication / tick)
     ended: dict[Key, _Results] = defaultdict(dict)
 
     def results(op: Op) -> _Results:  # B and I give the same
         return ended[BACKWARD if op.kind == INPUT_GRADIENT else op.kind, op.stage]
 
-    def rule(item: Item, held: Container[int]) -> _Rule:
-        takes = [
-            (place, results(need), 0 if need.stage in held else communication)
-            for place, op in enumerate(item.parts)
-            for need in wanted.of(op)
-        ]
-        return _Rule(
-            int(lasts[_kind(item)] / tick), takes, list(enumerate(map(results, item.parts)))
-        )
-
-    stages = map(set, schedule.stages())
-    return tick, [
-        {kind: rule(item, held) for kind, item in own.items()}
-        for own, held in zip(kinds, stages, strict=True)
-    ]
+    rules: list[_Rules] = []
+    for own, stages in zip(kinds, schedule.stages(), strict=True):
+        rules.append({})
+        for kind, item in own.items():
+            takes = [
+                (
+                    place,
+                    results(need),
+                    int(0 if need.stage in stages else costs.communication / tick),
+                )
+                for place, op in enumerate(item.parts)
+                for need in wanted.of(op)
+            ]
+            gives = list(enumerate(map(results, item.parts)))
+            rules[-1][kind] = int(lasts[kind] / tick), takes, gives
+    return tick, rules
 
 
 def _check_once_and_whole(schedule: Schedule) -> None:
