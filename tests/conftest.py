@@ -141,8 +141,8 @@ def assert_ok(result: subprocess.CompletedProcess[str]) -> None:
 LONGEST_FIRST = (
     "tests/parity/test_layouts.py", "tests/e2e/test_resume.py",
     "pipedream_tutorial/tests/test_runtime.py",
-    "tests/e2e/test_failures.py", "tests/e2e/test_launchers.py", "tests/e2e/test_nodes.py",
-    "tests/e2e/test_watch.py", "tests/e2e/test_students_path.py",
+    "tests/e2e/test_faults.py", "tests/e2e/test_launchers.py", "tests/e2e/test_nodes.py",
+    "tests/e2e/test_students_path.py",
     "tests/e2e/test_engineers_path.py", "pipedream_tutorial/tests/test_launch.py",
     "tests/e2e/test_researchers_path.py", "tests/parity/test_shipped_config.py",
     "tests/parity/test_resharding.py", "tests/run/test_export.py",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SMALL, assert_ok, only_record, run_command, settings, train
-from tests.e2e.support import launcher_command, left_over, metrics
+from tests.conftest import SMALL, assert_ok, only_record, run_command, script, settings, train
+from tests.e2e.support import assert_refused, launcher_command, left_over, metrics
 from tests.e2e.test_printed_commands import as_required
 from tests.pool import ROOT
 
@@ -106,3 +106,13 @@ def test_the_record_says_what_ran_and_what_came_out(on_one):
     rows = metrics(Path(on_one["run_dir"]))
     assert {row["num_targets"] for row in rows} == {GLOBAL_BATCH * 32, 2 * 32}
     assert [[row["step"], row["loss"]] for row in rows] == on_one["loss_curve"]
+
+
+def test_srun_without_a_launcher_is_answered_with_what_to_type(tmp_path):
+    values = {**SMALL, "output_dir": tmp_path / "runs"}
+    task = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    first, second = (script(values, **task, SLURM_PROCID=rank) for rank in "01")
+    assert_refused(first, "srun started this command 2 times", "sbatch --nodes=2 configs/train.slu")
+    assert (second.returncode, second.stderr) == (2, ""), "said once"
+    batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}  # of sbatch: one process, no step of srun's
+    assert script(values, "--dry-run", **batch).returncode == 0

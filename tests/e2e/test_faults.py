@@ -1,0 +1,182 @@
+"""A rank stops, fails or is killed; the launcher, the terminal, the reader or the disk goes: the
+run ends soon, its record says why, and nobody stays behind."""
+
+from __future__ import annotations
+
+import platform
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, script, settings, train
+from tests.e2e.support import (
+    assert_refused,
+    launcher_command,
+    left_over,
+    metrics,
+    processes_with,
+    run_folders,
+    running,
+    wait_for,
+)
+
+LIMIT_S = 150  # of a hang; alone on a machine it takes a tenth
+LONG = {**SMALL, "strategy": "dp", "num_samples": 1200, "epochs": 80, "checkpoint_every": 20}
+
+
+@pytest.mark.parametrize("how", ["frozen", "hangs", "fails"])
+def test_a_rank_that_stops_is_named(how, tmp_path):
+    values = {**LONG, "output_dir": tmp_path, "hang_timeout_s": 60 if how == "frozen" else 10}
+    job = {"how": how, "arguments": settings(values)}
+    with pytest.raises(RuntimeError) as caught:
+        heavy_pool().call("tests.e2e.fault_cases:with_rank_1_stopped", job, num_processes=2)
+    record, said = only_record(tmp_path), str(caught.value)
+    assert record["status"] == "failed"
+    rank_1 = f"rank 1 on {platform.node()}"
+    error, *also = {
+        "frozen": (
+            f"lost {rank_1} in step 5: it shows no sign of life for 10 s",
+            r"exit codes \[1, -9\]",  # it is ended, too
+        ),
+        "hangs": (
+            rf"step 5 hangs for 1\d s: waiting for {rank_1}, in step 5 at ",
+            rf"note: step 5 has taken \d+ s: waiting for {rank_1}, in step 5 at ",
+        ),
+        "fails": ("rank 1: RuntimeError: a fault made on purpose", "Traceback"),
+    }[how]
+    assert re.match(error, record["error"])
+    for words in (error.removeprefix("rank 1: "), *also):
+        assert re.search(words, said)
+
+
+def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
+    log, output_dir = tmp_path / "log", tmp_path / "runs"
+    values = {**LONG, "output_dir": output_dir, "resume": "auto"}
+    with running(launcher_command("spawn", values), log, E2E_TEST=str(tmp_path)) as process:
+        wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
+        second = script(values, "--num_gpus", "2")
+        assert_refused(second, "is going on", f"process {process.pid} on {platform.node()}")
+        assert len(run_folders(output_dir)) == 1
+        process.kill()  # and not reaped: it counts as dead all the same
+        begin = time.monotonic()
+        while processes_with("E2E_TEST", str(tmp_path)) and time.monotonic() < begin + 60:
+            time.sleep(0.1)
+        assert left_over(str(output_dir), patience_s=0) == []
+        (run_dir,) = run_folders(output_dir)
+        record = only_record(output_dir)
+        assert record["status"] == "interrupted"
+        assert (run_dir / "checkpoints" / f"step-{record['step']:08d}").is_dir()
+    rest = {**values, "max_steps": -1}
+    resumed = script(rest, "--num_gpus", "2", "--dry-run")
+    assert_ok(resumed)
+    assert f"resumes {run_dir}/checkpoints/step-{record['step']:08d}" in resumed.stdout
+
+
+def kill_rank_1(tmp_path):
+    """Of the run that was started with E2E_TEST=tmp_path."""
+    started = processes_with("E2E_TEST", str(tmp_path))
+    (worker,) = (process for process in started if process.environ().get("RANK") == "1")
+    worker.send_signal(signal.SIGKILL)
+
+
+def test_ctrl_c_before_training_is_not_what_a_library_makes_of_it(tmp_path):
+    job = {"arguments": settings({**SMALL, "strategy": "dp", "output_dir": tmp_path})}
+    with pytest.raises(RuntimeError, match=r"exit codes \[130\]") as caught:
+        heavy_pool().call("tests.e2e.fault_cases:with_ctrl_c_in_a_library", job, num_processes=1)
+    assert "interrupted; nothing was trained" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert only_record(tmp_path)["status"] == "interrupted"
+
+
+def test_killed_rank_is_recorded_by_the_parent(tmp_path):
+    log, output_dir = tmp_path / "log", tmp_path / "runs"
+    values = {**LONG, "strategy": "pp", "grad_accum_steps": 2, "output_dir": output_dir}
+    with running(launcher_command("spawn", values), log, E2E_TEST=str(tmp_path)) as process:
+        wait_for(lambda: list(output_dir.glob("*/metrics.jsonl")), process, log)
+        kill_rank_1(tmp_path)
+        assert process.wait(timeout=LIMIT_S) == 1
+        assert left_over(str(output_dir)) == []
+    record = only_record(output_dir)
+    assert record["status"] == "failed"
+    reason = record["error"]
+    assert log.read_text().splitlines()[-1] == f"failed: {reason}", "said last, not buried"
+    assert reason == "rank 1: killed by SIGKILL; most often memory ran out", "not who lost it"
+
+
+def test_a_run_starts_again_by_itself_and_ends_as_if_nothing_had_been(tmp_path):
+    """With --max_restarts a process that is killed costs the steps since the last checkpoint."""
+    log, output_dir = tmp_path / "log", tmp_path / "runs"
+    values = {**SMALL, "strategy": "dp", "num_samples": 1200, "max_steps": 150}
+    values["checkpoint_every"] = 50
+    command = launcher_command("spawn", {**values, "output_dir": output_dir}, "--max_restarts", "1")
+    with running(command, log, E2E_TEST=str(tmp_path)) as process:
+        wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
+        kill_rank_1(tmp_path)
+        assert process.wait(timeout=2 * LIMIT_S) == 0, log.read_text()
+    assert "note: started again (1), from step-000" in log.read_text()
+    (run_dir,) = run_folders(output_dir)
+    assert [row["step"] for row in metrics(run_dir)] == list(range(1, 151))
+    assert_ok(train({**values, "output_dir": tmp_path / "whole"}, num_processes=2))
+    (whole,) = run_folders(tmp_path / "whole")
+    ours, theirs = ((run / "hf" / "model.safetensors").read_bytes() for run in (run_dir, whole))
+    assert ours == theirs
+
+
+def test_a_reader_that_went_changes_nothing_and_a_hang_up_saves(tmp_path):
+    log, output_dir = tmp_path / "log", tmp_path / "runs"
+    command = launcher_command("spawn", {**LONG, "output_dir": output_dir})
+    shell = ["sh", "-c", '{ "$@"; echo $? > ' + f"{tmp_path}/code; }} 2>&1 | head -1", "sh"]
+    with running([*shell, *command], log, E2E_TEST=str(tmp_path)) as process:
+        wait_for(lambda: list(output_dir.glob("*/checkpoints/step-0000004*")), process, log)
+        lines = {found: found.cmdline() for found in processes_with("E2E_TEST", str(tmp_path))}
+        (launcher,) = (
+            found for found, line in lines.items() if line[0] != "sh" and "--num_gpus" in line
+        )
+        launcher.send_signal(signal.SIGHUP)
+        process.wait(timeout=60)
+    assert len(log.read_text().splitlines()) == 1, "its first line was read"
+    assert (tmp_path / "code").read_text() == "129\n"
+    (run_dir,) = run_folders(output_dir)
+    record = only_record(output_dir)
+    assert record["status"] == "interrupted"
+    assert [row["step"] for row in metrics(run_dir)] == list(range(1, record["step"] + 1))
+    assert (run_dir / "checkpoints" / f"step-{record['step']:08d}").is_dir()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of 64 MiB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", tmp_path], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a disk of its own needs root: {mounted.stderr.decode().strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "strategy", "disk"), [("full", "fsdp", "small_disk"), ("limit", "dp", "tmp_path")]
+)
+def test_a_full_disk_is_said_and_leaves_what_was_saved(how, strategy, disk, request):
+    """A run that saves after 3 steps, and then has no room to save after 6."""
+    folder = request.getfixturevalue(disk)
+    values = {**SMALL, "strategy": strategy, "checkpoint_every": 3, "output_dir": folder}
+    job = {"how": how, "disk": str(folder), "arguments": settings(values)}
+    with pytest.raises(RuntimeError) as caught:
+        heavy_pool().call("tests.e2e.fault_cases:with_full_disk", job, num_processes=2)
+    record, said = only_record(folder), str(caught.value)
+    (run_dir,) = (path for path in run_folders(folder) if path.is_dir())
+    assert record["status"] == "failed"
+    assert "is full; " in record["error"]
+    assert record["error"].endswith("make room, then go on with --resume auto")
+    assert f"error: {record['error']}" in said
+    assert "Traceback" not in said
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000003"]
+    hidden = {
+        path.name for where in (run_dir, run_dir / "checkpoints") for path in where.glob(".*")
+    }
+    assert hidden == {".owner.json", ".faults"}, "nothing half-written"
