@@ -17,10 +17,10 @@ import torch
 from measured import events_of, write_trace
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import recomputed, repeat, save_csv
-from pipedream.schedules.policies import POLICIES, weight_use
-from pipedream.simulate.comparison import stage_factors
-from pipedream.simulate.measures import activation_steps, idle, peak_activations
+from pipedream.schedules.ops import save_csv
+from pipedream.schedules.policies import weight_use
+from pipedream.simulate.comparison import Case, measure
+from pipedream.simulate.measures import activation_steps, peak_activations
 from pipedream.simulate.search import as_schedule, build_problem, lower_bound
 from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
 
@@ -73,46 +73,32 @@ def grid():
 
 def in_python(name, c):
     """What explorer_cells.mjs answers to `run`."""
-    policy = POLICIES[SCHEDULES[name].policy]
-    repeats = c["n"] if SCHEDULES[name].policy == "flush" else 1
-    m = c["m"] * c["n"] // repeats
-    schedule = repeat(build_schedule(name, c["p"], m, c["v"]), repeats)
-    if c["recompute"]:
-        schedule = recomputed(schedule, Fraction(c["kept"]))
-    stages = len(schedule.chains[0])
-    scale = c["scale"] and stage_factors([*map(Fraction, c["scale"])], stages)
-    costs = build_costs(
-        schedule,
-        forward=c["F"],
-        input_gradient=c["I"],
-        weight_gradient=c["W"],
-        communication=c["c"],
-        scale=scale or None,
-        overlap_saving=c["saving"],
+    case = Case(
+        num_stages=c["p"],
+        num_microbatches=c["m"],
+        num_batches=c["n"],
+        chunks=c["v"],
+        forward=Fraction(c["F"]),
+        input_gradient=Fraction(c["I"]),
+        weight_gradient=Fraction(c["W"]),
+        communication=Fraction(c["c"]),
+        overlap_saving=Fraction(c["saving"]),
+        stage_scale=[*map(Fraction, c["scale"])] or None,
+        recompute=Fraction(c["kept"]) if c["recompute"] else None,
     )
-    timeline, use = simulate(schedule, costs), weight_use(schedule, policy, c["m"])
-    found, in_order = idle(timeline), [use[stage] for chain in schedule.chains for stage in chain]
+    row = measure(name, case)
+    timeline, found = row.stream, row.stream_idle
+    use = weight_use(timeline.schedule, row.policy, c["m"])
+    floats = [*found.makespan, *found.span, found.makespan_fraction, found.span_fraction]
     return {
         "tick": str(timeline.tick),
-        "cells": [",".join(map(str, order)) for order in schedule.orders],
+        "cells": [",".join(map(str, order)) for order in timeline.schedule.orders],
         "starts": [[*line] for line in timeline.starts],
         "ends": [[*line] for line in timeline.ends],
-        "floats": pytest.approx(
-            [
-                float(number)
-                for number in (
-                    *found.makespan,
-                    *found.span,
-                    found.makespan_fraction,
-                    found.span_fraction,
-                    *peak_activations(schedule),
-                )
-            ],
-            abs=1e-9,
-        ),
-        "versions": [u.peak_versions for u in in_order],
-        "staleness": [max(u.staleness.values()) for u in in_order],
-        "mixed": any(u.backward != u.forward for u in in_order),
+        "floats": pytest.approx([*map(float, (*floats, *row.peak_activations))], abs=1e-9),
+        "versions": [*row.peak_versions],
+        "staleness": [*row.staleness],
+        "mixed": row.mixed,
         "forward": {stage: [[*pair] for pair in u.forward.items()] for stage, u in use.items()},
     }
 

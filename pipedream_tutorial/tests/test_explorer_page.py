@@ -288,8 +288,8 @@ LATE = ("B", 1, 2)
 
 
 def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
-    """F takes 10 ms and B 20, but rank 1's last one 40. By the means, scaled by rank, that is 9 + 21
-    ms on rank 0 and 11 + 25.67 on rank 1: 9 + 3 (11 + 25.67) + 21 = 140 ms for a batch."""
+    """F takes 10 ms and B 20, but rank 1's last one 40. By the means, scaled by rank, that is 9
+    and 21 ms on rank 0, 11 and 25.67 on rank 1: 9 + 3 (11 + 25.67) + 21 = 140 ms for a batch."""
     timeline = simulate(s := build_schedule("gpipe", 2, 3), build_costs(s))
     events = [
         e._replace(end_ns=e.end_ns + 2 * 10**7) if (e.kind, e.stage, e.microbatch) == LATE else e
