@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from distributed_training.data.samples import StepBatch
+from distributed_training.models.decoder import Past
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 
@@ -53,8 +54,13 @@ class Engine(abc.ABC):
         """Summed loss of this rank's [batch, seq_len] arrays, fp32 scalar, no gradient."""
 
     @abc.abstractmethod
-    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         """[1, T] -> [1, T, vocab], no gradient; the same on every rank."""
+
+    def past(self) -> Past | None:
+        """What `logits` may be given to see each token of a growing text once; None where no rank
+        runs the whole model."""
+        return None
 
     def set_learning_rate(self, rate: float) -> None:
         """The rate of the next step."""

@@ -26,7 +26,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
-from distributed_training.models.decoder import Decoder, parameter_groups
+from distributed_training.models.decoder import Decoder, Past, parameter_groups
 from distributed_training.parallel import blocks, private
 from distributed_training.parallel.graphs import to_device
 from distributed_training.parallel.lora import apply_lora
@@ -115,9 +115,12 @@ class DeepSpeedEngine(base.Engine):
         with base.evaluating(self.engine):
             return self.engine(*to_device(self.topology.device, inputs, targets))
 
-    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def past(self) -> Past | None:
+        return Past() if self.topology.pp == 1 else None
+
+    def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         with base.evaluating(self.engine):
-            return self.engine(input_ids.to(self.topology.device))
+            return self.engine(input_ids.to(self.topology.device), past=past)
 
     def describe_dtypes(self) -> dict[str, str]:
         parameter, gradient = self.engine.get_data_types()
@@ -277,7 +280,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         loss = self._evaluate(*to_device(device, inputs, targets))
         return torch.zeros((), device=device) if loss is None else loss
 
-    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         logits = self._evaluate(input_ids, None)
         if logits is None:
             shape = (*input_ids.shape, self.model.vocab_size)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
-from distributed_training.models.decoder import Decoder, parameter_groups
+from distributed_training.models.decoder import Decoder, Past, parameter_groups
 from distributed_training.parallel import blocks, compression, gradients
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.graphs import StepGraph, to_device
@@ -237,21 +237,24 @@ class NativeEngine(base.Engine):
                 total += loss.sum()
         return total
 
-    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def past(self) -> Past | None:
+        return Past() if self.pipeline is None and self.tp_group is None else None
+
+    def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         batch, length = input_ids.shape
         samples, tokens = self.tp_parts
         # Attention is causal: padding changes nothing before it.
         ids = F.pad(input_ids, (0, -length % tokens, 0, -batch % samples)).to(self.topology.device)
         with base.evaluating(self.parts):
-            logits = self._forward(ids)
+            logits = self._forward(ids) if past is None else self._forward(ids, past=past)
             if self.pipeline is not None:
                 logits = self.pipeline.broadcast_logits(logits, ids)
         return logits[:batch, :length]
 
-    def _forward(self, *tensors: torch.Tensor) -> torch.Tensor | None:
+    def _forward(self, *tensors: torch.Tensor, **options: Past) -> torch.Tensor | None:
         """None but on the last stage."""
         run = self.module if self.pipeline is None else self.pipeline.relay
-        output = run(*tensors)
+        output = run(*tensors, **options)
         # A replayed step gathers parameters itself, and leaves what is gathered here out of date.
         for module in self.parts.modules():
             if isinstance(module, FSDPModule):

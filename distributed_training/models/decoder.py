@@ -56,6 +56,23 @@ class Linear(nn.Linear):
         return self.bias.to(dtype) if self.adds_bias and self.bias is not None else None
 
 
+class Past:
+    """Keys and values of the tokens that a whole model has seen, a text first and then one by one,
+    so that each passes through it once."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._kept: dict[nn.Module, list[torch.Tensor]] = {}
+
+    def add(self, block: nn.Module, *new: torch.Tensor) -> list[torch.Tensor]:
+        """A block's keys and values of all tokens, [B, H, T, K], with its `new` ones."""
+        before = self._kept.get(block)
+        self._kept[block] = (
+            [torch.cat(pair, dim=2) for pair in zip(before, new, strict=True)] if before else [*new]
+        )
+        return self._kept[block]
+
+
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm, output layer: a whole model, or a stage of one.
 
@@ -85,26 +102,35 @@ class Decoder(nn.Module):
         self.loss: Callable[..., torch.Tensor] = summed_cross_entropy
         self.project: Callable[..., torch.Tensor] = project_to_vocabulary
 
-    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Token ids [B, T] -> logits [B, T, V]; with targets [B, T], the summed loss instead.
+    def forward(
+        self, x: torch.Tensor, targets: torch.Tensor | None = None, past: Past | None = None
+    ) -> torch.Tensor:
+        """Token ids [B, T] -> logits [B, T, V]; with targets [B, T], the summed loss instead. The
+        ids follow those of the `past`, if any, and become part of it.
 
         The loss is the fp32 sum over targets other than IGNORE_INDEX; targets[:, t] follows
         input_ids[:, t]. Stages but the first take hidden states [B, T, D], and stages but the last
         return them.
         """
-        x = self.hidden(x)
+        x = self.hidden(x, past)
         return self.leave(x, targets) if self.is_last else x
 
-    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+    def hidden(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         """Token ids, or hidden states, of a stage -> what its last block returns, [B, T, D]."""
-        x = self.enter(x) if self.is_first else x
+        if past is None:
+            x = self.enter(x) if self.is_first else x
+            for block in self.blocks.values():
+                x = block(x)
+            return x
+        x = self.enter(x, past.length)
         for block in self.blocks.values():
-            x = block(x)
+            x = block(x, past=past)
+        past.length += x.shape[1]
         return x
 
-    def enter(self, ids: torch.Tensor) -> torch.Tensor:
-        """What precedes the blocks, [B, T] -> [B, T, D]."""
-        return self.place(self.token_embedding(ids))
+    def enter(self, ids: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """What precedes the blocks, [B, T] -> [B, T, D], of tokens from position `start` on."""
+        return self.place(self.token_embedding(ids), start)
 
     def leave(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """What follows the blocks, [B, T, D] -> logits [B, T, V], or the summed loss."""
@@ -114,8 +140,8 @@ class Decoder(nn.Module):
             return self.project(x, weight, self.size.vocab_size)
         return self.loss(x, weight, targets, self.size.vocab_size)
 
-    def place(self, x: torch.Tensor) -> torch.Tensor:
-        """What follows the lookup, [B, T, D] -> [B, T, D]."""
+    def place(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """What follows the lookup, [B, T, D] -> [B, T, D], of tokens from position `start` on."""
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
         return F.dropout(x, self.dropout, self.training)
 

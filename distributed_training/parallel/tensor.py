@@ -192,11 +192,11 @@ class _SplitCrossEntropy(torch.autograd.Function):
 split_cross_entropy = _SplitCrossEntropy.apply
 
 
-def with_own_masks(function: Any, place: int, x: torch.Tensor) -> torch.Tensor:
+def with_own_masks(function: Any, place: int, x: torch.Tensor, *more: Any) -> torch.Tensor:
     """`function` of x, whose dropout differs between processes, which have different heads, or
     columns; recomputation restores the common generator, and so the seed."""
     seed = int(torch.randint(2**62, ()))
     devices = [x.device] if x.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed + place)
-        return function(x)
+        return function(x, *more)

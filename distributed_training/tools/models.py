@@ -13,7 +13,7 @@ from distributed_training.data.hub import cannot_fetch, check_push, fetch_weight
 from distributed_training.data.pieces import ASSISTANT, Message
 from distributed_training.data.tokenizer import Tokenizer, is_chat
 from distributed_training.models import ModelSpec, find_model, peft
-from distributed_training.models.decoder import Decoder
+from distributed_training.models.decoder import Decoder, Past
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.records.card import write_card
@@ -96,15 +96,15 @@ def generate(asked: argparse.Namespace) -> int:
     said = list[Message]()
 
     @torch.inference_mode()
-    def logits(ids: torch.Tensor) -> torch.Tensor:
-        return model(ids.to(device))
+    def logits(ids: torch.Tensor, past: Past | None) -> torch.Tensor:
+        return model(ids.to(device), past=past)
 
     for text in _lines(chat) if asked.prompt is None else [asked.prompt]:
         said.append({"role": "user", "content": text})
         ids = continuation(
             logits, tokenizer.ask(said) if chat else tokenizer.begin(text),
             num_tokens=asked.num_tokens, context=model.size.num_positions, seed=asked.seed,
-            top_k=asked.top_k, temperature=asked.temperature,
+            past=Past(), top_k=asked.top_k, temperature=asked.temperature,
             eos_id=tokenizer.end_of_answer if chat else tokenizer.eos_id,
         )  # fmt: skip
         answer = ""

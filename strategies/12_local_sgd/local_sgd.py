@@ -17,7 +17,7 @@ import torch.nn as nn
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines.base import MOMENTS, StepResult
 from distributed_training.engines.native import NativeEngine
-from distributed_training.models.decoder import Decoder
+from distributed_training.models.decoder import Decoder, Past
 from distributed_training.parallel.gradients import average
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan
@@ -82,9 +82,9 @@ class LocalSGD(NativeEngine):
         self._take_mean()
         return super().eval_step(inputs, targets)
 
-    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         self._take_mean()
-        return super().logits(input_ids)
+        return super().logits(input_ids, past)
 
     def _take_mean(self) -> None:
         """Between two meetings: put the replicas' mean in the place of the weights."""

@@ -25,7 +25,7 @@ from tests.pool import SCRIPT
 TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
 
 
-def sample(logits=lambda window: TABLE[window], prompt=(5,), **changes):
+def sample(logits=lambda window, past: TABLE[window], prompt=(5,), **changes):
     settings = {"num_tokens": 30, "context": 8, "eos_id": -1, "seed": 3, **changes}
     return [*prompt, *continuation(logits, list(prompt), **settings)]
 
@@ -52,7 +52,7 @@ def test_generation_takes_one_of_the_forty_likeliest():
 def test_generation_sees_no_more_than_the_context():
     windows = []
 
-    def logits(window):
+    def logits(window, past):
         windows.append(window[0].tolist())
         return TABLE[window]
 

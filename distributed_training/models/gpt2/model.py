@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
-from distributed_training.models.decoder import Decoder, Linear
+from distributed_training.models.decoder import Decoder, Linear, Past
 
 
 class LayerNorm(nn.LayerNorm):
@@ -38,20 +38,23 @@ class Block(nn.Module):
         self.mlp_in = Linear(d, 4 * d)
         self.mlp_out = Linear(4 * d, d)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]."""
-        x = x + F.dropout(self.attention(self.norm_1(x)), self.dropout, self.training)
+        x = x + F.dropout(self.attention(self.norm_1(x), past), self.dropout, self.training)
         hidden = F.gelu(self.mlp_in(self.norm_2(x)), approximate="tanh")
         return x + F.dropout(self.mlp_out(hidden), self.dropout, self.training)
 
-    def attention(self, x: torch.Tensor) -> torch.Tensor:
+    def attention(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         """Causal self-attention, [B, T, D] -> [B, T, D]."""
         qkv = self.qkv(x)
         batch, tokens, _ = qkv.shape
         qkv = qkv.view(batch, tokens, -1, 3, self.head_size)  # (B, T, H, 3, K)
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, H, T, K)
+        start = past.length if past is not None else 0
+        if past is not None:
+            k, v = past.add(self, k, v)
         rate = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=start == 0, dropout_p=rate)
         return self.attention_out(y.transpose(1, 2).reshape(batch, tokens, -1))
 
 
@@ -77,7 +80,7 @@ class GPT2(Decoder):
         self.blocks = nn.ModuleDict({str(i): Block(size, dropout) for i in range(size.num_layers)})
         self.norm_out = LayerNorm(d)
 
-    def place(self, x: torch.Tensor) -> torch.Tensor:
+    def place(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Add positions, [B, T, D] -> [B, T, D]."""
-        positions = torch.arange(x.shape[1], device=x.device)
+        positions = torch.arange(start, start + x.shape[1], device=x.device)
         return super().place(x + self.position_embedding(positions))

@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
-from distributed_training.models.decoder import Decoder, Linear
+from distributed_training.models.decoder import Decoder, Linear, Past
 from distributed_training.models.llama import Config, Rope, unit_size
 
 
@@ -44,9 +44,10 @@ class Rotary(nn.Module):
         self.settings = (rope, positions, head_size)
         self.register_buffer("table", angles(*self.settings), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn each pair of numbers, those half a head apart, of x [B, T, ..., K]."""
-        table = self.table[:, : x.shape[1]]
+    def forward(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Turn each pair of numbers, those half a head apart, of x [B, T, ..., K], whose first
+        token has position `start`."""
+        table = self.table[:, start : start + x.shape[1]]
         cos, sin = table.view(2, x.shape[1], *[1] * (x.dim() - 3), -1).unbind(0)
         one, other = x.chunk(2, dim=-1)
         return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).to(x.dtype)
@@ -101,29 +102,32 @@ class Block(nn.Module):
         self.mlp_in = Linear(d, 2 * hidden, bias=False)
         self.mlp_out = Linear(hidden, d, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]."""
-        x = x + F.dropout(self.attention(self.norm_1(x)), self.dropout, self.training)
+        x = x + F.dropout(self.attention(self.norm_1(x), past), self.dropout, self.training)
         units = self.mlp_in(self.norm_2(x)).unflatten(-1, (-1, 2, self.unit_size))
         gate, up = units.unbind(-2)
         hidden = (F.silu(gate) * up).flatten(-2)
         return x + F.dropout(self.mlp_out(hidden), self.dropout, self.training)
 
-    def attention(self, x: torch.Tensor) -> torch.Tensor:
+    def attention(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         """Causal self-attention, [B, T, D] -> [B, T, D]."""
+        start = past.length if past is not None else 0
         rows = self.qkv(x).unflatten(-1, (-1, self.queries + 2, self.head_size))
         q, k, v = rows.split([self.queries, 1, 1], dim=-2)  # (B, T, G, H / G, K), (B, T, G, 1, K)
-        q = self.rotary(self.norm_q(q))
-        k = self.rotary(self.norm_k(k))
+        q = self.rotary(self.norm_q(q), start)
+        k = self.rotary(self.norm_k(k), start)
         # Kernels for fp32 on GPUs, and those of older ones, have a head of k and v for each of q.
         shared = not x.is_cuda or x.dtype is torch.bfloat16
         if not shared:
             k = k.expand_as(q)
             v = v.expand_as(q)
         q, k, v = (heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v))
+        if past is not None:
+            k, v = past.add(self, k, v)
         rate = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=rate, enable_gqa=shared and self.queries > 1
+            q, k, v, is_causal=start == 0, dropout_p=rate, enable_gqa=shared and self.queries > 1
         )
         return self.attention_out(y.transpose(1, 2).flatten(2))
 

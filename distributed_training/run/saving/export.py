@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.engines.base import Engine
 from distributed_training.models import peft
-from distributed_training.models.decoder import Decoder
+from distributed_training.models.decoder import Decoder, Past
 from distributed_training.plan.plan import Plan
 from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, short_path
@@ -25,7 +25,7 @@ LENGTHS = 64  # of texts that a model sees are multiples of this
 
 
 def continuation(
-    logits: Callable[[torch.Tensor], torch.Tensor],
+    logits: Callable[[torch.Tensor, Past | None], torch.Tensor],
     prompt_ids: list[int],
     *,
     num_tokens: int,
@@ -34,24 +34,27 @@ def continuation(
     seed: int,
     top_k: int = 40,
     temperature: float = 0.7,
+    past: Past | None = None,
     agree: Callable[[torch.Tensor], None] = lambda choice: None,
 ) -> Iterator[int]:
     """Ids after `prompt_ids`, up to `num_tokens` or end-of-text, drawn from the `top_k` likeliest.
 
-    `logits` takes ids [1, T], T at most `context`, and gives [1, T, V]. `agree` makes a choice,
+    `logits` takes ids [1, T], T at most `context`, and gives [1, T, V]; where it can go on from a
+    `past`, each token passes through it once, as long as all fit. `agree` makes a choice,
     int64 [1], the same on every rank. A temperature of 0 takes the likeliest.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_id]
     for _ in range(num_tokens):
-        seen = ids[-context:]
-        # Few lengths, for which kernels are chosen once. A cache of keys and values would not help:
-        # at these lengths launching takes the time.
-        padding = min(-len(seen) % LENGTHS, context - len(seen))
+        goes_on = past if len(ids) <= context else None
+        seen = ids[-context:] if goes_on is None else ids[goes_on.length :]
+        padding = 0
+        if goes_on is None:  # few lengths, for which kernels are chosen once
+            padding = min(-len(seen) % LENGTHS, context - len(seen))
         # A text that grows would be compiled again and again.
         with torch.compiler.set_stance("force_eager"):
             padded = torch.tensor([seen + [eos_id] * padding])
-            last = logits(padded)[0, len(seen) - 1].float().cpu()
+            last = logits(padded, goes_on)[0, len(seen) - 1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
         if temperature:
             weights = (values / temperature).softmax(0)
@@ -82,7 +85,8 @@ def generate_sample(
     # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
     ids = continuation(
         engine.logits, prompt, num_tokens=60, context=context, eos_id=eos_id,
-        seed=plan.config.seed, agree=lambda choice: dist.broadcast(choice, src=0),
+        seed=plan.config.seed, past=engine.past(),
+        agree=lambda choice: dist.broadcast(choice, src=0),
     )  # fmt: skip
     sample = tokenizer.decode([*prompt, *ids])
     display.sample(f"sample {when} training:", sample)
