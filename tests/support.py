@@ -18,7 +18,7 @@ import pytest
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.records.record import Record
+from distributed_training.records.record import Record, RunRecord, start_record
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
@@ -195,6 +195,13 @@ def made_record(*, finished: bool = True, **changes: Any) -> Record:
 def record_values(*, finished: bool = True, **changes: Any) -> dict[str, Any]:
     """The JSON of a run's record at its start or its end; `a__b=1` changes values["a"]["b"]."""
     return changed({**_START, **_RESULTS} if finished else _START, changes, "__")
+
+
+def started(run_dir: Path) -> RunRecord:
+    """A run's record, begun now by this process."""
+    values = record_values(finished=False)
+    del values["started_at"]
+    return start_record(run_dir, **values)
 
 
 def own_json(name: str = "zero2", **changes: Any) -> dict[str, Any]:

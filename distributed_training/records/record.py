@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from pydantic_core import to_json
 
 from distributed_training.records.provenance import git_commit, timestamp, versions
 from distributed_training.settings.engines import MESH_AXES
-from distributed_training.settings.files import Model, load_json, parse_as, publish
+from distributed_training.settings.files import load_json, parse_as, publish
 
 RECORD_FILE = "record.json"
 LAST = "hf"  # a folder of the run's weights in Hugging Face's format
@@ -65,8 +64,8 @@ class Batch(BaseModel):
         return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
 
 
-class RunState(BaseModel):
-    """Where a run stands: all that resuming and the launcher need of its record."""
+class Record(BaseModel):
+    """The record of a run, as far as this code reads it; REAL_MODELS_GUIDE.md describes all."""
 
     model_config = _OPEN
     schema_version: Literal[1, 2]
@@ -86,11 +85,6 @@ class RunState(BaseModel):
     loads: list[dict[str, Any]] = []  # step and load_s, where a run went on from a checkpoint
     best: dict[str, Any] | None = None  # with keep_best: step, loss, perplexity of what is in best/
     sample_before: str | None = None  # text of the untrained model; `sample` is the trained one's
-
-
-class Record(RunState):
-    """The record of a run, as far as this code reads it; REAL_MODELS_GUIDE.md describes all."""
-
     run_dir: str  # empty where the run left no folder
     config: dict[str, Any]  # CONFIG as resolved: no "auto" left
     engine_options: dict[str, Any] = {}  # keys that the strategy's own engine adds
@@ -166,27 +160,23 @@ def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
     return record
 
 
-def _load(path: Path, schema: type[Model]) -> Model:
+def load_record(path: Path) -> Record:
     """Read a record from its file or its run's folder; raises UserError for what is none."""
     file = path / RECORD_FILE if path.is_dir() else path
     fix = "give a folder under runs/, or use the commit that the record names"
     what = f"{file} is not a run record that this code reads"
-    return parse_as(schema, load_json(file, "record"), what, fix)
+    return parse_as(Record, load_json(file, "record"), what, fix)
 
 
-load_record = functools.partial(_load, schema=Record)  # all of it
-load_state = functools.partial(_load, schema=RunState)  # where the run stands
-
-
-def is_alive(state: RunState) -> bool:
+def is_alive(r: Record) -> bool:
     """Whether a record says "running" and the process that wrote it still runs, on this host."""
-    if state.status != "running" or state.hostname != platform.node() or state.pid is None:
+    if r.status != "running" or r.hostname != platform.node() or r.pid is None:
         return False
     with contextlib.suppress(psutil.Error):  # it has ended
-        process = psutil.Process(state.pid)
+        process = psutil.Process(r.pid)
         ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         # A process that began later has only been given the same number.
-        began = datetime.fromisoformat(state.started_at).timestamp()
+        began = datetime.fromisoformat(r.started_at).timestamp()
         return not ended and process.create_time() <= began + 1
     return False
 

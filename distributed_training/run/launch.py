@@ -25,7 +25,7 @@ from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.display import describe_prediction
-from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_state, mark_stopped
+from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
 from distributed_training.run.prepare import make_plan, reserve_run_dir, started_again, write_plan
 from distributed_training.run.process import Process, Startup, current_process, single_process
 from distributed_training.run.ranks import run_ranks, starting
@@ -113,7 +113,7 @@ def start(
 
 def ran_out_early(run_dir: Path) -> bool:
     """Whether a run ended by running out of GPU memory, within TRIAL_STEPS."""
-    if not (run_dir / RECORD_FILE).is_file() or load_state(run_dir).status != "oom":
+    if not (run_dir / RECORD_FILE).is_file() or load_record(run_dir).status != "oom":
         return False
     metrics = run_dir / METRICS_FILE
     return not metrics.is_file() or metrics.read_bytes().count(b"\n") <= TRIAL_STEPS
@@ -200,7 +200,7 @@ def spawn(plan: Plan, command: Sequence[str], max_restarts: int, ranks: Sequence
     # Its peers may have failed for want of it before its end was seen here.
     ago_s = SEEN_WITHIN_S if min(ended.codes.values(), default=0) < 0 else 0.0
     mark_stopped(plan.run_dir, status, said, consequence=not known, ago_s=ago_s)
-    state = load_state(plan.run_dir)
+    state = load_record(plan.run_dir)
     if state.status in ("oom", "failed"):
         print(f"{state.status}: {state.error}", file=sys.stderr)
         return 1

@@ -22,13 +22,12 @@ from distributed_training.models.gpt2 import SIZES, gpt2_size, model
 from distributed_training.parallel import lora
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
-from distributed_training.records.record import start_record
 from distributed_training.run import assemble
 from distributed_training.run.loop import learning_rate
 from distributed_training.run.saving.checkpoint import load_checkpoint, load_own, own_parts
 from results.lab import traffic
 from results.lab.harness import Run, every_run, open_group
-from tests.support import save_now
+from tests.support import save_now, started
 
 # Vocabulary, blocks and width of models that are deep enough to be cut into stages of unequal
 # length, or into two stages for each of four processes, and still small.
@@ -192,7 +191,7 @@ def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
         step = arguments["steps"] // 2
         _losses(run, range(step), arguments["steps"])
         if dist.get_rank() == 0:
-            start_record(run.plan.run_dir).update(status="interrupted")
+            started(run.plan.run_dir).update(status="interrupted")
         plan, topology, fingerprint = run.plan, run.topology, run.data.fingerprint
         save_now(run.engine, plan, topology, step=step, data_fingerprint=fingerprint)
         return str(run.plan.run_dir)

@@ -17,20 +17,19 @@ from distributed_training.records.record import (
     append_metrics,
     is_alive,
     load_record,
-    load_state,
     mark_stopped,
     new_run_dir,
     start_record,
     truncate_metrics,
     write_json,
 )
-from tests.support import refused
+from tests.support import refused, started
 
 
 def test_a_record_starts_as_running_and_is_on_disk(tmp_path):
-    record = start_record(tmp_path, config={"seed": 1})
+    record = started(tmp_path)
     assert json.loads((tmp_path / RECORD_FILE).read_text()) == record.values
-    state = load_state(tmp_path)
+    state = load_record(tmp_path)
     assert (state.status, state.error, state.finished_at) == ("running", None, None)
     assert (state.hostname, state.pid) == (platform.node(), os.getpid())
     assert datetime.fromisoformat(state.started_at).tzinfo == timezone.utc
@@ -45,25 +44,24 @@ def test_a_record_starts_as_running_and_is_on_disk(tmp_path):
         ('{"schema_version": 1,}', "line 1 column 22"),
     ],
 )
-@pytest.mark.parametrize("load", [load_record, load_state])
-def test_what_is_no_record_is_refused(load, text, words, tmp_path):
+def test_what_is_no_record_is_refused(text, words, tmp_path):
     (tmp_path / RECORD_FILE).write_text(text)
     with refused(str(tmp_path / RECORD_FILE), words):
-        load(tmp_path)
+        load_record(tmp_path)
 
 
 def test_a_run_is_alive_while_it_says_so_and_its_process_is_there(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass
-    record = start_record(tmp_path)
-    assert is_alive(load_state(tmp_path))
+    record = started(tmp_path)
+    assert is_alive(load_record(tmp_path))
     for key, value in (
         ("status", "failed"), ("pid", process.pid), ("pid", None), ("hostname", "another-host"),
         ("started_at", "2020-01-01T00:00:00+00:00"),  # the number is another process's now
     ):  # fmt: skip
         record.update(**{key: value})
-        assert not is_alive(load_state(tmp_path)), key
-        record.update(**start_record(tmp_path).values)
+        assert not is_alive(load_record(tmp_path)), key
+        record.update(**started(tmp_path).values)
 
 
 def test_writing_replaces_whole_files(tmp_path, monkeypatch):
@@ -131,10 +129,10 @@ def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
     """Not who notes it first, nor rank 0, which writes its record while others fail."""
 
     def state():
-        found = load_state(tmp_path)
+        found = load_record(tmp_path)
         return found.status, found.error, found.step
 
-    record = start_record(tmp_path)
+    record = started(tmp_path)
     lost = f"rank 0 {LOST}: closed"
     assert not mark_stopped(tmp_path, "failed", lost, consequence=True, ago_s=9)
     assert state() == ("failed", lost, 0)
@@ -151,7 +149,7 @@ def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", write_late)
     record.update(step=4)
     assert state() == ("oom", "rank 3: no memory", 4)
-    assert load_state(tmp_path).finished_at is not None
+    assert load_record(tmp_path).finished_at is not None
     record.update(status="ok")
     mark_stopped(tmp_path, "failed", "abort at exit")
     assert state() == ("ok", None, 4)
@@ -159,8 +157,8 @@ def test_what_came_first_counts_whoever_writes_last(tmp_path, monkeypatch):
 
 
 def test_a_cause_stays_where_a_full_disk_had_no_room_to_note_it(tmp_path):
-    start_record(tmp_path)
+    started(tmp_path)
     mark_stopped(tmp_path, "failed", "rank 1: no room")
     (tmp_path / FAULTS_FILE).unlink()
     mark_stopped(tmp_path, "failed", "a process ended somehow", consequence=True)
-    assert load_state(tmp_path).error == "rank 1: no room"
+    assert load_record(tmp_path).error == "rank 1: no room"

@@ -14,12 +14,11 @@ import torch
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.tensor_files import part_of
 from distributed_training.plan.topology import Topology
-from distributed_training.records.record import start_record
 from distributed_training.run.saving import checkpoint, resume
 from distributed_training.run.saving.checkpoint import Saver, load_checkpoint
 from distributed_training.run.saving.resume import FORMAT, check_files, list_checkpoints, read_meta
 from distributed_training.settings.errors import UserError
-from tests.support import refused, save_now
+from tests.support import refused, save_now, started
 
 WORK = {"model": "gpt2-tiny", "global_batch_size": 8, "seed": 42, "learning_rate": 3e-4}
 SPREAD = {"strategy": "zero2", "num_processes": 1, "mesh": "dp_shard 1"}
@@ -90,7 +89,7 @@ def find_resume(given, output_dir, work=WORK, strategy="zero2"):
 def make_run(output_dir, name, *steps, status="interrupted", work=WORK):
     run_dir = output_dir / name
     run_dir.mkdir(parents=True)
-    start_record(run_dir).update(status=status)
+    started(run_dir).update(status=status)
     for step in steps:
         save(run_dir, step, work=work)
     return run_dir

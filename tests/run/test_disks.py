@@ -8,14 +8,13 @@ import torch.distributed as dist
 
 from distributed_training.parallel.agree import gather
 from distributed_training.plan.topology import Topology
-from distributed_training.records.record import start_record
 from distributed_training.run.process import Process
 from distributed_training.run.saving import checkpoint, disks
 from distributed_training.run.saving.resume import ElsewhereError, find_resume, list_checkpoints
 from distributed_training.settings.errors import UserError
 from tests.conftest import heavy_pool
 from tests.run.test_checkpoint import FakeEngine, plan_of
-from tests.support import refused, save_now
+from tests.support import refused, save_now, started
 
 FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
@@ -121,10 +120,10 @@ def test_auto_does_not_begin_anew_where_a_node_is_missing(two_nodes, tmp_path):
     for resume in ("auto", str(run_dir)):
         with refused("record.json of", "the run's first node was"):
             find_on(resume, tmp_path, node=0)
-    start_record(run_dir).update(status="interrupted")
+    started(run_dir).update(status="interrupted")
     for resume in ("auto", str(run_dir)):
         assert find_on(resume, tmp_path, node=0).parents[1] == run_dir
         with pytest.raises(ElsewhereError, match="is not whole"):
             find_on(resume, tmp_path)
-    start_record(run_dir).update(status="ok")
+    started(run_dir).update(status="ok")
     assert find_on("auto", tmp_path) is None

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 from distributed_training.plan import machine
-from distributed_training.records.record import LOST, load_state, mark_stopped, start_record
+from distributed_training.records.record import LOST, load_record, mark_stopped
 from distributed_training.run import launch, prepare, rendezvous, worker
 from distributed_training.run.process import Process, current_process, single_process
 from distributed_training.run.ranks import Ended
 from distributed_training.settings.config import build_config
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
-from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan, started
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def spawn(tmp_path, monkeypatch):
 def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
     for codes, signum, code in ((WHOLE, 0, 0), ({0: 2}, 0, 2), ({}, signal.SIGTERM, 143)):
         assert spawn(codes, signum=signum, recorded=False) == code
-    start_record(tmp_path).update(status="interrupted")  # another attempt's does not count
+    started(tmp_path).update(status="interrupted")  # another attempt's does not count
     assert spawn({0: 2}, recorded=False) == 2
 
 
@@ -102,12 +102,12 @@ def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
     ],
 )
 def test_the_record_and_how_the_ranks_ended(status, codes, code, said, spawn, tmp_path, capsys):
-    start_record(tmp_path).update(status=status)
+    started(tmp_path).update(status=status)
     assert spawn(codes) == code
     printed = capsys.readouterr().err
     assert printed.startswith(said)
     assert bool(printed) == bool(said)
-    state = load_state(tmp_path)
+    state = load_record(tmp_path)
     assert state.status == ("failed" if status == "running" else status)
     if status == "running":
         assert printed == f"failed: {state.error}\n"
@@ -116,13 +116,13 @@ def test_the_record_and_how_the_ranks_ended(status, codes, code, said, spawn, tm
 
 
 def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
-    start_record(tmp_path)
+    started(tmp_path)
     mark_stopped(tmp_path, "failed", f"rank 0 {LOST}: closed", consequence=True)
     assert spawn({0: 1}) == 1
-    assert load_state(tmp_path).error == f"rank 0 {LOST}: closed"
+    assert load_record(tmp_path).error == f"rank 0 {LOST}: closed"
     mark_stopped(tmp_path, "failed", "rank 0: IndexError: what it was sent was nonsense")
     assert spawn(KILLED) == 1
-    assert load_state(tmp_path).error == "rank 1: killed by SIGKILL; most often memory ran out"
+    assert load_record(tmp_path).error == "rank 1: killed by SIGKILL; most often memory ran out"
 
 
 def test_one_process_is_a_launchers_only_one(monkeypatch):

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from distributed_training.engines import deepspeed, native
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
-from distributed_training.records.record import load_state, start_record
+from distributed_training.records.record import load_record
 from distributed_training.run import assemble, ending, worker
 from distributed_training.run.process import Process
 from distributed_training.settings.config import build_config
-from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, small_plan
+from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, small_plan, started
 
 SEED = 7
 
@@ -78,11 +78,11 @@ def test_a_cause_on_another_nodes_disk_is_known_here(tmp_path, monkeypatch):
     for rank, error in enumerate((ValueError("a bad line"), RuntimeError("Broken pipe"))):
         run_dir = tmp_path / str(rank)
         run_dir.mkdir()
-        start_record(run_dir)
+        started(run_dir)
         plan = SimpleNamespace(run_dir=run_dir, own_disks=True, offload_dir=None)
         with pytest.raises(SystemExit):
             ending.end_failed(plan, SimpleNamespace(rank=rank, local_rank=0), error, store)
-        assert load_state(run_dir).error == "rank 0: ValueError: a bad line"
+        assert load_record(run_dir).error == "rank 0: ValueError: a bad line"
 
 
 PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)

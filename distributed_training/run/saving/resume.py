@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from distributed_training.plan.plan import Plan
-from distributed_training.records.record import RECORD_FILE, RunState, load_state, write_json
+from distributed_training.records.record import RECORD_FILE, Record, load_record, write_json
 from distributed_training.run.saving import claims
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
@@ -238,7 +238,7 @@ def _passing_over(checkpoint: Path) -> Iterator[None]:
         logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
 
 
-def _load_state(checkpoint: Path, meta: Meta) -> RunState:
+def _load_state(checkpoint: Path, meta: Meta) -> Record:
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
@@ -247,13 +247,13 @@ def _load_state(checkpoint: Path, meta: Meta) -> RunState:
     return state_of(checkpoint)
 
 
-def state_of(checkpoint: Path) -> RunState:
+def state_of(checkpoint: Path) -> Record:
     """Its run's record or, where that is damaged or gone, what the checkpoint has of it."""
     try:
-        return load_state(checkpoint.parents[1])
+        return load_record(checkpoint.parents[1])
     except UserError:
         if (checkpoint / RECORD_FILE).is_file():
-            return load_state(checkpoint)
+            return load_record(checkpoint)
         raise
 
 
