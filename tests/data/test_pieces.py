@@ -98,8 +98,11 @@ def test_of_a_chat_what_the_assistant_says_is_learnt():
     ("record", "form", "words"),
     [
         ([], "text", ['no "text" string', '{"text": "..."}']),
-        ({"prompt": "a"}, "prompt", ['no "completion" string', '{"prompt": "..."']),
-        ({"prompt": None, "completion": "b"}, "prompt", ['no "prompt" string']),
+        (
+            {"prompt": None, "completion": "b"},
+            "prompt",
+            ['no "prompt" string', '"completion": "..."'],
+        ),
         ({"messages": ["a"]}, "messages", ['a message has no "role" string']),
         ({"messages": [{"role": "user", "content": [1]}]}, "messages", ['no "content" string']),
     ],

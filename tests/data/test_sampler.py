@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,19 +86,6 @@ def test_replicas_share_a_step_without_overlap(shape, step):
             num_tokens += int((inputs != samples.padding_id).sum())
     assert {batch.num_targets for batch in batches} == {num_targets}
     assert {batch.num_tokens for batch in batches} == {num_tokens}
-
-
-@given(st.integers(1, 60), st.sampled_from([1, 2, 4, 6, 8, 12]), st.integers(0, 50))
-@settings(deadline=None)
-def test_a_step_depends_on_the_global_batch_and_not_on_its_cut(num_samples, total, step):
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    names = ("micro_batch_size", "num_microbatches", "num_replicas")
-    contents = set()
-    for cut in itertools.product(divisors, repeat=3):
-        if np.prod(cut) == total:
-            sampler = make_sampler(num_samples=num_samples, **dict(zip(names, cut, strict=True)))
-            contents.add(tuple(sampler.step_indices(step).ravel()))
-    assert len(contents) == 1
 
 
 @given(shapes)
