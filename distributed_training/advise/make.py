@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from distributed_training.advise.checks import run_checks
-from distributed_training.advise.cluster import Cluster, lay_out_on, this_machine
+from distributed_training.advise.cluster import lay_out_on, this_machine
 from distributed_training.advise.rank import choose_spread, what_fits
 from distributed_training.data.samples import Data
 from distributed_training.plan.choose import choose_model
@@ -30,7 +30,7 @@ def decide_plan(
 ) -> Plan:
     """Decide and check everything (`run.prepare.make_plan`), what may be downloaded last."""
     cluster = this_machine(machine, num_processes, processes_here)
-    plan = _draft(config, cluster)
+    plan = draft_plan(config, machine, num_processes, processes_here)
     prediction = predict(plan, cluster.rates)
     run_checks(prediction, functools.partial(what_fits, cluster=cluster))
     plan = find_sources(plan)
@@ -60,12 +60,9 @@ def draft_plan(
     config: RunConfig, machine: Machine, num_processes: int, processes_here: int
 ) -> Plan:
     """Decide what follows from CONFIG and the machine; check only that the layout exists."""
-    return _draft(config, this_machine(machine, num_processes, processes_here))
-
-
-def _draft(config: RunConfig, cluster: Cluster) -> Plan:
+    cluster = this_machine(machine, num_processes, processes_here)
     notes: list[str] = []
-    decided = choose_model(config, cluster.machine, notes)
+    decided = choose_model(config, machine, notes)
     decided = choose_spread(decided, cluster, notes)
     if config.checkpoint_every == 0:
         notes.append("checkpoint_every=0: nothing will be saved, not on Ctrl-C either")

@@ -109,20 +109,18 @@ def as_dict(choice: Prediction) -> dict[str, Any]:
     plan = choice.plan
     places = choice.memory.by_place
     each = plan.num_processes // len(places)
+    record = choice.as_record()
+    record["memory_bytes"] = {
+        part: [place[part] for place in places for _ in range(each)] for part in places[0]
+    }
+    said = ("fits", "memory_bytes", "step_time_s", "tokens_per_s", "likely_s", "likely_bytes")
     return {
         "strategy": plan.strategy.name,
         "axes": plan.mesh,
         "schedule": plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None,
         "micro_batch_size": plan.batch.micro_batch_size,
         "num_microbatches": plan.batch.num_microbatches,
-        "fits": choice.fits,
-        "memory_bytes": {
-            part: [place[part] for place in places for _ in range(each)] for part in places[0]
-        },
-        "step_time_s": choice.step and choice.step.seconds,
-        "tokens_per_s": choice.tokens_per_s,
-        "likely_s": choice.likely_s,
-        "likely_bytes": choice.memory.likely_bytes,
+        **{name: record[name] for name in said},
     }
 
 

@@ -74,10 +74,7 @@ class Formulas(Shapes):
         self.place = place
         self.ranks = plan.layout.ranks
         self.steps_between_exchanges = plan.options.steps_between_exchanges()
-        self._count_parameters()
-
-    def _count_parameters(self) -> None:
-        """Before dp_shard divides them: in blocks, and in what lies around them."""
+        # Parameters before dp_shard divides them: in blocks, and in what lies around them.
         size = self.size
         tp = self.tp
         self.first = self.ranks[0] == self.place

@@ -128,9 +128,9 @@ def test_what_may_fit_is_not_refused(tmp_path):
         plan = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=size), model="gpt2")
         check_fit(plan)
         assert predict(plan, None).room == room
+    small = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=least - 1), model="gpt2")
     with refused("GiB a GPU"):
-        here = with_gpus(gpu_memory_bytes=least - 1)
-        check_fit(draft(tmp_path, "dp", here, model="gpt2"))
+        check_fit(small)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,13 @@ def test_host_memory_boundary_is_the_prediction(strategy, machine, per_parameter
     roomy = estimate_memory(draft(tmp_path, strategy, machine, model="gpt2", checkpoint_every=0))
     needed = 2 * roomy.host_bytes
     assert needed > 2 * per_parameter * SIZES["gpt2"].num_parameters
-    machine = dataclasses.replace(machine, ram_bytes=needed)
-    check_fit(draft(tmp_path, strategy, machine, model="gpt2"))
-    machine = dataclasses.replace(machine, ram_bytes=needed - 1)
+    enough, short = (
+        draft(tmp_path, strategy, dataclasses.replace(machine, ram_bytes=size), model="gpt2")
+        for size in (needed, needed - 1)
+    )
+    check_fit(enough)
     with refused("2 processes need about", "GiB of RAM", "fewer processes"):
-        check_fit(draft(tmp_path, strategy, machine, model="gpt2"))
+        check_fit(short)
 
 
 def free_disk(monkeypatch, num_bytes):

@@ -31,14 +31,6 @@ def cut(mesh, name, **config):
     return cut_batch(asked), asked.schedule
 
 
-def sequences_at_once(count, sequences, mesh, schedule, config):
-    """Memory of activations, in sequences of a whole model: (blocks', logits')."""
-    size = sequences // count
-    tp = mesh["tp"]
-    share = 1 / tp if config["sequence_parallel"] else 1 / 4 + 3 / (4 * tp)
-    return size * schedule.kept(mesh["pp"], count) / mesh["pp"] * share, size / mesh["tp"]
-
-
 @settings(max_examples=200, deadline=None)
 @given(MESHES, st.sampled_from(sorted(SCHEDULES)), CONFIGS)
 def test_the_rule(mesh, name, config):
@@ -51,7 +43,11 @@ def test_the_rule(mesh, name, config):
     possible = [n for n in divisors(sequences) if schedule.takes(mesh["pp"], n)]
 
     def held(count):
-        return max(sequences_at_once(count, sequences, mesh, schedule, config))
+        """Memory of activations, in sequences of a whole model: of blocks, or of logits."""
+        size = sequences // count
+        tp = mesh["tp"]
+        share = 1 / tp if config["sequence_parallel"] else 1 / 4 + 3 / (4 * tp)
+        return max(size * schedule.kept(mesh["pp"], count) / mesh["pp"] * share, size / tp)
 
     fit = [count for count in possible if held(count) <= budget]
     many = [n for n in fit if mesh["pp"] == 1 or n >= 2 * mesh["pp"]]
