@@ -162,7 +162,13 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     last = plan.run_dir / LAST
 
     def leave() -> str | None:
-        written = export.export(*model, last) if plan.config.export else None
+        best = trainer.history.best
+        written = None
+        if plan.config.export and best and best["step"] == trainer.step:  # gathered already
+            if topology.rank == 0:
+                written = export.in_thread(export.copy_folder, plan.run_dir / BEST, last)
+        elif plan.config.export:
+            written = export.export(*model, last, trainer.saver.weights(trainer.step))
         sample = export.generate_sample(*model, display, "after")
         if written is not None:
             written.result()

@@ -73,9 +73,9 @@ NOISY = {"learning_rate": 0.03, "lr_schedule": "constant", "warmup_steps": 0, "e
          "max_steps": 6}  # fmt: skip
 
 
-def run(folder, strategy, **changes):
+def run(folder, strategy, num_processes=2, **changes):
     values = {**SMALL, **NOISY, "strategy": strategy, "output_dir": folder, **changes}
-    result = train(values, num_processes=2)
+    result = train(values, num_processes=num_processes)
     assert_ok(result)
     return only_record(folder), result.stdout
 
@@ -111,6 +111,9 @@ def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
     assert record["sample_before"].startswith("def ")
     assert record["sample_before"] != record["sample"]
     assert out.index("sample before training:") < out.index("step      0/2")
+    assert record["best"]["step"] == 2  # from where hf/ comes then
+    weights = [Path(record["run_dir"], name, "model.safetensors") for name in ("best", "hf")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
     silent, out = run(tmp_path / "silent", "zero3", max_steps=2, generate=None)
     assert silent["best"] is silent["sample_before"] is silent["sample"] is None
     assert "sample" not in out.partition("step      0")[2]
@@ -119,10 +122,10 @@ def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run with two checkpoints and the weights after the last in hf/."""
+    """A run with two checkpoints, and in hf/ the weights of the copy for the last."""
     folder = tmp_path_factory.mktemp("runs")
     changes = {"checkpoint_every": 2, "keep_checkpoints": 2, "max_steps": 4}
-    record, _ = run(folder, "zero3", **changes, learning_rate=1e-4)
+    record, _ = run(folder, "dp", 1, **changes, learning_rate=1e-4)
     return Path(record["run_dir"])
 
 

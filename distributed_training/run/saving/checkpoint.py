@@ -60,6 +60,7 @@ class Saver:
         self.saved = saved
         self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
         self.memory: HostMemory | None = None  # of the copy; None: there was no room
+        self._copies: list[Part] = []  # in it
         # Where the state itself is in host memory, that may grow scarce.
         self._keeps = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         # Who makes and removes folders, on a node's disk or for all nodes.
@@ -92,7 +93,7 @@ class Saver:
         self._find_memory(parts)
         self._row = {"step": step, "copied": False, "page_locked": False}
         if self.memory is not None:
-            parts = self.memory.copy(parts)
+            parts = self._copies = self.memory.copy(parts)
             self._row |= {"copied": True, "page_locked": self.memory.page_locked}
         meta = resume.Meta(
             step=step, work=self.plan.work, spread=self.plan.spread,
@@ -121,6 +122,16 @@ class Saver:
         self.memory = held = None
         if all(gather(_has_room(needed, self.plan))):
             self.memory = HostMemory(needed, self.topology.device if self._keeps else None)
+
+    def weights(self, step: int) -> dict[str, torch.Tensor] | None:
+        """All weights after `step`, under the model's names, from the copy in host memory; None
+        where that does not hold them."""
+        if self.step != step or self.topology.world_size > 1:
+            return None
+        found = [part for part in self._copies if part.name.startswith("weight/")]
+        if not found or any(part.size != part.shape for part in found):
+            return None
+        return {part.name.removeprefix("weight/"): part.get() for part in found}
 
     @property
     def under_way(self) -> bool:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,20 +95,39 @@ def generate_sample(
 
 
 def export(
-    engine: Engine, plan: Plan, tokenizer: Tokenizer, chat: bool, folder: Path
+    engine: Engine,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    chat: bool,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> Future[None]:
-    """Begin to write the model, gathered here, as `folder`, all of it or nothing, over an older
-    one: in a thread, while training or its end goes on. Collective."""
-    state = engine.full_state()
+    """Begin to write the model as `folder`, all of it or nothing, over an older one: its `weights`,
+    gathered here where they are not given. Collective."""
+    state = weights or engine.full_state()
+    fingerprint = engine.base_fingerprint
 
     def write() -> None:
         if state is not None:
-            write_folder(state, engine.base_fingerprint, plan, tokenizer, chat, folder)
+            write_folder(state, fingerprint, plan, tokenizer, chat, folder)
 
+    return in_thread(write)
+
+
+def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
+    """What a thread does, while training or its end goes on."""
     pool = ThreadPoolExecutor(1)
-    written = pool.submit(write)
+    written = pool.submit(write, *arguments)
     pool.shutdown(wait=False)
     return written
+
+
+def copy_folder(made: Path, folder: Path) -> None:
+    """Write `made` once more, as `folder`, all of it or nothing."""
+    writing = folder.with_name(f".writing-{folder.name}")
+    shutil.rmtree(writing, ignore_errors=True)
+    shutil.copytree(made, writing)
+    publish(writing, folder)
 
 
 def write_folder(
