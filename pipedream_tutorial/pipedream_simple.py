@@ -153,14 +153,14 @@ def zb_v_order(r: int, p: int, m: int) -> Order:
     """Written for 2p - 1 microbatches or more; with fewer, those not there are left out."""
     count = max(m, 2 * p - 1)
     up = 2 * p - 1 - r  # the rank's second stage
-    down_f, down_i, down_w = (("F", r), ("I", r), ("W", r))
-    up_f, up_i, up_w = (("F", up), ("I", up), ("W", up))
-    steps = [down_f] * (2 * (p - r) - 1) + [up_f, down_f] * r + [up_f, up_i, up_w] * (p - r)
+    down = [("F", r), ("I", r), ("W", r)]
+    upwards = [("F", up), ("I", up), ("W", up)]
+    steps = down[:1] * (2 * (p - r) - 1) + [("F", up), ("F", r)] * r + upwards * (p - r)
     for i in range(count - p):
         if i < count - up:  # until all have gone down
-            steps.append(down_f)
-        steps += [down_i, down_w, up_f, up_i, up_w]
-    steps += [down_i, up_i] * r + [down_i, down_w] * (p - r) + [up_w] * r + [down_w] * r
+            steps += down[:1]
+        steps += down[1:] + upwards
+    steps += [("I", r), ("I", up)] * r + down[1:] * (p - r) + [("W", up)] * r + [("W", r)] * r
     return [op for op in numbered(steps) if op[2] < m]
 
 
@@ -350,12 +350,9 @@ def table_head(num_batches: int) -> str:
 {"":<24}  time bubble   span    time   used activ. weights stale"""
 
 
-def table_line(
-    title: str, makespan: Fraction, idle: Fraction, span_idle: Fraction, stream: Fraction,
-    stream_idle: Fraction, activations: Sequence[Fraction], versions: Sequence[Fraction | int],
-    staleness: Sequence[int],
-) -> str:  # fmt: skip
-    """A Row's figures; of those by rank or stage the largest."""
+def table_line(title: str, *figures: Any) -> str:
+    """A Row's figures, from its makespan on; of those by rank or stage the largest."""
+    makespan, idle, span_idle, stream, stream_idle, activations, versions, staleness = figures
     cells = f"{number(makespan):>6}{percent(idle):>7}{percent(span_idle):>7}"
     cells += f"{number(stream):>8}{percent(1 - stream_idle):>7}"
     cells += f"{number(max(activations)):>7}{number(max(versions)):>8}{max(staleness):>5}"
