@@ -281,11 +281,8 @@ def durations_text(timeline: Timeline) -> str:
     """What one microbatch takes on a rank's whole share: 'F = 1, B = I + W = 1 + 1 = 2'."""
     costs = timeline.costs
     v = timeline.schedule.stages_per_rank
-    both = costs.input_gradient[0] + costs.weight_gradient[0]
-    f, i, w, b = (
-        number(v * each)
-        for each in (costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0], both)
-    )
+    first = costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]
+    f, i, w, b = (number(v * each) for each in (*first, first[1] + first[2]))
     forwards_only = all(op.kind == FORWARD for op in timeline.schedule.ops())
     where = "" if len(set(costs.forward)) == 1 else " on the first stage"
     return f"F = {f}" + ("" if forwards_only else f", B = I + W = {i} + {w} = {b}") + where
@@ -345,13 +342,11 @@ def microbatch_forward(whole: Timeline, cut: Timeline) -> Picture:
         f"Cut into {m} microbatches, the forward pass through {p} ranks ends at time "
         f"{number(cut.makespan)} instead of {number(whole.makespan)}"
     )
-    all_of_it: Labeller = lambda op: f"0-{m - 1}" if m > 1 else "0"  # noqa: E731
+    idles = [f"ranks idle {percent(idle(t).makespan_fraction)}" for t in (whole, cut)]
+    all_of_it = f"0-{m - 1}" if m > 1 else "0"
     panels = [
-        Panel(f"{text}: ranks idle {percent(idle(timeline).makespan_fraction)}", timeline, (label,))
-        for text, timeline, label in (
-            ("The batch in one piece", whole, all_of_it),
-            (f"The same batch as {m} microbatches", cut, microbatch_number),
-        )
+        Panel(f"The batch in one piece: {idles[0]}", whole, (lambda op: all_of_it,)),
+        Panel(f"The same batch as {m} microbatches: {idles[1]}", cut),
     ]
     return Picture(title, panels, tall=1.4)
 
@@ -365,8 +360,8 @@ def all_schedules(everyone: Sequence[Row], refused: Sequence[Refused]) -> Pictur
     rows = [group[0] for group in groups.values()]
     schedule = rows[0].batch.schedule
     # Naive takes so much longer than the others that on its scale they would all look alike.
-    spans = sorted(row.batch.makespan for row in rows)
-    until = spans[-2] if len(spans) > 1 and spans[-1] > 2 * spans[-2] else spans[-1]
+    *_, second, longest = [Fraction(0), *sorted(row.batch.makespan for row in rows)]
+    until = second if 0 < 2 * second < longest else longest
     ordered = sorted(rows, key=lambda row: row.batch_idle.makespan_fraction)
     worst, best = (
         f"{percent(row.batch_idle.makespan_fraction)}{text} ({row.title})"
