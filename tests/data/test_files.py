@@ -103,6 +103,21 @@ def test_records_that_cannot_be_used_say_why(name, content, words, tmp_path):
         texts_of(read_corpus(str(tmp_path / name))["train"])
 
 
+def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_ROWS", 10)
+    path = tmp_path / "a.parquet"
+    write_rows(path, [{"text": str(n)} for n in range(40)])
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(15).column(1)
+    content = bytearray(path.read_bytes())
+    first = column.dictionary_page_offset
+    content[first : first + column.total_compressed_size] = bytes(column.total_compressed_size)
+    path.write_bytes(content)  # row 31 cannot be read any more
+    rows = files.read_records(path)
+    assert next(rows) == (f"{path} row 1", {"text": "0"})
+    with refused("a.parquet "):
+        list(rows)
+
+
 INSERTED = [b"\xff", b"\0", b'"', b"\\ud800", b"[" * 9999, b'{"a":' * 9999, b"[]", b"\n,,"]
 
 
