@@ -9,8 +9,9 @@ driven the same way.
 from __future__ import annotations
 
 import datetime
+import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from pipedream.runtime.launch import StageLostError
 from pipedream.schedules.ops import Op
+from pipedream.train.trainer import Weights
 
 
 @contextmanager
@@ -140,9 +142,42 @@ def _new_group(
     return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
 
 
-def gather(value: Any) -> list[Any]:
-    """On rank 0 what every rank gives, by rank; on the others nothing."""
-    found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+def exchange(value: Any) -> list[Any]:
+    """What every rank gives, by rank: as JSON, for what one process unpickles it also runs."""
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     with connection_to("the other stages"):
-        dist.gather_object(value, found)
-    return found or []
+        dist.all_gather(sizes, torch.tensor([len(own)]))
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        padded[: len(own)] = own
+        texts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(texts, padded)
+    return [
+        json.loads(text[: int(size)].numpy().tobytes())
+        for text, size in zip(texts, sizes, strict=True)
+    ]
+
+
+def gather_weights(own: Mapping[int, Weights]) -> list[Weights]:
+    """On rank 0 every stage's weights, of all ranks; on the others nothing."""
+    forms = exchange(
+        [
+            [stage, name, list(w.shape), str(w.dtype).removeprefix("torch.")]
+            for stage, weights in own.items()
+            for name, w in weights.items()
+        ]
+    )
+    found: dict[int, Weights] = {}
+    for rank, of_rank in enumerate(forms):
+        for stage, name, shape, dtype in of_rank:
+            if rank == dist.get_rank():
+                weight = own[stage][name].contiguous()
+                if rank > 0:
+                    dist.send(weight, 0)
+            elif dist.get_rank() == 0:
+                weight = torch.empty(shape, dtype=getattr(torch, dtype))
+                dist.recv(weight, rank)
+            else:
+                continue
+            found.setdefault(stage, {})[name] = weight
+    return [weights for _, weights in sorted(found.items())] if dist.get_rank() == 0 else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.errors import UserError
-from pipedream.runtime.channels import Peer, connect, connection_to, gather
+from pipedream.runtime.channels import Peer, connect, connection_to, exchange, gather_weights
 from pipedream.runtime.launch import CASE, Process
 from pipedream.runtime.prediction import Case, MeasuredRun, calibrate, makespan_ns, recut
 from pipedream.runtime.record import build_record, render, write_trace, write_whole
@@ -33,8 +32,9 @@ from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order
-from pipedream.simulate.trace import transfers
+from pipedream.simulate.trace import MeasuredEvent, transfers
 from pipedream.train.oracle import batch_losses
+from pipedream.train.trainer import Weights
 
 
 def build_cases(config: Config) -> list[Case]:
@@ -84,14 +84,12 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
 
 def _found_case(config: Config, case: Case, chosen: MeasuredRun | None) -> Case:
     """The case with the shortest order for the measured times that rank 0 finds, on all ranks."""
-    words: list[list[str]] = [[]]
+    words = None
     if chosen is not None:
         assert case.memory is not None
         costs = recut(calibrate(chosen.events, chosen.case.schedule), config["num_stages"])
-        words = [search(costs, case.num_microbatches, case.memory).words]
-    with connection_to("stage 0"):
-        dist.broadcast_object_list(words)
-    schedule = as_schedule(words[0], case.name)
+        words = search(costs, case.num_microbatches, case.memory).words
+    schedule = as_schedule(exchange(words)[0], case.name)
     return replace(case, schedule=repeat(schedule, case.num_batches))
 
 
@@ -128,10 +126,12 @@ def run_session(config: Config, how: dict[str, Any], process: Process) -> None:
         if case.memory is not None:
             case = _found_case(config, case, chosen)
         station = stations[tuple(case.schedule.stages()[process.rank])]
-        by_rank = gather(_run_case(config, station, case))
+        repeats = _run_case(config, station, case)
+        weights = gather_weights(repeats[-1].weights)
+        by_rank = exchange([own._replace(weights={}) for own in repeats])
         if not first:
             continue
-        run = _measured_run(case, by_rank)
+        run = _measured_run(case, [[RankRun(*own) for own in rank] for rank in by_rank], weights)
         runs.append(run)
         if chosen is None and case.num_microbatches == config["calibrate_on"]:
             chosen = run
@@ -210,24 +210,27 @@ def _run_case(config: Config, station: Station, case: Case) -> list[RankRun]:
     ]
 
 
-def _measured_run(case: Case, by_rank: Sequence[list[RankRun]]) -> MeasuredRun:
+def _measured_run(
+    case: Case, by_rank: Sequence[list[RankRun]], weights: list[Weights]
+) -> MeasuredRun:
     """Of the repeats the one with the median makespan (of an even number, the faster middle)."""
     repeats = list(zip(*by_rank, strict=True))
-    events = [[event for rank in repeat for event in rank.events] for repeat in repeats]
+    events = [
+        [MeasuredEvent(*event) for rank in repeat for event in rank.events] for repeat in repeats
+    ]
     spans = list(map(makespan_ns, events))
     median = sorted(range(len(spans)), key=spans.__getitem__)[(len(spans) - 1) // 2]
     chosen = repeats[median]
-    versions = ChainMap(*(rank.peak_versions for rank in chosen))
-    losses = ChainMap(*(rank.losses for rank in chosen))
-    weights = ChainMap(*(rank.weights for rank in repeats[-1]))
+    versions = sorted(pair for rank in chosen for pair in rank.peak_versions)
+    losses = dict(pair for rank in chosen for pair in rank.losses)
     on_gpu = chosen[0].peak_memory_bytes is not None
     return MeasuredRun(
         case=case,
         events=events[median],
         repeat_makespans_ns=spans,
-        peak_versions=[versions[stage] for stage in sorted(versions)],
+        peak_versions=[count for _, count in versions],
         peak_memory_bytes=[rank.peak_memory_bytes for rank in chosen] if on_gpu else None,
         waited_for_host=[rank.waited_for_host for rank in chosen] if on_gpu else None,
         losses=batch_losses(losses, case.num_microbatches, case.num_batches),
-        weights=[weights[stage] for stage in sorted(weights)],
+        weights=weights,
     )

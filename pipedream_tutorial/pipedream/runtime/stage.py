@@ -107,13 +107,13 @@ class Station:
 
 
 class RankRun(NamedTuple):
-    """What one rank brings home from a run."""
+    """What one rank brings home from a run: but for its weights plain data, which go as JSON."""
 
     events: list[MeasuredEvent]
-    peak_versions: dict[int, int]
-    """By stage."""
-    losses: dict[int, float]
-    """By microbatch, mean loss, on the rank with the last stage."""
+    peak_versions: list[tuple[int, int]]
+    """(stage, versions)"""
+    losses: list[tuple[int, float]]
+    """(microbatch, mean loss), on the rank with the last stage."""
     peak_memory_bytes: int | None
     waited_for_host: float | None
     """Share of the operations that the GPU had done within AT_ONCE_NS of their being handed over, 0
@@ -180,8 +180,8 @@ def run_rank(
             MeasuredEvent(station.rank, *op, clock.read(start), clock.read(end), thread)
             for thread, op, start, end in spans
         ],
-        peak_versions={stage: trainer.peak_versions for stage, trainer in trainers.items()},
-        losses={i: float(x) for trainer in trainers.values() for i, x in trainer.losses.items()},
+        peak_versions=[(stage, trainer.peak_versions) for stage, trainer in trainers.items()],
+        losses=[(i, float(x)) for trainer in trainers.values() for i, x in trainer.losses.items()],
         peak_memory_bytes=memory,
         waited_for_host=waited,
         weights={
