@@ -130,7 +130,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             oldest = updates
             if len(forward) < len(upcoming):
                 oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)
-            others = [v for v in range(oldest, updates + 1) if v not in in_use]
-            kept = len(in_use) + len(others)
+            among = sum(map(oldest.__le__, in_use))  # none is newer than the newest
+            kept = updates + 1 - oldest + len(in_use) - among
         live.append((op, kept))
     return WeightUse(forward=forward, backward=backward, staleness=staleness, live=tuple(live))
