@@ -37,7 +37,8 @@ def keep_bytecode() -> None:
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     if Path(importlib.util.cache_from_source(torch.origin)).is_file():
         return
-    if (os.cpu_count() or 1) >= MANY_CORES:
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # of those that a launcher starts here
+    if first and (os.cpu_count() or 1) >= MANY_CORES:
         specs = map(importlib.util.find_spec, LARGE)
         folders = [str(Path(spec.origin).parent) for spec in specs if spec and spec.origin]
         command = [sys.executable, "-m", "compileall", "-q", "-j16", "-x/tests?/", *folders]
