@@ -51,6 +51,7 @@ from distributed_training.settings.strategies import strategy_options
 QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
 SIZE_OF_STEP = ("batch_size", "grad_accum_steps")  # work, though not marked as such
 RECORDS = f"[!l]*/{RECORD_FILE}"  # not through the link "latest"
+PATIENCE_S = 30.0  # for a run that was told to stop
 SAID = ("tokens/s", "peak GPU memory", "peak host memory", "validation loss")  # of each run
 Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
 Values = dict[str, Any]
@@ -309,7 +310,10 @@ def wait_for(command: Sequence[str], log: Any) -> int:
             return process.wait()
         except KeyboardInterrupt:
             os.killpg(process.pid, signal.SIGINT)
-            process.wait()
+            try:
+                process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
             raise
 
 
