@@ -1,23 +1,23 @@
 """Memory of one process by component: what a step holds at its fullest moment. No torch import.
 
-State comes from predict/state.py; here come copies, buffers and activations. A block's activations
-are counted in values of the arithmetic's width for each token and unit of hidden size, tensor by
-tensor as the model (models/*/model.py) and torch.compile keep them.
+Model state goes by bytes a parameter. A block's activations are counted in values of the
+arithmetic's width for each token and unit of hidden size, tensor by tensor as the model
+(models/*/model.py) and torch.compile keep them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.constants import FITTED
-from distributed_training.predict.stages import find_orders
-from distributed_training.predict.state import estimate_copy, estimate_state, state_of
-from distributed_training.predict.traffic import Formulas
+from distributed_training.predict.orders import find_orders
+from distributed_training.predict.traffic import Formulas, formulas_by_place
+from distributed_training.settings.strategies import Strategy
 
-COMPONENTS = (
-    "parameters", "gradients", "optimizer", "copies", "buffers", "activations", "logits",
-)  # fmt: skip
+STATE = ("parameters", "gradients", "optimizer")
+COMPONENTS = (*STATE, "copies", "buffers", "activations", "logits")
 SPLIT_LOGIT_BYTES = 2  # a logit, of a micro-batch whose W is still to come
 STATISTICS_BYTES = 2 * 2 * 4  # mean and deviation of two norms, fp32, a token and block
 SWAP_BYTES = 2  # a value in the buffers of RAM between files and GPU, in fp32 runs, too
@@ -27,8 +27,8 @@ SWAP_BYTES = 2  # a value in the buffers of RAM between files and GPU, in fp32 r
 class MemoryEstimate:
     """Peak bytes of the processes along pp, those of each place being alike."""
 
-    by_place: tuple[dict[str, int], ...]  # component -> bytes when all of them together are most
-    likely: tuple[float, float]  # of what was measured by what was predicted, of runs of this kind
+    by_place: list[dict[str, int]]  # component -> bytes when all of them together are most
+    likely_bytes: list[int]  # from the least to the most that a GPU is likely to have to have
     context_bytes: int  # outside of the allocator, on a GPU
     host_bytes: int  # RAM of one process
     disk_bytes: int  # files of one process
@@ -36,7 +36,7 @@ class MemoryEstimate:
     @property
     def fullest(self) -> dict[str, int]:
         """The components of the fullest process."""
-        return max(self.by_place, key=lambda parts: sum(parts.values()))
+        return max(self.by_place, key=_total)
 
     @property
     def peak_bytes(self) -> int:
@@ -48,40 +48,116 @@ class MemoryEstimate:
         """What a GPU must have for it."""
         return self.peak_bytes + self.context_bytes
 
-    @property
-    def likely_bytes(self) -> tuple[int, int]:
-        """From the least to the most that a GPU is likely to have to have."""
-        least, most = (round(share * self.peak_bytes) for share in self.likely)
-        return least + self.context_bytes, most + self.context_bytes
-
 
 def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     """Peaks by component of a plan's processes; `tokenised`: the samples are there already."""
-    by_place = tuple(_Process(plan, place).peak() for place in range(plan.mesh["pp"]))
-    held = _host_bytes(plan, max(sum(parts.values()) for parts in by_place), tokenised)
-    copy = estimate_copy(plan)
-    if (held + copy) * plan.processes_here <= plan.machine.ram_bytes:
-        held += copy  # else training waits while it saves
+    by_place = [_Process(plan, place).peak() for place in range(plan.mesh["pp"])]
+    peak = max(map(_total, by_place))
     context = 0
     if plan.machine.num_gpus:
         context = FITTED.gpu_context_bytes.alone
         if plan.num_processes > 1:
             context += FITTED.gpu_context_bytes.nccl
+    likely = FITTED.likely_bytes.compiled if plan.config.compile else FITTED.likely_bytes.eager
+    state = estimate_state(plan)
     return MemoryEstimate(
         by_place=by_place,
-        likely=tuple(
-            FITTED.likely_bytes.compiled if plan.config.compile else FITTED.likely_bytes.eager
-        ),
+        likely_bytes=[round(share * peak) + context for share in likely],
         context_bytes=context,
-        host_bytes=held,
-        disk_bytes=estimate_state(plan).disk,
+        host_bytes=_host_bytes(plan, peak, state["host"], tokenised),
+        disk_bytes=state["disk"],
     )
 
 
-def _host_bytes(plan: Plan, peak: int, tokenised: bool) -> int:
-    """RAM of a process, without the copy for a checkpoint."""
+def estimate_state(plan: Plan) -> dict[str, int]:
+    """Bytes of model state of the process that holds most of the model: of each of STATE on the
+    device, of "host" and "disk" what offload keeps there."""
+    return _state_of(max(formulas_by_place(plan), key=lambda process: process.parameters))
+
+
+def estimate_copy(plan: Plan) -> int:
+    """Bytes that a process copies for a checkpoint: weights and moments in fp32, which all that
+    hold the same divide, and what each process has for itself."""
+    if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
+        return 0
+    held = max(process.learning for process in formulas_by_place(plan))
+    each = 12 / (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"]) + _own_bytes(plan)
+    if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same
+        each += 12
+    return round(held * each)
+
+
+def block_bytes(plan: Plan) -> float:
+    """What one block keeps of one micro-batch for its backward pass, in the first process."""
+    return _Process(plan, 0).block_bytes(plan.config.activation_checkpointing)
+
+
+def bytes_a_parameter(
+    strategy: Strategy, precision: str, mesh: Mapping[str, int]
+) -> dict[str, float]:
+    """As `estimate_state`, of a parameter of a process's part of the model under tp and pp.
+
+    With rounded weights (ZeRO paper, section 3.1): parameters 2, gradients 2, fp32 master copy and
+    both Adam moments 12 bytes a parameter. Else fp32 parameters (4), gradients (4) and moments (8),
+    and of a pipeline's stages also what they gather, or round, for all micro-batches of a step.
+    """
+    width = 4 if precision == "fp32" else 2
+    shards = mesh["dp_shard"]
+    stage = strategy.zero_stage
+    each = {"parameters": 4 / shards, "gradients": 4 / shards, "optimizer": 8 / shards}
+    if strategy.traits.rounded_weights:
+        each["parameters"] = width / (shards if stage >= 3 else 1)
+        each["gradients"] = width / (shards if stage >= 2 else 1)
+        each["optimizer"] = 12 / (shards if stage >= 1 else 1)
+    elif mesh["pp"] > 1:
+        if mesh["dp_replicate"] * shards > 1 or precision != "fp32":
+            each["parameters"] += width
+        each["gradients"] = 4
+    each |= {"host": 0, "disk": 0}
+    for what, part in (("optimizer", "optimizer"), ("param", "parameters")):
+        device = strategy.offload[what]
+        if device != "none":
+            each["disk" if device == "nvme" else "host"] += each[part]
+            each[part] = 0
+    if strategy.steps_on_host:  # gradients wait in RAM, in fp32, for the optimizer step
+        each["host"] += 4 / shards
+        each["gradients"] = 0
+    return each
+
+
+def _total(parts: Mapping[str, float]) -> float:
+    return sum(parts.values())
+
+
+def _state_of(process: Formulas) -> dict[str, int]:
+    plan = process.plan
+    each = bytes_a_parameter(plan.strategy, plan.config.precision, plan.mesh)
+    each["optimizer"] += _own_bytes(plan)
+    parts = {part: size * process.learning for part, size in each.items()}
+    if process.frozen:
+        divided = plan.uses_fsdp or plan.strategy.zero_stage == 3
+        frozen = process.width / process.shards if divided else process.width
+        if plan.uses_fsdp and process.pp > 1:  # gathered whole for all micro-batches
+            frozen += process.width
+        where = {"none": "parameters", "cpu": "host", "nvme": "disk"}
+        parts[where[plan.strategy.offload["param"]]] += frozen * process.parameters
+    return {part: round(size) for part, size in parts.items()}
+
+
+def _own_bytes(plan: Plan) -> float:
+    """Bytes a parameter that a process's engine keeps, or compression for the next gradients."""
+    kept = plan.options.bytes_a_parameter()
+    if plan.config.gradient_compression == "powersgd":
+        return kept + 4
+    if plan.config.gradient_compression == "topk-int8":
+        return kept + 4 + 4 / plan.mesh["dp_replicate"]
+    return kept
+
+
+def _host_bytes(plan: Plan, peak: float, offloaded: int, tokenised: bool) -> int:
+    """RAM of a process."""
     fitted = FITTED.process_bytes
-    held = fitted.cuda if plan.machine.num_gpus else fitted.cpu
+    held = offloaded + (fitted.cuda if plan.machine.num_gpus else fitted.cpu)
     held += SWAP_BYTES * plan.strategy.swap_buffer_values
     if plan.strategy.traits.takes_deepspeed_json or plan.mesh["tp"] > 1:
         held += fitted.libraries
@@ -90,84 +166,78 @@ def _host_bytes(plan: Plan, peak: int, tokenised: bool) -> int:
     # The model is built on the host, whole; without a GPU the peak of a step lies there, too.
     model = 4 * plan.size.num_parameters
     held += model if plan.machine.num_gpus else max(peak, model)
-    return int(held + estimate_state(plan).host)
-
-
-def block_bytes(plan: Plan) -> float:
-    """What one block keeps of one micro-batch for its backward pass, in the first process."""
-    return _Process(plan, 0).block_bytes(plan.config.activation_checkpointing)
+    copy = estimate_copy(plan)
+    if (held + copy) * plan.processes_here <= plan.machine.ram_bytes:
+        held += copy  # else training waits while it saves
+    return int(held)
 
 
 class _Process(Formulas):
     """What the process at one place along pp holds."""
 
-    def __init__(self, plan: Plan, place: int) -> None:
-        super().__init__(plan, place)
-        # Where DDP averages gradients in every step, in buckets that stay.
-        self.has_buckets = plan.uses_ddp and self.steps_between_exchanges is None
+    @property
+    def has_buckets(self) -> bool:
+        """Whether DDP averages gradients in every step, in buckets that stay."""
+        return self.plan.uses_ddp and self.steps_between_exchanges is None
 
     def peak(self) -> dict[str, int]:
         """The fuller of two moments: inside forward and backward, and in the optimizer step."""
-        moments = [self._while_computing(), self._at_the_update()]
-        fullest = max(moments, key=lambda parts: sum(parts.values()))
-        return {name: round(fullest.get(name, 0)) for name in COMPONENTS}
+        fullest = max(self._while_computing(), self._at_the_update(), key=_total)
+        return {name: round(size) for name, size in fullest.items()}
 
     def _while_computing(self) -> dict[str, float]:
+        parts = self._state()
         blocks, logits = self._activations()
-        state = self._state()
         # Those that stay are in DDP's buckets, in ZeRO-3's flat buffer, or of micro-batches before.
         in_buffer = self.has_buckets or self.strategy.zero_stage == 3
         if not in_buffer and self.micro_batches == 1:
-            state["gradients"] = 0.0
+            parts["gradients"] = 0
         # Buckets fill when the loss has gone backward, and its logits are gone.
-        state["buffers"] += max(0.0, self._zero_buckets() - logits)
-        return {**state, "activations": blocks + self._end_bytes(), "logits": logits}
+        parts["buffers"] += max(0, self._zero_buckets() - logits)
+        return parts | {"activations": blocks + self._end_bytes(), "logits": logits}
 
     def _at_the_update(self) -> dict[str, float]:
         """All gradients and what the update itself needs."""
-        state = self._state()
+        parts = self._state()
         if not self.strategy.traits.rounded_weights:
             if self.size.tied and not self.frozen:  # a second gradient is added to the first
-                state["buffers"] += 4 * self.embedding
+                parts["buffers"] += 4 * self.embedding
             if self.pp == 1 and self.plan.only_copies:
-                state["copies"] = 0.0  # what autograd kept is gone
+                parts["copies"] = 0  # what autograd kept is gone
         elif not self.strategy.steps_on_host:
             # DeepSpeed makes fp32 gradients of its part for Adam, and has a flat copy of the
             # rounded.
-            state["buffers"] += (4 + self.width) * self.learning / self.shards
-        return state
+            parts["buffers"] += (4 + self.width) * self.learning / self.shards
+        return parts
 
     def _state(self) -> dict[str, float]:
         """Parameters, gradients, optimizer state, their copies and the buffers that stay."""
-        plan = self.plan
-        held = self.parameters
-        state = state_of(self)
-        parts: dict[str, float] = {
-            "parameters": state.parameters,
-            "gradients": state.gradients,
-            "optimizer": state.optimizer,
-            "copies": 0,
-            "buffers": 0,
-        }
+        config = self.config
+        state = _state_of(self)
+        parts: dict[str, float] = {part: state.get(part, 0) for part in COMPONENTS}
         if self.strategy.traits.rounded_weights:
             parts["copies"] = self._gathered_by_zero3()
         elif self.pp > 1:
-            # What predict/state.py counts as parameters: shards, and what is gathered or rounded.
-            shard = (self.width if self.frozen else 4) * held / self.shards
+            # What counts as parameters above: shards, and what is gathered or rounded.
+            shard = (self.width if self.frozen else 4) * self.parameters / self.shards
             parts["copies"] = parts["parameters"] - shard
             parts["parameters"] = shard
-        elif plan.uses_fsdp:
-            block = self.in_blocks / max(1, self.num_blocks)
+        elif self.plan.uses_fsdp:
+            num_blocks = max(1, self.num_blocks)
+            block = self.in_blocks / num_blocks
             # The root's parameters stay gathered, of the blocks the one in use and those ahead.
-            blocks = (1 + plan.config.fsdp_prefetch) * block
+            blocks = (1 + config.fsdp_prefetch) * block
             parts["copies"] = self.width * (self.around + blocks)
-            each = self.learning / max(1, self.num_blocks) if self.frozen else block
+            each = self.learning / num_blocks if self.frozen else block
             parts["buffers"] = 4 * each  # whole gradients on their way to a reduce-scatter
         elif self.width == 2:
             # Rounded weights, kept for the backward pass where it does not round them again.
-            recomputes = plan.config.activation_checkpointing != "none"
-            rounded = self.around if recomputes else held
-            parts["copies"] = 2.0 * (self.learning if self.frozen else rounded)
+            rounded = self.parameters
+            if self.frozen:
+                rounded = self.learning
+            elif config.activation_checkpointing != "none":
+                rounded = self.around
+            parts["copies"] = 2 * rounded
         if self.has_buckets and self.micro_batches > 1:
             parts["buffers"] += parts["gradients"]  # summed beside the buckets until the last one
         return parts
@@ -176,16 +246,16 @@ class _Process(Formulas):
         """What ZeRO-3 has of other processes' parameters, or of those on the host or a disk."""
         strategy = self.strategy
         if strategy.zero_stage < 3:
-            return 0.0
+            return 0
         most = strategy.document["zero_optimization"].get("stage3_max_live_parameters", 1e9)
-        share = 1.0 if strategy.fetches_parameters else 1 - 1 / self.shards
+        share = 1 if strategy.fetches_parameters else 1 - 1 / self.shards
         return self.width * min(most, self.parameters) * share
 
     def _zero_buckets(self) -> float:
         """DeepSpeed's two buckets of gradients: one fills while the other is reduced."""
         strategy = self.strategy
         if strategy.zero_stage not in (1, 2) or self.pp > 1:
-            return 0.0
+            return 0
         bucket = strategy.document["zero_optimization"].get("reduce_bucket_size", 5e8)
         return 2 * self.width * float(min(bucket, self.learning))
 
@@ -193,10 +263,10 @@ class _Process(Formulas):
         """Around the blocks: on the last stage input and output of the last norm, the gradient of
         one, and of the output layer's weight; messages of a pipeline; on the first the embedding's
         gradient."""
-        found = 0.0
         embedding = 0 if self.frozen else self.embedding
+        found = 0.0
         if self.last:
-            found += self.hidden * (self.between + 2) + self.width * embedding
+            found = self.hidden * (self.between + 2) + self.width * embedding
         if self.pp > 1:
             # torch has a buffer for each message of a step that this process receives.
             found += self.edges * self.micro_batches * self.hidden * self.between
@@ -206,10 +276,10 @@ class _Process(Formulas):
 
     def block_bytes(self, checkpointing: str) -> float:
         """What one block keeps of one micro-batch for its backward pass."""
-        split = 1 / self.tp
         between = self.between
         if checkpointing == "full":
             return self.hidden * between
+        split = 1 / self.tp
         values = 2 * between + self.split_values * split
         values += 2  # whole: what both column-split layers multiply
         if checkpointing == "selective":
@@ -233,12 +303,12 @@ class _Process(Formulas):
         chunk = self.config.loss_chunk_tokens
         kept = self.width
         worst = self.width
-        if not self.config.compile:
-            kept = 4
-            worst = 12
         if self.tp > 1:
             kept = 4
             worst = 4 + self.width
+        elif not self.config.compile:
+            kept = 4
+            worst = 12
         count = self.tokens * rows / self.tp
         if not chunk:
             return kept * count, worst * count, SPLIT_LOGIT_BYTES * count
@@ -247,7 +317,7 @@ class _Process(Formulas):
         learning = 0 if self.frozen else rows
         gradients = (self.tokens + learning) * hidden * self.width
         beside = rows * min(chunk, self.tokens) * (worst + self.width)
-        return gradients, gradients + learning * hidden * (4 + self.width) + beside, 0.0
+        return gradients, gradients + learning * hidden * (4 + self.width) + beside, 0
 
     def _activations(self) -> tuple[float, float]:
         """(of blocks, of logits) at the fullest moment, following the process's own order."""
@@ -263,10 +333,10 @@ class _Process(Formulas):
         pending = 2 * (1 - self.between) * self.hidden
         pending_first = pending
         if self.config.compile:
-            waiting = 0.0
+            waiting = 0
         else:
             pending = self.tokens * self.width * sum(rows for rows, _ in self.size.block_matrices)
-            pending_first = 0.0
+            pending_first = 0
         # Inside a block the gradients of what attention and MLP give to their last matrices.
         backward = self.tokens * self.width * self.size.values_out / self.tp
         if mode != "none":

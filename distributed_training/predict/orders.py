@@ -8,31 +8,42 @@ for weights only.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
+
+from distributed_training.plan.plan import Plan
 
 Operation = tuple[str, int, int]
 Order = tuple[Operation, ...]  # of one process
+
+
+def find_orders(plan: Plan) -> tuple[Order, ...]:
+    """What each process along pp does: as the schedule says, or as a search found (`zb-auto`)."""
+    if plan.schedule.searched:
+        assert plan.orders is not None, "with_orders comes first"
+        return tuple(map(read_order, plan.orders.by_place))
+    schedule = plan.config.pipeline_schedule
+    return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)
 
 
 @functools.cache
 def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     """What each of `p` processes does for `m` micro-batches."""
     if p == 1:
-        return (tuple(step for i in range(m) for step in (("F", 0, i), ("B", 0, i))),)
-    one = {"gpipe": _gpipe, "zb-v": _zb_v}.get(schedule)
-    if one is not None:
-        return tuple(tuple(one(p, m, rank)) for rank in range(p))
-    assert schedule in ("1f1b", "interleaved", "zb-h1"), schedule
-    return tuple(tuple(_one_f_one_b(schedule, p, m, rank)) for rank in range(p))
+        return (tuple((kind, 0, i) for i in range(m) for kind in "FB"),)
+    build = {"gpipe": _gpipe, "zb-v": _zb_v}.get(schedule)
+    if build is None:
+        build = functools.partial(_one_f_one_b, schedule)
+    return tuple(tuple(build(p, m, rank)) for rank in range(p))
 
 
 def read_order(text: str) -> Order:
     """Such as "F0 F0 I7 W7": kinds and stages; the micro-batches of each follow each other."""
-    done: dict[str, int] = {}
-    order: list[Operation] = []
+    done: Counter[str] = Counter()
+    order = []
     for word in text.split():
-        number = done[word] = done.get(word, -1) + 1
-        order.append((word[0], int(word[1:]), number))
+        order.append((word[0], int(word[1:]), done[word]))
+        done[word] += 1
     return tuple(order)
 
 
@@ -46,35 +57,35 @@ def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[tuple[str, int], fl
 
 
 def _gpipe(p: int, m: int, rank: int) -> list[Operation]:
-    return [("F", rank, i) for i in range(m)] + [("B", rank, i) for i in range(m)]
+    return [(kind, rank, i) for kind in "FB" for i in range(m)]
 
 
 def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> list[Operation]:
     """1F1B, interleaved 1F1B and ZB-H1: forwards to begin with, then one of each, then the rest."""
     local = 2 if schedule == "interleaved" else 1
     a_round = m // max(1, m // p)
-    ahead = min((local - 1) * a_round + local * (p - 1 - rank), m * local)
     count = m * local
-    split = schedule == "zb-h1"
-    done = {kind: [0] * local for kind in "FBW"}
+    ahead = min((local - 1) * a_round + local * (p - 1 - rank), count)
+    backward = "I" if schedule == "zb-h1" else "B"
+    done: Counter[tuple[str, int]] = Counter()
     order: list[Operation] = []
-    weights: list[int] = []  # local stages whose W is still to come
+    waiting: list[int] = []  # local stages whose W is still to come
 
     def add(kind: str, at: int) -> None:
-        number = done["B" if kind == "I" else kind]
-        order.append((kind, at * p + rank, number[at]))
-        number[at] += 1
+        order.append((kind, at * p + rank, done[kind, at]))
+        done[kind, at] += 1
 
     for step in range(count + ahead):
         if step < count:
             add("F", step // a_round % local)
         if step >= ahead:
             at = local - 1 - (step - ahead) // a_round % local
-            add("I" if split else "B", at)
-            weights += [at] * split
-            if split and step - ahead >= rank:
-                add("W", weights.pop(0))
-    for at in weights:
+            add(backward, at)
+            if backward == "I":
+                waiting.append(at)
+                if step - ahead >= rank:
+                    add("W", waiting.pop(0))
+    for at in waiting:
         add("W", at)
     return order
 
@@ -82,24 +93,17 @@ def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> list[Operation]:
 def _zb_v(p: int, m: int, rank: int) -> list[Operation]:
     """Zero bubble over a V; what torch would do for more micro-batches is left out."""
     number = max(2 * p - 1, m)
-    done = {(kind, half): 0 for kind in "FIW" for half in (0, 1)}
-    order: list[Operation] = []
-
-    def add(words: str) -> None:
-        """Such as "F0 I1 W1": kind and half of the V."""
-        for word in words.split():
-            kind = word[0]
-            half = word[1]
-            place = (kind, int(half))
-            order.append((kind, rank if half == "0" else 2 * p - 1 - rank, done[place]))
-            done[place] += 1
-
-    add("F0 " * (2 * (p - rank) - 1) + "F1 F0 " * rank + "F1 I1 W1 " * (p - rank))
-    while done["F", 1] < done["F", 0] or done["F", 0] < number:
-        add("F0 " * (done["F", 0] < number) + "I0 W0 F1 I1 W1")
-    add("I0 I1 " * rank + "I0 W0 " * (p - rank))
-    add("W1 " * (done["I", 1] - done["W", 1]) + "W0 " * (done["I", 0] - done["W", 0]))
-    return [operation for operation in order if operation[2] < m]
+    # Kinds and halves of the V.
+    words = "F0 " * (2 * (p - rank) - 1) + "F1 F0 " * rank + "F1 I1 W1 " * (p - rank)
+    while words.count("F1") < words.count("F0") or words.count("F0") < number:
+        if words.count("F0") < number:
+            words += "F0 "
+        words += "I0 W0 F1 I1 W1 "
+    words += "I0 I1 " * rank + "I0 W0 " * (p - rank)
+    for half in "10":
+        words += f"W{half} " * (words.count(f"I{half}") - words.count(f"W{half}"))
+    stages = (rank, 2 * p - 1 - rank)
+    return [(kind, stages[half], i) for kind, half, i in read_order(words) if i < m]
 
 
 def simulate(

@@ -1,27 +1,37 @@
 """Seconds of one optimizer step, by what they go to. No torch import.
 
-A pipeline is simulated in its schedule's own order. Launching from the host runs beside the GPU:
-the slower of both counts, unless a CUDA graph launches all.
+Matrix products take FLOPs / rate, attention at one that grows with the sequence, element-wise work
+bytes / bandwidth, every kernel a little to start, a collective its latency and a ring's bytes. A
+pipeline is simulated in its schedule's own order. Launching from the host runs beside the GPU: the
+slower of both counts, unless a CUDA graph launches all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.topology import P2P_CHANNELS
 from distributed_training.predict.constants import FITTED
-from distributed_training.predict.kernels import Work
-from distributed_training.predict.orders import length_of, simulate
-from distributed_training.predict.rates import Rates
-from distributed_training.predict.stages import find_orders
-from distributed_training.predict.traffic import formulas_by_place
+from distributed_training.predict.orders import find_orders, length_of, simulate
+from distributed_training.predict.rates import Rates, tiled
+from distributed_training.predict.traffic import Formulas, Shapes, formulas_by_place, sent_bytes
 
+# Bytes a parameter that AdamW and clipping read and write: its weight, gradient and moments; with
+# rounded weights these, too, and the gradient that is widened, scaled and added (DeepSpeed's ZeRO).
+UPDATE_BYTES = {False: 28 + 12, True: 60}
 # Bytes a parameter that a step on a disk reads and writes: fp32 weights and both moments 12 + 12,
 # gradients 4 + 4, rounded weights 2 for each pass and 2 when they are new.
 SWAPPED_BYTES = 38
+BACKWARD_ATTENTION = 5 / 2  # matrix products of its backward pass by those of the forward one
+
+# A cost is these in seconds, or zeros and sums of them.
+ARITHMETIC, MEMORY, NETWORK = np.eye(3)
+Cost = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,16 +49,23 @@ class StepTime:
 
 def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     """The time of one step."""
-    return _Step(plan, rates).estimate()
+    return Work(plan, rates).estimate()
 
 
-class _Step(Work):
+class Work(Shapes):
+    """What the processes of a plan do in a step, in seconds."""
+
     def __init__(self, plan: Plan, rates: Rates) -> None:
-        super().__init__(plan, rates)
+        super().__init__(plan)
+        self.rates = rates
+        self.node_size = plan.processes_here
+        self.eager = 1.0 if plan.config.compile else FITTED.elementwise.eager
         self.processes = formulas_by_place(plan)
-        self.graph = plan.config.cuda_graphs is True  # one launch a step
 
     def estimate(self) -> StepTime:
+        """Of all that a step does."""
+        rates = self.rates
+        graph = self.config.cuda_graphs is True  # one launch a step
         costs = self.operations()
         orders = find_orders(self.plan)
         ranks = self.plan.layout.ranks
@@ -57,14 +74,221 @@ class _Step(Work):
         on_gpu = length_of(simulate(orders, seconds, ranks, message))
         busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
         phase = on_gpu
-        if self.rates.on_host:  # while a stage waits, others have its share of a core
-            on_gpu = max(sum(busy) / len(busy), on_gpu * self.rates.core_share)
+        if rates.on_host:  # while a stage waits, others have its share of a core
+            on_gpu = max(sum(busy) / len(busy), on_gpu * rates.core_share)
             phase = on_gpu
-        elif self.pp > 1 and not self.graph:  # the host of each stage launches its operations
+        elif self.pp > 1 and not graph:  # the host of each stage launches its operations
             phase = length_of(simulate(orders, seconds, ranks, message, self._launching()))
         slowest = busy.index(max(busy))
+        process = self.processes[slowest]
         spent = np.sum([costs[kind, stage] for kind, stage, _ in orders[slowest]], axis=0).tolist()
-        return self._add_up(spent, slowest, on_gpu, phase)
+        computing = sum(spent)
+        data = self._data_parallel(process, computing)
+        update = self.update(process)
+        step_host, waits = self._host_step(process)
+        launching = 0.0
+        if not graph:
+            blocks = max(process.num_blocks for process in self.processes)
+            launching = self._host_block() * blocks * self.micro_batches + step_host
+        gpu = phase + data + update
+        offload, disk = self._away()
+        total = gpu + launching if rates.on_host else max(gpu, launching)
+        total += waits
+        total += offload + disk
+        parts = dict(zip(("arithmetic", "memory", "network"), spent, strict=True))
+        parts["memory"] += update
+        parts["network"] += data
+        parts["bubble"] = max(0.0, on_gpu - computing) if self.pp > 1 else 0.0
+        parts["host RAM"] = offload
+        parts["disk"] = disk
+        parts["host"] = max(0.0, total - sum(parts.values()))
+        listed = sum(parts.values())
+        if listed > total:  # the slowest stage's, which others' beat
+            parts = {name: part * total / listed for name, part in parts.items()}
+        return StepTime(seconds=total, parts=parts)
+
+    def operations(self) -> dict[tuple[str, int], Cost]:
+        """Of each kind of operation of each stage, for one micro-batch."""
+        forward, inputs, weights = self.block()
+        blocks = self.plan.layout.blocks_per_stage
+        found = {}
+        for stage, number in enumerate(blocks):
+            found["F", stage] = number * forward
+            found["I", stage] = number * inputs
+            found["W", stage] = number * weights  # of the blocks' matrices alone
+            if stage == len(blocks) - 1:
+                head = self.head()
+                found["F", stage] += head[0]
+                found["I", stage] += head[1] + head[2]
+            found["B", stage] = found["I", stage] + found["W", stage]
+        return found
+
+    def update(self, process: Formulas) -> float:
+        """Clipping and optimizer of a process."""
+        if self.strategy.steps_on_host:
+            return 0.0
+        rounded = self.strategy.traits.rounded_weights
+        shard = float(process.learning)
+        if not rounded or self.strategy.zero_stage > 0:
+            shard /= self.shards
+        rate = self.rates.update_memory_bytes or self.rates.memory_bytes
+        return UPDATE_BYTES[rounded] * shard / rate
+
+    def message(self) -> float:
+        """Seconds until what one stage made is on the next."""
+        rate = self.rates.link_bytes
+        latency = self.rates.link_latency_s
+        if self.plan.num_processes // self.pp >= self.node_size:  # on another node
+            rate = self.rates.network_bytes
+            latency *= 2
+        rate = min(rate, P2P_CHANNELS * FITTED.channel_bytes_per_s)
+        return latency + self.hidden * self.between / rate
+
+    def _collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:
+        """Seconds of `times` collectives of so many bytes together over an axis."""
+        members = self.mesh[axis]
+        # tp varies fastest with the rank. Where a group spans nodes, each of its members in a node
+        # has an adapter, and NCCL's rings use all of them.
+        faster = ["tp", "dp_shard", "dp_replicate", "pp"]
+        stride = math.prod(self.mesh[name] for name in faster[: faster.index(axis)])
+        together = min(members, max(1, self.node_size // stride))
+        rate = self.rates.link_bytes
+        latency = self.rates.link_latency_s
+        if together < members:
+            rate = min(rate, self.rates.network_bytes * together)
+            latency *= 2
+        sent = sent_bytes(kind, tensor_bytes, members)
+        return times * latency * math.sqrt(max(1, members - 1)) + sent / rate
+
+    def block(self) -> tuple[Cost, Cost, Cost]:
+        """(forward, backward for inputs, backward for weights) of one block and micro-batch."""
+        config = self.config
+        tokens = self.tokens
+        matrices = self.size.block_matrices
+        forward = np.zeros(3)
+        inputs = np.zeros(3)
+        weights = np.zeros(3)
+        for place, (rows, columns) in enumerate(matrices):
+            n, k = (rows, columns / self.tp) if place % 2 else (rows / self.tp, columns)
+            forward += self._gemm(tokens, k, n)
+            inputs += self._gemm(tokens, n, k)
+            weights += self._gemm(k, tokens, n)
+        attention = self._attention()
+        exchange = self._tensor_parallel()
+        if self.frozen:  # what is added reads and writes more than its narrow products compute
+            outputs = sum(rows for rows, _ in matrices) / self.tp
+            moved = tokens * self.width * outputs / self.rates.memory_bytes
+            share = len(self.size.adapted(config.lora_targets)) / len(self.size.matrix_names)
+            forward += 4 * moved * share * MEMORY
+            inputs += 7 * moved * share * MEMORY
+        elementwise = self._elementwise()
+        forward += elementwise + attention + exchange
+        inputs += 2 * elementwise + BACKWARD_ATTENTION * attention + exchange
+        weights += self._gradient_bytes() / self.rates.memory_bytes * MEMORY
+        if self.frozen:
+            weights = np.zeros(3)
+        if config.activation_checkpointing == "full":
+            inputs += forward
+        elif config.activation_checkpointing == "selective":  # norms, GELU and sums again
+            inputs += elementwise + 0.5 * exchange
+        return forward, inputs, weights
+
+    def head(self) -> tuple[Cost, Cost, Cost]:
+        """As `block`, of output layer and loss."""
+        d = self.size.hidden_size
+        vocabulary = self.size.padded_vocab_size / self.tp
+        rate = self.rates.head_memory_bytes or self.rates.memory_bytes
+        each = FITTED.logit_traffic.compiled if self.config.compile else FITTED.logit_traffic.eager
+        if self.tp > 1:  # the split loss is kernels like any others, torch's own is one
+            each = FITTED.logit_traffic.split
+            rate = self.rates.memory_bytes
+        moved = each * self.width / 2 * self.tokens * vocabulary
+        traffic = 0.5 * (moved / rate) * MEMORY
+        return (
+            self._gemm(self.tokens, d, vocabulary) + traffic,
+            self._gemm(self.tokens, vocabulary, d) + traffic,
+            np.zeros(3) if self.frozen else self._gemm(d, self.tokens, vocabulary),
+        )
+
+    def _gemm(self, m: float, k: float, n: float) -> Cost:
+        rates = self.rates
+        flops = rates.fp32_gemm_flops if self.width == 4 else rates.gemm_flops
+        return 2 * tiled(m, k, n, rates.num_sms) / flops * ARITHMETIC
+
+    def _attention(self) -> Cost:
+        """Causal attention of one block, forward."""
+        length = self.config.max_length
+        rate = self.rates.attention_flops * length / (length + FITTED.attention_half)
+        if self.width == 4:  # the kernel for fp32 is bound by arithmetic at any length
+            rate = self.rates.fp32_gemm_flops / 2
+        return 2 * self.tokens * length * self.size.attention_width / self.tp / rate * ARITHMETIC
+
+    def _elementwise(self) -> Cost:
+        """Of a block, forward; a backward pass reads and writes twice as much."""
+        fitted = FITTED.elementwise
+        values = fitted.between * self.between + fitted.split * self.by_gpt2 / self.tp
+        moved = values * self.eager * self.hidden
+        starts = fitted.starts * self.eager * self.rates.kernel_s
+        return (moved / self.rates.memory_bytes + starts) * MEMORY
+
+    def _gradient_bytes(self) -> float:
+        """Read and written of a block's gradients and rounded weights in one micro-batch."""
+        whole = self.size.block_parameters
+        split = self.size.block_parameters_split
+        plan = self.plan
+        each = 0.0
+        if self.micro_batches > 1 or self.pp > 1:  # two read, their sum written
+            each += 10
+        # Where nobody keeps rounded weights, they are rounded and gradients widened every time.
+        alone = plan.only_copies or plan.num_processes == self.tp
+        if alone and self.width == 2 and not self.strategy.traits.rounded_weights:
+            each += 12
+        if plan.uses_ddp:  # copied into a bucket, scaled, once a step
+            each += 8 / self.micro_batches
+        elif plan.uses_fsdp and self.pp == 1:
+            # Gathered weights are copied out of a buffer, twice; gradients, widened, into another.
+            each += 4 * self.width + 4 + self.width
+        return each * (whole - split + split / self.tp)
+
+    def _tensor_parallel(self) -> Cost:
+        """Of one block, one way: two gathers and two scatters, or two all-reduces."""
+        if self.tp == 1:
+            return np.zeros(3)
+        if not self.config.sequence_parallel:
+            return self._collective("tp", "all_reduce", 2 * self.hidden, 2) * NETWORK
+        seconds = self._collective("tp", "all_gather", 4 * self.hidden, 4)
+        if self.config.async_tp:
+            seconds *= 1 - FITTED.async_tp_share
+        return seconds * NETWORK
+
+    def _data_parallel(self, process: Formulas, computing: float) -> float:
+        """What exchanges of gradients and gathers of parameters add to computing beside them."""
+        every = process.steps_between_exchanges
+        times = float(process.num_blocks + 1)
+        if every:  # all at once
+            times = 1 / every
+        elif self.pp == 1:
+            times *= self.micro_batches
+        seconds = sum(
+            self._collective(axis, kind, size, times)
+            for (axis, kind), size in process.data().items()
+            if self.mesh[axis] > 1
+        )
+        if self.pp > 1 or every:  # after the pipeline's phase, or the update
+            return seconds
+        beside = min(seconds, computing)  # of each micro-batch's passes
+        return FITTED.interference * beside + seconds - beside
+
+    def _away(self) -> tuple[float, float]:
+        """Seconds of an optimizer on the host, and of files."""
+        share = max(process.learning for process in self.processes) / self.shards
+        if self.strategy.swaps_to_disk:
+            together = share * min(self.node_size, self.plan.num_processes)  # one disk a node
+            return 0.0, SWAPPED_BYTES * together / self.rates.disk_bytes
+        if self.strategy.steps_on_host:
+            together = share * min(self.node_size, self.shards)
+            return self.rates.host_adam_s * together, 0.0
+        return 0.0, 0.0
 
     def _launching(self) -> dict[tuple[str, int], float]:
         """Seconds in which the host launches each kind of operation of each stage."""
@@ -75,73 +299,8 @@ class _Step(Work):
             for kind, share in shares.items()
         }
 
-    def _add_up(self, spent: Sequence[float], place: int, on_gpu: float, phase: float) -> StepTime:
-        arithmetic, memory, network = spent
-        computing = sum(spent)
-        data = self._data_parallel(place, computing)
-        update = self.update(self.processes[place])
-        step_host, waits = self._host_step(place)
-        launching = 0.0
-        if not self.graph:
-            blocks = max(process.num_blocks for process in self.processes)
-            launching = self._host_block() * blocks * self.micro_batches + step_host
-        gpu = phase + data + update
-        if self.rates.on_host:
-            seconds = gpu + launching + waits
-        else:
-            seconds = max(gpu, launching) + waits
-        offload, disk = self._away()
-        seconds += offload + disk
-        parts = {
-            "arithmetic": arithmetic,
-            "memory": memory + update,
-            "network": network + data,
-            "bubble": max(0.0, on_gpu - computing) if self.pp > 1 else 0.0,
-            "host RAM": offload,
-            "disk": disk,
-        }
-        parts["host"] = max(0.0, seconds - sum(parts.values()))
-        listed = sum(parts.values())
-        if listed > seconds:  # the slowest stage's, which others' beat
-            parts = {name: part * seconds / listed for name, part in parts.items()}
-        return StepTime(seconds=seconds, parts=parts)
-
-    def _data_parallel(self, place: int, computing: float) -> float:
-        """What exchanges of gradients and gathers of parameters add to computing beside them."""
-        process = self.processes[place]
-        every = process.steps_between_exchanges
-        # After the pipeline's phase, or the update; else beside each micro-batch's passes.
-        apart = self.pp > 1 or bool(every)
-        times = float(process.num_blocks + 1)
-        if every:  # all at once
-            times = 1 / every
-        elif self.pp == 1:
-            times *= self.micro_batches
-        seconds = sum(
-            self.collective(axis, kind, size, times)
-            for (axis, kind), size in process.data().items()
-            if self.mesh[axis] > 1
-        )
-        if apart:
-            return seconds
-        beside = min(seconds, computing)
-        return FITTED.interference * beside + seconds - beside
-
-    def _away(self) -> tuple[float, float]:
-        """Seconds of an optimizer on the host, and of files."""
-        strategy = self.strategy
-        share = max(process.learning for process in self.processes) / self.shards
-        if strategy.swaps_to_disk:
-            together = share * min(self.node_size, self.plan.num_processes)  # one disk a node
-            return 0.0, SWAPPED_BYTES * together / self.rates.disk_bytes
-        if strategy.steps_on_host:
-            together = share * min(self.node_size, self.shards)
-            return self.rates.host_adam_s * together, 0.0
-        return 0.0, 0.0
-
     def _host_block(self) -> float:
         """Seconds to launch one block, forward and backward, and what it exchanges."""
-        host = self.rates.host
         exchanges = 0
         if self.tp > 1:
             exchanges += 1
@@ -149,13 +308,13 @@ class _Step(Work):
             exchanges += 2 if self.shards == 1 else 3
         elif self.plan.uses_fsdp:
             exchanges += 1
-        return float(host.block + exchanges * host.exchange)
+        return float(self.rates.host.block + exchanges * self.rates.host.exchange)
 
-    def _host_step(self, place: int) -> tuple[float, float]:
+    def _host_step(self, process: Formulas) -> tuple[float, float]:
         """(seconds of launching besides blocks, seconds that the GPU waits for it)."""
         host = self.rates.host
         strategy = self.strategy
-        blocks = self.processes[place].num_blocks
+        blocks = process.num_blocks
         tensors = host.tensor * self.size.block_tensors * blocks
         if not strategy.traits.takes_deepspeed_json:
             return host.step + (tensors if self.plan.num_processes > 1 else 0.0), 0.0

@@ -20,16 +20,15 @@ from dataclasses import replace
 
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import FoundOrders
-from distributed_training.predict.kernels import Work
 from distributed_training.predict.orders import (
     Operation,
-    Order,
     build_orders,
     by_operation,
-    read_order,
+    find_orders,
     simulate,
 )
 from distributed_training.predict.rates import Rates, rates_of
+from distributed_training.predict.speed import Work
 from distributed_training.settings.gpus import known_gpu
 
 Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each other
@@ -60,15 +59,6 @@ def with_orders(plan: Plan, rates: Rates | None) -> Plan:
     orders = search_orders(seconds, blocks, plan.batch.num_microbatches, message_s)
     found = FoundOrders(by_place=orders, stage_s=seconds, message_s=message_s)
     return replace(plan, orders=found)
-
-
-def find_orders(plan: Plan) -> tuple[Order, ...]:
-    """What each process along pp does: as the schedule says, or as a search found (`zb-auto`)."""
-    if not plan.schedule.searched:
-        schedule = plan.config.pipeline_schedule
-        return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)
-    assert plan.orders is not None, "with_orders comes first"
-    return tuple(map(read_order, plan.orders.by_place))
 
 
 def expect_spans(plan: Plan) -> dict[Operation, tuple[float, float]]:

@@ -17,7 +17,7 @@ from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models.decoder import Decoder
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.predict.state import estimate_state
+from distributed_training.predict.memory import estimate_state
 from distributed_training.records.display import Display
 from distributed_training.run.process import Process
 from distributed_training.run.saving.checkpoint import seed_dropout
@@ -106,7 +106,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "num_parameters": plan.size.num_parameters,
         "num_learning": plan.size.num_learning(config.lora_rank, config.lora_targets),
         "dtypes": None,  # known when the engine is built
-        "estimated_state_bytes": asdict(estimate_state(plan)),
+        "estimated_state_bytes": estimate_state(plan),
         "prediction": plan.prediction,
         "batch": plan.batch.model_dump(),
         "data": {

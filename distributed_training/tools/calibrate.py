@@ -23,8 +23,8 @@ from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.kernels import BACKWARD_ATTENTION, UPDATE_BYTES, Work
 from distributed_training.predict.rates import cpu_rates, from_calibration
+from distributed_training.predict.speed import BACKWARD_ATTENTION, UPDATE_BYTES, Work
 from distributed_training.records.provenance import provenance
 from distributed_training.records.record import write_json
 from distributed_training.settings.config import build_config
@@ -124,7 +124,7 @@ def in_step(call: Callable[[], Any]) -> float:
 
 def of_training(found: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """On CPUs: seconds that parts of a model take, and the bytes a second of element-wise work
-    that they mean by predict/kernels.py. Caches, and processes beside it, are in them."""
+    that they mean by predict/speed.py. Caches, and processes beside it, are in them."""
     words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
     plan = draft_plan(build_config(words, options=strategy_options), machine, 1, 1)
     seconds = _parts_of_a_step(plan)

@@ -35,7 +35,7 @@ from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.pipeline import Pipeline
 from distributed_training.plan.topology import Topology
-from distributed_training.predict.stages import find_orders
+from distributed_training.predict.orders import find_orders
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 from distributed_training.records.provenance import timestamp
 from distributed_training.records.record import start_record

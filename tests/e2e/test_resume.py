@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distributed_training.plan.plan import load_plan
-from distributed_training.predict.state import estimate_copy
+from distributed_training.predict.memory import estimate_copy
 from distributed_training.run.saving.resume import list_checkpoints, read_meta
 from tests.conftest import SMALL, assert_ok, train
 from tests.e2e.support import (

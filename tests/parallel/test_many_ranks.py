@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.gradients import local_part
-from distributed_training.predict.state import estimate_state
+from distributed_training.predict.memory import estimate_state
 from distributed_training.run import assemble
 from distributed_training.run.process import Process
 from tests.plan.helpers import plan_for
@@ -60,4 +60,4 @@ def test_a_layout_of_128_ranks_is_set_up_as_planned(name, tmp_path, monkeypatch)
         assert part == pytest.approx(4 * whole / (tp * shards), rel=0.15), rank
         assert together == list(range(rank - rank % tp, rank - rank % tp + tp))
     fullest = max(part for _, part, _ in found.values())
-    assert fullest == pytest.approx(estimate_state(plan).optimizer / 2, rel=0.06)
+    assert fullest == pytest.approx(estimate_state(plan)["optimizer"] / 2, rel=0.06)

@@ -9,9 +9,8 @@ import pytest
 from distributed_training.advise.cluster import parse_cluster
 from distributed_training.advise.make import draft_plan
 from distributed_training.advise.rank import as_chosen, best_layout, rank_layouts
-from distributed_training.predict.memory import estimate_memory
+from distributed_training.predict.memory import estimate_copy, estimate_memory, estimate_state
 from distributed_training.predict.predict import predict
-from distributed_training.predict.state import estimate_copy, estimate_state
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from tests.support import CPU_MACHINE, refused
@@ -75,8 +74,8 @@ def test_state_bytes():
         ({"strategy": "dp", "gradient_compression": "topk-int8"}, 13, 12 / 4 + 5),
     ):
         plan = plan_of(**values)
-        whole = estimate_state(plan).parameters / 4
-        assert estimate_state(plan).optimizer == optimizer * whole
+        whole = estimate_state(plan)["parameters"] / 4
+        assert estimate_state(plan)["optimizer"] == optimizer * whole
         assert estimate_copy(plan) == copied * whole
 
 

@@ -14,15 +14,16 @@ from distributed_training.parallel import private
 from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict import stages
-from distributed_training.predict.kernels import Work
 from distributed_training.predict.orders import (
     build_orders,
     by_operation,
+    find_orders,
     length_of,
     read_order,
     simulate,
 )
-from distributed_training.predict.stages import expect_spans, find_orders
+from distributed_training.predict.speed import Work
+from distributed_training.predict.stages import expect_spans
 from distributed_training.settings.config import build_config
 from distributed_training.settings.gpus import GPUS
 from tests.plan.helpers import plan_for

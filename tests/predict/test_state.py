@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from distributed_training.predict.state import bytes_a_parameter
+from distributed_training.predict.memory import bytes_a_parameter
 from tests.support import named_strategy
 
 WHOLE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}

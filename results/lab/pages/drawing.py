@@ -12,7 +12,7 @@ from dataclasses import replace
 from distributed_training.models import ModelSize
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.predict.state import estimate_state
+from distributed_training.predict.memory import estimate_state
 from results.lab.pages.laws import GIB, plan_of
 
 NUM_PROCESSES = 4
@@ -61,14 +61,14 @@ def _kinds(plan: Plan) -> list[tuple[str, int, bool]]:
         away["host"].append("gradients")
     kinds = []
     for name in ("parameters", "gradients", "optimizer"):
-        size = getattr(state, name)
+        size = state[name]
         if size:
-            kinds.append((name, size, size < getattr(undivided, name)))
+            kinds.append((name, size, size < undivided[name]))
     for place, names in away.items():
         if names:
             label = f"{'RAM' if place == 'host' else 'files'}: {', '.join(names)}"
-            size = getattr(state, place)
-            kinds.append((label, size, size < getattr(undivided, place)))
+            size = state[place]
+            kinds.append((label, size, size < undivided[place]))
     return kinds
 
 

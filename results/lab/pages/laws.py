@@ -10,9 +10,8 @@ from distributed_training.advise.cluster import cluster_of, lay_out_on
 from distributed_training.advise.make import draft_plan
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict.memory import block_bytes
+from distributed_training.predict.memory import STATE, block_bytes, estimate_state
 from distributed_training.predict.predict import predict
-from distributed_training.predict.state import estimate_state
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.gpus import GPUS, Gpu
@@ -83,8 +82,9 @@ def _merged(cells: Mapping[str, Sequence[str]]) -> list[list[str]]:
 
 def _state_of(strategy: str, num_processes: int) -> str:
     with contextlib.suppress(UserError):
-        plan = plan_of(strategy, num_processes)
-        return f"{estimate_state(plan).on_device / GIB:.1f}"
+        state = estimate_state(plan_of(strategy, num_processes))
+        on_device = sum(state[part] for part in STATE)
+        return f"{on_device / GIB:.1f}"
     return NONE
 
 
