@@ -225,8 +225,6 @@ def save_now(engine: Any, plan: Any, topology: Topology, **words: Any) -> Path:
     """Save a checkpoint and wait for it; its folder. Collective."""
     from distributed_training.run.saving.checkpoint import Saver
 
-    folders = list[Path]()
-    saver = Saver(plan, topology, lambda folder, _: folders.append(folder))
+    saver = Saver(plan, topology)
     saver.begin(engine, **words)
-    saver.finish()
-    return folders[0]
+    return saver.finish()[0]

@@ -88,18 +88,16 @@ def describe_nonfinite(step: int, own_loss: float, result: StepResult, names: Se
     """The step, the ranks whose own summed loss is not finite, and the first gradient in the
     model's order that is not, with the ranks that hold it. Collective."""
     name = None
-    if result.gradients is not None:
-        bad = result.gradients.isfinite().logical_not().nonzero()
-        name = names[int(bad[0])] if len(bad) else None
+    if result.gradients is not None and not result.gradients.isfinite().all():
+        name = names[int(result.gradients.isfinite().logical_not().nonzero()[0])]
     ranks = gather((math.isfinite(own_loss), name))
-    losses = [rank for rank, (finite, _) in enumerate(ranks) if not finite]
-    found = next((name for _, name in ranks if name is not None), None)
-    said = [f"the loss is not finite on {numbered('rank', losses)}"] if losses else []
-    if found is not None:
-        holders = [rank for rank, (_, name) in enumerate(ranks) if name == found]
-        said.append(
-            f"the first gradient that is not finite is of {found} on {numbered('rank', holders)}"
-        )
+    said = []
+    if losses := [rank for rank, (finite, _) in enumerate(ranks) if not finite]:
+        said.append(f"the loss is not finite on {numbered('rank', losses)}")
+    if names_found := [name for _, name in ranks if name is not None]:
+        holders = [rank for rank, (_, name) in enumerate(ranks) if name == names_found[0]]
+        where = f"{names_found[0]} on {numbered('rank', holders)}"
+        said.append(f"the first gradient that is not finite is of {where}")
     return f"step {step}: {' and '.join(said) or 'the gradients are not finite'}"
 
 
@@ -113,20 +111,21 @@ def advise_nonfinite(saved: Sequence[Path]) -> str:
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist.Store) -> NoReturn:
     """Record and print what went wrong, then leave at once."""
+    rank = f"rank {topology.rank}"
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
         error = error.__cause__ or error  # torch says only which stage of a pipeline failed
     if found := find_full_disk(error):
         # Once for each disk: what another process is still writing would fail otherwise.
         if (topology.local_rank if plan.own_disks else topology.rank) == 0:
             remove_unfinished(plan.run_dir)
-        what = f"rank {topology.rank}: the disk of {short_path(plan.run_dir)} is full"
+        what = f"{rank}: the disk of {short_path(plan.run_dir)} is full"
         error = RunError(what, found, "make room, then go on with --resume auto")
     first_line = str(error).strip().partition("\n")[0]
-    rank = f"rank {topology.rank}"
     status = "failed"
+    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
+    each_finds_it = isinstance(error, (UserError, KeyboardInterrupt))
     reason = f"{rank}: {type(error).__name__}: {first_line}"
     said = "".join(traceback.format_exception(error))
-    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
     if lost:
         reason = said = f"{rank} {records.LOST}: {first_line}"
     elif isinstance(error, UserError):
@@ -148,15 +147,14 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
                 reason = store.get(CAUSE).decode()
                 said = f"{rank} {records.LOST}; {reason}"
                 lost = False
-    once = status == "interrupted" or isinstance(error, UserError)  # each rank finds the same
     first = True
     try:
         try:
             first = records.mark_stopped(plan.run_dir, status, reason, consequence=lost)
         finally:  # even where the disk is full
-            if first or not once:
+            if first or not each_finds_it:
                 print(said.rstrip(), file=sys.stderr, flush=True)
-        if status == "failed" and not (lost or isinstance(error, UserError)):
+        if status == "failed" and not (lost or each_finds_it):
             get_error_handler().record_exception(error)  # torchrun prints it last
         if not first:  # so that launchers see the other's end first, and it can print
             time.sleep(2)

@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,26 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.data.samples import Data, Sampler
+from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.parallel.agree import from_rank_0
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.records.display import Display
+from distributed_training.records.display import Display, short_path
 from distributed_training.records.metrics import PeakMemory, StepTimer, disk_bytes
-from distributed_training.records.record import BEST, RunRecord, append_metrics, truncate_metrics
+from distributed_training.records.record import (
+    BEST,
+    LAST,
+    RunRecord,
+    append_metrics,
+    truncate_metrics,
+)
 from distributed_training.records.trackers import Tracker, perplexity
 from distributed_training.run import ending
 from distributed_training.run.process import Startup
+from distributed_training.run.profiling import Profile
 from distributed_training.run.ranks import handling
-from distributed_training.run.saving import checkpoint
+from distributed_training.run.saving import checkpoint, export
 from distributed_training.run.saving.resume import list_checkpoints, name_of
 from distributed_training.settings.config import RunConfig
 
@@ -78,28 +87,27 @@ class Trainer:
     plan: Plan
     topology: Topology
     data: Data
+    tokenizer: Tokenizer
     sampler: Sampler
-    num_steps: int
     display: Display
     history: History = field(default_factory=History)
     record: RunRecord | None = None  # on rank 0 only
     tracker: Tracker = field(default_factory=Tracker)
-    save_best: Callable[[], None] = lambda: None  # collective
-    # Writes what a finished run leaves, beside its last save, and gives a sample. Collective.
-    leave: Callable[[], str | None] = lambda: None
-    sample: str | None = None
     at: Callable[..., None] = lambda place, **_: None  # told where training is
-    step_ended: Callable[[], None] = lambda: None
     startup: Startup = field(default_factory=Startup)
 
     def __post_init__(self) -> None:
+        assert self.plan.num_steps is not None, "the launching process cut the data"
+        self.num_steps = self.plan.num_steps
         self.timer = StepTimer(self.topology.device)
         self.memory = PeakMemory(self.topology.device)
         self.disk: dict[str, int] = {}  # its traffic while training; empty: not counted
+        self.sample: str | None = None  # text of the trained model
+        self.saver = checkpoint.Saver(self.plan, self.topology)
+        self._model = (self.engine, self.plan, self.tokenizer, self.tokenizer.talks(self.data.form))
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
         self._stopping = ending.Stopping(self.display.say)
-        self.saver = checkpoint.Saver(self.plan, self.topology, self._saved)
         self._first = 0  # step that this process took first, and that compiled
         self._passed_over = 0  # step whose batch is left out after a rollback
 
@@ -110,10 +118,15 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the end, or until a signal, whose number is given; else 0. Collective."""
+        if self.step == 0:
+            self.history.sample_before = export.generate_sample(
+                *self._model, self.display, "before"
+            )
         before = disk_bytes()
         stop = 0
+        self.profile = Profile(self.plan, self.topology, self.step, self.display)
         try:
-            with handling(dict.fromkeys(ending.SIGNALS, self._stopping.receive)):
+            with self.profile, handling(dict.fromkeys(ending.SIGNALS, self._stopping.receive)):
                 if self.step == 0:
                     self._evaluate()
                 self.startup.end("sample")
@@ -128,12 +141,28 @@ class Trainer:
                 self.disk = {name: now - before[name] for name, now in disk_bytes().items()}
                 if self.step == self.num_steps:
                     self._stopping.when = "once the model is written"
-                    self.at("the export")
-                    self.sample = self.leave()
+                    self._leave()
                 self._finish_saving()
         finally:
             self.display.stop()
         return stop if self.step < self.num_steps else 0
+
+    def _leave(self) -> None:
+        """Write the model, beside the last save, and draw a sample."""
+        self.at("the export")
+        config = self.plan.config
+        last = self.plan.run_dir / LAST
+        best = self.history.best
+        written: Future[None] | None = None
+        if config.export and best and best["step"] == self.step:  # gathered already
+            if self.topology.rank == 0:
+                written = export.in_thread(export.copy_folder, self.plan.run_dir / BEST, last)
+        elif config.export:
+            written = export.export(*self._model, last, self.saver.weights(self.step))
+        self.sample = export.generate_sample(*self._model, self.display, "after")
+        if written is not None:
+            written.result()
+            self.display.say(f"exported {short_path(last)} (Hugging Face's format)")
 
     def _train_one_step(self) -> int:
         """One step and what is due after it; the signal to stop for, the same on every rank."""
@@ -178,7 +207,7 @@ class Trainer:
         row["num_tokens"] = batch.num_tokens
         self._pending.append(({"step": self.step + 1, **row}, self.engine.train_step(batch)))
         self.timer.mark()
-        self.step_ended()
+        self.profile.step_ended()
         self.history.step += 1
         if not self._first:
             self._first = self.step
@@ -311,7 +340,7 @@ class Trainer:
             self.history.best = row
             self._finish_saving()
             self.at(f"exporting step {self.step}")
-            self.save_best()
+            export.export(*self._model, self.plan.run_dir / BEST).result()
 
     def _end_epoch(self) -> None:
         """The epoch of the last step is over and has been evaluated."""
@@ -349,17 +378,15 @@ class Trainer:
 
     def _finish_saving(self) -> None:
         """Wait for a save that is under way; raises what failed in it. Collective."""
-        if self.saver.under_way:
-            self.at("the end of a save", thread=self.saver.thread)
-            try:
-                self.saver.finish()
-            except FloatingPointError as error:
-                step = self.saver.step
-                what = f"step {step} is not saved: {error}"
-                fix = ending.advise_nonfinite(self._saved_checkpoints())
-                raise ending.NonFiniteError(step, what, fix) from None
-
-    def _saved(self, folder: Path, row: dict[str, Any]) -> None:
+        if not self.saver.under_way:
+            return
+        self.at("the end of a save", thread=self.saver.thread)
+        try:
+            folder, row = self.saver.finish()
+        except FloatingPointError as error:
+            step = self.saver.step
+            fix = ending.advise_nonfinite(self._saved_checkpoints())
+            raise ending.NonFiniteError(step, f"step {step} is not saved: {error}", fix) from None
         self.history.saves.append(row)
         self.write_record()
         waited = "" if row["copied"] else "; training waited: memory has no room for a copy"

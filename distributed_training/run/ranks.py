@@ -29,6 +29,7 @@ POLL_S = 0.05
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
+Ranks = Sequence[subprocess.Popen[bytes]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,7 @@ class Ended:
 
 
 @contextlib.contextmanager
-def starting(command: Sequence[str], count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def starting(command: Sequence[str], count: int) -> Iterator[Ranks]:
     """Ranks for `run_ranks`, which start while the block runs; they end where it fails."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
@@ -84,21 +85,17 @@ def starting(command: Sequence[str], count: int) -> Iterator[list[subprocess.Pop
             _start(ranks, command, count)
         yield ranks
     except BaseException:
-        _end(ranks, ())
+        _end(ranks, told=False)
         raise
 
 
-def run_ranks(
-    command: Sequence[str],
-    count: int,
-    ranks: Sequence[subprocess.Popen[bytes]] = (),
-    line: str = "",
-) -> Ended:
-    """Start a script with its arguments `count` times, unless its `ranks` are there, give them a
-    `line` of input and wait for the end. Signals that stop this process, and Ctrl-Z, are passed
-    on."""
-    ranks = list(ranks)
+def run_ranks(command: Sequence[str], count: int, begun: Ranks = (), line: str = "") -> Ended:
+    """Start a script with its arguments `count` times, unless they have `begun`, give each a `line`
+    of input and wait for the end of all; one that fails, or a signal, ends the others. Signals that
+    stop this process, and Ctrl-Z, are passed on."""
+    ranks = list(begun)
     told: list[int] = []
+    codes: dict[int, int] = {}
 
     def tell(signum: int, _frame: Any) -> None:
         told.append(signum)
@@ -110,17 +107,23 @@ def run_ranks(
         _send(ranks, signal.SIGCONT)  # as `fg` let this one go on
 
     stops = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), tell)
-    codes: dict[int, int] = {}
     with handling({**stops, signal.SIGTSTP: pause}):
         try:
             if not ranks:
                 _start(ranks, command, count)
-            _give(ranks, line)
+            for process in ranks:
+                assert process.stdin is not None
+                # It may have ended already.
+                with contextlib.suppress(BrokenPipeError), process.stdin:
+                    process.stdin.write(f"{line}\n".encode())
             if told:  # before all were there
                 _send(ranks, told[-1])
-            codes = _wait(ranks, told)
+            while not (told or any(codes.values()) or len(codes) == len(ranks)):
+                time.sleep(POLL_S)
+                found = {rank: process.poll() for rank, process in enumerate(ranks)}
+                codes = {rank: code for rank, code in found.items() if code is not None}
         finally:
-            _end(ranks, told)
+            _end(ranks, told=bool(told))
     return Ended(signum=told[0] if told else 0, codes=codes)
 
 
@@ -147,24 +150,12 @@ def _start(ranks: list[subprocess.Popen[bytes]], command: Sequence[str], count: 
             ranks.append(process)
 
 
-def _give(ranks: Sequence[subprocess.Popen[bytes]], line: str) -> None:
+def _send(ranks: Ranks, signum: int) -> None:
     for process in ranks:
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
-            process.stdin.write(f"{line}\n".encode())
+        process.send_signal(signum)  # unless it has ended
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]) -> dict[int, int]:
-    """Until all have ended, one has failed, or they are told to stop."""
-    while True:
-        codes = {rank: process.poll() for rank, process in enumerate(ranks)}
-        ended = {rank: code for rank, code in codes.items() if code is not None}
-        if told or any(ended.values()) or len(ended) == len(ranks):
-            return ended
-        time.sleep(POLL_S)
-
-
-def _end(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]) -> None:
+def _end(ranks: Ranks, *, told: bool) -> None:
     """See to it that none is left, once there was time to save or, where one has failed, to say
     what they know of it."""
     patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
@@ -178,11 +169,6 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _send(ranks: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
-    for process in ranks:
-        process.send_signal(signum)  # unless it has ended
 
 
 @contextlib.contextmanager

@@ -158,23 +158,18 @@ class Watch:
         frame = frames.get(self._thread) or frames.get(self.main)
         waits = None
         where = ""
-        while frame is not None:
+        while frame is not None and not where:
             file = frame.f_code.co_filename
             module = str(frame.f_globals.get("__name__"))
             if waits is None and module != _WRAPPER:  # the innermost one
                 waits = module.startswith(_WAITING)
             if "distributed_training/" in file:
                 where = f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
-                break
             frame = frame.f_back
         return {
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "place": self._place,
-            "count": self._count,
-            "waits": bool(waits),
-            "where": where,
-        }
+            "host": platform.node(), "pid": os.getpid(), "place": self._place,
+            "count": self._count, "waits": bool(waits), "where": where,
+        }  # fmt: skip
 
     def _look(self) -> None:
         """Once a second: is everybody there, and does it go on?"""
@@ -199,20 +194,23 @@ class Watch:
                 self._look_at_progress(self._clock - self._since)
 
     def _look_at_others(self) -> None:
-        following = (self.rank + 1) % self.world_size
-        other = self._others.get(following, {})
+        here = platform.node()
         silent = f"shows no sign of life for {LOST_S:.0f} s"
-        ago_s = LOST_S - NOTED_WITHIN_S
+        reason = ""
+        ends = list[int]()
         if self._clock - self._answered > LOST_S:
-            host = self.address[0]
-            who = f"rank {self.rank} on {platform.node()}"
-            agents = [each.pid for each in self.launchers if self._far]  # would wait for minutes
-            self._give_up(f"{who} lost rank 0 on {host}: it {silent}", ago_s, agents[:1])
-        if self._clock - self._heard > LOST_S:
+            reason = f"rank {self.rank} on {here} lost rank 0 on {self.address[0]}: it {silent}"
+            if self._far:
+                ends = [each.pid for each in self.launchers[:1]]  # would wait for minutes
+        elif self._clock - self._heard > LOST_S:
+            following = (self.rank + 1) % self.world_size
+            other = self._others.get(following, {})
             at = f"rank {following} on {other['host']}" if other else f"rank {following}"
-            said = f"lost {at} in {self._place}: it {silent}, is frozen or cut off"
-            here = other.get("host") == platform.node()  # frozen, it would not hear SIGTERM
-            self._give_up(said, ago_s, [other["pid"]] if here else [])
+            reason = f"lost {at} in {self._place}: it {silent}, is frozen or cut off"
+            if other.get("host") == here:  # frozen, it would not hear SIGTERM
+                ends = [other["pid"]]
+        if reason:
+            self._give_up(reason, LOST_S - NOTED_WITHIN_S, ends)
 
     def _look_at_progress(self, seconds: float) -> None:
         found = {**self._others, 0: self._describe()}  # its own is old where the store is slow
@@ -263,8 +261,7 @@ def who_is_late(states: Sequence[Mapping[str, Any]]) -> str:
     least = min(state["count"] for state in states)
     late = [rank for rank, state in enumerate(states) if state["count"] == least]
     if len(late) == len(states):
-        busy = [rank for rank, state in enumerate(states) if not state["waits"]]
-        late = busy or late
+        late = [rank for rank, state in enumerate(states) if not state["waits"]] or late
     if len(late) == len(states):
         return f"all ranks are in {states[0]['where']}"
     named = [f"rank {rank} on {states[rank]['host']}" for rank in late[:4]]

@@ -6,17 +6,22 @@ import functools
 import importlib
 import logging
 import os
+import shlex
 import shutil
 import signal
 import sys
+import time
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distributed_training.data.samples import Data
+from distributed_training.advise.checks import built_extensions
+from distributed_training.data.samples import Data, Sampler
+from distributed_training.engines.base import COMPUTE_DTYPES, Engine
+from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.agree import (
     Gather,
     check_ranks_agree,
@@ -28,23 +33,23 @@ from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine, threads_per_process
 from distributed_training.plan.plan import PLAN_AS_JSON, Plan
 from distributed_training.plan.topology import Topology, p2p_channels, process_group
+from distributed_training.predict.memory import estimate_state
 from distributed_training.predict.rates import remember_speed
 from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
 from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
 from distributed_training.records.provenance import code, versions
-from distributed_training.records.record import BEST, LAST
-from distributed_training.run import assemble
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir
 from distributed_training.run.process import Process, Startup
-from distributed_training.run.profiling import Profile
 from distributed_training.run.ranks import handling
 from distributed_training.run.rendezvous import current_agent, meet
-from distributed_training.run.saving import claims, export, resume
+from distributed_training.run.saving import claims, resume
+from distributed_training.run.saving.checkpoint import seed_dropout
 from distributed_training.run.saving.disks import check_disks
+from distributed_training.run.saving.export import push_folder
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -67,7 +72,7 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
             check_disks(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
             startup.end("plan")
-        topology = assemble.build_topology(given, process, device)
+        topology = build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
         watch.begin(given.run_dir, topology, given.config)
@@ -141,107 +146,176 @@ def agree_on_plan(
     return PLAN_AS_JSON.validate_json(answer["plan"])
 
 
+def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
+    """This process's place in the plan's mesh."""
+    own = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
+    return Topology(**own, **plan.mesh, device_type=device.type)
+
+
+def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
+    """The order in which this rank sees the training samples."""
+    own = {"replica": topology.dp_rank, "seed": plan.config.seed}
+    return Sampler(num_samples=len(data.train), **plan.batch.model_dump(), **own)
+
+
+def build_engine(plan: Plan, topology: Topology, model: Decoder | None = None) -> Engine:
+    """Initial weights (equal on every rank and under every strategy) into the right engine; then
+    the random numbers of dropout start. `model`: with these weights drawn already. Collective."""
+    config = plan.config
+    if model is None:
+        # A stage, and DeepSpeed's parts, take less of a GPU than the model.
+        whole = plan.strategy.traits.uses_ddp_and_fsdp and topology.pp == 1
+        device = topology.device if whole and not config.lora_rank else torch.device("cpu")
+        with device:
+            model = plan.model.build(dropout=config.dropout, seed=config.seed)
+    model.compute_dtype = COMPUTE_DTYPES[config.precision]
+    if plan.weights_dir is not None:
+        plan.model.load(model, plan.weights_dir)
+    fingerprint = model.fingerprint() if config.lora_rank else 0
+    if model.compute_dtype is not None:
+        # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
+        for parameter in model.parameters():
+            rounded = parameter.data.to(model.compute_dtype)
+            parameter.data = rounded if config.lora_rank else rounded.float()
+    engine = plan.strategy.traits.load()(model, plan, topology)
+    engine.base_fingerprint = fingerprint
+    seed_dropout(plan, topology, 0)
+    return engine
+
+
+def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
+    """Compile DeepSpeed's extensions before the run, one process a machine, and say so."""
+    names = built_extensions(plan.strategy, plan.machine) if topology.local_rank == 0 else ()
+    for name in names:
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+        began = time.monotonic()
+        display.say(f"DeepSpeed extension {name}: loading (compiling takes a minute or more) ...")
+        ALL_OPS[name].load(verbose=False)
+        display.say(f"DeepSpeed extension {name}: loaded in {time.monotonic() - began:.1f} s")
+    dist.barrier()
+
+
+def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
+    """What the record says before the first step; records/record.py describes it."""
+    config = plan.config
+    strategy = plan.strategy
+    pp = plan.mesh["pp"]
+    pipeline = {
+        "schedule": config.pipeline_schedule,
+        "num_microbatches": plan.batch.num_microbatches,
+        "blocks_per_stage": list(plan.layout.blocks_per_stage),
+        "stage_ranks": list(plan.layout.ranks),
+        "ideal_bubble": plan.schedule.bubble(pp, plan.batch.num_microbatches),
+    }
+    sharding = strategy.sharding
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "config": config.to_user_words(),
+        "config_requested": plan.requested.to_user_words(),
+        "from_strategy_defaults": list(config.from_defaults),
+        "engine_options": config.engine_options,
+        "deepspeed_json": plan.deepspeed_json,
+        "strategy": {"name": strategy.name, "engine": strategy.engine, "sharding": sharding},
+        "work": {**plan.work, "data_fingerprint": data.fingerprint},
+        "notes": plan.notes,
+        "run_dir": str(plan.run_dir),
+        "resumed_from": str(plan.checkpoint) if plan.checkpoint else None,
+        "world_size": plan.num_processes,
+        "mesh": plan.mesh,
+        "pipeline": pipeline if pp > 1 else None,
+        "machine": asdict(plan.machine),
+        "cuda": torch.version.cuda if plan.machine.num_gpus else None,
+        "num_parameters": plan.size.num_parameters,
+        "num_learning": plan.size.num_learning(config.lora_rank, config.lora_targets),
+        "dtypes": None,  # known when the engine is built
+        "estimated_state_bytes": estimate_state(plan),
+        "prediction": plan.prediction,
+        "batch": plan.batch.model_dump(),
+        "data": {
+            "form": data.form,
+            "num_train_samples": len(data.train),
+            "num_validation_samples": len(data.validation),
+            "real_token_share": data.train.real_share,
+            "steps_per_epoch": sampler.steps_per_epoch,
+        },
+        "num_steps": plan.num_steps,
+    }
+
+
 def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: Startup) -> int:
     """From data to the finished record; the exit code. Collective."""
-    display = Display(enabled=topology.rank == 0)
+    first = topology.rank == 0
+    display = Display(enabled=first)
     for note in plan.notes:
         display.note(note)
     data, tokenizer = plan_data.load_plan_data(plan)
     # Machines may hold other files under one name, or another Python, which is the embedded corpus.
     check_ranks_agree({"training data": data.fingerprint}, ask)
-    assemble.build_extensions(plan, topology, display)
+    build_extensions(plan, topology, display)
     startup.end("data")
-    trainer = _build_trainer(plan, topology, data, display)
-    startup.end("model")
-    trainer.startup = startup
-    model = (trainer.engine, plan, tokenizer, tokenizer.talks(data.form))
-    if trainer.step == 0:
-        trainer.history.sample_before = export.generate_sample(*model, display, "before")
-    trainer.save_best = lambda: export.export(*model, plan.run_dir / BEST).result()
-    trainer.at = watch.at
-    last = plan.run_dir / LAST
-
-    def leave() -> str | None:
-        best = trainer.history.best
-        written = None
-        if plan.config.export and best and best["step"] == trainer.step:  # gathered already
-            if topology.rank == 0:
-                written = export.in_thread(export.copy_folder, plan.run_dir / BEST, last)
-        elif plan.config.export:
-            written = export.export(*model, last, trainer.saver.weights(trainer.step))
-        sample = export.generate_sample(*model, display, "after")
-        if written is not None:
-            written.result()
-            display.say(f"exported {short_path(last)} (Hugging Face's format)")
-        return sample
-
-    trainer.leave = leave
-    with Profile(plan, topology, trainer.step, display) as profile:
-        trainer.step_ended = profile.step_ended
-        signum = trainer.run()
-    watch.at("the end")
-    results = collect_results(trainer, profile)
-    if not signum:
-        results["sample"] = trainer.sample
-    if trainer.record is not None:
-        results.update(status="interrupted" if signum else "ok", finished_at=records.timestamp())
-        trainer.record.update(**results)
-        if not signum:
-            display.table(summary_rows(trainer.record.as_record()))
-        for folder in (last, plan.run_dir / BEST):
-            if folder.is_dir():
-                write_card(folder, trainer.record.as_record())
-        trainer.tracker.close(trackers.final_values(trainer.record.as_record()))
-    if signum:
-        saved = plan.config.checkpoint_every != 0
-        then = "go on with --resume auto" if saved else "checkpoint_every=0: nothing was saved"
-        display.say(f"interrupted at step {trainer.step} of {trainer.num_steps}; {then}")
-    trainer.engine.close()
-    dist.barrier()
-    watch.end()
-    if topology.rank == 0:
-        claims.release(plan.run_dir)
-    if plan.offload_dir is not None and topology.local_rank == 0:
-        shutil.rmtree(plan.offload_dir, ignore_errors=True)
-    if plan.config.push is not None and topology.rank == 0 and not signum:
-        try:
-            print(f"pushed {export.push_folder(last, plan.config.push)}", flush=True)
-        except UserError as error:  # the run is finished all the same
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return 1
-    return 128 + signum if signum else 0
-
-
-def _build_trainer(plan: Plan, topology: Topology, data: Data, display: Display) -> Trainer:
-    """Record and engine of a run, brought to where it starts or goes on. Collective."""
-    sampler = assemble.build_sampler(plan, data, topology)
-    assert plan.num_steps is not None, "the launching process cut the data"
+    sampler = build_sampler(plan, data, topology)
     history = History()
     record = None
     tracker = trackers.Tracker()
-    if plan.checkpoint is not None and topology.rank == 0:
+    if plan.checkpoint is not None and first:
         state = resume.state_of(plan.checkpoint)
         history = History(**state.model_dump(include=set(vars(history))))
     history = History(**from_rank_0(vars(history)))
-    if topology.rank == 0:
-        values = assemble.describe_run(plan, sampler, data) | vars(history)
+    if first:
+        values = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **values)
         if plan.checkpoint is None:  # rows of an attempt that saved nothing
             records.truncate_metrics(plan.run_dir, 0)
         about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
         tracker = trackers.build_tracker(plan.config.log_to, plan.run_dir, about)
-    engine = assemble.build_engine(plan, topology)
+    engine = build_engine(plan, topology)
     dtypes = engine.describe_dtypes()
     if record is not None:
         record.update(dtypes=dtypes)
         display.table(header_rows(record.as_record()))
     trainer = Trainer(
-        engine, plan, topology, data, sampler, plan.num_steps, display, history, record, tracker
-    )
+        engine, plan, topology, data, tokenizer, sampler, display, history, record, tracker,
+        watch.at, startup,
+    )  # fmt: skip
     if plan.checkpoint is not None:
         trainer.restore(plan.checkpoint)
         display.say(f"resumed from {short_path(plan.checkpoint)}")
-    return trainer
+    startup.end("model")
+    signum = trainer.run()
+    watch.at("the end")
+    results = collect_results(trainer)
+    if record is not None:
+        results.update(status="interrupted" if signum else "ok", finished_at=records.timestamp())
+        record.update(**results)
+        finished = record.as_record()
+        if not signum:
+            display.table(summary_rows(finished))
+        for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
+            if folder.is_dir():
+                write_card(folder, finished)
+        tracker.close(trackers.final_values(finished))
+    if signum:
+        saved = plan.config.checkpoint_every != 0
+        then = "go on with --resume auto" if saved else "checkpoint_every=0: nothing was saved"
+        display.say(f"interrupted at step {trainer.step} of {trainer.num_steps}; {then}")
+    engine.close()
+    dist.barrier()
+    watch.end()
+    if first:
+        claims.release(plan.run_dir)
+    if plan.offload_dir is not None and topology.local_rank == 0:
+        shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    if signum:
+        return 128 + signum
+    if plan.config.push is not None and first:
+        try:
+            address = push_folder(plan.run_dir / records.LAST, plan.config.push)
+            print(f"pushed {address}", flush=True)
+        except UserError as error:  # the run is finished all the same
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
+    return 0
 
 
 def _remember_speed(plan: Plan, performance: dict[str, Any]) -> None:
@@ -257,14 +331,15 @@ def _remember_speed(plan: Plan, performance: dict[str, Any]) -> None:
         remember_speed(str(plan.machine.gpu_name), said, measured_s, records.timestamp())
 
 
-def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
+def collect_results(trainer: Trainer) -> dict[str, Any]:
     """History, performance, memory by rank, disk traffic with checkpoints. Collective."""
     plan = trainer.plan
     sampler = trainer.sampler
     durations = trainer.timer.durations_s()
     # Steps that the data fill (the last of an epoch takes as long with fewer tokens), untraced.
     steps = enumerate(durations, trainer.step - len(durations))
-    full = [s for step, s in steps if sampler.is_full(step) and step + 1 not in profile.slowed]
+    slowed = trainer.profile.slowed
+    full = [s for step, s in steps if sampler.is_full(step) and step + 1 not in slowed]
     samples = min(sampler.global_batch_size, sampler.num_samples)
     performance = metrics.summarise_performance(
         full or durations,
@@ -286,8 +361,9 @@ def collect_results(trainer: Trainer, profile: Profile) -> dict[str, Any]:
     total = {name: sum(rank["disk"][name] for rank in ranks) for name in trainer.disk}
     return {
         **vars(trainer.history),
-        "profile": profile.as_record(),
+        "profile": trainer.profile.as_record(),
         "performance": performance,
         "memory": memory | {"by_rank": ranks},
         "disk": total | {"num_steps": max(1, len(durations))} if total else None,
+        "sample": trainer.sample,
     }

@@ -37,7 +37,7 @@ from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, p2p_channels
-from distributed_training.run import assemble, worker
+from distributed_training.run import worker
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
@@ -181,14 +181,14 @@ def _do_run(
     try:
         config = build_config(values, defaults=strategy_defaults, options=strategy_options)
         plan = worker.agree_on_plan(config, group.process, gather)
-        topology = assemble.build_topology(plan, group.process, group.device)
+        topology = worker.build_topology(plan, group.process, group.device)
         model = None
         if kept is not None:
             topology = kept.topology(topology)
             model = kept.initial_model(plan)
         data, _ = load_plan_data(plan)
-        sampler = assemble.build_sampler(plan, data, topology)
-        engine = assemble.build_engine(plan, topology, model)
+        sampler = worker.build_sampler(plan, data, topology)
+        engine = worker.build_engine(plan, topology, model)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
     except UserError as error:  # on every rank
         return str(error)

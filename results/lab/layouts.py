@@ -39,7 +39,7 @@ from distributed_training.predict.orders import find_orders
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 from distributed_training.records.provenance import timestamp
 from distributed_training.records.record import start_record
-from distributed_training.run.assemble import describe_run
+from distributed_training.run.worker import describe_run
 from distributed_training.tools.overlap import length, union
 from results.lab import harness
 from results.lab.analysis.bubble import bubble, explain

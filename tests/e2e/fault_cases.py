@@ -16,7 +16,7 @@ import torch
 
 from distributed_training.engines import deepspeed, native
 from distributed_training.parallel.gradients import local_part
-from distributed_training.run import assemble, watch
+from distributed_training.run import watch, worker
 from distributed_training.run.loop import Trainer
 from distributed_training.run.saving import checkpoint
 from tests.e2e.support import run_script
@@ -109,5 +109,5 @@ def with_ctrl_c_in_a_library(job: dict[str, Any]) -> int:
         except KeyboardInterrupt:  # as a tensor's constructor does
             raise ValueError("could not determine the shape")  # noqa: B904
 
-    assemble.build_engine = build_engine
+    worker.build_engine = build_engine
     return run_script(job["arguments"])

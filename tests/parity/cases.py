@@ -22,7 +22,7 @@ from distributed_training.models.gpt2 import SIZES, gpt2_size, model
 from distributed_training.parallel import lora
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
-from distributed_training.run import assemble
+from distributed_training.run import worker
 from distributed_training.run.loop import learning_rate
 from distributed_training.run.saving.checkpoint import load_checkpoint, load_own, own_parts
 from results.lab import traffic
@@ -168,7 +168,7 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
     take(second_half)
     straight = run.engine.full_state()
     run.engine.close()
-    run.engine = assemble.build_engine(run.plan, run.topology)
+    run.engine = worker.build_engine(run.plan, run.topology)
     saved = TensorFiles(sorted(path.iterdir()))
     # As on another number of processes, and without learning: nothing may move.
     run.engine.load(saved, counters)

@@ -118,21 +118,20 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_published(tmp_path, monkeypatc
 
 
 def test_what_is_saved_while_training_goes_on_is_the_state_of_its_step(tmp_path, monkeypatch):
-    saved, engine, gate = [], FakeEngine(7), threading.Event()
+    engine, gate = FakeEngine(7), threading.Event()
     torch.manual_seed(1)
     expected = save(tmp_path / "while training waits", 5, engine=engine)
     write_parts = checkpoint.write_parts
     monkeypatch.setattr(
         checkpoint, "write_parts", lambda *words: gate.wait(60) and write_parts(*words)
     )
-    saver = Saver(plan_of(tmp_path), TOPOLOGY, lambda *found: saved.append(found))
+    saver = Saver(plan_of(tmp_path), TOPOLOGY)
     begin(saver, engine, 5)
     engine.state += torch.rand(10, 4)  # the next step
     assert not saver.has_ended()
-    assert (list_checkpoints(tmp_path), saved) == ([], [])
+    assert list_checkpoints(tmp_path) == []
     gate.set()
-    saver.finish()
-    ((folder, row),) = saved
+    folder, row = saver.finish()
     assert list_checkpoints(tmp_path) == [folder]
     for name in (RANK_0, "meta.json"):
         assert (folder / name).read_bytes() == (expected / name).read_bytes()
@@ -144,7 +143,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp
     engine.counters = dict
     for poison in (float("nan"), -float("inf")):
         engine.state[3, 1] = poison
-        saver = Saver(plan_of(tmp_path, keep=1), TOPOLOGY, lambda *_: None)
+        saver = Saver(plan_of(tmp_path, keep=1), TOPOLOGY)
         begin(saver, engine, 2)
         engine.state.fill_(2)  # what was copied counts
         with pytest.raises(FloatingPointError, match=r"weight/w has .* not finite on rank 0"):
@@ -186,11 +185,10 @@ def test_another_layout_draws_random_numbers_of_its_own(tmp_path):
 def test_without_room_for_a_copy_the_state_itself_is_written(tmp_path, monkeypatch):
     """While training waits."""
     monkeypatch.setattr(checkpoint, "available_ram_bytes", lambda: 100)
-    saver = Saver(plan_of(tmp_path), TOPOLOGY, lambda *_: None)
+    saver = Saver(plan_of(tmp_path), TOPOLOGY)
     begin(saver, FakeEngine(3), 3)
-    saver.finish()
+    folder, _ = saver.finish()
     assert saver.memory is None
-    (folder,) = list_checkpoints(tmp_path)
     engine = FakeEngine()
     assert (load(folder, engine), engine.value) == (3, 3)
 

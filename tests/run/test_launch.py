@@ -62,7 +62,7 @@ def spawn(tmp_path, monkeypatch):
     """Calls spawn() with ranks that touch the record, then end as the test says."""
 
     def call(codes, *, signum=0, recorded=True, push=None):
-        def run_ranks(command, count, ranks, line):
+        def run_ranks(command, count, begun, line):
             assert (command, count, line) == (["x.py"], 2, str(tmp_path))
             if recorded:
                 os.utime(tmp_path / "record.json")

@@ -74,13 +74,29 @@ def saved(monkeypatch):
     return steps
 
 
+@pytest.fixture
+def exported(monkeypatch):
+    """Steps whose best weights are exported; nothing is written."""
+    steps = []
+
+    def export(engine, *_):
+        steps.append(engine.step)
+        return SimpleNamespace(result=lambda: None)
+
+    monkeypatch.setattr(loop.export, "export", export)
+    return steps
+
+
 def make_trainer(engine=None, **config):
     lengths = np.full(STEPS_PER_EPOCH, 2)
     samples = Samples(np.arange(100), np.arange(STEPS_PER_EPOCH), lengths, 2, 0, lengths)
-    config = build_config({"batch_size": 1, "learning_rate": 0.1, **config})
+    values = {"batch_size": 1, "learning_rate": 0.1, "export": False, "generate": None}
+    config = build_config({**values, **config})
     return Trainer(
         engine=engine or CountingEngine(),
-        plan=SimpleNamespace(config=config, run_dir=Path("x"), own_disks=False),
+        plan=SimpleNamespace(
+            config=config, run_dir=Path("x"), own_disks=False, num_steps=NUM_STEPS
+        ),
         topology=TOPOLOGY,
         data=Data(train=samples, validation=samples.take(0, 2), fingerprint=""),
         sampler=Sampler(
@@ -92,7 +108,7 @@ def make_trainer(engine=None, **config):
             replica=0,
             seed=0,
         ),
-        num_steps=NUM_STEPS,
+        tokenizer=SimpleNamespace(talks=lambda form: False),
         display=Display(enabled=True),
     )
 
@@ -131,13 +147,17 @@ def test_checkpoints_are_saved_when_they_are_due_once_the_record_has_what_led_to
 
 def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
     done = []
+    row = {"copied": True}
     monkeypatch.setattr(checkpoint.Saver, "begin", lambda *_, step, **__: done.append(step))
-    monkeypatch.setattr(checkpoint.Saver, "finish", lambda _: done.append("finished"))
+    monkeypatch.setattr(
+        checkpoint.Saver, "finish", lambda _: done.append("finished") or (Path("x"), row)
+    )
     monkeypatch.setattr(checkpoint.Saver, "under_way", True)
     engine = CountingEngine(at_step=lambda step: done.append(step) if step == 5 else None)
     engine.eval_step = lambda *_: torch.tensor(1.0 / (1 + engine.step))
     trainer = make_trainer(engine, checkpoint_every=4, keep_best=True)
-    trainer.save_best = lambda: done.append("best")
+    best = SimpleNamespace(result=lambda: done.append("best"))
+    monkeypatch.setattr(loop.export, "export", lambda *_: best)
     trainer.run()
     finished = [before for before, after in itertools.pairwise(done) if after != "finished"]
     assert [what for what in done if what != "finished"] == [4, 5, "best", 8, "best", "best", 12]
@@ -196,14 +216,15 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
         ([9.0, float("nan"), 3.0, 5.0, 4.0, 3.0, 6.0], [5]),
     ],
 )
-def test_the_best_so_far_is_saved_at_each_evaluation_that_beats_those_before(losses, steps):
-    engine, at = CountingEngine(losses=[*range(NUM_STEPS)]), []
+def test_the_best_so_far_is_saved_at_each_evaluation_that_beats_those_before(
+    losses, steps, exported
+):
+    engine = CountingEngine(losses=[*range(NUM_STEPS)])
     trainer = make_trainer(engine, keep_best=True, eval_every=3)
     values = iter(loss for loss in losses for _ in range(len(trainer.data.validation)))
     engine.eval_step = lambda inputs, targets: torch.tensor(next(values) * len(targets) * 2.0)
-    trainer.save_best = lambda: at.append(trainer.step)
     trainer.run()
-    assert at == steps
+    assert exported == steps
     assert trainer.history.best["step"] == steps[-1]
     epochs = [(epoch["step"], epoch["mean_step_loss"]) for epoch in trainer.history.epochs]
     assert epochs == [(5, 2.0), (10, 7.0), (12, 10.5)]  # of their own steps

@@ -46,7 +46,7 @@ def test_they_start_while_the_run_is_planned_and_end_where_that_fails(tmp_path):
     command = [str(script), str(tmp_path)]
     with starting(command, 2) as begun:
         ranks_there = list(begun)
-    assert run_ranks(command, 2, ranks=ranks_there, line="a folder").exit_code == 0
+    assert run_ranks(command, 2, ranks_there, "a folder").exit_code == 0
     assert (tmp_path / "told-0").read_text() == "a folder 0 0 2 2 127.0.0.1"
     assert (tmp_path / "told-1").read_text() == "a folder 1 1 2 2 127.0.0.1"
     with pytest.raises(KeyboardInterrupt), starting(command, 2) as begun:

@@ -15,7 +15,7 @@ from distributed_training.engines import deepspeed, native
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.records.record import load_record
-from distributed_training.run import assemble, ending, worker
+from distributed_training.run import ending, worker
 from distributed_training.run.process import Process
 from distributed_training.settings.config import build_config
 from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, small_plan, started
@@ -27,7 +27,7 @@ def initial_model(monkeypatch, plan):
     """The model that is handed to an engine."""
     monkeypatch.setattr(native, "NativeEngine", lambda model, *_: model)
     monkeypatch.setattr(deepspeed, "DeepSpeedEngine", lambda model, *_: model)
-    return assemble.build_engine(plan, cpu_topology(plan))
+    return worker.build_engine(plan, cpu_topology(plan))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,23 +51,19 @@ ROOM = 1.3  # of what a copy takes, must be free
 class Saver:
     """Saves a run while it trains on: from a copy in host memory, in a thread, one at a time."""
 
-    def __init__(
-        self, plan: Plan, topology: Topology, saved: Callable[[Path, dict[str, Any]], None]
-    ) -> None:
-        """`saved` is called with a checkpoint's folder and its row of the record's `saves`."""
+    def __init__(self, plan: Plan, topology: Topology) -> None:
         self.plan = plan
         self.topology = topology
-        self.saved = saved
-        self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
         self.memory: HostMemory | None = None  # of the copy; None: there was no room
-        self._copies: list[Part] = []  # in it
+        self.step = 0  # of the last save
+        self._copies: list[Part] = []  # in that memory
         # Where the state itself is in host memory, that may grow scarce.
         self._keeps = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         # Who makes and removes folders, on a node's disk or for all nodes.
         self._leads = (topology.local_rank if plan.own_disks else topology.rank) == 0
+        self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
         self._pool = ThreadPoolExecutor(1)
         self.thread = self._pool.submit(threading.get_ident).result()  # that writes
-        self.step = 0  # of the last save
         self._ending: Future[Path] | None = None
         self._row: dict[str, Any] = {}
 
@@ -77,9 +73,8 @@ class Saver:
             self._find_memory(self._parts_to_write(engine))
 
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
-        """Begin to write the state, once what is being written has ended: a copy, which later steps
+        """Begin to write the state, where nothing else is being written: a copy, which later steps
         do not change; or itself, without `memory` for one: training waits then. Collective."""
-        self.finish()
         began = time.monotonic()
         self.step = step
         writing = self.plan.run_dir / resume.CHECKPOINTS / f".writing-{step:08d}"
@@ -91,22 +86,23 @@ class Saver:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         self._find_memory(parts)
-        self._row = {"step": step, "copied": False, "page_locked": False}
+        copied = self.memory is not None
+        page_locked = False
         if self.memory is not None:
             parts = self._copies = self.memory.copy(parts)
-            self._row |= {"copied": True, "page_locked": self.memory.page_locked}
+            page_locked = self.memory.page_locked
         meta = resume.Meta(
             step=step, work=self.plan.work, spread=self.plan.spread,
             data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
             counters=engine.counters(), files={}, checksums={},
         )  # fmt: skip
+        self._row = {"step": step, "copied": copied, "page_locked": page_locked}
         self._ending = self._pool.submit(self._write, writing, parts, meta)
         self._row["stall_s"] = time.monotonic() - began
 
     def _parts_to_write(self, engine: Engine) -> list[Part]:
         """What this rank writes of the state. Collective."""
-        own = own_parts(engine, self.topology)
-        parts = (*engine.state_parts(), *own, *_random_numbers(self.topology))
+        parts = (*engine.state_parts(), *own_parts(engine, self.topology))
         held = [part for part in parts if all(part.size)]
         copies = disks.copies_here(held, self.topology) if self.plan.own_disks else []
         return [part for part in held if part.writes] + copies
@@ -120,7 +116,9 @@ class Saver:
         if held is not None:  # freed before more is asked for
             held.wait()
         self.memory = held = None
-        if all(gather(_has_room(needed, self.plan))):
+        room = available_ram_bytes() > ROOM * needed * self.plan.processes_here
+        # What swaps to the disk has no memory for it.
+        if all(gather(room and not self.plan.strategy.swaps_to_disk)):
             self.memory = HostMemory(needed, self.topology.device if self._keeps else None)
 
     def weights(self, step: int) -> dict[str, torch.Tensor] | None:
@@ -135,19 +133,19 @@ class Saver:
 
     @property
     def under_way(self) -> bool:
-        """Whether `finish` has something to do."""
+        """Whether there is something to `finish`."""
         return self._ending is not None
 
     def has_ended(self) -> bool:
-        """Whether it will not wait."""
+        """Whether `finish` will not wait."""
         return self._ending is not None and self._ending.done()
 
-    def finish(self) -> None:
-        """Wait until nothing is being written. Raises what failed on any rank: OSError, say, or
-        FloatingPointError where the state is not finite and so was not saved."""
-        if self._ending is None:
-            return
+    def finish(self) -> tuple[Path, dict[str, Any]]:
+        """Wait for what is being written: the checkpoint, and its row of the record's `saves`.
+        Raises what failed on any rank: OSError, say, or FloatingPointError where the state is not
+        finite and so was not saved."""
         ending = self._ending
+        assert ending is not None
         self._ending = None
         began = time.monotonic()
         try:
@@ -156,7 +154,7 @@ class Saver:
             if not self._keeps:
                 self.memory = None
         self._row["stall_s"] += time.monotonic() - began
-        self.saved(folder, self._row)
+        return folder, self._row
 
     def _write(self, writing: Path, parts: list[Part], meta: resume.Meta) -> Path:
         """Write this rank's files; once all are on the disk publish them by one rename a disk, and
@@ -195,13 +193,6 @@ class Saver:
             if failed:
                 raise OSError(*failed) if failed[0] else FloatingPointError(failed[1])
         return [each for each, _ in ranks]
-
-
-def _has_room(num_bytes: int, plan: Plan) -> bool:
-    """Whether this machine's memory holds so many for each of its processes, and some more."""
-    if plan.strategy.swaps_to_disk:  # memory is not there for it
-        return False
-    return ROOM * num_bytes * plan.processes_here < available_ram_bytes()
 
 
 def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
@@ -243,9 +234,6 @@ def load_checkpoint(
         saved = TensorFiles(folder / name for name in names)
         engine.load(saved, meta.counters)
         if meta.spread == plan.spread:
-            torch.set_rng_state(saved.whole(f"random/cpu/{topology.rank}"))
-            if topology.device_type == "cuda":
-                torch.cuda.set_rng_state(saved.whole(f"random/cuda/{topology.rank}"))
             load_own(engine, saved, topology)
         else:  # other ranks draw other masks; never those of the run's first steps again
             seed_dropout(plan, topology, meta.step)
@@ -256,12 +244,21 @@ def load_checkpoint(
     return meta.step
 
 
-def own_parts(engine: Engine, topology: Topology) -> Iterator[Part]:
-    for name, tensor in engine.own_state().items():
-        yield part_of(f"own/{topology.rank}/{name}", tensor, tensor.shape, (0,) * tensor.dim())
+def own_parts(engine: Engine, topology: Topology) -> list[Part]:
+    """What only this rank has: its random numbers' state, and what its engine keeps to itself."""
+    rank = topology.rank
+    own = {f"own/{rank}/{name}": tensor for name, tensor in engine.own_state().items()}
+    own[f"random/cpu/{rank}"] = torch.get_rng_state()
+    if topology.device_type == "cuda":
+        own[f"random/cuda/{rank}"] = torch.cuda.get_rng_state()
+    return [part_of(name, each, each.shape, (0,) * each.dim()) for name, each in own.items()]
 
 
 def load_own(engine: Engine, saved: TensorFiles, topology: Topology) -> None:
+    """The same, into where it was."""
+    torch.set_rng_state(saved.whole(f"random/cpu/{topology.rank}"))
+    if topology.device_type == "cuda":
+        torch.cuda.set_rng_state(saved.whole(f"random/cuda/{topology.rank}"))
     own = f"own/{topology.rank}/"
     names = [name for name in saved.stored if name.startswith(own)]
     engine.load_own({name.removeprefix(own): saved.whole(name) for name in names})
@@ -274,11 +271,3 @@ def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
     alike = 1 if plan.config.sequence_parallel else topology.tp
     first = plan.config.seed + 1000 + step * topology.world_size
     torch.manual_seed(first + topology.rank // alike)
-
-
-def _random_numbers(topology: Topology) -> Iterator[Part]:
-    states = {"cpu": torch.get_rng_state()}
-    if topology.device_type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state()
-    for device, state in states.items():
-        yield part_of(f"random/{device}/{topology.rank}", state, state.shape, (0,))
