@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from distributed_training.records.comparison import Comparison, Layout
 from distributed_training.records.record import Record
-from distributed_training.records.tables import finite, tokens_per_s
+from distributed_training.records.tables import Comparison, Layout, finite, tokens_per_s
 
 STYLES = ("-", "--", "-.", ":")
 INCHES = 6.4  # wide

@@ -1,17 +1,25 @@
-"""What a table can say of runs, by heading. Every number in a table becomes text here."""
+"""What can be said of runs, by heading, and tables of runs that did the same work, side by side."""
 
 from __future__ import annotations
 
+import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from distributed_training.records.display import NOT_MEASURED, gib, last_part
-from distributed_training.records.record import Record
+from distributed_training.records.record import Record, is_alive
 
 Value = Callable[[Record], float | None]
 MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
+NOTHING = "-"
+MEASURED = (
+    "tokens/s", "ms a step", "MFU", "peak GPU memory", "peak host memory", "training loss",
+    "validation loss", "validation perplexity",
+)  # fmt: skip
+_IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 
 @dataclass(frozen=True)
@@ -23,22 +31,18 @@ class Number:
     missing: str = NOT_MEASURED
     spread: bool = False  # with the standard deviation, where there are several
 
-    def mean(self, records: Sequence[Record]) -> float | None:
-        """Over the runs that have it."""
-        found = self._found(records)
-        return statistics.fmean(found) if found else None
+    def values(self, records: Sequence[Record]) -> list[float]:
+        """Of the runs that have it."""
+        return [value for r in records if (value := self.value(r)) is not None]
 
     def __call__(self, *records: Record) -> str:
-        found = self._found(records)
+        found = self.values(records)
         if not found:
             return self.missing
         text = self.show(statistics.fmean(found))
         if self.spread and len(found) > 1:
             text += f" ± {self.show(statistics.stdev(found))}"
         return text
-
-    def _found(self, records: Sequence[Record]) -> list[float]:
-        return [value for r in records if (value := self.value(r)) is not None]
 
 
 def tokens_per_s(r: Record) -> float | None:
@@ -50,23 +54,27 @@ def step_s(r: Record) -> float | None:
     return r.performance.get("step_time_s", {}).get("p50")
 
 
-def measured_peak(r: Record) -> float | None:
-    """Bytes that tensors hold on the fullest GPU, else the RAM of the fullest process."""
-    on_gpu = r.memory.get("peak_allocated_bytes")
-    return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
-
-
-def predicted_peak(r: Record) -> float | None:
-    """What `measured_peak` is to be."""
-    return predicted("peak_bytes" if r.machine["gpu_name"] else "host_bytes")(r)
-
-
 def predicted(name: str) -> Value:
     """An entry of the record's prediction."""
     return lambda r: (r.prediction or {}).get(name)
 
 
-def trained(name: str) -> Value:
+def finite(value: float | None) -> float:
+    """What was not finite is None in a record."""
+    return float("nan") if value is None else value
+
+
+def _measured_peak(r: Record) -> float | None:
+    """Bytes that tensors hold on the fullest GPU, else the RAM of the fullest process."""
+    on_gpu = r.memory.get("peak_allocated_bytes")
+    return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
+
+
+def _predicted_peak(r: Record) -> float | None:
+    return predicted("peak_bytes" if r.machine["gpu_name"] else "host_bytes")(r)
+
+
+def _trained(name: str) -> Value:
     """An entry of the last evaluation; None where there was none since training began."""
 
     def value(r: Record) -> float | None:
@@ -76,12 +84,12 @@ def trained(name: str) -> Value:
     return value
 
 
-validation_loss = trained("loss")
+def _training_loss(r: Record) -> float | None:
+    return finite(r.loss_curve[-1][1]) if r.loss_curve else None
 
 
-def finite(value: float | None) -> float:
-    """What was not finite is None in a record."""
-    return float("nan") if value is None else value
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f}"
 
 
 def layout_words(record: Record) -> list[str]:
@@ -102,10 +110,6 @@ def layout_words(record: Record) -> list[str]:
     return words
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:,.1f}"
-
-
 # What tells the settings of runs apart, besides the strategy.
 SETTINGS: dict[str, Callable[..., str]] = {
     "model": lambda r: r.config["model"],
@@ -116,7 +120,7 @@ SETTINGS: dict[str, Callable[..., str]] = {
     "dataset": lambda r: last_part(r.config["dataset"]),
 }
 MS_A_STEP = Number(step_s, _milliseconds, spread=True)
-MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds, "-")
+MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds, NOTHING)
 # What was measured. GPU memory is what PyTorch's allocator reserved: "allocated" leaves out the
 # buffers of CUDA graphs.
 COLUMNS: Mapping[str, Callable[..., str]] = {
@@ -127,11 +131,256 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
     "MFU": Number(lambda r: r.performance.get("mfu"), "{:.1%}".format),
     "peak GPU memory": Number(lambda r: r.memory.get("peak_reserved_bytes"), gib),
     "peak host memory": Number(lambda r: r.memory.get("peak_host_bytes"), gib),
-    "training loss": Number(
-        lambda r: finite(r.loss_curve[-1][1]) if r.loss_curve else None,
-        "{:.3f}".format,
-        spread=True,
-    ),
-    "validation loss": Number(validation_loss, "{:.4f}".format, spread=True),
-    "validation perplexity": Number(trained("perplexity"), "{:.1f}".format, spread=True),
+    "training loss": Number(_training_loss, "{:.3f}".format, spread=True),
+    "validation loss": Number(_trained("loss"), "{:.4f}".format, spread=True),
+    "validation perplexity": Number(_trained("perplexity"), "{:.1f}".format, spread=True),
 }
+PREDICTED = {  # what -> heading, measured, predicted
+    "time": ("ms", MS_A_STEP, MS_PREDICTED),
+    "memory": ("peak", Number(_measured_peak, gib), Number(_predicted_peak, gib)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """One row: a way to do the work and its runs, a seed each, or a run by itself."""
+
+    name: str
+    records: list[Record]
+    num_runs: int = 1  # that are wanted
+    why: str = ""  # there are fewer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of words and numbers as text; the first column names the row."""
+
+    title: str
+    about: str
+    headers: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Layouts that did the same work."""
+
+    layouts: list[Layout]
+    work: str = ""  # what was asked for, or how it differs from others' work, in words
+    rows: str = "strategy"  # what a row is
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for layout in self.layouts for record in layout.records]
+
+    @property
+    def finished(self) -> list[Layout]:
+        """Layouts with results, and of their runs those that have them."""
+        found = []
+        for layout in self.layouts:
+            if records := [r for r in layout.records if r.performance]:
+                found.append(Layout(name=layout.name, records=records))
+        return found
+
+    @property
+    def title(self) -> str:
+        """What all runs have in common."""
+        if not self.records:
+            return self.work
+        common = [f"{name} {value}" for name, value in common_settings(self.records).items()]
+        common.append(f"on {self.records[0].machine['gpu_name'] or 'CPU'}")
+        return "; ".join(filter(None, (", ".join(common), self.work)))
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know besides: why runs failed, and whether they can be compared."""
+        found = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
+        for layout in self.layouts:
+            found += [f"{layout.name} {r.status}: {r.error}" for r in layout.records if r.error]
+            found += [f"{layout.name} {note}" for r in layout.records if (note := overfitting(r))]
+        works = [record.work for record in self.records]
+        if differ := [key for key in differing(works) if key != "seed"]:
+            found.append(f"The runs did not do the same work: they differ in {', '.join(differ)}.")
+        return found
+
+    def tables(self) -> list[Table]:
+        """Those that there are figures for."""
+        fullest = "Of the fullest process at its fullest moment, as predicted."
+        sends = (
+            "Of the process that sends most, by formula (strategies/LAWS.md), collectives as rings."
+        )
+        found = [
+            results(self),
+            predictions(self),
+            _parts(self, "Memory by component", fullest, _memory_parts),
+            _parts(self, "Bytes sent a step", sends, _sent_parts),
+        ]
+        return [table for table in found if len(table.headers) > 1]
+
+
+def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values are not equal in all."""
+    keys = dict.fromkeys(key for run in runs for key in run)
+    return [key for key in keys if len({repr(run.get(key)) for run in runs}) > 1]
+
+
+def common_settings(records: Sequence[Record]) -> dict[str, str]:
+    """The columns of SETTINGS in which all agree."""
+    differ = differing([{name: cell(r) for name, cell in SETTINGS.items()} for r in records])
+    return {name: cell(records[0]) for name, cell in SETTINGS.items() if name not in differ}
+
+
+def overfitting(r: Record) -> str:
+    """Where the validation loss was lowest, if it has risen since."""
+    seen = [(row["loss"], row["step"]) for row in r.evaluations if row["loss"] is not None]
+    lowest, step = min(seen, default=(0, 0))
+    if not seen or seen[-1][0] <= 1.01 * lowest:
+        return ""
+    last = seen[-1][0]
+    return f"overfitted: its validation loss was {lowest:.3f} after step {step}, now {last:.3f}"
+
+
+def status(r: Record) -> str:
+    """How a run ended and, unless it is finished, where."""
+    if r.status == "ok":
+        return "ok"
+    killed = r.status == "running" and r.hostname == platform.node() and not is_alive(r)
+    return f"{'killed' if killed else r.status} {r.step}/{r.num_steps}"
+
+
+def group_by_work(records: Sequence[Record]) -> list[Comparison]:
+    """A row a run, by the work they did, that of the newest run first."""
+    records = sorted(records, key=lambda r: r.started_at)
+    telling = differing([record.work for record in records])
+    groups: dict[str, list[tuple[str, Record]]] = {}
+    for name, r in reversed([*zip(run_names(records), records, strict=True)]):
+        work = repr([r.work.get(key) for key in telling])
+        groups.setdefault(work, []).insert(0, (name, r))
+    said = [key for key in telling if key not in _IN_SETTINGS]
+    if len(telling) > 1:  # a hash tells a reader least
+        said = [key for key in said if key != "data_fingerprint"]
+    found = []
+    for group in groups.values():
+        common = common_settings([r for _, r in group])
+        layouts = []
+        for name, r in group:
+            words = [f"{name} {COLUMNS['strategy'](r)}".lstrip()]
+            words += [f"{key} {cell(r)}" for key, cell in SETTINGS.items() if key not in common]
+            layouts.append(Layout(name=", ".join(words), records=[r]))
+        first = group[0][1].work
+        differs = ", ".join(f"{key} {last_part(str(first.get(key)))[:12]}" for key in said)
+        found.append(Comparison(layouts=layouts, work=differs, rows="run"))
+    return found
+
+
+def run_names(records: Sequence[Record]) -> list[str]:
+    """What tells the names of the runs' folders apart: the first words that do. Empty for the only
+    run."""
+    words = [tuple(Path(r.run_dir).name.split("-")) for r in records]
+    different = set(words)
+    if len(different) == 1:
+        return ["" if len(words) == 1 else "-".join(name) for name in words]
+    first = 0
+    while len({name[: first + 1] for name in different}) == 1:
+        first += 1
+    last = first
+    while len({name[:last] for name in different}) < len(different):
+        last += 1
+    return ["-".join(name[first:last]) for name in words]
+
+
+def results(comparison: Comparison) -> Table:
+    """How fast, how good; every layout has a row, those that failed, too."""
+    rows = []
+    for layout in comparison.layouts:
+        done = [r for r in layout.records if r.performance]
+        cells = [COLUMNS[name](*done) if done else NOTHING for name in MEASURED]
+        count = len(layout.records)
+        runs = f"{count} of {layout.num_runs}" if layout.num_runs > 1 else NOTHING
+        if layout.why:
+            ended = "failed"
+        elif count < layout.num_runs:
+            ended = f"{layout.num_runs - count} of {layout.num_runs} not run yet"
+        else:
+            ended = status(layout.records[-1])
+        rows.append([layout.name, *cells, runs, ended])
+    about = "Median step of each run"
+    if any(len(layout.records) > 1 for layout in comparison.layouts):
+        about += "; mean ± standard deviation over the seeds"
+    headers = [comparison.rows, *MEASURED, "runs", "status"]
+    return _table("Results", f"{about}.", headers, rows)
+
+
+def predictions(comparison: Comparison) -> Table:
+    """What the plan said before each run."""
+    records = comparison.records
+    on_gpu = any(r.machine["gpu_name"] for r in records)
+    what = "what tensors hold on the fullest GPU" if on_gpu else "RAM of the fullest process"
+    about = f"Memory is {what}. Each prediction was made before its run"
+    headers = [comparison.rows]
+    for name, (heading, found, said) in PREDICTED.items():
+        headers += [f"{heading} measured", f"{heading} predicted", f"{heading} off"]
+        errors = [abs(error) for r in records for error in _errors(said, found, [r])]
+        if errors:
+            near = sum(error <= 0.10 for error in errors)
+            median = statistics.median(errors)
+            about += f"; {name}: {near} of {len(errors)} within 10%, median {median:.0%} off"
+    rows = []
+    for layout in comparison.finished if any(r.prediction for r in records) else []:
+        row = [layout.name]
+        for _, found, said in PREDICTED.values():
+            off = [f"{error:+.0%}" for error in _errors(said, found, layout.records)]
+            row += [found(*layout.records), said(*layout.records), *(off or [NOTHING])]
+        bound = {r.prediction["bound_by"] for r in layout.records if r.prediction} - {None}
+        rows.append([*row, ", ".join(sorted(bound)) or NOTHING])
+    return _table("Prediction and measurement", f"{about}.", [*headers, "mostly"], rows)
+
+
+def _errors(said: Number, found: Number, records: Sequence[Record]) -> list[float]:
+    """Mean prediction by mean measurement, less one; empty where one of them is missing."""
+    expected = said.values(records)
+    measured = found.values(records)
+    if not expected or not measured:
+        return []
+    return [statistics.fmean(expected) / statistics.fmean(measured) - 1]
+
+
+def _memory_parts(r: Record) -> dict[str, float]:
+    """Component -> predicted bytes of the fullest process; without a GPU with what Python and the
+    libraries take."""
+    if r.prediction is None:
+        return {}
+    parts = dict(r.prediction["memory_bytes"])
+    if not r.machine["gpu_name"]:
+        parts["Python"] = r.prediction["host_bytes"] - sum(parts.values())
+    return parts
+
+
+def _sent_parts(r: Record) -> dict[str, float]:
+    sent = (r.prediction or {}).get("sent_bytes", {})
+    return {f"over {axis}": size for axis, size in sent.items()}
+
+
+def _parts(
+    comparison: Comparison, title: str, about: str, parts_of: Callable[[Record], dict[str, float]]
+) -> Table:
+    """A row a layout, a column a part (in bytes), and the sum."""
+    parts = {layout.name: parts_of(layout.records[0]) for layout in comparison.finished}
+    names = dict.fromkeys(part for each in parts.values() for part in each)
+    rows = []
+    for name, each in parts.items():
+        sizes = [*(each.get(part) for part in names), sum(each.values())]
+        rows.append([name, *(gib(size) if size else NOTHING for size in sizes)])
+    return _table(title, about, [comparison.rows, *names, "in all"], rows)
+
+
+def _table(title: str, about: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Without the columns that say nothing."""
+    told = [[NOTHING if cell == NOT_MEASURED else cell for cell in row] for row in rows]
+    kept = [place for place in range(len(headers)) if any(row[place] != NOTHING for row in told)]
+    return Table(
+        title=title,
+        about=about,
+        headers=[headers[place] for place in kept],
+        rows=[[row[place] for place in kept] for row in told],
+    )

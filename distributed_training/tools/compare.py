@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from tqdm import tqdm
 
 from distributed_training.plan.machine import detect_machine
-from distributed_training.records import page
-from distributed_training.records.comparison import Comparison, Layout, differing
+from distributed_training.records import report
 from distributed_training.records.display import NOT_MEASURED, WIDTH, short_path
 from distributed_training.records.record import (
     METRICS_FILE,
@@ -39,22 +39,32 @@ from distributed_training.records.record import (
     plural,
     write_json,
 )
-from distributed_training.records.tables import COLUMNS, layout_words
+from distributed_training.records.tables import COLUMNS, Comparison, Layout, differing, layout_words
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import handling
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import expand_home, load_json
+from distributed_training.settings.files import expand_home, load_json, parse_as
 from distributed_training.settings.strategies import strategy_options
 
 # Not part of what is compared; a key that is typed or in the plan stays as it is.
 QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
-SIZE_OF_STEP = ("batch_size", "grad_accum_steps")  # work, though not marked as such
+# What is to be done; the step's size is work, though not marked as such.
+WORK = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
 RECORDS = f"[!l]*/{RECORD_FILE}"  # not through the link "latest"
 PATIENCE_S = 30.0  # for a run that was told to stop
 SAID = ("tokens/s", "peak GPU memory", "peak host memory", "validation loss")  # of each run
+TITLE = "Strategies side by side"
 Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
 Values = dict[str, Any]
+
+
+class RunPlan(BaseModel):
+    """A plan's JSON; what else is in it is for its readers."""
+
+    num_gpus: int | str = "all"
+    common: Values = {}
+    runs: list[Values] = Field(min_length=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,7 +72,9 @@ class Run:
     """One training that is wanted, and what came of it."""
 
     values: Values  # CONFIG keys over CONFIG, strategy and seed among them
+    command: list[str]  # but for the values
     num_processes: int
+    work: str = ""  # what it is to do, in words, and how: strategy and what tells it from others
     name: str = ""
     config: RunConfig | None = None  # None: refused before it was started
     record: Record | None = None  # None: not started
@@ -72,31 +84,10 @@ class Run:
     apart: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
-    def finished(self) -> Record | None:
-        return None if self.why else self.record
-
-    @property
-    def left(self) -> bool:
-        """Neither finished nor failed."""
-        return self.record is None and not self.why
-
-    @property
-    def texts(self) -> list[str]:
-        return [f"{key}={value}" for key, value in self.values.items()]
-
-    @property
-    def layout(self) -> Values:
-        """What is compared: all but the seed."""
-        return {key: value for key, value in self.values.items() if key != "seed"}
-
-
-@dataclass(kw_only=True, slots=True)
-class Wanted:
-    """All runs of a comparison and where they go."""
-
-    runs: list[Run]
-    out: Path
-    command: list[str]  # of every run, but for its values and how many processes
+    def status(self) -> str:
+        if self.record is None:
+            return "not run" if self.why else "left"
+        return "failed" if self.why else "ok"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -111,35 +102,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Do what is missing, then write the page; 1 where no run finished, 130 where interrupted."""
-    wanted = plan_runs(arguments, build, script, QUIETLY)
-    runs = wanted.runs
-    take_finished(wanted)
-    kept = sum(run.finished is not None for run in runs)
+    runs, out = plan_runs(arguments, build, script, QUIETLY)
+    take_finished(runs, out)
+    kept = count(runs, "ok")
     processes = plural(runs[0].num_processes, "process")
-    about = f"{plural(len(runs), 'run')} with {processes} each, in {short_path(wanted.out)}"
+    about = f"{plural(len(runs), 'run')} with {processes} each, in {short_path(out)}"
     print(f"{about}; {kept} are there already" if kept else about)
     if arguments.dry_run:
-        print_commands(runs)
+        print_settings(runs)
         return 0
     code = 0
     try:
-        train_each(wanted, lambda run: keep(run, wanted.out, arguments.git_commit))
+        train_each(runs, out, lambda run: keep(run, out, arguments.git_commit))
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-        left = sum(run.left for run in runs)
-        print(f"interrupted with {left} to go; the same command goes on with them")
-    write_page(wanted)
-    return code or int(not any(run.finished for run in runs))
+        print(f"interrupted with {count(runs, 'left')} to go; the same command goes on with them")
+    write_page(runs, out)
+    return code or int(count(runs, "ok") == 0)
 
 
-def print_commands(runs: Sequence[Run]) -> None:
-    """What is set in each run that is left, for a dry run."""
-    print("\n".join(f"  {' '.join(run.texts)}" for run in runs if run.left))
+def count(runs: Sequence[Run], status: str) -> int:
+    """How many have this status."""
+    return sum(run.status == status for run in runs)
 
 
-def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always: Values) -> Wanted:
-    """Which runs are wanted, with `always` where nothing else is typed or in the plan. Raises
-    UserError where nothing can be compared."""
+def plan_runs(
+    arguments: argparse.Namespace, build: Build, script: Path, always: Values
+) -> tuple[list[Run], Path]:
+    """(the runs that are wanted, with `always` where nothing else is typed or in the plan; where
+    they go). Raises UserError where nothing can be compared."""
     if arguments.seeds < 1:
         raise UserError(f"--seeds {arguments.seeds} is not at least 1")
     if (arguments.plan is None) == (arguments.strategies is None):
@@ -148,80 +139,85 @@ def plan_runs(arguments: argparse.Namespace, build: Build, script: Path, always:
     if arguments.cluster is not None:
         raise UserError("--cluster only plans, and this trains", fix="leave it out")
     if arguments.plan is not None:
-        plan = read_plan(Path(expand_home("the plan", arguments.plan)))
-        name = Path(arguments.plan).stem
+        file = Path(expand_home("the plan", arguments.plan))
+        fix = 'write {"num_gpus": N, "common": {...}, "runs": [{...}, ...]}'
+        plan = parse_as(RunPlan, load_json(file, "plan"), f"{file} is not a plan of runs", fix)
+        name = file.stem
     else:
-        plan = {"runs": [{"strategy": word.strip()} for word in arguments.strategies.split(",")]}
-        name = "-".join(run["strategy"] for run in plan["runs"])
-    common = always | by_name(plan.get("common", {}))
-    layouts = [common | by_name(run) for run in plan["runs"]]
+        words = [word.strip() for word in arguments.strategies.split(",")]
+        plan = RunPlan(runs=[{"strategy": word} for word in words])
+        name = "-".join(words)
+    layouts = [always | by_name(plan.common) | by_name(values) for values in plan.runs]
     typed = by_name(dict(text.partition("=")[::2] for text in arguments.overrides))
     own = [set(strategy_options(each.get("strategy", AUTO)).model_fields) for each in layouts]
     for layout, keys in zip(layouts, own, strict=True):
         foreign = set().union(*own) - keys  # that only the engines of other strategies have
         layout.update((key, value) for key, value in typed.items() if key not in foreign)
-    asked = str(arguments.num_gpus or plan.get("num_gpus", "all"))
-    count = requested_processes(asked, detect_machine(), {})
-    seeds = range(arguments.seeds)
-    runs = [with_seed(layout, seed, build, count) for seed in seeds for layout in layouts]
-    if len({run.values["seed"] for run in runs}) > 1:
-        for each in runs:
-            each.name += f", seed {each.values['seed']}"
-    built = next((run.config for run in runs if run.config is not None), None)
-    if built is None:
-        raise UserError(runs[0].why if runs else "the plan has no runs")
-    options = {"max_restarts": arguments.max_restarts, "preset": arguments.preset}
-    more = [f"--{name}={value}" for name, value in options.items() if value]
-    command = [sys.executable, str(script), *more]
+    processes = requested_processes(str(arguments.num_gpus or plan.num_gpus), detect_machine(), {})
+    command = [sys.executable, str(script)]
+    if arguments.max_restarts:
+        command.append(f"--max_restarts={arguments.max_restarts}")
+    if arguments.preset:
+        command.append(f"--preset={arguments.preset}")
     if arguments.force:
         command.append("--force")
-    out = Path(built.output_dir) / f"compare-{name}-x{count}"
+    seeds = range(arguments.seeds)
+    runs = [plan_run(each, more, build, command, processes) for more in seeds for each in layouts]
+    telling = {*differing([run.values for run in runs])} - {"strategy", "seed"}
+    for run in runs:
+        settings = {key: value for key, value in run.values.items() if key != "seed"}
+        run.work = ", ".join(f"{key} {settings[key]}" for key in settings if key in WORK)
+        words = [f"{key}={settings[key]}" for key in settings if key in telling - WORK]
+        run.name = " ".join([settings["strategy"], *words])
+    built = next((run.config for run in runs if run.config is not None), None)
+    if built is None:
+        raise UserError(runs[0].why)
     if arguments.out:
-        out = Path(expand_home("--out", arguments.out))
-    return Wanted(runs=runs, out=out, command=command)
+        return runs, Path(expand_home("--out", arguments.out))
+    return runs, Path(built.output_dir) / f"compare-{name}-x{processes}"
 
 
-def read_plan(path: Path) -> dict[str, Any]:
-    """A plan's JSON. Raises UserError for what is not a plan."""
-    plan = load_json(path, "plan")
-    runs = plan.get("runs") if isinstance(plan, dict) else None
-    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
-        fix = 'write {"num_gpus": N, "common": {...}, "runs": [{...}, ...]}'
-        raise UserError(f"{path} is not a plan of runs", fix=fix)
-    return plan
-
-
-def by_name(values: Values) -> dict[str, Any]:
+def by_name(values: Values) -> Values:
     """The values under their keys' own names."""
     names = {alias: key.name for key in KEYS.values() for alias in key.aliases}
     return {names.get(name.strip(), name.strip()): value for name, value in values.items()}
 
 
-def with_seed(layout: Values, more: int, build: Build, num_processes: int) -> Run:
-    """A run of a layout with the seed that CONFIG gives it and `more`."""
-    values = {"strategy": "?", **layout, "seed": more}
-    run = Run(values=values, num_processes=num_processes, name=values["strategy"])
+def texts(values: Values) -> list[str]:
+    """As the command line takes them."""
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def plan_run(
+    values: Values, more: int, build: Build, command: list[str], num_processes: int
+) -> Run:
+    """A run of these values with the seed that CONFIG gives it and `more`."""
+    asked = {"strategy": "?", **values, "seed": more}
+    run = Run(values=asked, command=command, num_processes=num_processes)
     try:
-        config = build([f"{key}={value}" for key, value in layout.items()])
+        config = build(texts(values))
         if config.batch_size == AUTO:
             what = "compare needs a batch_size: each strategy would choose its own"
             raise UserError(what, fix="add --batch_size 8")
+        run.config = config.model_copy(update={"seed": config.seed + more})
+        run.values |= {"strategy": config.strategy, "seed": run.config.seed}
     except UserError as error:
         run.why = str(error)
-        return run
-    run.config = config.model_copy(update={"seed": config.seed + more})
-    run.name = config.strategy
-    run.values |= {"strategy": config.strategy, "seed": run.config.seed}
     return run
 
 
-def take_finished(wanted: Wanted) -> None:
+def print_settings(runs: Sequence[Run]) -> None:
+    """What is set in each run that is left, for a dry run."""
+    print("\n".join(f"  {' '.join(texts(run.values))}" for run in runs if run.status == "left"))
+
+
+def take_finished(runs: Sequence[Run], out: Path) -> None:
     """Give each run the finished record of the same CONFIG that lies in the folder."""
     known = []
-    for path in sorted(wanted.out.glob("*.json")):
+    for path in sorted(out.glob("*.json")):
         with contextlib.suppress(UserError):  # another file
             known.append(load_record(path))
-    for run in wanted.runs:
+    for run in runs:
         if run.config is not None:
             # Equal runs may have other output_dirs.
             asked = json.loads(to_json(run.config.to_user_words())) | {"output_dir": ""}
@@ -231,26 +227,28 @@ def take_finished(wanted: Wanted) -> None:
                     run.record = record
 
 
-def train_each(wanted: Wanted, conclude: Callable[[Run], str]) -> None:
+def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -> None:
     """Train what is left, one run after the other, and print what `conclude` says of each; a layout
     that failed with one seed is not tried with the next."""
-    runs = wanted.runs
-    wanted.out.mkdir(parents=True, exist_ok=True)
-    print(f"what they print goes to {short_path(wanted.out)}/log.txt", flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"what they print goes to {short_path(out)}/log.txt", flush=True)
+    seeds = {run.values.get("seed") for run in runs}
     for number, run in enumerate(runs, 1):
-        if run.record is not None:
+        if run.status == "ok":
             continue
         place = f"{number:>3}/{len(runs)}  "
-        if not run.why:
-            print(f"{place}{run.name} ...", flush=True)
+        name = f"{run.name}, seed {run.values['seed']}" if len(seeds) > 1 else run.name
+        if run.status == "left":
+            print(f"{place}{name} ...", flush=True)
             began = time.monotonic()
-            launch(wanted, run)
+            train(run, out)
             run.seconds = time.monotonic() - began
         for other in runs:
-            if run.why and other.left and other.layout == run.layout:
+            same = (other.work, other.name) == (run.work, run.name)
+            if same and other.status == "left":
                 other.why = run.why
-        line = f"{place}{run.name}: {conclude(run)}"
-        left = sum(other.left for other in runs)
+        line = f"{place}{name}: {conclude(run)}"
+        left = count(runs, "left")
         durations_s = [other.seconds for other in runs if other.seconds]
         if left and durations_s:
             seconds = left * statistics.mean(durations_s)
@@ -258,22 +256,37 @@ def train_each(wanted: Wanted, conclude: Callable[[Run], str]) -> None:
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * len(place)), flush=True)
 
 
-def launch(wanted: Wanted, run: Run) -> None:
-    """Do a run: its record, unless it did not start, and why it did not end well."""
-    folder = wanted.out / "runs"
+def train(run: Run, out: Path) -> None:
+    """Do a run in a session of its own and note what came of it; on Ctrl-C or SIGTERM it is told to
+    stop first. Raises KeyboardInterrupt then."""
+    folder = out / "runs"
     before = set(folder.glob(RECORDS))
-    own = [f"--num_gpus={run.num_processes}", "--set", *run.texts, f"output_dir={folder}"]
-    command = [*wanted.command, *own]
-    with open(wanted.out / "log.txt", "a+", encoding="utf-8", errors="replace") as log:
+    settings = ["--set", *texts(run.values), f"output_dir={folder}"]
+    command = [*run.command, f"--num_gpus={run.num_processes}", *settings]
+    with (
+        open(out / "log.txt", "a+", encoding="utf-8", errors="replace") as log,
+        handling({signal.SIGTERM: signal.default_int_handler}),
+    ):
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()
         place = log.tell()
-        code = wait_for(command, log)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGINT)
+            try:
+                process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
         log.seek(place)
         lines = [line.strip() for line in log if line.strip()]
     # The line in which a run says why it did not start, else its last one.
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    said = (errors or lines or [f"exit code {code}"])[-1]
+    errors = [line for line in lines if line.startswith("error: ")]
+    said = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")
     for path in set(folder.glob(RECORDS)) - before:
         run.record = load_record(path)
     if run.record is None:
@@ -284,8 +297,8 @@ def launch(wanted: Wanted, run: Run) -> None:
 
 def keep(run: Run, out: Path, git_commit: str | None) -> str:
     """Keep the record of a run that finished. What came of it, in a line."""
-    record = run.finished
-    if record is None:
+    record = run.record
+    if record is None or run.why:
         return run.why
     folder = Path(record.run_dir)
     values = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
@@ -299,24 +312,6 @@ def keep(run: Run, out: Path, git_commit: str | None) -> str:
     return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell != NOT_MEASURED)
 
 
-def wait_for(command: Sequence[str], log: Any) -> int:
-    """The exit code of a program in a session of its own; on Ctrl-C or SIGTERM it is told to stop
-    first. Raises KeyboardInterrupt then."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-    )
-    with handling({signal.SIGTERM: signal.default_int_handler}):
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            os.killpg(process.pid, signal.SIGINT)
-            try:
-                process.wait(PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-
-
 def record_path(record: Record, folder: Path) -> Path:
     """Where to keep a record: named by what distinguishes it, the same run again by a number."""
     model = record.config["model"].rpartition("/")[2]
@@ -325,50 +320,28 @@ def record_path(record: Record, folder: Path) -> Path:
     return free_path(folder, name, ".json")
 
 
-def comparisons_of(runs: Sequence[Run]) -> list[Comparison]:
-    """The runs by what they were to do, then by layout."""
-    work = [key for key in KEYS if KEYS[key].work or key in SIZE_OF_STEP]
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        words = [f"{key} {value}" for key, value in run.layout.items() if key in work]
-        groups.setdefault(", ".join(words), []).append(run)
-    found = []
-    for asked, members in groups.items():
-        layouts = []
-        for name, alike in by_layout(members).items():
-            records = [run.finished for run in alike if run.finished is not None]
-            why = next((run.why for run in alike if run.why), "")
-            layouts.append(Layout(name=name, records=records, num_runs=len(alike), why=why))
-        said = any(layout.records for layout in layouts)  # by the records
-        found.append(Comparison(work="" if said else asked, layouts=layouts))
-    return found
-
-
-def by_layout(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs by strategy and the settings in which their layouts differ."""
-    telling = set(differing([run.layout for run in runs])) - {"strategy"}
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        words = [f"{key}={value}" for key, value in run.layout.items() if key in telling]
-        found.setdefault(" ".join([run.values["strategy"], *words]), []).append(run)
-    return found
-
-
-def write_page(wanted: Wanted) -> None:
+def write_page(runs: Sequence[Run], out: Path) -> None:
     """compare.md with its plots, compare.html, and a table on the screen."""
-    comparisons = comparisons_of(wanted.runs)
-    sections = page.build_sections(comparisons)
-    page.save_plots(sections, wanted.out)
-    finished = sum(run.finished is not None for run in wanted.runs)
-    runs = plural(len(wanted.runs), "run")
-    if finished < len(wanted.runs):
-        runs = f"{finished} of {runs}"
-    heading = f"{runs}, each in processes of its own, one after the other."
-    title = "Strategies side by side"
-    text = page.markdown(title, heading, sections)
-    (wanted.out / "compare.md").write_text(text, encoding="utf-8")
-    text = page.html(title, heading, sections)
-    (wanted.out / "compare.html").write_text(text, encoding="utf-8")
+    groups: dict[str, dict[str, list[Run]]] = {}
+    for run in runs:
+        groups.setdefault(run.work, {}).setdefault(run.name, []).append(run)
+    comparisons = []
+    for work, rows in groups.items():
+        layouts = []
+        for name, members in rows.items():
+            records = [run.record for run in members if run.record and not run.why]
+            why = next((run.why for run in members if run.why), "")
+            layouts.append(Layout(name=name, records=records, num_runs=len(members), why=why))
+        said = any(layout.records for layout in layouts)  # by the records
+        comparisons.append(Comparison(work="" if said else work, layouts=layouts))
+    sections = report.build_sections(comparisons)
+    report.save_plots(sections, out)
+    number = plural(len(runs), "run")
+    if count(runs, "ok") < len(runs):
+        number = f"{count(runs, 'ok')} of {number}"
+    heading = f"{number}, each in processes of its own, one after the other."
+    for file, form in (("compare.md", report.markdown), ("compare.html", report.html)):
+        (out / file).write_text(form(TITLE, heading, sections), encoding="utf-8")
     for comparison in comparisons:
-        print(f"\n{page.terminal(comparison)}")
-    print(f"\nwrote {short_path(wanted.out)}/compare.md and compare.html")
+        print(f"\n{report.terminal(comparison)}")
+    print(f"\nwrote {short_path(out)}/compare.md and compare.html")

@@ -12,7 +12,7 @@ import itertools
 import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,29 @@ def time_group(
     `ranks`: of `group`, unless only they take part, which but sends cannot. Collective over all
     processes."""
     ranks = ranks or dist.get_process_group_ranks(group or dist.group.WORLD)
+
+    def there_and_back(tensor: torch.Tensor) -> None:
+        if dist.get_rank() == ranks[0]:
+            dist.send(tensor, ranks[1], group=group)
+            dist.recv(tensor, ranks[1], group=group)
+        elif dist.get_rank() == ranks[1]:
+            dist.recv(tensor, ranks[0], group=group)
+            dist.send(tensor, ranks[0], group=group)
+
     found = []
     for num_bytes in sizes:
-        calls = _calls(clock.device, group, ranks, num_bytes)
+        whole = torch.zeros(num_bytes // 4, device=clock.device)
+        part = torch.zeros(num_bytes // 4 // len(ranks), device=clock.device)
+        within = whole[: part.numel() * len(ranks)]
+        other = torch.zeros_like(within)
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": partial(dist.all_reduce, whole, group=group),
+            "all_gather": partial(dist.all_gather_into_tensor, within, part, group=group),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, within, group=group),
+            "broadcast": partial(dist.broadcast, whole, ranks[0], group=group),
+            "all_to_all": partial(dist.all_to_all_single, other, within, group=group),
+            "send": partial(there_and_back, whole),
+        }
         every = gather({kind: clock.seconds(calls[kind]) for kind in kinds})
         seconds = {kind: max(each[kind] for each in every) for kind in kinds}
         if "send" in seconds:
@@ -71,48 +91,19 @@ def time_group(
     return found
 
 
-def _calls(
-    device: torch.device, group: Any, ranks: Sequence[int], num_bytes: int
-) -> dict[str, Callable[[], Any]]:
-    whole = torch.zeros(num_bytes // 4, device=device)
-    part = torch.zeros(num_bytes // 4 // len(ranks), device=device)
-    within = whole[: part.numel() * len(ranks)]
-    other = torch.zeros_like(within)
-    return {
-        "all_reduce": partial(dist.all_reduce, whole, group=group),
-        "all_gather": partial(dist.all_gather_into_tensor, within, part, group=group),
-        "reduce_scatter": partial(dist.reduce_scatter_tensor, part, within, group=group),
-        "broadcast": partial(dist.broadcast, whole, ranks[0], group=group),
-        "all_to_all": partial(dist.all_to_all_single, other, within, group=group),
-        "send": partial(_there_and_back, whole, ranks, group),
-    }
-
-
-def _there_and_back(tensor: torch.Tensor, ranks: Sequence[int], group: Any) -> None:
-    """Between the first two of `ranks`; all others look on."""
-    rank = dist.get_rank()
-    if rank == ranks[0]:
-        dist.send(tensor, ranks[1], group=group)
-        dist.recv(tensor, ranks[1], group=group)
-    elif rank == ranks[1]:
-        dist.recv(tensor, ranks[0], group=group)
-        dist.send(tensor, ranks[0], group=group)
-
-
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """(latency, bytes a second, root mean square of relative errors) of (bytes, seconds): least
     squares of the relative errors, neither latency nor seconds a byte below 0."""
     sizes, seconds = np.array(points, dtype=float).T
-    columns = np.stack([1 / seconds, sizes / seconds], axis=1)  # should add up to 1
-    scale = np.linalg.norm(columns, axis=0)
-    found = np.linalg.lstsq(columns / scale, np.ones(len(points)))[0] / scale
+    found = np.polynomial.polynomial.polyfit(sizes, seconds, 1, w=1 / seconds)
+    columns = np.stack([1 / seconds, sizes / seconds])  # should add up to 1
     if found.min() < 0:
         only = int(found.argmax())
         found = np.zeros(2)
-        found[only] = columns[:, only].sum() / scale[only] ** 2
-    errors = columns @ found - 1
+        found[only] = columns[only].sum() / np.square(columns[only]).sum()
     latency, each = map(float, found)
-    return latency, 1 / each if each else math.inf, math.sqrt(np.mean(errors**2))
+    error = math.sqrt(np.square(found @ columns - 1).mean())
+    return latency, 1 / each if each else math.inf, error
 
 
 def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -171,11 +162,11 @@ def table(groups: dict[str, Any]) -> str:
         for kind, row in found["operations"].items():
             last = row["points"][-1]
             rates = (row["bytes_per_s"], last["algorithm_bytes_per_s"], last["bus_bytes_per_s"])
-            rate, algorithm, bus = (f"{each / 1e9:.2f}".replace("inf", "-") for each in rates)
-            fit = f"{100 * row['fit_error']:.0f}%"
-            rows.append([kind, f"{1e6 * row['latency_s']:.0f}", rate, fit, algorithm, bus])
-        lines += [f"{axis}, {found['members']} processes", ""]
-        lines += [tabulate(rows, headers, disable_numparse=True, stralign="right"), ""]
+            rate, *largest = (f"{each / 1e9:.2f}".replace("inf", "-") for each in rates)
+            fit = f"{row['fit_error']:.0%}"
+            rows.append([kind, f"{1e6 * row['latency_s']:.0f}", rate, fit, *largest])
+        text = tabulate(rows, headers, disable_numparse=True, stralign="right")
+        lines += [f"{axis}, {found['members']} processes", "", text, ""]
     return "\n".join(lines)
 
 
@@ -254,6 +245,9 @@ class Link:
     latency_s: float
     bytes_per_s: float
 
+    def __str__(self) -> str:
+        return f"{1e6 * self.latency_s:,.0f} us, {self.bytes_per_s / 1e9:.2f} GB/s"
+
 
 def pairs(world_size: int) -> list[tuple[int, int]]:
     """The ranks whose link is measured."""
@@ -262,23 +256,28 @@ def pairs(world_size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(range(world_size)))
 
 
-def measure_links(group: Group) -> list[Link]:
-    """All links, on every rank: two processes at a time send each other a tensor while the others
-    wait. Collective."""
-    hosts = gather(platform.node())
-    clock = Clock(group.device, True, ROUND_S)
-    sizes = SIZES[group.device.type]
-    found = []
-    for one, other in pairs(group.process.world_size):
-        rounds = [time_group(clock, None, sizes, ("send",), (one, other)) for _ in range(ROUNDS)]
-        latency, seconds = (
-            min(entry["seconds"]["send"] for entry in entries)
-            for entries in zip(*rounds, strict=True)
-        )
-        ends = (hosts[one], hosts[other])
-        rate = sizes[1] / seconds
-        found.append(Link(ranks=(one, other), hosts=ends, latency_s=latency, bytes_per_s=rate))
-    return found
+def check_nodes() -> int:
+    """`doctor --nodes`: this process's part, in which two processes at a time send each other a
+    tensor while the others wait; the exit code. Collective."""
+    links = []
+    with open_group() as group:
+        hosts = gather(platform.node())
+        clock = Clock(group.device, True, ROUND_S)
+        small, large = SIZES[group.device.type]
+        for ends in pairs(group.process.world_size):
+            rounds = [
+                time_group(clock, None, (small, large), ("send",), ends) for _ in range(ROUNDS)
+            ]
+            latency, seconds = (
+                min(entry["seconds"]["send"] for entry in alike)
+                for alike in zip(*rounds, strict=True)
+            )
+            names = (hosts[ends[0]], hosts[ends[1]])
+            rate = large / seconds
+            links.append(Link(ranks=ends, hosts=names, latency_s=latency, bytes_per_s=rate))
+    if group.process.rank == 0:
+        print(describe(links))
+    return 0
 
 
 def describe(links: Sequence[Link]) -> str:
@@ -292,32 +291,20 @@ def describe(links: Sequence[Link]) -> str:
     for kind, alike in kinds.items():
         latency = min(link.latency_s for link in alike)
         rate = max(link.bytes_per_s for link in alike)
-        lines.append(f"{plural(len(alike), 'link')} {kind}, at best {_speeds(latency, rate)}")
+        best = replace(alike[0], latency_s=latency, bytes_per_s=rate)
+        lines.append(f"{plural(len(alike), 'link')} {kind}, at best {best}")
         for link in alike:
             ends = zip(link.ranks, link.hosts, strict=True)
-            both = " - ".join(f"{rank} ({host})" for rank, host in ends)
-            found = _speeds(link.latency_s, link.bytes_per_s)
+            text = " - ".join(f"{rank} ({host})" for rank, host in ends)
+            text = f"  rank {text}: {link}"
             late = link.latency_s / latency
             thin = rate / link.bytes_per_s
             if thin > SLOW_RATE or late > SLOW_LATENCY:
                 slow.append(set(link.ranks))
                 less = f"{thin:.1f} times less" if thin > SLOW_RATE else f"{late:.1f} times later"
-                found += f", slow: {less} than the best"
-            lines.append(f"  rank {both}: {found}")
+                text += f", slow: {less} than the best"
+            lines.append(text)
     if common := slow and set.intersection(*slow):
         ranks = " and ".join(map(str, sorted(common)))
         lines.append(f"all slow links end at rank {ranks}: {FIX}")
     return "\n".join(lines)
-
-
-def _speeds(latency_s: float, bytes_per_s: float) -> str:
-    return f"{1e6 * latency_s:,.0f} us, {bytes_per_s / 1e9:.2f} GB/s"
-
-
-def check_nodes() -> int:
-    """`doctor --nodes`: this process's part; the exit code."""
-    with open_group() as group:
-        links = measure_links(group)
-    if group.process.rank == 0:
-        print(describe(links))
-    return 0

@@ -16,16 +16,17 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.plan.mesh import OPEN
-from distributed_training.records import page
-from distributed_training.records.comparison import NOTHING, Table, differing
+from distributed_training.records import report
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.provenance import provenance
 from distributed_training.records.record import METRICS_FILE, plural, write_json
+from distributed_training.records.tables import NOTHING, Table, differing
 from distributed_training.run.saving.resume import CHECKPOINTS, list_checkpoints
-from distributed_training.settings.config import AUTO, KEYS
+from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import list_strategies
 from distributed_training.tools import compare
@@ -63,30 +64,35 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     """Train under every layout, then write the page; 1 where one computes something else."""
     if arguments.plan is None and arguments.strategies is None:
         arguments.strategies = ",".join(list_strategies())
-    wanted = compare.plan_runs(arguments, build, script, USUALLY)
+    layouts, out = compare.plan_runs(arguments, build, script, USUALLY)
     if arguments.out is None:
-        wanted.out = wanted.out.with_name(f"parity-x{wanted.runs[0].num_processes}")
-    reference, again = add_references(wanted.runs)
+        out = out.with_name(f"parity-x{layouts[0].num_processes}")
+    reference, again = references_for(layouts)
+    runs = [reference, again, *layouts]
     if arguments.dry_run:
-        compare.print_commands(wanted.runs)
+        compare.print_settings(runs)
         return 0
+
+    def remove_checkpoints(*but: Path) -> None:
+        for folder in {*out.glob(f"runs/[!l]*/{CHECKPOINTS}")} - {*but}:  # not through "latest"
+            shutil.rmtree(folder)
 
     def conclude(run: compare.Run) -> str:
         if run.why and run.verdict:
             raise UserError("one process cannot train this", run.why)
         if run is not reference:
             judge(run, reference, again)
-            _remove_checkpoints(wanted.out, but=folder_of(reference))
+            remove_checkpoints(folder_of(reference) / CHECKPOINTS)
         return run.verdict
 
     try:
-        compare.train_each(wanted, conclude)
+        compare.train_each(runs, out, conclude)
     finally:
-        _remove_checkpoints(wanted.out)
-        done = [run for run in wanted.runs if run.verdict]
+        remove_checkpoints()
+        done = [run for run in runs if run.verdict]
         if len(done) > 2:
-            write_page(wanted.out, done)
-    return exit_code([run.verdict for run in wanted.runs])
+            write_page(out, done)
+    return exit_code([run.verdict for run in runs])
 
 
 def folder_of(run: compare.Run) -> Path:
@@ -95,50 +101,38 @@ def folder_of(run: compare.Run) -> Path:
     return Path(run.record.run_dir)
 
 
-def _remove_checkpoints(out: Path, but: Path | None = None) -> None:
-    for folder in out.glob(f"runs/*/{CHECKPOINTS}"):
-        if folder.parent != but:
-            shutil.rmtree(folder)
-
-
 def exit_code(verdicts: Sequence[str]) -> int:
     """0 where some layout computes the same and none computes something else."""
     return 0 if OK in verdicts and not set(BAD) & set(verdicts) else 1
 
 
-def add_references(runs: list[compare.Run]) -> tuple[compare.Run, compare.Run]:
-    """Put one process before the runs, twice, with the global batch of all and their work; in fp32,
+def references_for(runs: Sequence[compare.Run]) -> list[compare.Run]:
+    """One process with the global batch of all and their work, and the same cut otherwise; in fp32,
     as all runs, unless CONFIG or the command line says otherwise."""
-    for name, alike in compare.by_layout(runs).items():
-        for run in alike:
-            run.name = name
-            run.values |= ALWAYS
-            if run.config is not None and run.config.precision == AUTO:
-                run.values["precision"] = "fp32"
-    config, values, processes = next(
-        (r.config, r.values, r.num_processes) for r in runs if r.config
-    )
-    work = {name for name, key in KEYS.items() if key.work} | USUALLY.keys() | ALWAYS.keys()
-    plain = {name: value for name, value in values.items() if name in work} | PLAIN
+    for run in runs:
+        run.values |= ALWAYS
+        if run.config is not None and run.config.precision == AUTO:
+            run.values["precision"] = "fp32"
+    first, config = next((run, run.config) for run in runs if run.config)
+    kept = compare.WORK | USUALLY.keys() | ALWAYS.keys()
+    plain = {name: value for name, value in first.values.items() if name in kept} | PLAIN
     size = int(config.batch_size)
-    sequences = size * config.grad_accum_steps * processes
-    references = []
+    sequences = size * config.grad_accum_steps * first.num_processes
+    other = 1 if size > 1 else first.num_processes
+    found = []
     for name, verdict, micro in (
-        ("one process", "reference", size),
-        ("again, cut otherwise", "rounding", 1 if size > 1 else processes),
-    ):
-        cut = {"batch_size": micro, "grad_accum_steps": sequences // micro}
-        references.append(
-            compare.Run(name=name, verdict=verdict, values=plain | cut, num_processes=1)
-        )
-    runs[:0] = references
-    return references[0], references[1]
+        ("one process", "reference", size), ("again, cut otherwise", "rounding", other),
+    ):  # fmt: skip
+        values = plain | {"batch_size": micro, "grad_accum_steps": sequences // micro}
+        run = replace(first, name=name, verdict=verdict, values=values, num_processes=1, apart={})
+        found.append(run)
+    return found
 
 
 def judge(run: compare.Run, reference: compare.Run, again: compare.Run) -> None:
     """Say what a run differs by from the reference, and whether that is rounding."""
     if run.why:
-        run.verdict = "failed" if run.record else "not run"
+        run.verdict = run.status
         return
     theirs = figures(reference)
     for what, ours in figures(run).items():
@@ -150,22 +144,19 @@ def judge(run: compare.Run, reference: compare.Run, again: compare.Run) -> None:
         run.verdict = "other work"
         run.why = f"by design, {', '.join(other)} being its own"
     elif run is not again:
-        found = [_beyond(what, run, again) for what in LIMITS]
-        run.why = "; ".join(filter(None, found))
-        run.verdict = "differs" if run.why else OK
-
-
-def _beyond(what: str, run: compare.Run, again: compare.Run) -> str:
-    """Where a run differs most from the reference, by more than rounding; "" where it does not."""
-    rounding = again.apart[what]
-    if what != "weights":  # one step rounds as another does
-        rounding = dict.fromkeys(rounding, max(rounding.values()))
-    sizes = run.apart[what]
-    limits = {where: max(LIMITS[what], SPREADS * rounding.get(where, 0.0)) for where in sizes}
-    worst = max(sizes, key=lambda where: sizes[where] / limits[where])
-    if sizes[worst] <= limits[worst]:
-        return ""
-    return f"{worst} by {sizes[worst]:.1e}, where rounding is {limits[worst]:.1e} at most"
+        beyond = []
+        for what, least in LIMITS.items():
+            sizes = run.apart[what]
+            rounding = again.apart[what]
+            if what != "weights":  # one step rounds as another does
+                rounding = dict.fromkeys(sizes, max(rounding.values()))
+            limits = {where: max(least, SPREADS * rounding.get(where, 0.0)) for where in sizes}
+            worst = max(sizes, key=lambda where: sizes[where] / limits[where])
+            if sizes[worst] > limits[worst]:
+                text = f"{worst} by {sizes[worst]:.1e}, where rounding is {limits[worst]:.1e}"
+                beyond.append(f"{text} at most")
+        run.why = "; ".join(beyond)
+        run.verdict = "differs" if beyond else OK
 
 
 def figures(run: compare.Run) -> Figures:
@@ -199,12 +190,14 @@ def _apart_in_state(run: compare.Run, reference: compare.Run) -> dict[str, float
         (folder,) = list_checkpoints(folder_of(each))
         files.append(TensorFiles(sorted(folder.glob("*.safetensors"))))
     ours, theirs = files
-    names = [name for name in ours.stored.keys() | theirs.stored.keys() if name.startswith(STATE)]
-    found = dict.fromkeys(sorted(names), math.inf)  # unless both have it
-    for name in ours.stored.keys() & theirs.stored.keys() & found.keys():
-        other = theirs.whole(name)
-        size = max(float(vector_norm(other)), TINY)
-        found[name] = float(vector_norm(ours.whole(name) - other)) / size
+    found = {}
+    for name in sorted(ours.stored.keys() | theirs.stored.keys()):
+        if name.startswith(STATE):
+            found[name] = math.inf  # unless both have it
+            if name in ours.stored and name in theirs.stored:
+                other = theirs.whole(name)
+                size = max(float(vector_norm(other)), TINY)
+                found[name] = float(vector_norm(ours.whole(name) - other)) / size
     return found
 
 
@@ -242,8 +235,8 @@ def write_page(out: Path, runs: Sequence[compare.Run]) -> None:
     about = provenance(shlex.join(["python", *sys.argv]))
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     source = f"{about['command']}; {about['made_at']}; commit {about['git_commit']}; {versions}"
-    section = page.Section(title, notes, [table])
-    text = page.html("Parity of layouts", heading, [section], source)
+    section = report.Section(title, notes, [table])
+    text = report.html("Parity of layouts", heading, [section], source)
     (out / "parity.html").write_text(text, encoding="utf-8")
     found = [
         {"name": run.name, "set": run.values, "verdict": run.verdict, "why": run.why,
@@ -253,5 +246,5 @@ def write_page(out: Path, runs: Sequence[compare.Run]) -> None:
     about |= {"heading": heading, "rule": rule, "config": config, "machine": reference.machine}
     write_json(out / "parity.json", {**about, "runs": found})
     texts = [textwrap.fill(text, WIDTH) for text in (title, *notes, heading)]
-    texts.insert(1, page.plain(table, WIDTH))
+    texts.insert(1, report.plain(table, WIDTH))
     print("", *texts, f"wrote {short_path(out)}/parity.html and parity.json", sep="\n")

@@ -7,13 +7,7 @@ import statistics
 
 import pytest
 
-from distributed_training.records.comparison import (
-    Comparison,
-    Layout,
-    group_by_work,
-    run_names,
-    status,
-)
+from distributed_training.records.tables import Comparison, Layout, group_by_work, run_names, status
 from tests.support import made_record
 
 PREDICTION = {

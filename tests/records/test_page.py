@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from distributed_training.records.comparison import group_by_work
-from distributed_training.records.page import build_sections, html, markdown, terminal
+from distributed_training.records.report import build_sections, html, markdown, terminal
+from distributed_training.records.tables import group_by_work
 from tests.records.test_comparison import over_seeds  # noqa: F401
 from tests.support import made_record
 
