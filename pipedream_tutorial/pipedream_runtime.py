@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from pipedream.config import Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors
-from pipedream.runtime.launch import CASE, Process, launch, run_worker, this_process
+from pipedream.runtime.launch import CASE, launch, run_worker, this_rank
 from pipedream.schedules.catalogue import (
     FOUND,
     SCHEDULES,
@@ -144,12 +144,11 @@ def main() -> NoReturn:
 
 
 def start(arguments: list[str]) -> NoReturn:
-    """Start the stages, or be one where launch() or torchrun has started this process."""
+    """Start the stages, or be one where torchrun has started this process."""
     config = read_config(arguments)
-    process = this_process(os.environ, config["num_stages"])
-    if process is None:
-        sys.exit(launch_all(config, arguments))
-    run_worker(lambda own: be_stage(config, arguments, own), process)
+    if this_rank(os.environ, config["num_stages"]) is not None:
+        be_stage(config, arguments)
+    sys.exit(launch_all(config, arguments))
 
 
 def launch_all(config: Mapping[str, Any], arguments: list[str]) -> int:
@@ -158,29 +157,37 @@ def launch_all(config: Mapping[str, Any], arguments: list[str]) -> int:
     # What the stages need is imported once, here.
     import pipedream.runtime.session  # noqa: F401
 
-    schedules, code = list(config["schedule"]), 0
+    schedules = list(config["schedule"])
+    code = 0
     with tempfile.TemporaryDirectory() as folder:
         begun = Path(folder, "case")
         os.environ[CASE] = str(begun)
         while True:
             begun.write_text("")
-            ended = launch(partial(start, arguments), config["num_stages"])
+            ended = launch(partial(be_stage, config, arguments), config["num_stages"])
             failed = begun.read_text()
             failed = "search" if failed.startswith(FOUND) else failed
             if ended != 1 or not config["go_on"] or failed not in schedules[1:]:
                 return ended or code
             schedules.remove(failed)
+            config = config | {"schedule": schedules}
             arguments = [*arguments, f"--schedule={','.join(schedules)}"]
             print(f"note: {failed} failed; starting again without it", file=sys.stderr, flush=True)
             code = 1
 
 
-def be_stage(config: Mapping[str, Any], arguments: list[str], process: Process) -> None:
-    """Run this process's stage; on rank 0 also print and write what came of it."""
-    from pipedream.runtime.session import run_session  # torch
-    from pipedream.runtime.workload import about
+def be_stage(config: Mapping[str, Any], arguments: list[str]) -> NoReturn:
+    """In a process of its own: run its stage, and exit."""
+    run_worker(partial(run_stage, config, arguments), config["num_stages"])
 
-    run_session(config, about({key: config[key] for key in CONFIG}, arguments), process)
+
+def run_stage(config: Mapping[str, Any], arguments: list[str], rank: int) -> None:
+    """Run a stage; on rank 0 also print and write what came of it."""
+    from pipedream.runtime.session import run_session  # torch
+
+    outputs = {key: config[key] for key in EXTRA}
+    command = " ".join(["python pipedream_runtime.py", *arguments])
+    run_session({key: config[key] for key in CONFIG}, outputs, command, rank)
 
 
 if __name__ == "__main__":

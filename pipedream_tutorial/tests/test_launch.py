@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from pipedream.errors import UserError
-from pipedream.runtime.launch import this_process
+from pipedream.runtime.launch import this_rank
 from pipedream_runtime import read_config
 from starting import (
     ENVIRONMENT,
@@ -142,13 +142,13 @@ STAGES = """
 import os, sys
 from pathlib import Path
 import pipedream_runtime
-def be_stage(config, arguments, process):
+def run_stage(config, arguments, rank):
     for name in config["schedule"]:
         Path(os.environ["PIPEDREAM_CASE"]).write_text(name + "-4" * (name == "search"))
         if name in ("1f1b", "search"):
             raise ValueError("boom in " + name)
     Path("ran").write_text(" ".join(config["schedule"]))
-pipedream_runtime.be_stage = be_stage
+pipedream_runtime.run_stage = run_stage
 pipedream_runtime.main()
 """
 
@@ -177,11 +177,11 @@ def test_values_that_cannot_be_are_refused_before_a_stage_starts(arguments, word
 
 def test_a_launchers_number_of_processes_has_to_be_the_number_of_stages():
     environment = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
-    assert this_process({}, 4) is None
-    assert this_process(environment, 3).rank == 1
+    assert this_rank({}, 4) is None
+    assert this_rank(environment, 3) == 1
     with pytest.raises(UserError, match="3 processes were started for num_stages=4"):
-        this_process(environment, 4)
+        this_rank(environment, 4)
     with pytest.raises(UserError, match="more than one machine"):
-        this_process(environment | {"LOCAL_WORLD_SIZE": "2"}, 3)
+        this_rank(environment | {"LOCAL_WORLD_SIZE": "2"}, 3)
     with pytest.raises(UserError, match="is not a number"):
-        this_process({"RANK": "1"}, 3)
+        this_rank({"RANK": "1"}, 3)

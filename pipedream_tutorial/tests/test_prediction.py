@@ -9,16 +9,8 @@ from fractions import Fraction
 
 import pytest
 from measured import with_messages
-from pipedream.runtime.prediction import (
-    Case,
-    MeasuredRun,
-    calibrate,
-    communication_ns,
-    makespan_ns,
-    predict,
-    received_before_sent,
-)
-from pipedream.runtime.record import build_record
+from pipedream.runtime.prediction import Case, communication_ns, predict, received_before_sent
+from pipedream.runtime.record import RankRun, build_record, measured_run
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import repeat
 from pipedream.schedules.policies import POLICIES
@@ -50,16 +42,9 @@ def pretend_measured(schedule, costs):
 
 
 def as_run(name, schedule, events, m, *, policy="flush"):
-    return MeasuredRun(
-        case=Case(
-            name=name, num_microbatches=m, num_batches=1, schedule=schedule, policy=POLICIES[policy]
-        ),
-        events=events,
-        repeat_makespans_ns=(makespan_ns(events),),
-        peak_versions=(1,) * schedule.num_ranks,
-        peak_memory_bytes=None,
-        losses=(1.0,),
-    )
+    case = Case(name=name, num_microbatches=m, schedule=schedule, policy=POLICIES[policy])
+    own = RankRun(events, [(0, 1)], [(i, 1.0) for i in range(m)], None, None)
+    return measured_run(case, [[own]])
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])
@@ -69,7 +54,7 @@ def test_other_schedules_and_sizes_are_predicted_exactly_when_durations_are_exac
     events, _ = pretend_measured(calibrated_on, UNEVEN)
     other = repeat(build_schedule(name, 4, m), 2)
     _, truth = pretend_measured(other, UNEVEN)
-    found = predict(other, calibrate(events, calibrated_on))
+    found = predict(other, as_run("1f1b", calibrated_on, events, 8))
     assert found.makespan == truth.makespan
     busy = 2 * m * sum(UNEVEN.forward + UNEVEN.input_gradient)
     assert 1 - idle(found).makespan_fraction == Fraction(busy, 4 * truth.makespan)

@@ -10,7 +10,7 @@ from pipedream.errors import UserError
 from pipedream.runtime.channels import Peer
 from pipedream.runtime.session import build_cases
 from pipedream.runtime.stage import Clock
-from pipedream.runtime.workload import build_workload, on_gpus
+from pipedream.runtime.workload import Workload, on_gpus
 from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.schedules.ops import Op
 from pipedream.schedules.policies import weight_use
@@ -133,19 +133,17 @@ def test_all_leaves_out_what_the_sizes_refuse_and_says_so(capsys):
 
 
 def test_blocks_are_cut_evenly_or_not_at_all():
-    config = {
-        "model": "gpt2-tiny", "num_stages": 4, "layers_per_stage": None, "dtype": None,
-        "microbatch_size": 3, "seed": 0,
-    }  # fmt: skip
-    built = build_workload(config, torch.device("cpu"))
-    assert [len(module) for module in built.modules] == [2, 2, 2, 2]
+    config = read_config(["--model=gpt2-tiny", "--microbatch_size=3"])
+    device = torch.device("cpu")
+    built = Workload(config, device)
+    stages = list(built.build_modules(1).values())
+    assert [len(module) for module in stages] == [2, 2, 2, 2]
     x, target = built.task.microbatch(5)
     assert x.shape == target.shape == (3, 32, 64)
-    halves = build_workload(config | {"num_stages": 2}, torch.device("cpu"))
-    whole = torch.nn.Sequential(*built.modules)(x)
-    assert torch.equal(whole, torch.nn.Sequential(*halves.modules)(x))  # the same model
+    halves = Workload(config | {"num_stages": 2}, device).build_modules(1).values()
+    assert torch.equal(torch.nn.Sequential(*stages)(x), torch.nn.Sequential(*halves)(x))
     with pytest.raises(UserError, match="set num_stages to one of 1, 2, 4, 8"):
-        build_workload(config | {"num_stages": 3}, torch.device("cpu"))
+        Workload(config | {"num_stages": 3}, device)
 
 
 @pytest.mark.parametrize(

@@ -137,17 +137,12 @@ def check_update(update: Update) -> str:
 def _train_pipedream(update: Update | None) -> tuple[list[Weights], bool]:
     """The last weights by stage, and whether some version was written over."""
     schedule, policy = schedule_for_training("pipedream", 4, 8, 2)
-    trainers = build_trainers(
-        build_stages(4, 1, seed=0),
-        policy,
-        batch_size=8,
-        num_microbatches=16,
-        learning_rate=0.5,
-        trainer_class=StageTrainer if update is None else _trainer_class(update),
-    )
+    modules = dict(enumerate(build_stages(4, 1, seed=0)))
+    made = StageTrainer if update is None else _trainer_class(update)
+    trainers = build_trainers(schedule, policy, modules, 8, trainer_class=made, learning_rate=0.5)
     run_schedule(schedule, trainers, build_task(seed=0))
-    replaced = any(getattr(trainer, "replaced", False) for trainer in trainers)
-    return [trainer.weights for trainer in trainers], replaced
+    replaced = any(getattr(trainer, "replaced", False) for trainer in trainers.values())
+    return [trainer.weights for trainer in trainers.values()], replaced
 
 
 def _trainer_class(update: Update) -> type[StageTrainer]:

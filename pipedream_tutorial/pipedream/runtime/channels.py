@@ -56,11 +56,10 @@ class Peer:
 
     def _post(self, depth: int) -> None:
         while self.to_post and len(self.posted) < depth:
-            op = self.to_post.popleft()
             buffer = torch.empty_like(self.like)
             with connection_to(self.name):
                 work = dist.irecv(buffer, self.rank, group=self.incoming)
-            self.posted.append((op, buffer, work))
+            self.posted.append((self.to_post.popleft(), buffer, work))
 
     def take(self, wanted: Op) -> torch.Tensor:
         """The result of one of the peer's operations; waits for it.
@@ -109,37 +108,33 @@ def connect(
     A receive that is posted ahead keeps multiprocessors of its GPU from computing until its message
     comes: NCCL takes no more than `max_ctas` of them for one (None: as many as it likes).
     """
-    groups = {}
-    others = set()
+    groups: dict[tuple[int, int], Any] = {}
     for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
         for sender, receiver in ((low, high), (high, low)):
-            group = _new_group([low, high], device, timeout, max_ctas)
+            backend, options = "gloo", None
+            if device.type == "cuda":
+                backend = "nccl"
+                # Of their own: torch writes the group's name and ranks into them.
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                options._timeout = timeout
+                if max_ctas is not None:
+                    options.config.max_ctas = max_ctas
+            group = dist.new_group([low, high], timeout, backend, options)
             if rank not in (sender, receiver):
                 continue
             groups[sender, receiver] = group
             tensor = torch.zeros(1, device=device)
-            other = receiver if rank == sender else sender
-            others.add(other)
-            with connection_to(f"stage {other}"):
+            with connection_to(f"stage {receiver if rank == sender else sender}"):
                 if rank == sender:
                     dist.send(tensor, receiver, group=group)
                 else:
                     dist.recv(tensor, sender, group=group)
                 tensor.item()  # on a GPU: wait until the message is through
-    return {other: Peer(other, groups[other, rank], groups[rank, other]) for other in others}
-
-
-def _new_group(
-    ranks: list[int], device: torch.device, timeout: datetime.timedelta, max_ctas: int | None
-) -> Any:
-    if device.type == "cpu":
-        return dist.new_group(ranks, backend="gloo", timeout=timeout)
-    # Of their own: torch writes the group's name and ranks into them.
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
-    return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
+    return {
+        other: Peer(other, incoming, groups[rank, other])
+        for (other, receiver), incoming in groups.items()
+        if receiver == rank
+    }
 
 
 def exchange(value: Any) -> list[Any]:
@@ -152,32 +147,26 @@ def exchange(value: Any) -> list[Any]:
         padded[: len(own)] = own
         texts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(texts, padded)
-    return [
-        json.loads(text[: int(size)].numpy().tobytes())
-        for text, size in zip(texts, sizes, strict=True)
-    ]
+    both = zip(texts, sizes, strict=True)
+    return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in both]
 
 
 def gather_weights(own: Mapping[int, Weights]) -> list[Weights]:
     """On rank 0 every stage's weights, of all ranks; on the others nothing."""
-    forms = exchange(
-        [
-            [stage, name, list(w.shape), str(w.dtype).removeprefix("torch.")]
-            for stage, weights in own.items()
-            for name, w in weights.items()
-        ]
-    )
-    found: dict[int, Weights] = {}
-    for rank, of_rank in enumerate(forms):
-        for stage, name, shape, dtype in of_rank:
-            if rank == dist.get_rank():
-                weight = own[stage][name].contiguous()
-                if rank > 0:
-                    dist.send(weight, 0)
-            elif dist.get_rank() == 0:
-                weight = torch.empty(shape, dtype=getattr(torch, dtype))
-                dist.recv(weight, rank)
-            else:
-                continue
+    forms: list[Any] = [
+        [stage, name, list(w.shape), str(w.dtype).removeprefix("torch.")]
+        for stage, weights in own.items()
+        for name, w in weights.items()
+    ]
+    of_all = exchange(forms)
+    if dist.get_rank() > 0:
+        for stage, name, _, _ in forms:
+            dist.send(own[stage][name].contiguous(), 0)
+        return []
+    found = dict(own)
+    for rank, theirs in enumerate(of_all[1:], 1):
+        for stage, name, shape, dtype in theirs:
+            weight = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.recv(weight, rank)
             found.setdefault(stage, {})[name] = weight
-    return [weights for _, weights in sorted(found.items())] if dist.get_rank() == 0 else []
+    return [weights for _, weights in sorted(found.items())]

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from pipedream.errors import UserError
 
@@ -33,28 +33,20 @@ class StageLostError(RuntimeError):
     """Another stage's process is gone, or did not answer in time."""
 
 
-class Process(NamedTuple):
-    """Which of the processes this is."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-
-def this_process(environment: Mapping[str, str], num_stages: int) -> Process | None:
-    """What launch() or torchrun set for this process; None if neither started it.
+def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
+    """What launch() or torchrun made this process; None if neither started it.
 
     Raises UserError when the number of processes is not `num_stages`, or when they are on more
     than one machine: measured times need one clock.
     """
     if "RANK" not in environment:
         return None
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
     try:
-        rank, world_size, local_rank, local_size = (int(environment[name]) for name in names)
+        rank, world_size, local_size = (int(environment[name]) for name in names)
     except (KeyError, ValueError):
         raise UserError(
-            "RANK is set, but WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is not a number",
+            "RANK is set, but WORLD_SIZE or LOCAL_WORLD_SIZE is not a number",
             "start with torchrun, or unset RANK",
         ) from None
     if world_size != num_stages:
@@ -67,7 +59,7 @@ def this_process(environment: Mapping[str, str], num_stages: int) -> Process | N
             f"{world_size} processes on more than one machine",
             "start all stages on one: their times are compared on its clock",
         )
-    return Process(rank, world_size, local_rank)
+    return rank
 
 
 def launch(stage: Callable[[], NoReturn], num_stages: int) -> int:
@@ -96,20 +88,18 @@ def launch(stage: Callable[[], NoReturn], num_stages: int) -> int:
                 "127.0.0.1", port, is_master=True, wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
-        codes: list[Any] = [None] * num_stages
-        while None in codes and not any(codes):
-            running = [w.sentinel for w, code in zip(workers, codes, strict=True) if code is None]
+        while not any(worker.exitcode for worker in workers):
+            running = [worker.sentinel for worker in workers if worker.exitcode is None]
+            if not running:
+                return 0
             multiprocessing.connection.wait(running)
-            codes = [worker.exitcode for worker in workers]
+        codes = [worker.exitcode for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
         for worker in workers:
             worker.join()
-    if not any(codes):
-        return 0
-    failed = next(rank for rank, code in enumerate(codes) if code)
-    code = codes[failed]
+    failed, code = next((rank, code) for rank, code in enumerate(codes) if code)
     if code < 0:  # else it has said why
         what = f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
@@ -144,30 +134,30 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def run_worker(body: Callable[[Process], None], process: Process) -> NoReturn:
-    """Be one stage: run `body`, say what it raises, and exit."""
+def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
+    """Be one stage: run `body` with its rank, say what it raises, and exit."""
+    rank = int(os.environ["RANK"])
     code = 1
+    said = None
     try:
-        body(process)
+        body(rank)
         code = 0
     except UserError as error:  # all have the same, and rank 0 says it
-        if process.rank:
+        code = 2
+        if rank:
             time.sleep(GRACE_S)
         else:
-            print("error:", " ".join(str(error).split()), file=sys.stderr)
-        code = 2
+            said = str(error)
     except StageLostError as error:
-        time.sleep(GRACE_S + 0.1 * process.rank)  # one says it, and the others are ended
-        _say(process, f"stops: {error}")
+        time.sleep(GRACE_S + 0.1 * rank)  # one says it, and the others are ended
+        said = f"stage {rank} of {num_stages} stops: {error}; the other stages are ended"
     except BaseException as error:
         traceback.print_exc()
-        _say(process, " ".join(f"failed: {type(error).__name__}: {error}".split()))
+        why = f"{type(error).__name__}: {error}"
+        said = f"stage {rank} of {num_stages} failed: {why}; the other stages are ended"
+    if said is not None:
+        print("error:", " ".join(said.split()), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: after an error the backends' threads may hold it up for ever.
     os._exit(code)
-
-
-def _say(process: Process, what: str) -> None:
-    name = f"stage {process.rank} of {process.world_size}"
-    print(f"error: {name} {what}; the other stages are ended", file=sys.stderr)

@@ -6,8 +6,10 @@ Imports no torch. Times of the simulator are nanoseconds here, kept as exact fra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -16,6 +18,8 @@ from pipedream.schedules.policies import Policy
 from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.simulator import Costs, Timeline, simulate
 from pipedream.simulate.trace import MeasuredEvent, transfers
+
+Events = Sequence[MeasuredEvent]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,82 +30,64 @@ class Case:
     """Key of SCHEDULES, the path of a CSV, or FOUND and the memory of a search."""
     num_microbatches: int
     """In a batch."""
-    num_batches: int
     schedule: Schedule
-    """Orders over all batches."""
+    """Orders over all batches. Before a search 1F1B's, which has the same stages and neighbours."""
     policy: Policy
     memory: int | None = None
-    """Of an order that is still to be found: microbatches that a rank may hold. Until then
-    `schedule` is 1F1B, which has the same stages and neighbours."""
+    """Of an order that is still to be found: microbatches that a rank may hold."""
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class MeasuredRun:
     """A case, run for real. Of several repeats: the one whose makespan is the median."""
 
     case: Case
-    events: Sequence[MeasuredEvent]
-    repeat_makespans_ns: Sequence[int]
-    peak_versions: Sequence[int]
-    """By stage: most weight versions that it kept at a time."""
-    losses: Sequence[float]
-    """Mean loss of each batch."""
-    peak_memory_bytes: Sequence[int] | None = None
-    """By rank, as the GPU's allocator counted them; None on a CPU."""
-    waited_for_host: Sequence[float] | None = None
-    """By rank: share of its operations that ended as soon as they were handed to the GPU, which so
-    waited for the host; None on a CPU."""
-    weights: list[Any] = field(default_factory=list)
+    events: Events
+    measured: dict[str, Any]
+    """What a record says of it."""
+    weights: Sequence[Any] = ()
     """By stage, of the last repeat, where they were asked for."""
-    weights_equal: bool | None = None
-    """Whether they are those of the one-process run bit for bit; None: not checked."""
+
+    @cached_property
+    def costs(self) -> Costs:
+        return calibrate(self.events, self.case.schedule)
 
 
-def compute_events(events: Sequence[MeasuredEvent]) -> dict[Op, MeasuredEvent]:
-    """operation -> when it was computed."""
-    return {Op(e.kind, e.stage, e.microbatch): e for e in events if e.thread == "compute"}
+def by_operation(events: Events, thread: str = "compute") -> dict[Op, MeasuredEvent]:
+    """operation -> when it was computed, or its result was sent or received."""
+    return {Op(e.kind, e.stage, e.microbatch): e for e in events if e.thread == thread}
 
 
-def makespan_ns(events: Sequence[MeasuredEvent]) -> int:
+def makespan_ns(events: Events) -> int:
     """From the start of the first operation on any stage to the end of the last one."""
-    computed = compute_events(events).values()
+    computed = by_operation(events).values()
     return max(e.end_ns for e in computed) - min(e.start_ns for e in computed)
 
 
-def utilisation(events: Sequence[MeasuredEvent], num_stages: int) -> Fraction:
-    """Share of all stages' time within the makespan that is computing, 0 to 1."""
-    busy = sum(e.end_ns - e.start_ns for e in compute_events(events).values())
-    return Fraction(busy, num_stages * makespan_ns(events))
-
-
-def durations_ns(events: Sequence[MeasuredEvent]) -> dict[tuple[int, str], list[int]]:
+def durations_ns(events: Events) -> dict[tuple[int, str], list[int]]:
     """(stage, kind) -> how long each such operation took."""
     found: dict[tuple[int, str], list[int]] = {}
-    for op, event in compute_events(events).items():
+    for op, event in by_operation(events).items():
         found.setdefault((op.stage, op.kind), []).append(event.end_ns - event.start_ns)
     return found
 
 
-def communication_ns(events: Sequence[MeasuredEvent], schedule: Schedule) -> Fraction:
+def communication_ns(events: Events, schedule: Schedule) -> Fraction:
     """Median time from the end of an operation to the start of the one that takes its result in,
     over those receivers that had nothing else to do: whose stage had ended its operation before by
     the time the result was made. 0 if there was none.
     """
-    at = compute_events(events)
-    before: dict[Op, Op | None] = {}
-    for order in schedule.orders:
-        previous = None
-        for op in (op for item in order for op in item.parts):
-            before[op], previous = previous, op
-    gaps = []
-    for sender, receiver in transfers(schedule):
-        own = before[receiver]
-        if own is None or at[own].end_ns <= at[sender].end_ns:
-            gaps.append(Fraction(at[receiver].start_ns - at[sender].end_ns))
+    at = by_operation(events)
+    before = {op: previous for order in schedule.flat for previous, op in pairwise(order)}
+    gaps = [
+        Fraction(at[receiver].start_ns - at[sender].end_ns)
+        for sender, receiver in transfers(schedule)
+        if receiver not in before or at[before[receiver]].end_ns <= at[sender].end_ns
+    ]
     return max(Fraction(0), median(gaps)) if gaps else Fraction(0)
 
 
-def calibrate(events: Sequence[MeasuredEvent], schedule: Schedule) -> Costs:
+def calibrate(events: Events, schedule: Schedule) -> Costs:
     """Mean durations by stage and the time to send, from a measured run.
 
     Where the run did not cut its backward passes, all of one counts as its input gradient: such
@@ -124,23 +110,19 @@ def calibrate(events: Sequence[MeasuredEvent], schedule: Schedule) -> Costs:
     )
 
 
-def can_predict(calibrated_on: Schedule, other: Schedule) -> bool:
-    """Whether durations of `calibrated_on` tell those of `other`: not if only one of them cuts its
-    backward passes, for where the cut lies in a whole one has not been measured."""
-    return calibrated_on.cuts_backward or not other.cuts_backward
-
-
-def predict(schedule: Schedule, costs: Costs) -> Timeline:
-    """The orders in the simulator with calibrated costs; where the schedule has other stages than
-    they are of, each gets its share of the layers."""
-    return simulate(schedule, recut(costs, len(schedule.chains[0])))
+def predict(schedule: Schedule, measured: MeasuredRun) -> Timeline | None:
+    """The orders in the simulator, with durations of a measured run. None where they cut backward
+    passes that the run did not cut: where the cut lies was not measured."""
+    if schedule.cuts_backward and not measured.case.schedule.cuts_backward:
+        return None
+    return simulate(schedule, recut(measured.costs, len(schedule.chains[0])))
 
 
 def recut(costs: Costs, num_stages: int) -> Costs:
-    """Costs of the same layers cut into so many equal stages."""
+    """Costs of the same layers cut into so many equal stages: each gets its share of them."""
+    share = Fraction(len(costs.forward), num_stages)
 
     def each(durations: tuple[Fraction, ...]) -> tuple[Fraction, ...]:
-        share = Fraction(len(durations), num_stages)
         return tuple(share * mean for mean in stage_factors(durations, num_stages))
 
     return replace(
@@ -151,11 +133,9 @@ def recut(costs: Costs, num_stages: int) -> Costs:
     )
 
 
-def received_before_sent(events: Sequence[MeasuredEvent]) -> list[Op]:
+def received_before_sent(events: Events) -> list[Op]:
     """Operations whose result had been received before its sending began: none, if the stages'
     clocks agree."""
-    sent = {Op(e.kind, e.stage, e.microbatch): e.start_ns for e in events if e.thread == "send"}
-    received = {
-        Op(e.kind, e.stage, e.microbatch): e.end_ns for e in events if e.thread == "receive"
-    }
-    return [op for op, end in received.items() if op in sent and end < sent[op]]
+    sent = by_operation(events, "send")
+    received = by_operation(events, "receive").items()
+    return [op for op, event in received if op in sent and event.end_ns < sent[op].start_ns]

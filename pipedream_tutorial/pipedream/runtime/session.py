@@ -5,36 +5,26 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipedream.errors import UserError
-from pipedream.runtime.channels import Peer, connect, connection_to, exchange, gather_weights
-from pipedream.runtime.launch import CASE, Process
-from pipedream.runtime.prediction import Case, MeasuredRun, calibrate, makespan_ns, recut
-from pipedream.runtime.record import build_record, render, write_trace, write_whole
-from pipedream.runtime.stage import RankRun, Station, run_rank, warm_up_compute
-from pipedream.runtime.workload import (
-    Config,
-    build_workload,
-    describe,
-    equal_bits,
-    on_gpus,
-    train_alone,
-)
+from pipedream.runtime.channels import connect, connection_to, exchange, gather_weights
+from pipedream.runtime.launch import CASE
+from pipedream.runtime.prediction import Case, MeasuredRun, recut
+from pipedream.runtime.record import build_record, measured_run, render, write_trace, write_whole
+from pipedream.runtime.stage import RankRun, Station
+from pipedream.runtime.workload import Config, Workload, bits, on_gpus
 from pipedream.schedules.catalogue import FOUND, schedule_for_training
 from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order
-from pipedream.simulate.trace import MeasuredEvent, transfers
-from pipedream.train.oracle import batch_losses
-from pipedream.train.trainer import Weights
+from pipedream.simulate.trace import transfers
 
 
 def build_cases(config: Config) -> list[Case]:
@@ -51,7 +41,6 @@ def build_cases(config: Config) -> list[Case]:
                 case = Case(
                     name=f"{FOUND}{limit}" if limit else name,
                     num_microbatches=m,
-                    num_batches=config["num_batches"],
                     schedule=schedule,
                     policy=policy,
                     memory=limit,
@@ -82,155 +71,102 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
     return repeat(batch, num_batches), POLICIES["flush"]
 
 
-def _found_case(config: Config, case: Case, chosen: MeasuredRun | None) -> Case:
+def _found(case: Case, config: Config, calibrated_on: MeasuredRun | None) -> Case:
     """The case with the shortest order for the measured times that rank 0 finds, on all ranks."""
+    if case.memory is None:
+        return case
     words = None
-    if chosen is not None:
-        assert case.memory is not None
-        costs = recut(calibrate(chosen.events, chosen.case.schedule), config["num_stages"])
+    if calibrated_on is not None:
+        costs = recut(calibrated_on.costs, config["num_stages"])
         words = search(costs, case.num_microbatches, case.memory).words
     schedule = as_schedule(exchange(words)[0], case.name)
-    return replace(case, schedule=repeat(schedule, case.num_batches))
+    return replace(case, schedule=repeat(schedule, config["num_batches"]))
 
 
-def run_session(config: Config, how: dict[str, Any], process: Process) -> None:
+def run_session(config: Config, outputs: Mapping[str, str | None], command: str, rank: int) -> None:
     """Run all cases as one of the stages; on rank 0 also print and write what came of it.
 
-    `how`: what a record says of how it came about.
+    `outputs`: paths of a trace, a record and weights.
     """
     cases = build_cases(config)
-    device = _take_device(config, process)
+    workload = Workload(config, _take_device(config, rank))
     timeout = datetime.timedelta(seconds=config["timeout_s"])
     # Of gloo, for barriers and results, on a GPU as well.
     dist.init_process_group("gloo", timeout=timeout)
-    first = process.rank == 0
-    if first:
-        print(describe(config, device), flush=True)
+    if rank == 0:
+        print(workload.describe(), flush=True)
     pairs = set()
     for case in cases:
         ranks = case.schedule.ranks()
         pairs |= {(ranks[sender], ranks[receiver]) for sender, receiver in transfers(case.schedule)}
     max_ctas = config["nccl_max_ctas"]
-    peers = connect(process.rank, pairs, device=device, timeout=timeout, max_ctas=max_ctas)
+    peers = connect(rank, pairs, device=workload.device, timeout=timeout, max_ctas=max_ctas)
     stations: dict[tuple[int, ...], Station] = {}
     for case in cases:
-        stages = tuple(case.schedule.stages()[process.rank])
+        stages = tuple(case.schedule.stages()[rank])
         if stages not in stations:
-            stations[stages] = _build_station(config, process, device, stages, peers)
-            warm_up_compute(stations[stages], case)
+            built = workload.build_modules(case.schedule.stages_per_rank)
+            modules = {stage: built[stage] for stage in stages}
+            stations[stages] = Station(rank=rank, workload=workload, modules=modules, peers=peers)
+            stations[stages].warm_up_compute(case)
     runs: list[MeasuredRun] = []
     chosen = None  # the run that durations are from
     for case in cases:
-        if first and CASE in os.environ:
+        if rank == 0 and CASE in os.environ:
             Path(os.environ[CASE]).write_text(case.name)
-        if case.memory is not None:
-            case = _found_case(config, case, chosen)
-        station = stations[tuple(case.schedule.stages()[process.rank])]
-        repeats = _run_case(config, station, case)
-        weights = gather_weights(repeats[-1].weights)
-        by_rank = exchange([own._replace(weights={}) for own in repeats])
-        if not first:
+        case = _found(case, config, chosen)
+        station = stations[tuple(case.schedule.stages()[rank])]
+        for _ in range(config["warmups"]):  # nothing is slept in them
+            station.run(case)
+        repeats = []
+        for _ in range(config["repeats"]):
+            own, weights = station.run(case, emulated=True)
+            repeats.append(own)
+        by_rank = [[RankRun(*run) for run in theirs] for theirs in exchange(repeats)]
+        wanted = config["check_weights"] or outputs["weights"]
+        by_stage = gather_weights(weights) if wanted else []
+        if rank > 0:
             continue
-        run = _measured_run(case, [[RankRun(*own) for own in rank] for rank in by_rank], weights)
+        run = measured_run(case, by_rank, by_stage)
         runs.append(run)
         if chosen is None and case.num_microbatches == config["calibrate_on"]:
             chosen = run
         print(
-            f"  {case.name}, m={case.num_microbatches}: {makespan_ns(run.events) / 1e9:.3f} s",
+            f"  {case.name}, m={case.num_microbatches}: {run.measured['makespan_ms'] / 1000:.3f} s",
             flush=True,
         )
-        if chosen and config["record"]:  # so that a case that fails does not take the others along
-            write_whole(config["record"], build_record(runs, chosen, how))
+        if chosen and outputs["record"]:  # so that a case that fails does not take the others along
+            write_whole(outputs["record"], build_record(runs, chosen, workload.about(command)))
     with connection_to("the other stages"):
         dist.barrier()
     dist.destroy_process_group()
-    if not first:
+    if rank > 0:
         return
     assert chosen is not None
     if config["check_weights"]:  # only now: the others would wait for it, and not for ever
         print("  training in one process, to compare the weights", flush=True)
         for run in runs:
-            run.weights_equal = equal_bits(run.weights, train_alone(config, run.case, device))
-    record = build_record(runs, chosen, how)
+            alone = workload.train_alone(run.case)
+            run.measured["weights_equal"] = bits(run.weights) == bits(alone)
+    record = build_record(runs, chosen, workload.about(command))
     print(render(record), flush=True)
-    if config["record"]:
-        write_whole(config["record"], record)
-    if config["trace"]:
-        write_trace(config["trace"], runs[-1], chosen)
-    if config["weights"]:  # {(schedule, m): [the weights of each stage, by name]}
+    if outputs["record"]:
+        write_whole(outputs["record"], record)
+    if outputs["trace"]:
+        write_trace(outputs["trace"], runs[-1], chosen)
+    if outputs["weights"]:  # {(schedule, m): [the weights of each stage, by name]}
         found = {(run.case.name, run.case.num_microbatches): run.weights for run in runs}
-        torch.save(found, config["weights"])
+        torch.save(found, outputs["weights"])
 
 
-def _take_device(config: Config, process: Process) -> torch.device:
+def _take_device(config: Config, rank: int) -> torch.device:
     """This stage's device, set up for what follows."""
     torch.set_num_threads(1)  # a stage stands for one device, and so does the one-process run
     if not on_gpus(config):
         return torch.device("cpu")
-    device = torch.device("cuda", process.local_rank)
+    device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     if config["check_weights"]:  # sums in any order give other bits
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
         torch.use_deterministic_algorithms(True, warn_only=True)
     return device
-
-
-def _build_station(
-    config: Config,
-    process: Process,
-    device: torch.device,
-    stages: Sequence[int],
-    peers: dict[int, Peer],
-) -> Station:
-    """For the schedules under which this rank holds these stages; of a workload's stages only they
-    are kept. Where a rank holds v, the model is cut into v stages for each rank."""
-    workload = build_workload(config, device, chunks=len(stages))
-    return Station(
-        rank=process.rank,
-        config=config,
-        device=device,
-        modules={stage: workload.modules[stage].cpu() for stage in stages},
-        num_stages=len(workload.modules),
-        loss=workload.loss,
-        task=workload.task,
-        peers=peers,
-    )
-
-
-def _run_case(config: Config, station: Station, case: Case) -> list[RankRun]:
-    """The repeats, the last one with its weights if they are wanted. Warm-up runs come first;
-    nothing is slept in them."""
-    for _ in range(config["warmups"]):
-        run_rank(station, case)
-    wanted = config["check_weights"] or config["weights"]
-    last = config["repeats"] - 1
-    return [
-        run_rank(station, case, emulated=True, keep_weights=bool(wanted) and number == last)
-        for number in range(config["repeats"])
-    ]
-
-
-def _measured_run(
-    case: Case, by_rank: Sequence[list[RankRun]], weights: list[Weights]
-) -> MeasuredRun:
-    """Of the repeats the one with the median makespan (of an even number, the faster middle)."""
-    repeats = list(zip(*by_rank, strict=True))
-    events = [
-        [MeasuredEvent(*event) for rank in repeat for event in rank.events] for repeat in repeats
-    ]
-    spans = list(map(makespan_ns, events))
-    median = sorted(range(len(spans)), key=spans.__getitem__)[(len(spans) - 1) // 2]
-    chosen = repeats[median]
-    versions = sorted(pair for rank in chosen for pair in rank.peak_versions)
-    losses = dict(pair for rank in chosen for pair in rank.losses)
-    on_gpu = chosen[0].peak_memory_bytes is not None
-    return MeasuredRun(
-        case=case,
-        events=events[median],
-        repeat_makespans_ns=spans,
-        peak_versions=[count for _, count in versions],
-        peak_memory_bytes=[rank.peak_memory_bytes for rank in chosen] if on_gpu else None,
-        waited_for_host=[rank.waited_for_host for rank in chosen] if on_gpu else None,
-        losses=batch_losses(losses, case.num_microbatches, case.num_batches),
-        weights=weights,
-    )

@@ -20,7 +20,7 @@ from torch import nn
 
 from pipedream.schedules.ops import FORWARD, INPUT_GRADIENT, Op
 from pipedream.train.models import build_task
-from pipedream.train.oracle import TrainResult, train
+from pipedream.train.oracle import Trainers, TrainResult, train
 from pipedream.train.trainer import StageTrainer, Weights
 
 Gradients = list[list[torch.Tensor]]
@@ -99,7 +99,7 @@ def watch_gradients(
     used: dict[int, dict[int, Weights]] = defaultdict(dict)
     newest: dict[int, dict[int, tuple[list[torch.Tensor], Weights]]] = defaultdict(dict)
 
-    def watch(op: Op, trainers: list[StageTrainer]) -> None:
+    def watch(op: Op, trainers: Trainers) -> None:
         kind, stage, i = op
         if i % every or kind == INPUT_GRADIENT:
             return
@@ -114,7 +114,9 @@ def watch_gradients(
         last = [found for _, found in sorted(newest.pop(i).items())]
         used_at = [weights for _, weights in sorted(used.pop(i).items())]
         exact, current = (
-            exact_gradient([t.module for t in trainers], weights, *task.microbatch(i), batch_size)
+            exact_gradient(
+                [t.module for t in trainers.values()], weights, *task.microbatch(i), batch_size
+            )
             for weights in (used_at, [weights for _, weights in last])
         )
         computed = [gradients for gradients, _ in last]

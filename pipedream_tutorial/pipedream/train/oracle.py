@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 from pipedream.schedules.catalogue import layers_of_a_stage, schedule_for_training
-from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.policies import Policy
 from pipedream.simulate.simulator import build_costs, simulate
+from pipedream.simulate.trace import handed_on
 from pipedream.train.models import TASK_MICROBATCHES, Task, build_stages, build_task
 from pipedream.train.trainer import StageTrainer, Weights
 
-Watcher = Callable[[Op, list[StageTrainer]], None]
+Trainers = Mapping[int, StageTrainer]
+"""By stage."""
+Watcher = Callable[[Op, Trainers], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,35 +42,40 @@ class TrainResult:
 
 
 def build_trainers(
-    stages: list[nn.Module],
+    schedule: Schedule,
     policy: Policy,
+    modules: Mapping[int, nn.Module],
+    batch_size: int,
     *,
     trainer_class: type[StageTrainer] = StageTrainer,
     **settings: Any,
-) -> list[StageTrainer]:
-    """One trainer a stage, with the same settings."""
-    return [
-        trainer_class(module, policy, stage=stage, num_stages=len(stages), **settings)
-        for stage, module in enumerate(stages)
-    ]
+) -> dict[int, StageTrainer]:
+    """A trainer for each of these stages' modules; the other settings are StageTrainer's."""
+    fixed = {
+        "num_stages": len(schedule.chains[0]),
+        "batch_size": batch_size,
+        "num_microbatches": schedule.num_microbatches,
+        "cut": schedule.cuts_backward,
+    }
+    return {
+        stage: trainer_class(module, policy, stage=stage, **fixed | settings)
+        for stage, module in modules.items()
+    }
 
 
 def run_schedule(
-    schedule: Schedule, trainers: list[StageTrainer], task: Task, watch: Watcher | None = None
+    schedule: Schedule, trainers: Trainers, task: Task, watch: Watcher | None = None
 ) -> None:
     """Run every operation once, by the simulator's clock, all operations equally long.
 
     `watch` is called after each. Which of the orders that ranks' orders and data allow it is cannot
     matter: a stage sees its own operations in its rank's order, whatever the others do meanwhile.
     """
-    given: dict[Op, torch.Tensor | None] = {}  # operation -> what it gave; B stands for I, too
+    source: dict[Op, Op] = {taker: giver for giver, taker in handed_on(schedule)}
+    given: dict[Op | None, torch.Tensor | None] = {}  # operation -> its result, until it is taken
     timeline = simulate(schedule, build_costs(schedule))
     for op in (op for event in timeline.all_events() for op in event.item.parts):
-        kind, stage, i = op
-        source = Op(FORWARD, stage - 1, i) if kind == FORWARD else Op(BACKWARD, stage + 1, i)
-        result = trainers[stage].run(op, given.pop(source, None), task)
-        if kind != WEIGHT_GRADIENT:
-            given[op._replace(kind=FORWARD if kind == FORWARD else BACKWARD)] = result
+        given[op] = trainers[op.stage].run(op, given.pop(source.get(op), None), task)
         if watch is not None:
             watch(op, trainers)
 
@@ -88,30 +96,20 @@ def train(
 
     `num_stages` counts ranks; a rank's `layers_per_stage` are cut into the stages that it holds.
     """
-    schedule, policy = schedule_for_training(name, num_stages, num_microbatches, num_batches)
+    m = num_microbatches
+    schedule, policy = schedule_for_training(name, num_stages, m, num_batches)
     layers = layers_of_a_stage(layers_per_stage, schedule.stages_per_rank)
+    modules = dict(enumerate(build_stages(len(schedule.chains[0]), layers, seed=seed)))
     trainers = build_trainers(
-        build_stages(len(schedule.chains[0]), layers, seed=seed),
-        policy,
-        batch_size=num_microbatches,
-        num_microbatches=num_microbatches * num_batches,
-        learning_rate=learning_rate,
-        cut=schedule.cuts_backward,
-        trainer_class=trainer_class,
+        schedule, policy, modules, m, trainer_class=trainer_class, learning_rate=learning_rate
     )
     run_schedule(schedule, trainers, build_task(seed=seed), watch)
+    losses = [float(trainers[max(trainers)].losses[i]) for i in range(m * num_batches)]
     return TrainResult(
-        losses=batch_losses(trainers[-1].losses, num_microbatches, num_batches),
-        weights=[trainer.weights for trainer in trainers],
-        peak_versions=[trainer.peak_versions for trainer in trainers],
+        losses=[sum(losses[first : first + m]) / m for first in range(0, len(losses), m)],
+        weights=[trainer.weights for trainer in trainers.values()],
+        peak_versions=[trainer.peak_versions for trainer in trainers.values()],
     )
-
-
-def batch_losses(losses: Mapping[int, Any], m: int, num_batches: int) -> list[float]:
-    """Mean loss of each batch of m microbatches, from those of the microbatches."""
-    return [
-        sum(float(losses[i]) for i in range(b * m, (b + 1) * m)) / m for b in range(num_batches)
-    ]
 
 
 def final_loss(result: TrainResult, num_microbatches: int) -> float:

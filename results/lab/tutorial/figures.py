@@ -40,7 +40,7 @@ from pipedream.draw.page import (
 from pipedream.plan.planner import Plan, plan_pipeline
 from pipedream.plan.profile import load_profile
 from pipedream.plan.replicated import simulate_plan
-from pipedream.runtime.record import GPU_GOAL_POINTS, points_error
+from pipedream.runtime.record import GPU_GOAL, points_error
 from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.simulate.comparison import Case, Row, measure
 from pipedream.simulate.measures import idle, times_of
@@ -344,21 +344,21 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
         [4.4], legend=legend, legend_columns=4, head=0.45, left=1.05,
         notes=[f"Farthest off: {where}"],
     )  # fmt: skip
-    ax.axhspan(-GPU_GOAL_POINTS, GPU_GOAL_POINTS, color="#EFEFEF", linewidth=0, zorder=0)
+    ax.axhspan(-GPU_GOAL.most, GPU_GOAL.most, color="#EFEFEF", linewidth=0, zorder=0)
     ax.axhline(0, color="black", linewidth=0.8, zorder=1)
     for _, record, case in cases:
         style = dot | {"color": colours[_machine(record)], "marker": markers[case["schedule"]]}
         if case["calibrated_on"]:
             style["markerfacecolor"] = style["color"]
         ax.plot([case["measured"]["utilisation"]], [points_error(case)], **style)
-    limit = 1.2 * max(GPU_GOAL_POINTS, *(abs(points_error(case)) for _, _, case in cases))
+    limit = 1.2 * max(GPU_GOAL.most, *(abs(points_error(case)) for _, _, case in cases))
     ax.set_ylim(-limit, limit)
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}" if y else "0"))
     ax.set_xlabel("measured utilisation", fontsize=TEXT)
     ax.set_ylabel("simulated minus measured, points", fontsize=TEXT)
     ax.annotate(
-        f"the goal on GPUs: within {GPU_GOAL_POINTS:g} points", (0, -GPU_GOAL_POINTS),
+        f"the goal on GPUs: within {GPU_GOAL.most:g} points", (0, -GPU_GOAL.most),
         xycoords=ax.get_yaxis_transform(), xytext=(8, 6), textcoords="offset points",
         fontsize=SMALL, color=GREY,
     )  # fmt: skip

@@ -135,7 +135,7 @@ def printed(record: Record) -> str:
 
 def _goals(records: Mapping[str, Record]) -> str:
     """'10% of the makespan on CPU, 3 points of utilisation on NVIDIA H200'."""
-    found = {_device(record): goal_of(record) for record in records.values()}
+    found = {_device(record): goal_of(record).text for record in records.values()}
     return ", ".join(f"{goal} on {device}" for device, goal in found.items())
 
 
@@ -169,7 +169,7 @@ def _runs(record: Record) -> tuple[tuple[str, int], ...]:
 
 def _worst(named: tuple[str, Record]) -> float:
     """By what the record's goal is about."""
-    error = points_error if on_gpu(named[1]) else makespan_error
+    error = goal_of(named[1]).error
     return max((abs(error(case)) for case in checked(named[1])), default=0.0)
 
 
