@@ -73,6 +73,7 @@ class DeepSpeedEngine(base.Engine):
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:
             optimizer = torch.optim.AdamW(groups, fused=topology.device_type == "cuda", **settings)
+        private.import_muon()
         parts = {"model": module, "optimizer": optimizer, "config": plan.deepspeed_json}
         quiet = contextlib.redirect_stdout(io.StringIO())  # it prints what it was given
         with contextlib.nullcontext() if config.verbose else quiet:

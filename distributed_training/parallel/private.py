@@ -6,6 +6,7 @@ Checked against torch 2.11 and 2.13 and DeepSpeed 0.19.8, which native strategie
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import warnings
@@ -259,6 +260,17 @@ def dump_memory_history(path: Path) -> None:
     """Write that, with what is allocated, for pytorch.org/memory_viz, and remember no more."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def import_muon() -> None:
+    """Let DeepSpeed have its Muon uncompiled. Every ZeRO optimizer imports it, nothing here trains
+    with it, and its decorators would import torch's compiler, which takes seconds."""
+    compile_function = torch.compile
+    torch.compile = lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        torch.compile = compile_function
 
 
 def forget_pipeline_grid() -> None:

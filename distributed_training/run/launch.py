@@ -5,6 +5,7 @@ Launch settings are read from the environment here and in ranks.py. No torch bef
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -125,10 +126,13 @@ def start_planned() -> int:
     process = current_process(os.environ)
     assert process is not None
     prepare_environment(process.local_world_size)
+    gc.disable()  # it would look through the modules again and again while they are imported
     from distributed_training.run import worker
 
     startup = Startup()
     worker.warm_up(process)
+    gc.freeze()
+    gc.enable()
     startup.end("import")
     line = sys.stdin.readline()
     if not line:  # the launching process was killed
