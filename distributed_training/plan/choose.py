@@ -20,6 +20,7 @@ from distributed_training.settings.strategies import load_strategy
 
 WORDS = "words"  # the preset for a small text and no GPU, but for these keys
 KEPT = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
+CPU_EVAL_SAMPLES = 50  # of 512 tokens: half a second on two cores
 SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-medium
 
 
@@ -33,14 +34,16 @@ def choose_model(config: RunConfig, machine: Machine, notes: list[str]) -> RunCo
         notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
         return with_values(config, model="gpt2")
     notes.append("no GPU found: training gpt2-tiny on the CPU (a rehearsal, not a result)")
+    closed = KEPT.union(config.typed, config.from_defaults)
     decided: dict[str, Any] = {}
     if not config.has_preset and Path(config.dataset).exists():
-        closed = KEPT.union(config.typed, config.from_defaults)
         decided = {key: v for key, v in load_preset(WORDS).items() if key not in closed}
         notes.append(
             f"what you left open is as in --preset {WORDS}, which makes words of a small text: "
             + ", ".join(f"{key} {value}" for key, value in decided.items())
         )
+    elif not config.has_preset and "eval_samples" not in closed:
+        decided = {"eval_samples": CPU_EVAL_SAMPLES}
     return with_values(config, model="gpt2-tiny", **decided)
 
 

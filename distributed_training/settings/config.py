@@ -159,7 +159,7 @@ class RunConfig(Options):
     eval_every: CountOrZero = watching(0, aliases=("eval_steps",),
         help="steps between evaluations; 0: at epochs' ends only")
     eval_samples: CountOrAll = watching(200,
-        help="validation samples used, the first so many; -1: all")
+        help="validation samples used, the first so many; -1: all; model auto without a GPU: 50")
     generate: Text | None = watching("The value of",
         help="prompt of the samples before and after training; None: none")
     log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = watching(None,
