@@ -6,7 +6,6 @@ A command is an entry of COMMANDS. No torch import before training begins.
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import itertools
 import os
@@ -14,8 +13,9 @@ import platform
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,12 @@ from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, nearest_key, read_keys
-from distributed_training.settings.parser import Parser, not_negative
+from distributed_training.settings.parser import Parser, at_least
 
 OWN_OPTIONS = ("preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "cluster", "help")
 DRY_RUN = ("--dry-run", "--dry_run")
+Add = Callable[..., argparse.Action]  # of a parser
+Act = Callable[[argparse.Namespace], int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +51,23 @@ class Program:
     config: Mapping[str, Any]
     script: Path
     about: str
+    output_dir: Path  # CONFIG's
 
 
-def build_parser(program: Program, keys: Iterable[Key], own: Any = None) -> Parser:
-    """The options of `own`, a module of tools/, or of training; then every key as one, by all of
-    its names, grouped by need."""
+def about_key(key: Key, *more: str) -> str:
+    """A key's help, then in brackets the words of which it takes one, and `more`."""
+    words = list(more)
+    if key.name == "strategy":  # the strategies are folders
+        words.insert(0, ", ".join(strategies.list_strategies()))
+    elif any("enum" in form for form in key.forms):
+        words.insert(0, key.accepts())
+    return f"{key.help} ({'; '.join(words)})" if words else key.help
+
+
+def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Namespace:
+    """`preset`, `overrides` (`key=value` texts, in the order of the command line), `num_gpus`,
+    `dry_run`, and the options of `own`, a module of tools/; every key is an option by all of its
+    names."""
     name = program.script.name
     others = [other for other in COMMANDS if other != "train"]
     parser = Parser(
@@ -71,54 +85,35 @@ def build_parser(program: Program, keys: Iterable[Key], own: Any = None) -> Pars
         parser.usage = f"{name} {command} [OPTIONS] [--KEY VALUE ...]"
         parser.description = own.__doc__.partition("\n")[0]
         own.add_options(parser)
-    # Overrides are kept as key=value texts, in the order of the command line.
     parser.set_defaults(overrides=[])
     add = parser.add_argument
-    hidden = argparse.SUPPRESS
     add("--preset", metavar="NAME", help="a file of configs/presets/, or a path; over CONFIG")
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", dest="overrides",
         help="several keys at once")  # fmt: skip
     processes = f"start N processes; all: one a GPU, or {CPU_PROCESSES} without GPUs"
     add("--num_gpus", metavar="N", help=processes)
     restarts = "after a failure, start again from the last checkpoint, N times (default 0)"
-    add("--max_restarts", metavar="N", type=not_negative, default=0, help=restarts)
+    add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts)
     add(*DRY_RUN, action="store_true", help="check and print what would run, start nothing")
     elsewhere = "plan, or --dry-run, for machines that are not here, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
     add("--force", action="store_true", help="run what is predicted not to fit")
-    add("--local_rank", help=hidden)  # deepspeed passes it
-    for title, members in itertools.groupby(keys, attrgetter("group")):
+    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
+    keys = dict(KEYS)
+    for strategy in strategies.list_strategies():  # an engine in a strategy's folder may add some
+        keys |= read_keys(strategies.strategy_options(strategy))
+    for title, members in itertools.groupby(keys.values(), attrgetter("group")):
         group = parser.add_argument_group(title)
         for key in members:
             text = about_key(key, f"default {key.default!r}").replace("%", "%%")
             for option in (key.name, *key.aliases):
                 group.add_argument(
                     f"--{option}", action="append", dest="overrides", type=f"{option}=".__add__,
-                    metavar="", help=text if option == key.name else hidden,
+                    metavar="", help=text if option == key.name else argparse.SUPPRESS,
                 )  # fmt: skip
-    return parser
-
-
-def about_key(key: Key, *more: str) -> str:
-    """A key's help, then in brackets the words of which it takes one, and `more`."""
-    words = list(more)
-    if key.name == "strategy":  # the strategies are folders
-        words.insert(0, ", ".join(strategies.list_strategies()))
-    elif any("enum" in form for form in key.forms):
-        words.insert(0, key.accepts())
-    return f"{key.help} ({'; '.join(words)})" if words else key.help
-
-
-def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Namespace:
-    """`preset`, `overrides` (`key=value` texts), `num_gpus`, `dry_run`, and the options of `own`, a
-    module of tools/."""
-    keys = dict(KEYS)
-    for strategy in strategies.list_strategies():  # an engine in a strategy's folder may add some
-        keys |= read_keys(strategies.strategy_options(strategy))
     # --batch-size=8 is --batch_size=8
     dashed = re.compile(r"^--[\w-]+(?==|\Z)")
     argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]
-    parser = build_parser(program, keys.values(), own)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].lstrip("-").partition("=")[0]
@@ -135,10 +130,8 @@ def configure(
     arguments: argparse.Namespace, program: Program, overrides: Sequence[str]
 ) -> RunConfig:
     """CONFIG, preset and `key=value` texts merged."""
-    name, output_dir = output_dir_of(program)
     config = build_config(
-        {**program.config, name: str(output_dir)},
-        preset=arguments.preset, overrides=overrides,
+        program.config, preset=arguments.preset, overrides=overrides,
         defaults=strategies.strategy_defaults, options=strategies.strategy_options,
     )  # fmt: skip
     return config.model_copy(update={"force": arguments.force})
@@ -148,32 +141,12 @@ def over_config(name: str, argv: Sequence[str], program: Program) -> int:
     """A command that takes CONFIG's keys beside its own options: a module of tools/."""
     own = _load(f"tools.{name}")
     arguments = parse(argv, program, own)
-    build = functools.partial(configure, arguments, program)
-    return own.run(arguments, build, program.script)
+    return own.run(arguments, partial(configure, arguments, program), program.script)
 
 
 def _load(module: str) -> Any:
     """A module that only its command needs."""
     return importlib.import_module(f"distributed_training.{module}")
-
-
-def _parser(program: Program, command: Command) -> Parser:
-    prog = f"{program.script.name} {command.__name__}"
-    return Parser(prog=prog, description=command.__doc__)
-
-
-def doctor(argv: Sequence[str], program: Program) -> int:
-    """What this machine has and lacks for training; --nodes: the links between processes."""
-    parser = _parser(program, doctor)
-    add = parser.add_argument
-    add("--nodes", action="store_true", help="measure the links between processes instead")
-    add("--num_gpus", metavar="N", help="with --nodes: start N processes; under torchrun, none")
-    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
-    arguments = parser.parse_args(argv)
-    if not arguments.nodes:
-        return _load("tools.doctor").main(output_dir_of(program)[1])
-    code = _start_processes(["doctor", *argv], program, arguments.num_gpus)
-    return _load("tools.links").check_nodes() if code is None else code
 
 
 def train(argv: Sequence[str], program: Program) -> int:
@@ -196,114 +169,128 @@ def train(argv: Sequence[str], program: Program) -> int:
     )
 
 
-def output_dir_of(program: Program) -> tuple[str, Path]:
-    """CONFIG's name for output_dir, and the folder: those of CONFIG are relative to the script,
-    those of the command line to where one stands."""
-    name = next(filter(program.config.__contains__, KEYS["output_dir"].aliases), "output_dir")
-    return name, program.script.parent / str(program.config.get(name, "runs"))
-
-
 def report(argv: Sequence[str], program: Program) -> int:
     """Tables and plots from run records."""
-    return _load("records.report").main(argv, output_dir_of(program)[1])
+    return _load("records.report").main(argv, program.output_dir)
 
 
-def generate(argv: Sequence[str], program: Program) -> int:
-    """Text from a trained model."""
-    parser = _parser(program, generate)
-    add = parser.add_argument
-    add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
-    add("--prompt", help="what the text begins with; without it, each line that you type")
-    add("--best", action="store_true", help="the weights that keep_best kept, not the last")
-    length = "length of the text (default 100)"
-    add("--num_tokens", "--max_new_tokens", type=int, default=100, help=length)
-    add("--temperature", type=float, default=0.7, help="0: always the likeliest (default 0.7)")
-    add("--top_k", type=int, default=40, help="choose among so many tokens (default 40)")
-    add("--seed", type=int, default=42, help="another seed, another text (default 42)")
-    a = parser.parse_args(argv)
-    if min(a.num_tokens, a.top_k) < 1 or a.temperature < 0:
-        raise UserError("--num_tokens and --top_k are at least 1, --temperature at least 0")
-    return _load("tools.models").generate(a)
+def own_options(
+    command: Callable[[Add, Program], Act], argv: Sequence[str], program: Program
+) -> int:
+    """A command without CONFIG's keys: `command` adds its options and says what to do with them."""
+    prog = f"{program.script.name} {command.__name__}"
+    parser = Parser(prog=prog, description=command.__doc__)
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
+    act = command(parser.add_argument, program)
+    return act(parser.parse_args(argv))
 
 
-def export(argv: Sequence[str], program: Program) -> int:
-    """A checkpoint's weights in Hugging Face's format; the run may have been interrupted."""
-    parser = _parser(program, export)
-    parser.add_argument("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
-    parser.add_argument("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
-    merge = "of a run with lora_rank: the whole model instead of the adapters"
-    parser.add_argument("--merge", action="store_true", help=merge)
-    a = parser.parse_args(argv)
-    return _load("tools.models").export_checkpoint(a.run, a.to, merge=a.merge)
+def doctor(add: Add, program: Program) -> Act:
+    """What this machine has and lacks for training; --nodes: the links between processes."""
+    add("--nodes", action="store_true", help="measure the links between processes instead")
+    add("--num_gpus", metavar="N", help="with --nodes: start N processes; under torchrun, none")
+
+    def act(a: argparse.Namespace) -> int:
+        if a.nodes:
+            return in_processes(program, a.num_gpus, lambda: _load("tools.links").check_nodes())
+        return _load("tools.doctor").main(program.output_dir)
+
+    return act
 
 
-def push(argv: Sequence[str], program: Program) -> int:
-    """A run's model to the Hub."""
-    parser = _parser(program, push)
-    parser.add_argument("run", help="a run's folder, such as runs/latest, or its hf/")
-    parser.add_argument("name", help="user/name on the Hub")
-    parser.add_argument("--best", action="store_true", help="the weights that keep_best kept")
-    a = parser.parse_args(argv)
-    return _load("tools.models").push(a.run, a.name, best=a.best)
-
-
-def links(argv: Sequence[str], program: Program) -> int:
+def links(add: Add, program: Program) -> Act:
     """How fast processes talk to each other: six operations over every group of the mesh."""
-    parser = _parser(program, links)
-    add = parser.add_argument
     add("--num_gpus", metavar="N", help="processes; all, the default: one a GPU, or 2 without GPUs")
     for axis in ("pp", "dp_shard", "tp"):
         size = f"processes along {axis}; what is left is dp_replicate"
         add(f"--{axis}", metavar="N", type=int, default=1, help=size)
-    add("--largest", metavar="MIB", type=int, help="largest tensor; 1024 on GPUs, 16 without")
+    add(
+        "--largest",
+        metavar="MIB",
+        type=at_least(1),
+        help="largest tensor; 1024 on GPUs, 16 without",
+    )
     add("--seconds", metavar="S", type=float, default=0.15, help="for a figure (default 0.15)")
-    folder = output_dir_of(program)[1] / "links"
+    folder = program.output_dir / "links"
     add("--out", metavar="FOLDER", type=Path, default=folder, help="of the record and picture")
-    arguments = parser.parse_args(argv)
-    if arguments.largest is not None and arguments.largest < 1:
-        raise UserError("--largest is at least 1 (MiB)")
-    code = _start_processes(["links", *argv], program, arguments.num_gpus)
-    return _load("tools.links").main(arguments) if code is None else code
+    return lambda a: in_processes(program, a.num_gpus, lambda: _load("tools.links").main(a))
 
 
-def _start_processes(argv: Sequence[str], program: Program, num_gpus: str | None) -> int | None:
-    """Start the processes of a command, all that are here unless `num_gpus` says otherwise; their
-    exit code, None in one of them."""
+def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]) -> int:
+    """Do `work` as one of this command's processes, or start them, as many as there can be here
+    unless `num_gpus` says otherwise; the exit code."""
     if current_process(os.environ) is not None:
-        return None
+        return work()
     count = requested_processes(num_gpus or "all", detect_machine(), {})
     if count == 1:
         fix = "type --num_gpus 2, or start with torchrun on the nodes"
         raise UserError("one process has no links", fix=fix)
-    return run_ranks([str(program.script), *argv], count).exit_code
+    return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
 
 
-def overlap(argv: Sequence[str], program: Program) -> int:
+def generate(add: Add, program: Program) -> Act:
+    """Text from a trained model."""
+    add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
+    add("--prompt", help="what the text begins with; without it, each line that you type")
+    add("--best", action="store_true", help="the weights that keep_best kept, not the last")
+    length = "length of the text (default 100)"
+    add("--num_tokens", "--max_new_tokens", type=at_least(1), default=100, help=length)
+    likeliest = "0: always the likeliest (default 0.7)"
+    add("--temperature", type=at_least(0.0), default=0.7, help=likeliest)
+    add("--top_k", type=at_least(1), default=40, help="choose among so many tokens (default 40)")
+    add("--seed", type=int, default=42, help="another seed, another text (default 42)")
+    return lambda a: _load("tools.models").generate(a)
+
+
+def export(add: Add, program: Program) -> Act:
+    """A checkpoint's weights in Hugging Face's format; the run may have been interrupted."""
+    add("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
+    add("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
+    merge = "of a run with lora_rank: the whole model instead of the adapters"
+    add("--merge", action="store_true", help=merge)
+    return lambda a: _load("tools.models").export_checkpoint(a.run, a.to, merge=a.merge)
+
+
+def push(add: Add, program: Program) -> Act:
+    """A run's model to the Hub."""
+    add("run", help="a run's folder, such as runs/latest, or its hf/")
+    add("name", help="user/name on the Hub")
+    add("--best", action="store_true", help="the weights that keep_best kept")
+    return lambda a: _load("tools.models").push(a.run, a.name, best=a.best)
+
+
+def overlap(add: Add, program: Program) -> Act:
     """How much communication hides behind computing, from the traces of a run."""
-    parser = _parser(program, overlap)
-    parser.add_argument("run", type=Path, help="folder of a run with --profile STEPS")
-    return _load("tools.overlap").main(parser.parse_args(argv).run)
+    add("run", type=Path, help="folder of a run with --profile STEPS")
+    return lambda a: _load("tools.overlap").main(a.run)
 
 
-def calibrate(argv: Sequence[str], program: Program) -> int:
+def calibrate(add: Add, program: Program) -> Act:
     """What `plan --calibrate` runs in its processes."""
-    parser = _parser(program, calibrate)
-    parser.add_argument("file", type=Path, help="where the JSON goes")
-    return _load("tools.calibrate").main(parser.parse_args(argv).file)
+    add("file", type=Path, help="where the JSON goes")
+    return lambda a: _load("tools.calibrate").main(a.file)
 
 
-Command = Callable[[Sequence[str], Program], int]
-COMMANDS: dict[str, Command] = {
+COMMANDS: dict[str, Callable[[Sequence[str], Program], int]] = {
     "train": train,
-    **{name: functools.partial(over_config, name) for name in ("plan", "compare", "parity")},
-    "doctor": doctor, "generate": generate, "report": report, "export": export, "push": push,
-    "links": links, "overlap": overlap, "calibrate": calibrate,
-}  # fmt: skip
+    **{name: partial(over_config, name) for name in ("plan", "compare", "parity")},
+    "report": report,
+    **{
+        command.__name__: partial(own_options, command)
+        for command in (doctor, generate, export, push, links, overlap, calibrate)
+    },
+}
 
 
 def main(config: Mapping[str, Any], about: str, script: str) -> int:
     """Run the command that the command line names; `about` is the script's docstring."""
-    program = Program(config=config, script=Path(script).resolve(), about=about.splitlines()[0])
+    file = Path(script).resolve()
+    # CONFIG's folders are relative to the script, those of the command line to where one stands.
+    folder = next(filter(config.__contains__, KEYS["output_dir"].aliases), "output_dir")
+    output_dir = file.parent / str(config.get(folder, "runs"))
+    config = {**config, folder: str(output_dir)}
+    about = about.splitlines()[0]
+    program = Program(config=config, script=file, about=about, output_dir=output_dir)
     streams.fill_closed()
     name = "train"
     argv = sys.argv[1:]

@@ -19,7 +19,9 @@ from tests.settings.test_config import OTHER
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 
 SCRIPT = Path(real_model_example.__file__).resolve()
-PROGRAM = cli.Program(config=real_model_example.CONFIG, script=SCRIPT, about="about")
+PROGRAM = cli.Program(
+    config=real_model_example.CONFIG, script=SCRIPT, about="about", output_dir=SCRIPT.parent
+)
 
 
 def overrides(*argv):
@@ -143,14 +145,16 @@ def test_one_process_works_alone_and_says_what_lies_idle(run, capsys):
 def test_configs_folder_is_beside_the_script_and_a_strategy_has_defaults(
     name, monkeypatch, tmp_path
 ):
+    def planned(config, *typed):
+        monkeypatch.setattr(sys, "argv", ["script.py", *typed])
+        return cli.main(config, "about", str(tmp_path / "script.py"))
+
     monkeypatch.setattr(cli, "start", lambda config, *_, **__: config)
-    program = cli.Program(config={name: "here"}, script=tmp_path / "script.py", about="")
-    assert cli.train([], program).output_dir == str(tmp_path / "here")
-    assert cli.train(["--output_dir", "there"], program).output_dir == "there"
-    empty = cli.Program(config={}, script=tmp_path / "script.py", about="")
-    assert cli.train([], empty).output_dir == str(tmp_path / "runs")
+    assert planned({name: "here"}).output_dir == str(tmp_path / "here")
+    assert planned({name: "here"}, "--output_dir", "there").output_dir == "there"
+    assert planned({}).output_dir == str(tmp_path / "runs")
     monkeypatch.setattr(cli.strategies, "strategy_defaults", lambda _: {"checkpoint_every": 7})
-    assert cli.train([], empty).from_defaults == ("checkpoint_every",)
+    assert planned({}).from_defaults == ("checkpoint_every",)
 
 
 def command(monkeypatch, *argv):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn
+import contextlib
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
+
+Number = TypeVar("Number", int, float)
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,8 +23,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message, fix="see --help")
 
 
-def not_negative(text: str) -> int:
-    """A number of 0 or more, as an option's `type`."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number, 0 or more")
-    return int(text)
+def at_least(least: Number) -> Callable[[str], Number]:
+    """An option's `type`: a number like `least`, the smallest that is taken."""
+
+    def number(text: str) -> Number:
+        with contextlib.suppress(ValueError):
+            value = type(least)(text)
+            if value >= least:
+                return value
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of at least {least}")
+
+    return number
