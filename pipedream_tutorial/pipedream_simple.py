@@ -12,11 +12,11 @@ search, training, CSV files and traces (python -m pipedream --help).
 from __future__ import annotations
 
 import math
-import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from shutil import get_terminal_size
 from typing import Any, NamedTuple
 
@@ -59,7 +59,64 @@ def need(op: Op, last_stage: int) -> Op | None:
 # --- Orders: one for each of p ranks and m microbatches --------------------------------------
 
 
-def numbered(steps: list[tuple[str, int]]) -> Order:
+def in_turn(forwards: Sequence[Any], backwards: Sequence[Any], ahead: int) -> list[Any]:
+    """`ahead` forwards, then one forward and one backward in turn, then the backwards left over."""
+    steps = list(forwards[:ahead])
+    for place, backward in enumerate(backwards, ahead):
+        steps += [*forwards[place : place + 1], backward]
+    return steps
+
+
+def zero_bubble(m: int, ahead: int, delay: int) -> str:
+    """1F1B with the backward pass cut in two: each W comes `delay` microbatches after its I."""
+    delay = min(delay, m)
+    return "".join(in_turn("F" * m, ["I"] * delay + ["IW"] * (m - delay), ahead)) + "W" * delay
+
+
+def zb_v(r: int, p: int, m: int) -> str:
+    """Two stages a rank in a V. No idle time within a rank's span if F = I = W, in 1F1B's memory.
+
+    Written for 2p - 1 microbatches or more; with fewer, those not there are left out.
+    """
+    count = max(m, 2 * p - 1)
+    word = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
+    for i in range(count - p):
+        if i < count - (2 * p - 1 - r):  # until all have gone down
+            word += "F"
+        word += "IW" + "fiw"
+    return word + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r
+
+
+SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]] = {
+    # One microbatch in the pipeline at a time: all ranks but one are idle.
+    "naive": ("Naive", lambda r, p, m: "FB" * m),
+    # All forwards, then all backwards: every rank holds the activations of m microbatches.
+    "gpipe": ("GPipe", lambda r, p, m: "F" * m + "B" * m),
+    # A backward as early as possible: rank r never holds more than p - r microbatches.
+    "1f1b": ("1F1B with flush", lambda r, p, m: in_turn("F" * m, "B" * m, p - 1 - r)),
+    # The same order on and on, without a flush between batches.
+    "pipedream": ("PipeDream", lambda r, p, m: in_turn("F" * m, "B" * m, p - 1 - r)),
+    "interleaved": ("Interleaved 1F1B", None),  # no word: rank r has v stages
+    # W waits until the rank would idle: rank r puts it off by r microbatches, so that all hold as
+    # many activations as rank 0.
+    "zb-h1": ("ZB-H1", lambda r, p, m: zero_bubble(m, p - 1 - r, r)),
+    # Twice as far ahead, in twice the memory: no rank idles once it has begun.
+    "zb-h2": ("ZB-H2", lambda r, p, m: zero_bubble(m, 2 * (p - 1 - r), 2 * r)),
+    "zb-v": ("ZB-V", zb_v),
+}
+"""Title, and the word of rank r of p: what it does with m microbatches, a letter an operation."""
+
+
+def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
+    """Rank r has stage r, and in a V also stage 2p - 1 - r, written in small letters."""
+    orders = []
+    for r, word in enumerate(words):
+        second = 2 * len(words) - 1 - r
+        orders.append(numbered((x.upper(), r if x.isupper() else second) for x in word))
+    return orders
+
+
+def numbered(steps: Iterable[tuple[str, int]]) -> Order:
     """Operations from (kind, stage): each kind takes a stage's microbatches in turn."""
     done: Counter[tuple[str, int]] = Counter()
     order = []
@@ -67,35 +124,6 @@ def numbered(steps: list[tuple[str, int]]) -> Order:
         order.append((*step, done[step]))
         done[step] += 1
     return order
-
-
-def from_words(words: list[str]) -> list[Order]:
-    """One stage a rank, a letter an operation."""
-    return [numbered([(kind, s) for kind in word]) for s, word in enumerate(words)]
-
-
-def naive(p: int, m: int) -> list[Order]:
-    """One microbatch in the pipeline at a time: all ranks but one are idle."""
-    return from_words(["FB" * m] * p)
-
-
-def gpipe(p: int, m: int) -> list[Order]:
-    """All forwards, then all backwards: every rank holds the activations of m microbatches."""
-    return from_words(["F" * m + "B" * m] * p)
-
-
-def one_f_one_b(p: int, m: int) -> list[Order]:
-    """A backward as early as possible: stage s never holds more than p - s microbatches.
-
-    PipeDream runs the same order on and on, without a flush between batches.
-    """
-    return from_words([alternating(m, ahead=p - 1 - s) for s in range(p)])
-
-
-def alternating(m: int, ahead: int) -> str:
-    """`ahead` forwards, a forward and a backward in turn, and the backwards that are left."""
-    ahead = min(ahead, m)
-    return "F" * ahead + "FB" * (m - ahead) + "B" * ahead
 
 
 def interleaved(p: int, m: int, v: int) -> list[Order]:
@@ -112,68 +140,18 @@ def interleaved(p: int, m: int, v: int) -> list[Order]:
     for r in range(p):
         forwards = [("F", chunk * p + r) for chunk in chunks]
         backwards = [("B", (v - 1 - chunk) * p + r) for chunk in chunks]
-        ahead = min(m * v, (v - 1) * size + 2 * (p - 1 - r))
-        steps = forwards[:ahead]
-        for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-            steps += [forward, backward]
-        orders.append(numbered(steps + backwards[m * v - ahead :]))
+        orders.append(numbered(in_turn(forwards, backwards, (v - 1) * size + 2 * (p - 1 - r))))
     return orders
 
 
-def zb_h1(p: int, m: int) -> list[Order]:
-    """1F1B with the backward pass cut in two: W waits until the rank would idle.
+def build(name: str, p: int, m: int, v: int = 2) -> list[Order]:
+    """Every rank's order; v: stages a rank of the interleaved one."""
+    _, word = SCHEDULES[name]
+    if word is None:
+        return interleaved(p, m, v)
+    orders = from_words([word(r, p, m) for r in range(p)])
+    return [[op for op in order if op[2] < m] for order in orders]
 
-    Rank s puts W off by s microbatches, so that all hold as many activations as rank 0.
-    """
-    return from_words([zero_bubble(m, ahead=p - 1 - s, delay=s) for s in range(p)])
-
-
-def zb_h2(p: int, m: int) -> list[Order]:
-    """Twice as far ahead, in twice the memory: no rank idles once it has begun."""
-    return from_words([zero_bubble(m, ahead=2 * (p - 1 - s), delay=2 * s) for s in range(p)])
-
-
-def zero_bubble(m: int, ahead: int, delay: int) -> str:
-    """1F1B `ahead` forwards ahead, each W `delay` microbatches after its I."""
-    ahead = min(ahead, m)
-    delay = min(delay, m)
-    word = "F" * ahead
-    for i in range(m):
-        word += ("F" if ahead + i < m else "") + ("IW" if i >= delay else "I")
-    return word + "W" * delay
-
-
-def zb_v(p: int, m: int) -> list[Order]:
-    """Two stages a rank in a V: rank 0 holds the first and the last one. No idle time within a
-    rank's span if F = I = W, in 1F1B's memory."""
-    return [zb_v_order(r, p, m) for r in range(p)]
-
-
-def zb_v_order(r: int, p: int, m: int) -> Order:
-    """Written for 2p - 1 microbatches or more; with fewer, those not there are left out."""
-    count = max(m, 2 * p - 1)
-    up = 2 * p - 1 - r  # the rank's second stage
-    down = [("F", r), ("I", r), ("W", r)]
-    upwards = [("F", up), ("I", up), ("W", up)]
-    steps = down[:1] * (2 * (p - r) - 1) + [("F", up), ("F", r)] * r + upwards * (p - r)
-    for i in range(count - p):
-        if i < count - up:  # until all have gone down
-            steps += down[:1]
-        steps += down[1:] + upwards
-    steps += [("I", r), ("I", up)] * r + down[1:] * (p - r) + [("W", up)] * r + [("W", r)] * r
-    return [op for op in numbered(steps) if op[2] < m]
-
-
-SCHEDULES = {
-    "naive": ("Naive", naive),
-    "gpipe": ("GPipe", gpipe),
-    "1f1b": ("1F1B with flush", one_f_one_b),
-    "pipedream": ("PipeDream", one_f_one_b),
-    "interleaved": ("Interleaved 1F1B", interleaved),
-    "zb-h1": ("ZB-H1", zb_h1),
-    "zb-h2": ("ZB-H2", zb_h2),
-    "zb-v": ("ZB-V", zb_v),
-}
 
 # --- The clock -------------------------------------------------------------------------------
 
@@ -181,9 +159,7 @@ Times = dict[Op, tuple[int, int]]
 """operation -> start and end."""
 
 
-def simulate(
-    orders: list[Order], duration: dict[str, int], communication: int, free: Sequence[int] = ()
-) -> Times:
+def simulate(orders: list[Order], duration: dict[str, int], free: Sequence[int] = ()) -> Times:
     """Start everything as early as the orders and the data allow.
 
     An operation starts when its rank has ended the one before it and all that it needs has
@@ -194,9 +170,8 @@ def simulate(
     now = list(free) or [0] * len(orders)
     left = [order[::-1] for order in orders]  # the next operation is the last one of the list
     times: Times = {}
-    going = True
-    while going:
-        going = False
+    while any(left):
+        before = len(times)
         for rank, order in enumerate(left):
             while order:
                 op = order[-1]
@@ -207,31 +182,27 @@ def simulate(
                         break  # another rank has to get there first
                     arrival = times[source][1]
                     if rank_of[source] != rank:
-                        arrival += communication
+                        arrival += duration["send"]
                     start = max(start, arrival)
                 order.pop()
                 now[rank] = start + duration[op[0]]
                 times[op] = start, now[rank]
-                going = True
-    if any(left):
-        stuck = [order[-1] for order in left if order]
-        raise ValueError(f"deadlock: each of {stuck} waits for one that is not run")
+        if len(times) == before:
+            stuck = [order[-1] for order in left if order]
+            raise ValueError(f"deadlock: each of {stuck} waits for one that is not run")
     return times
 
 
-def batches_in_a_row(
-    orders: list[Order], duration: dict[str, int], communication: int, count: int
-) -> int:
+def end_of_stream(orders: list[Order], duration: dict[str, int], count: int) -> int:
     """When the last of `count` batches ends: a rank begins the next once its own work is done."""
     free = [0] * len(orders)
-    steps = set()
-    for done in range(count):
-        if done and len(steps) == 1:  # all ranks moved on by the same time, and always will
-            return max(free) + (count - done) * steps.pop()
-        times = simulate(orders, duration, communication, free)
+    for left in reversed(range(count)):
+        times = simulate(orders, duration, free)
         ends = [times[order[-1]][1] for order in orders]
         steps = {end - before for end, before in zip(ends, free, strict=True)}
         free = ends
+        if len(steps) == 1:  # all ranks moved on by the same time, and always will
+            return max(free) + left * steps.pop()
     return max(free)
 
 
@@ -241,7 +212,6 @@ def batches_in_a_row(
 class Row(NamedTuple):
     """One schedule: a batch on its own, and `num_batches` of them in a row (the stream)."""
 
-    title: str
     orders: list[Order]  # what is drawn: a batch, or for PipeDream the stream
     times: Times  # in ticks
     tick: Fraction
@@ -257,57 +227,49 @@ class Row(NamedTuple):
 
 def measure(name: str, config: dict[str, Any]) -> Row:
     """Simulate one schedule. Raises ValueError for sizes that it does not take."""
-    title, build = SCHEDULES[name]
     p = config["num_stages"]
     m = config["num_microbatches"]
     count = config["num_batches"]
     v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
-    orders = build(p, m, v) if name == "interleaved" else build(p, m)
-    duration, communication, tick = in_ticks(config, v)
-    times = simulate(orders, duration, communication)
+    orders = build(name, p, m, v)
+    duration, tick = in_ticks(config, v)
+    times = simulate(orders, duration)
     work = m * v * (duration["F"] + duration["B"])  # of a rank, in a batch
     makespan = max(end for _, end in times.values())
-    spans = [times[order[-1]][1] - times[order[0]][0] for order in orders]
-    activations = [peak_activations(order, v) for order in orders]
+    spans = sum(times[order[-1]][1] - times[order[0]][0] for order in orders)
     versions = [1] * p
     staleness = [0] * p
     if name == "pipedream":  # never pauses: the stream is one long batch
-        orders = one_f_one_b(p, m * count)
-        times = simulate(orders, duration, communication)
+        orders = build(name, p, m * count, v)
+        times = simulate(orders, duration)
         stream = max(end for _, end in times.values())
-        activations = [peak_activations(order, v) for order in orders]
         versions, staleness = map(list, zip(*map(stashed_versions, orders), strict=True))
     else:
-        stream = batches_in_a_row(orders, duration, communication, count)
+        stream = end_of_stream(orders, duration, count)
     idle = 1 - Fraction(work, makespan)
-    span_idle = 1 - Fraction(work * p, sum(spans))
+    span_idle = 1 - Fraction(work * p, spans)
     stream_idle = 1 - Fraction(work * count, stream)
+    activations = [peak_activations(order, v) for order in orders]
     return Row(
-        title, orders, times, tick, makespan * tick, idle, span_idle, stream * tick, stream_idle,
+        orders, times, tick, makespan * tick, idle, span_idle, stream * tick, stream_idle,
         activations, versions, staleness,
     )  # fmt: skip
 
 
-def in_ticks(config: dict[str, Any], v: int) -> tuple[dict[str, int], int, Fraction]:
-    """Durations on one of a rank's v stages, the time to send, and the tick they are multiples of:
-    sums of whole numbers are exact, and quick."""
+def in_ticks(config: dict[str, Any], v: int) -> tuple[dict[str, int], Fraction]:
+    """Durations on one of a rank's v stages, and the tick they are multiples of: sums of whole
+    numbers are exact, and quick."""
     exact = [Fraction(config[key]) for key in DURATIONS]
     tick = Fraction(1, v * math.lcm(*(time.denominator for time in exact)))
-    f, i, w, communication = (int(time / tick) for time in exact)
-    return {"F": f // v, "B": (i + w) // v, "I": i // v, "W": w // v}, communication, tick
+    f, i, w, send = (int(time / tick) for time in exact)
+    return {"F": f // v, "B": (i + w) // v, "I": i // v, "W": w // v, "send": send}, tick
 
 
 def peak_activations(order: Order, v: int) -> Fraction:
     """A forward pass adds a microbatch's activations on one stage, 1/v of what a rank would hold;
     they go with B, or with W where the backward pass is cut."""
-    held = most = 0
-    for kind, _, _ in order:
-        if kind == "F":
-            held += 1
-            most = max(most, held)
-        elif kind != "I":
-            held -= 1
-    return Fraction(most, v)
+    change = {"F": 1, "I": 0, "B": -1, "W": -1}
+    return Fraction(max(accumulate(change[kind] for kind, _, _ in order)), v)
 
 
 def stashed_versions(order: Order) -> tuple[int, int]:
@@ -345,6 +307,14 @@ F forward; B backward, or its halves I (the input's gradient) and W (the weights
 microbatch; - goes on; . idle; f, b, i, w: on a stage of the rank that is not its first"""
 
 
+def number(value: Fraction | int) -> str:
+    return f"{float(value):.4g}"
+
+
+def percent(share: Fraction) -> str:
+    return f"{float(100 * share):.1f}%"
+
+
 def table_head(num_batches: int) -> str:
     return f"""{"":<24}{"one batch":^20}{f"{num_batches} in a row":^15}{"at most":>14}
 {"":<24}  time bubble   span    time   used activ. weights stale"""
@@ -359,39 +329,32 @@ def table_line(title: str, *figures: Any) -> str:
     return f"{title:<24}{cells}"
 
 
-def number(value: Fraction | int) -> str:
-    return f"{float(value):.4g}"
-
-
-def percent(share: Fraction) -> str:
-    return f"{float(100 * share):.1f}%"
-
-
 def draw(row: Row) -> str:
     """A line a rank, each operation from its start to its end; goes on below where the terminal
     ends."""
     p = len(row.orders)
-    room = max(40, get_terminal_size((100, 24)).columns - 8)
     labels = {(k, s, i): f"{k if s < p else k.lower()}{i}" for k, s, i in row.times}
     lasts = {op: end - start for op, (start, end) in row.times.items() if end > start}
     rate = max(Fraction(len(labels[op]), ticks) for op, ticks in lasts.items())  # columns a tick
     width = math.ceil(max(end for _, end in row.times.values()) * rate)
-    lines = {f"rank {rank}": ["."] * width for rank in range(p)}
-    for line, order in zip(lines.values(), row.orders, strict=True):
+    unit = rate / row.tick
+    every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if step * unit >= 10)
+    marks = ""
+    for time in range(0, math.ceil(width / unit), every):
+        marks = marks.ljust(math.floor(time * unit)) + str(time)
+    lines = {"time": marks}
+    for rank, order in enumerate(row.orders):
+        line = ["."] * width
         for op in order:
             first, end = (math.floor(time * rate) for time in row.times[op])
             line[first:end] = labels[op].ljust(end - first, "-")[: end - first]
-    unit = rate / row.tick
-    every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if step * unit >= 10)
-    marks = "".join(
-        str(time).ljust(math.floor((time + every) * unit) - math.floor(time * unit))
-        for time in range(0, math.ceil(width / unit), every)
+        lines[f"rank {rank}"] = "".join(line)
+    room = max(40, get_terminal_size((100, 24)).columns - 8)
+    return "\n".join(
+        f"{name:<7}{line[begin : begin + room]}".rstrip()
+        for begin in range(0, width, room)
+        for name, line in lines.items()
     )
-    blocks = []
-    for begin in range(0, width, room):
-        for name, line in ({"time": marks} | lines).items():
-            blocks.append(f"{name:<7}{''.join(line[begin : begin + room])}".rstrip())
-    return "\n".join(blocks)
 
 
 # --- The command line ------------------------------------------------------------------------
@@ -399,11 +362,10 @@ def draw(row: Row) -> str:
 
 def main() -> None:
     """The table of all schedules, or one schedule's timeline and its line of the table."""
-    config = chosen()
-    if config is None:  # the package knows more options, and says in one line what is wrong
-        from pipedream import __main__ as package
+    from pipedream import __main__ as package
 
-        sys.argv[1:1] = [f"--{key}={value}" for key, value in CONFIG.items() if key != "steps"]
+    config = package.options_of_script(CONFIG, __file__)
+    if config is None:  # the package knows more options, and says in one line what is wrong
         package.main()
         return
     f, i, w, c = (number(config[key]) for key in DURATIONS)
@@ -411,36 +373,22 @@ def main() -> None:
         f"p = {config['num_stages']} ranks, m = {config['num_microbatches']} microbatches a batch; "
         f"durations F = {f}, I = {i}, W = {w},\nB = I + W, communication {c}"
     )
+    head = table_head(config["num_batches"])
     if config["schedule"] == "all":
-        print(table_head(config["num_batches"]), flush=True)
+        print(head, flush=True)
         for name, (title, _) in SCHEDULES.items():
             try:
-                row = measure(name, config)
-                print(table_line(title, *row[4:]), flush=True)  # each as soon as it is there
+                line = table_line(title, *measure(name, config)[3:])
             except ValueError as error:
-                print(f"{title:<24}not possible: {error}")
+                line = f"{title:<24}not possible: {error}"
+            print(line, flush=True)  # each as soon as it is there
     else:
+        title, _ = SCHEDULES[config["schedule"]]
         row = measure(config["schedule"], config)
-        print(LEGEND, f"\n{row.title}", draw(row), "", sep="\n")
-        print(table_head(config["num_batches"]), table_line(row.title, *row[4:]), sep="\n")
+        line = table_line(title, *row[3:])
+        print(LEGEND, "", title, draw(row), "", head, line, sep="\n")
     for note in (*NOTES, "More schedules, search, training: python -m pipedream"):
         print(textwrap.fill(note, 100))
-
-
-def chosen() -> dict[str, Any] | None:
-    """CONFIG as the command line changes it; None for what this file does not know."""
-    from pipedream.__main__ import RULES
-    from pipedream.config import parse_arguments
-
-    if "--help" in sys.argv or "-h" in sys.argv:
-        return None
-    try:
-        config = parse_arguments(CONFIG, {key: RULES[key] for key in CONFIG}, "", script=__file__)
-        if config["schedule"] != "all":
-            measure(config["schedule"], config)
-    except (KeyError, ValueError):
-        return None
-    return config if not config["steps"] else None
 
 
 if __name__ == "__main__":

@@ -13,16 +13,18 @@ import gc
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import pipedream_simple as simple
 from pipedream_simple import NOTES, number, percent, table_head, table_line
 
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
 from pipedream.draw.terminal import LEGEND, bold, draw, listed, print_wrapped, use_colour, width
 from pipedream.errors import UserError, main_with_errors
-from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Schedule, save_csv
 from pipedream.simulate.comparison import (
     Case,
@@ -109,6 +111,23 @@ def main() -> None:
         gc.enable()
         print(flush=True)
         print_training(config)
+
+
+def options_of_script(config: dict[str, Any], script: str) -> dict[str, Any] | None:
+    """pipedream_simple.py's CONFIG as the command line changes it; None for what that file does not
+    know: main() then has its CONFIG as defaults."""
+    if not {"-h", "--help"} & {*sys.argv}:
+        with suppress(UserError):
+            found = parse_arguments(config, {key: RULES[key] for key in config}, "", script=script)
+            name = found["schedule"]
+            known = name == "all" or name in simple.SCHEDULES
+            if name in simple.SCHEDULES:
+                sizes = (found[key] for key in ("num_stages", "num_microbatches", "chunks"))
+                build_schedule(name, *sizes)
+            if known and not found["steps"]:
+                return found
+    sys.argv[1:1] = [f"--{key}={value}" for key, value in config.items() if key != "steps"]
+    return None
 
 
 def export(row: Row, config: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ def test_the_script_says_what_the_engine_says(name):
             for event in once.all_events():
                 start, end = found.times[tuple(event.item)]
                 assert (start * found.tick, end * found.tick) == (event.start, event.end)
-            assert found[4:9] == (
+            assert found[3:8] == (
                 row.batch.makespan, row.batch_idle.makespan_fraction, row.batch_idle.span_fraction,
                 row.stream.makespan, row.stream_idle.makespan_fraction,
             )  # fmt: skip

@@ -16,15 +16,15 @@ back in whatever is left free. The orders are the authors', operation by operati
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from pipedream.schedules.ops import Op, Schedule, straight
+from pipedream_simple import from_words
+
+from pipedream.schedules.ops import Schedule
+from pipedream.schedules.orders import named
 
 SLOTS = 6
 F_DOWN, F_UP, I_UP, I_DOWN, W = range(5)
-
-Block = Callable[[int], tuple[int, int, int, int]]
-"""rank -> slots of microbatch 0: F on the way down, F on the way up, I down the V, I up again."""
 
 Slots = list[list[list[int]]]
 """rank -> F_DOWN ... (and W in the first pass) -> the slots of microbatches 0, 1, ..."""
@@ -33,26 +33,23 @@ Slots = list[list[list[int]]]
 def v_min(p: int, m: int, *, reorder: bool = True) -> Schedule:
     """A third of 1F1B's activations: every operation is one slot after its neighbour's."""
     pause = 0 if p % 3 else 2  # else two operations of a rank would want the same slot
-
-    def block(r: int) -> tuple[int, int, int, int]:
-        return r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r
-
-    return _scheduled("v-min", p, m, block, reorder)
+    block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
+    return _scheduled("v-min", block, m, reorder)
 
 
 def v_half(p: int, m: int, *, reorder: bool = True) -> Schedule:
     """Half of 1F1B's activations: two slots between neighbours wherever the way leads down."""
-    pause = 0 if p % 2 else 3  # likewise
-
-    def block(r: int) -> tuple[int, int, int, int]:
-        return 2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r
-
-    return _scheduled("v-half", p, m, block, reorder)
+    late = 3 * p + (0 if p % 2 else 3)  # likewise
+    block = [(2 * r, 3 * p - 2 - r, late - 1 + 2 * r, late + 3 * p - 2 - r) for r in range(p)]
+    return _scheduled("v-half", block, m, reorder)
 
 
-def _scheduled(name: str, p: int, m: int, block: Block, reorder: bool) -> Schedule:
-    """The block m times, 6 slots apart; with `reorder` pulled together at both ends."""
-    slots = [[[slot + SLOTS * i for i in range(m)] for slot in block(r)] for r in range(p)]
+def _scheduled(
+    name: str, block: list[tuple[int, int, int, int]], m: int, reorder: bool
+) -> Schedule:
+    """A rank's slots of microbatch 0, m times, 6 apart; with `reorder` pulled together at both
+    ends."""
+    slots = [[[slot + SLOTS * i for i in range(m)] for slot in own] for own in block]
     if reorder:
         for own in slots:
             own.append([slot for slot, _ in _weights(own)])
@@ -61,25 +58,14 @@ def _scheduled(name: str, p: int, m: int, block: Block, reorder: bool) -> Schedu
         for own in slots:
             own.pop()
         _pull(slots)
-    lines = [_line(own, down=r, up=2 * p - 1 - r) for r, own in enumerate(slots)]
-    return straight(name, lines)
+    return named(name, from_words([_word(own) for own in slots]))
 
 
-def _line(own: list[list[int]], *, down: int, up: int) -> list[Op]:
-    """A rank's operations by slot, W included."""
-    placed = [
-        (slot, Op(kind, stage, i))
-        for (kind, stage), line in zip(
-            (("F", down), ("F", up), ("I", up), ("I", down)), own, strict=True
-        )
-        for i, slot in enumerate(line)
-    ]
-    done = {up: 0, down: 0}
-    for slot, kind in _weights(own):
-        stage = up if kind == I_UP else down
-        placed.append((slot, Op("W", stage, done[stage])))
-        done[stage] += 1
-    return [op for _, op in sorted(placed)]
+def _word(own: list[list[int]]) -> list[str]:
+    """A rank's operations by slot, W included; small letters on the way up."""
+    placed = [(slot, "FfiI"[kind]) for kind, line in enumerate(own) for slot in line]
+    placed += [(slot, "w" if kind == I_UP else "W") for slot, kind in _weights(own)]
+    return [letter for _, letter in sorted(placed)]
 
 
 def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
