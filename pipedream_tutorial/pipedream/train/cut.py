@@ -29,31 +29,28 @@ class LinearCall:
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    output_gradient: torch.Tensor | None = None
-    """From the moment at which the backward pass was there."""
+    output_gradient: Any = None
+    """A tensor from the moment at which the backward pass was there."""
 
     def weight_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(weight or bias, its gradient); the bits that autograd gives."""
-        assert self.output_gradient is not None
-        y = self.output_gradient.flatten(0, -2)
-        found = [(self.weight, y.t() @ self.x.flatten(0, -2))]
-        return found if self.bias is None else [*found, (self.bias, y.sum(0))]
+        dy = self.output_gradient.flatten(0, -2)
+        found = [(self.weight, dy.t() @ self.x.flatten(0, -2))]
+        return found if self.bias is None else [*found, (self.bias, dy.sum(0))]
 
 
 class _InputGradientOnly(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LinearCall
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: LinearCall) -> torch.Tensor:
         ctx.call = call
         ctx.save_for_backward(weight)
-        return functional.linear(x, weight, bias)
+        return functional.linear(x, weight, call.bias)
 
     @staticmethod
     def backward(ctx: Any, output_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.call.output_gradient = output_gradient
         (weight,) = ctx.saved_tensors
-        return (output_gradient @ weight if ctx.needs_input_grad[0] else None), None, None, None
+        return (output_gradient @ weight if ctx.needs_input_grad[0] else None), None, None
 
 
 class CutLinears(TorchFunctionMode):
@@ -70,4 +67,4 @@ class CutLinears(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
         self.calls.append(LinearCall(x.detach(), weight, bias))
-        return _InputGradientOnly.apply(x, weight, bias, self.calls[-1])
+        return _InputGradientOnly.apply(x, weight, self.calls[-1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,28 +23,12 @@ from pipedream.train.models import build_task
 from pipedream.train.oracle import Trainers, TrainResult, train
 from pipedream.train.trainer import StageTrainer, Weights
 
-Gradients = list[list[torch.Tensor]]
-"""By stage, then in the order of the stage's parameters."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicrobatchGradients:
-    """One microbatch's gradients."""
-
-    microbatch: int
-    computed: Gradients
-    """What the backward passes gave."""
-    exact: Gradients
-    """At the weights that the forward passes used."""
-    current: Gradients
-    """At the weights that the gradient is applied to: each stage's newest before this update."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchError:
     """How far one microbatch's gradient is off: norm of the difference by norm of the exact one.
 
-    Infinite where training has diverged and there is no number.
+    Exactly 0: not a bit differs. Infinite where training has diverged and there is no number.
     """
 
     microbatch: int
@@ -52,7 +36,8 @@ class MicrobatchError:
     """Over all parameters of all stages, against the gradient at the forward passes' weights."""
     per_stage: tuple[float, ...]
     staleness_error: float
-    """Over all parameters, against the gradient at the current weights."""
+    """Over all parameters, against the gradient at the weights that it is applied to: each stage's
+    newest before this update."""
 
 
 class _RecordingTrainer(StageTrainer):
@@ -70,15 +55,15 @@ def _copied(weights: Weights) -> Weights:
 
 
 def exact_gradient(
-    modules: Sequence[nn.Module],
+    modules: Iterable[nn.Module],
     weights: Sequence[Weights],
     inputs: torch.Tensor,
     target: torch.Tensor,
     batch_size: int,
-) -> Gradients:
+) -> list[list[torch.Tensor]]:
     """Autograd through all stages at once, each with the weights given; loss / batch_size.
 
-    inputs: [samples, width]; target: [samples].
+    inputs: [samples, width]; target: [samples]. By stage, then in the order of its parameters.
     """
     leaves = [{n: w.detach().requires_grad_() for n, w in own.items()} for own in weights]
     x = inputs
@@ -89,61 +74,52 @@ def exact_gradient(
     return [[next(gradients) for _ in own] for own in leaves]
 
 
-def watch_gradients(
-    name: str, see: Callable[[MicrobatchGradients], None], *, every: int = 1, **settings: Any
-) -> TrainResult:
-    """oracle.train with these settings; `see` is called for every `every`-th microbatch when all
-    stages have run its backward pass."""
+def train_and_check(
+    name: str, *, every: int = 1, **settings: Any
+) -> tuple[TrainResult, list[MicrobatchError]]:
+    """oracle.train with these settings, and how far every `every`-th microbatch's gradient is off,
+    in the order in which their backward passes end."""
     task = build_task(seed=settings["seed"])
-    batch_size = settings["num_microbatches"]
     used: dict[int, dict[int, Weights]] = defaultdict(dict)
-    newest: dict[int, dict[int, tuple[list[torch.Tensor], Weights]]] = defaultdict(dict)
+    given: dict[int, dict[int, tuple[list[torch.Tensor], Weights]]] = defaultdict(dict)
+    errors = []
 
     def watch(op: Op, trainers: Trainers) -> None:
         kind, stage, i = op
+        trainer = trainers[stage]
         if i % every or kind == INPUT_GRADIENT:
             return
-        trainer = trainers[stage]
         if kind == FORWARD:
             used[i][stage] = _copied(trainer.in_flight[i].weights)
             return
         assert isinstance(trainer, _RecordingTrainer)
-        newest[i][stage] = trainer.newest
-        if len(newest[i]) < len(trainers):
+        given[i][stage] = trainer.newest
+        if len(given[i]) < len(trainers):
             return
-        last = [found for _, found in sorted(newest.pop(i).items())]
-        used_at = [weights for _, weights in sorted(used.pop(i).items())]
+        by_stage = [given[i][s] for s in trainers]
+        computed = [gradients for gradients, _ in by_stage]
         exact, current = (
             exact_gradient(
-                [t.module for t in trainers.values()], weights, *task.microbatch(i), batch_size
+                (t.module for t in trainers.values()),
+                weights,
+                *task.microbatch(i),
+                settings["num_microbatches"],
             )
-            for weights in (used_at, [weights for _, weights in last])
+            for weights in ([used[i][s] for s in trainers], [newest for _, newest in by_stage])
         )
-        computed = [gradients for gradients, _ in last]
-        see(MicrobatchGradients(microbatch=i, computed=computed, exact=exact, current=current))
+        error = MicrobatchError(
+            microbatch=i,
+            relative_error=relative_difference(chain(*computed), chain(*exact)),
+            per_stage=tuple(map(relative_difference, computed, exact)),
+            staleness_error=relative_difference(chain(*computed), chain(*current)),
+        )
+        errors.append(error)
+        del used[i], given[i]
 
-    return train(name, **settings, watch=watch, trainer_class=_RecordingTrainer)
-
-
-def train_and_check(name: str, **settings: Any) -> tuple[TrainResult, list[MicrobatchError]]:
-    """oracle.train, and the gradients' errors by microbatch."""
-    errors: list[MicrobatchError] = []
-    result = watch_gradients(name, lambda found: errors.append(errors_of(found)), **settings)
-    return result, errors
-
-
-def errors_of(found: MicrobatchGradients) -> MicrobatchError:
-    """Relative errors of one microbatch's gradients."""
-    computed = list(chain(*found.computed))
-    return MicrobatchError(
-        microbatch=found.microbatch,
-        relative_error=relative_difference(computed, list(chain(*found.exact))),
-        per_stage=tuple(map(relative_difference, found.computed, found.exact)),
-        staleness_error=relative_difference(computed, list(chain(*found.current))),
-    )
+    return train(name, **settings, watch=watch, trainer_class=_RecordingTrainer), errors
 
 
-def relative_difference(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+def relative_difference(found: Iterable[torch.Tensor], exact: Iterable[torch.Tensor]) -> float:
     """Norm of the difference by the norm of `exact`, over all tensors; infinite where that is no
     number."""
     pairs = list(zip(found, exact, strict=True))

@@ -34,17 +34,16 @@ def build_stages(
     num_stages: int, layers_per_stage: int, *, seed: int, dtype: torch.dtype = torch.float64
 ) -> list[nn.Module]:
     """Stages of `layers_per_stage` layers each; the last one ends in a classifier."""
-    stages: list[nn.Module] = []
-    for stage in range(num_stages):
-        layers: list[nn.Module] = []
-        for layer in range(stage * layers_per_stage, (stage + 1) * layers_per_stage):
-            torch.manual_seed(seed * 10_000 + layer)
-            layers.append(ResidualLayer(WIDTH))
-        if stage == num_stages - 1:
-            torch.manual_seed(seed * 10_000 + 9_999)
-            layers += [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_CLASSES)]
-        stages.append(nn.Sequential(*layers).to(dtype))
-    return stages
+    layers: list[nn.Module] = []
+    for layer in range(num_stages * layers_per_stage):
+        torch.manual_seed(seed * 10_000 + layer)
+        layers.append(ResidualLayer(WIDTH))
+    torch.manual_seed(seed * 10_000 + 9_999)
+    ends = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_CLASSES)]
+    cuts = range(0, len(layers), layers_per_stage)
+    stages = [layers[cut : cut + layers_per_stage] for cut in cuts]
+    stages[-1] += ends
+    return [nn.Sequential(*stage).to(dtype) for stage in stages]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,17 +119,13 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * size.hidden, size.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self._attention(self.attention_norm(x))
-        grown = functional.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
-        return x + self.mlp_out(grown)
-
-    def _attention(self, x: Tensor) -> Tensor:
-        batch, length, hidden = x.shape
         # [B, S, 3H] -> 3 x [B, heads, S, H / heads]
-        parts = self.query_key_value(x).view(batch, length, 3, self.heads, hidden // self.heads)
+        parts = self.query_key_value(self.attention_norm(x)).unflatten(2, (3, self.heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
+        grown = functional.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
+        return x + self.mlp_out(grown)
 
 
 class Head(nn.Module):
@@ -153,8 +148,11 @@ def gpt2_layers(size: GPT2Size) -> list[nn.Module]:
     """Embedding, the blocks, Head, with GPT-2's initial weights from torch's global generator."""
     blocks = [Block(size) for _ in range(size.num_layers)]
     layers: list[nn.Module] = [Embedding(size), *blocks, Head(size)]
-    for layer in layers:
-        layer.apply(_initialise)
+    for module in nn.ModuleList(layers).modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
     # Each block adds twice to the residual stream; this keeps the sum's variance near one add's.
     for block in blocks:
         for last in (block.attention_out, block.mlp_out):
@@ -165,10 +163,3 @@ def gpt2_layers(size: GPT2Size) -> list[nn.Module]:
 def gpt2_layer_names(size: GPT2Size) -> list[str]:
     """Names for gpt2_layers(size), in the same order: embedding, block 0, ..., head."""
     return ["embedding", *(f"block {i}" for i in range(size.num_layers)), "head"]
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import statistics
+from statistics import median
 from typing import Any
 
 from pipedream.draw.terminal import bold, print_wrapped
@@ -14,13 +14,7 @@ TRAINED = (
     "naive", "gpipe", "1f1b",
     "pipedream", "pipedream-no-stash", "pipedream-vertical", "pipedream-2bw",
 )  # fmt: skip
-TRAINING_KEYS = ("num_stages", "num_microbatches", "layers_per_stage", "learning_rate", "seed")
-TRAINING_NOTES = (
-    "final loss: mean of the last batches that hold every sample once. gradient off: what the "
-    "backward passes gave against autograd through the whole model, relative; at the weights that "
-    "the microbatch's own forward pass used, and at the newest ones, which are updated. Medians "
-    "over every third microbatch."
-)
+KEYS = ("num_stages", "num_microbatches", "layers_per_stage", "learning_rate", "seed")
 
 
 def print_training(config: dict[str, Any]) -> None:
@@ -36,16 +30,16 @@ def print_training(config: dict[str, Any]) -> None:
             "requirements.txt in the tutorial's folder, or --set steps=0 to leave it out",
         )
         return
-    print(
-        bold(
-            f"Trained: {config['layers_per_stage']} layers on each of {config['num_stages']} "
-            f"stages, {config['steps']} batches of {config['num_microbatches']} microbatches, SGD "
-            f"at {config['learning_rate']:g}"
-        )
+    title = (
+        f"Trained: {config['layers_per_stage']} layers on each of {config['num_stages']} stages, "
+        f"{config['steps']} batches of {config['num_microbatches']} microbatches, SGD at "
+        f"{config['learning_rate']:g}"
     )
-    print(f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions")
     print(
-        f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage", flush=True
+        f"{bold(title)}\n"
+        f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions\n"
+        f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage",
+        flush=True,
     )
     import torch  # takes seconds, while the tables above are read
 
@@ -53,24 +47,32 @@ def print_training(config: dict[str, Any]) -> None:
     from pipedream.train.oracle import final_loss
 
     torch.set_num_threads(1)
-    settings = {key: config[key] for key in TRAINING_KEYS}
+    settings = {key: config[key] for key in KEYS}
     refused = []
     for one in TRAINED if name == "all" else [name]:
+        entry = SCHEDULES[one]
         try:
             result, errors = train_and_check(one, num_batches=config["steps"], every=3, **settings)
         except UserError as error:
-            refused.append(f"{SCHEDULES[one].title}: {error}")
+            refused.append(f"{entry.title}: {error}")
             continue
         end = "diverged"
         if not result.diverged:
             end = f"{final_loss(result, config['num_microbatches']):.4f}"
-        off = statistics.median(error.relative_error for error in errors)
-        stale = statistics.median(error.staleness_error for error in errors)
+        off = median(error.relative_error for error in errors)
+        stale = median(error.staleness_error for error in errors)
+        versions = " ".join(map(str, result.peak_versions))
         print(
-            f"{SCHEDULES[one].title:<24}{result.losses[0]:>9.4f}{end:>10}{off:>14.2g}{stale:>9.2g}"
-            f"   {' '.join(map(str, result.peak_versions))}",
+            f"{entry.title:<24}{result.losses[0]:>9.4f}{end:>10}{off:>14.2g}{stale:>9.2g}   "
+            f"{versions}",
             flush=True,  # the next one takes a second or two
         )
     for text in refused:
         print_wrapped("Not trained: ", text)
-    print_wrapped("", TRAINING_NOTES)
+    print_wrapped(
+        "",
+        "final loss: mean of the last batches that hold every sample once. gradient off: what the "
+        "backward passes gave against autograd through the whole model, relative; at the weights "
+        "that the microbatch's own forward pass used, and at the newest ones, which are updated. "
+        "Medians over every third microbatch.",
+    )

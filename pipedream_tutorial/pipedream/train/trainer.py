@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,8 +35,8 @@ class _InFlight:
     weights: Weights
     calls: list[LinearCall]
     """Where backward passes are cut: those of linear layers."""
-    others: Sequence[torch.Tensor | None] = ()
-    """Gradients that I has made: those of the other layers' weights."""
+    gradients: Sequence[torch.Tensor | None] = ()
+    """Of the weights, as far as I has made them: None for those of linear layers that are cut."""
 
 
 @dataclass(eq=False)
@@ -67,7 +68,10 @@ class StageTrainer:
         self.versions = {0: {n: p.detach() for n, p in self.module.named_parameters()}}
         for tensor in self.versions[0].values():
             tensor.requires_grad_()
-        self.module = _without_weights(self.module)
+        # Parameters without memory, in whose place functional_call puts a version: a module that
+        # holds the first one would never let it be freed.
+        empty = {id(p): nn.Parameter(p.detach().to("meta")) for p in self.module.parameters()}
+        self.module = copy.deepcopy(self.module, empty)
         if self.stage < self.num_stages - 1:
             self.loss = None
         self.updates = 0
@@ -87,14 +91,15 @@ class StageTrainer:
     def run(self, op: Op, received: torch.Tensor | None, task: Task) -> torch.Tensor | None:
         """One operation of this stage. `received`: what the stage before gave to F, the one after
         to B and I; None where there is none. What it gives to the next, if anything."""
-        if op.kind == WEIGHT_GRADIENT:
-            self.weight_gradient(op.microbatch)
-            return None
+        i = op.microbatch
         if op.kind == FORWARD:
-            inputs, target = task.microbatch(op.microbatch)
-            return self.forward(op.microbatch, inputs if received is None else received, target)
+            inputs, target = task.microbatch(i)
+            return self.forward(i, inputs if received is None else received, target)
+        if op.kind == WEIGHT_GRADIENT:
+            self.weight_gradient(i)
+            return None
         step = self.backward if op.kind == BACKWARD else self.input_gradient
-        return step(op.microbatch, received)
+        return step(i, received)
 
     def forward(
         self, microbatch: int, x: torch.Tensor, target: torch.Tensor | None = None
@@ -103,9 +108,7 @@ class StageTrainer:
 
         x: [batch, ...] from the stage before. On the last stage: the scaled loss, a scalar.
         """
-        version = self.policy.forward_version(
-            self.updates, microbatch, self.batch_size, self.num_stages
-        )
+        version = self._version_of(microbatch)
         weights = self.versions[version if self.policy.stashed else self.updates]
         x = x.detach()
         if self.stage > 0:
@@ -122,6 +125,10 @@ class StageTrainer:
         self.num_forwards = microbatch + 1
         return out.detach()
 
+    def _version_of(self, microbatch: int) -> int:
+        sizes = self.batch_size, self.num_stages
+        return self.policy.forward_version(self.updates, microbatch, *sizes)
+
     def backward(
         self, microbatch: int, output_gradient: torch.Tensor | None = None
     ) -> torch.Tensor | None:
@@ -129,54 +136,40 @@ class StageTrainer:
 
         output_gradient: as the output; None on the last stage. Returns None on the first stage.
         """
-        if self.cut:
-            gradient = self.input_gradient(microbatch, output_gradient)
-            self.weight_gradient(microbatch)
-            return gradient
-        gradient, own = self._backpropagate(self.in_flight.pop(microbatch), output_gradient)
-        self._accumulate(own)
+        gradient = self.input_gradient(microbatch, output_gradient)
+        self.weight_gradient(microbatch)
         return gradient
 
     def input_gradient(
         self, microbatch: int, output_gradient: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """The half of the backward pass that the stage before waits for (I)."""
-        assert self.cut
         flight = self.in_flight[microbatch]
-        gradient, flight.others = self._backpropagate(flight, output_gradient)
-        return gradient
-
-    def _backpropagate(
-        self, flight: _InFlight, output_gradient: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """The input's gradient, and the weights'; where passes are cut, None for those of W."""
         assert flight.out is not None
         inputs = [flight.x] if self.stage > 0 else []
         gradients = torch.autograd.grad(
             flight.out, [*inputs, *flight.weights.values()], output_gradient, allow_unused=self.cut
         )
         flight.out = None
-        return (gradients[0] if inputs else None), gradients[len(inputs) :]
+        flight.gradients = gradients[len(inputs) :]
+        return gradients[0] if inputs else None
 
     def weight_gradient(self, microbatch: int) -> None:
         """The half that nobody waits for (W)."""
         flight = self.in_flight.pop(microbatch)
-        found = {
-            id(weight): gradient
-            for weight, gradient in zip(flight.weights.values(), flight.others, strict=True)
-            if gradient is not None
-        }
+        found: dict[int, Any] = dict(
+            zip(map(id, flight.weights.values()), flight.gradients, strict=True)
+        )
         for call in flight.calls:
             for weight, gradient in call.weight_gradients():
-                before = found.get(id(weight))
+                before = found[id(weight)]
                 found[id(weight)] = gradient if before is None else before + gradient
-        self._accumulate(tuple(found[id(weight)] for weight in flight.weights.values()))
+        self._accumulate(tuple(found.values()))
 
     def _accumulate(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        if self.gradients is None:
-            self.gradients = list(gradients)
-        else:
-            self.gradients = list(torch._foreach_add(self.gradients, gradients))
+        if self.gradients is not None:
+            gradients = torch._foreach_add(self.gradients, gradients)
+        self.gradients = list(gradients)
         self.num_accumulated += 1
         if self.policy.per_microbatch or self.num_accumulated == self.batch_size:
             self._update(self.gradients)
@@ -190,13 +183,13 @@ class StageTrainer:
         stepped = torch._foreach_add(  # few kernels: a GPU waits for the host to launch each
             [weight.detach() for weight in old.values()], gradients, alpha=-self.learning_rate
         )
-        new = dict(zip(old, stepped, strict=True))
         self.updates += 1
         if self.policy.stashed:
-            self.versions[self.updates] = {n: w.requires_grad_() for n, w in new.items()}
+            new = zip(old, stepped, strict=True)
+            self.versions[self.updates] = {name: w.requires_grad_() for name, w in new}
         else:
-            for name, weight in old.items():
-                weight.data.copy_(new[name])
+            for weight, new_weight in zip(old.values(), stepped, strict=True):
+                weight.data.copy_(new_weight)
             self.versions = {self.updates: old}
         self._drop_versions()
         self.peak_versions = max(self.peak_versions, len(self.versions))
@@ -204,15 +197,5 @@ class StageTrainer:
     def _drop_versions(self) -> None:
         kept = {self.updates} | {flight.version for flight in self.in_flight.values()}
         if self.num_forwards < self.num_microbatches:
-            oldest = self.policy.forward_version(
-                self.updates, self.num_forwards, self.batch_size, self.num_stages
-            )
-            kept |= set(range(oldest, self.updates))
+            kept |= set(range(self._version_of(self.num_forwards), self.updates))
         self.versions = {v: w for v, w in self.versions.items() if v in kept}
-
-
-def _without_weights(module: nn.Module) -> nn.Module:
-    """The module with parameters that take no memory: else the first version would never be freed,
-    as the module holds it. functional_call puts a version in their place."""
-    empty = {id(p): nn.Parameter(p.detach().to("meta")) for p in module.parameters()}
-    return copy.deepcopy(module, empty)

@@ -18,28 +18,25 @@ from torch import nn
 from pipedream.train.gradients import relative_difference
 
 LEARNING_RATE = 0.1
-Update = Callable[[nn.Module, list[torch.Tensor]], None]
+Update = Callable[[nn.Parameter, torch.Tensor], None]
 
 
-def replace_data(module: nn.Module, gradients: list[torch.Tensor]) -> None:
+def replace_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     """`p.data = new`: new memory under the same Parameter. What autograd saved as a view (a
     Linear's transposed weight) still points to the old memory; what it saved as the Parameter
     itself (a LayerNorm's weight, the right factor of `x @ w`) shows the new one."""
-    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-        parameter.data = parameter.data - LEARNING_RATE * gradient
+    parameter.data = parameter.data - LEARNING_RATE * gradient
 
 
-def step_optimizer(module: nn.Module, gradients: list[torch.Tensor]) -> None:
+def step_optimizer(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     """`optimizer.step()`: in place, and counted by autograd, which will refuse the graph."""
-    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-        parameter.grad = gradient
-    torch.optim.SGD(module.parameters(), lr=LEARNING_RATE).step()
+    parameter.grad = gradient
+    torch.optim.SGD([parameter], lr=LEARNING_RATE).step()
 
 
-def copy_into_data(module: nn.Module, gradients: list[torch.Tensor]) -> None:
+def copy_into_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     """`p.data.copy_(new)`: in place and not counted; the graph reads what is there now."""
-    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-        parameter.data.copy_(parameter.data - LEARNING_RATE * gradient)
+    parameter.data.copy_(parameter.data - LEARNING_RATE * gradient)
 
 
 def stage(*, norm: bool) -> nn.Module:
@@ -56,17 +53,16 @@ def run_trap(module: nn.Module, update: Update) -> float | str:
 
     Exactly 0: the backward pass used the old weights.
     """
-
-    def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.autograd.grad(loss, list(module.parameters())))
-
+    weights = list(module.parameters())
     generator = torch.Generator().manual_seed(1)
     first, second = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64)
-    exact = gradients(module(first).square().mean())
+    exact = torch.autograd.grad(module(first).square().mean(), weights)
     in_flight = module(first).square().mean()
-    update(module, gradients(module(second).square().mean()))
+    others = torch.autograd.grad(module(second).square().mean(), weights)
+    for parameter, gradient in zip(weights, others, strict=True):
+        update(parameter, gradient)
     try:
-        return relative_difference(gradients(in_flight), exact)
+        return relative_difference(torch.autograd.grad(in_flight, weights), exact)
     except RuntimeError as error:
         return str(error)
 
@@ -80,16 +76,15 @@ def main() -> None:
         ("p.data.copy_(new)", copy_into_data),
     ):
         for kind, norm in (("Linear", False), ("Linear and LayerNorm", True)):
-            print(f"  {text:18} {kind:21} {_describe(run_trap(stage(norm=norm), update))}")
+            found = run_trap(stage(norm=norm), update)
+            if isinstance(found, str):
+                end = f"autograd refuses: {found.split(':')[0]}"
+            elif found == 0:
+                end = "0 exactly: the graph kept the old memory, stashing by accident"
+            else:
+                end = f"{found:.2%}: wrong, and no word of warning"
+            print(f"  {text:18} {kind:21} {end}")
     print("Only p.data.copy_(new) is training without stashing, whatever the layers.")
-
-
-def _describe(outcome: float | str) -> str:
-    if isinstance(outcome, str):
-        return f"autograd refuses: {outcome.split(':')[0]}"
-    if outcome == 0:
-        return "0 exactly: the graph kept the old memory, stashing by accident"
-    return f"{outcome:.2%}: wrong, and no word of warning"
 
 
 if __name__ == "__main__":
