@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distributed_training.records.record import Record
-from distributed_training.records.tables import Comparison, Layout, finite, tokens_per_s
+from distributed_training.records.tables import TOKENS_PER_S, Comparison, Layout, finite
 
 STYLES = ("-", "--", "-.", ":")
 INCHES = 6.4  # wide
@@ -47,7 +47,7 @@ def _losses(
     figure = Figure(figsize=(INCHES, 4.2), layout="constrained")  # needs no display, nor closing
     axes = figure.subplots()
     for index, layout in enumerate(layouts):
-        runs = [(places(r), [loss for _, loss in r.loss_curve]) for r in layout.records]
+        runs = [(places(r), [loss for _, loss in r.loss_curve]) for r in layout.done]
         shortest = min(min(len(x), len(y)) for x, y in runs)
         x = np.mean([x[:shortest] for x, _ in runs], axis=0)
         y = np.array([y[:shortest] for _, y in runs], dtype=float)
@@ -60,8 +60,8 @@ def _losses(
         if len(runs) > 1:
             spread = y.std(axis=0, ddof=1)
             axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
-        steps = [0, *(step for step, _ in layout.records[0].loss_curve[:shortest])]
-        seen = [(row["step"], finite(row["loss"])) for r in layout.records for row in r.evaluations]
+        steps = [0, *(step for step, _ in layout.done[0].loss_curve[:shortest])]
+        seen = [(row["step"], finite(row["loss"])) for r in layout.done for row in r.evaluations]
         at = np.interp([step for step, _ in seen], steps, [0, *x])
         axes.plot(at, [loss for _, loss in seen], "o", color=colour, markersize=5)
     if not axes.lines:
@@ -75,18 +75,14 @@ def _losses(
 
 
 def _speeds(layouts: Sequence[Layout]) -> Figure | None:
-    """Bars of the means over the seeds, with standard deviations; layouts without any are left
-    out."""
-    names = list[str]()
-    means = list[float]()
-    spread = list[float]()
-    for layout in layouts:
-        if speeds := [speed for r in layout.records if (speed := tokens_per_s(r)) is not None]:
-            names.append(textwrap.fill(layout.name, NAME_WIDTH))
-            means.append(statistics.fmean(speeds))
-            spread.append(statistics.stdev(speeds) if len(speeds) > 1 else 0.0)
-    if not names:
+    """Bars of the means over the seeds, with standard deviations."""
+    known = [layout for layout in layouts if TOKENS_PER_S.values(layout.done)]
+    if not known:
         return None
+    names = [textwrap.fill(layout.name, NAME_WIDTH) for layout in known]
+    speeds = [TOKENS_PER_S.values(layout.done) for layout in known]
+    means = [statistics.fmean(each) for each in speeds]
+    spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in speeds]
     tallest = max(name.count("\n") for name in names)
     size = (INCHES, 1.2 + (0.34 + 0.1 * tallest) * len(names))
     figure = Figure(figsize=size, layout="constrained")

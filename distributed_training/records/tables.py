@@ -45,10 +45,6 @@ class Number:
         return text
 
 
-def tokens_per_s(r: Record) -> float | None:
-    return r.performance.get("tokens_per_s")
-
-
 def step_s(r: Record) -> float | None:
     """Of the median step."""
     return r.performance.get("step_time_s", {}).get("p50")
@@ -64,16 +60,6 @@ def finite(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def _measured_peak(r: Record) -> float | None:
-    """Bytes that tensors hold on the fullest GPU, else the RAM of the fullest process."""
-    on_gpu = r.memory.get("peak_allocated_bytes")
-    return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
-
-
-def _predicted_peak(r: Record) -> float | None:
-    return predicted("peak_bytes" if r.machine["gpu_name"] else "host_bytes")(r)
-
-
 def _trained(name: str) -> Value:
     """An entry of the last evaluation; None where there was none since training began."""
 
@@ -84,8 +70,10 @@ def _trained(name: str) -> Value:
     return value
 
 
-def _training_loss(r: Record) -> float | None:
-    return finite(r.loss_curve[-1][1]) if r.loss_curve else None
+def _peak(r: Record) -> float | None:
+    """Bytes that tensors hold on the fullest GPU, else the RAM of the fullest process."""
+    on_gpu = r.memory.get("peak_allocated_bytes")
+    return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
 
 
 def _milliseconds(seconds: float) -> str:
@@ -119,6 +107,7 @@ SETTINGS: dict[str, Callable[..., str]] = {
     "compile": lambda r: {False: "no", True: "yes"}.get(r.config["compile"], r.config["compile"]),
     "dataset": lambda r: last_part(r.config["dataset"]),
 }
+TOKENS_PER_S = Number(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, spread=True)
 MS_A_STEP = Number(step_s, _milliseconds, spread=True)
 MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds, NOTHING)
 # What was measured. GPU memory is what PyTorch's allocator reserved: "allocated" leaves out the
@@ -126,18 +115,26 @@ MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds, NOTHING)
 COLUMNS: Mapping[str, Callable[..., str]] = {
     **SETTINGS,
     "strategy": lambda r: " ".join([r.strategy["name"], *layout_words(r)]),
-    "tokens/s": Number(tokens_per_s, "{:,.0f}".format, spread=True),
+    "tokens/s": TOKENS_PER_S,
     "ms a step": MS_A_STEP,
     "MFU": Number(lambda r: r.performance.get("mfu"), "{:.1%}".format),
     "peak GPU memory": Number(lambda r: r.memory.get("peak_reserved_bytes"), gib),
     "peak host memory": Number(lambda r: r.memory.get("peak_host_bytes"), gib),
-    "training loss": Number(_training_loss, "{:.3f}".format, spread=True),
+    "training loss": Number(
+        lambda r: finite(r.loss_curve[-1][1]) if r.loss_curve else None,
+        "{:.3f}".format,
+        spread=True,
+    ),
     "validation loss": Number(_trained("loss"), "{:.4f}".format, spread=True),
     "validation perplexity": Number(_trained("perplexity"), "{:.1f}".format, spread=True),
 }
 PREDICTED = {  # what -> heading, measured, predicted
     "time": ("ms", MS_A_STEP, MS_PREDICTED),
-    "memory": ("peak", Number(_measured_peak, gib), Number(_predicted_peak, gib)),
+    "memory": (
+        "peak",
+        Number(_peak, gib),
+        Number(lambda r: predicted(f"{'peak' if r.machine['gpu_name'] else 'host'}_bytes")(r), gib),
+    ),
 }
 
 
@@ -149,6 +146,11 @@ class Layout:
     records: list[Record]
     num_runs: int = 1  # that are wanted
     why: str = ""  # there are fewer
+
+    @property
+    def done(self) -> list[Record]:
+        """Runs with results."""
+        return [r for r in self.records if r.performance]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,12 +177,7 @@ class Comparison:
 
     @property
     def finished(self) -> list[Layout]:
-        """Layouts with results, and of their runs those that have them."""
-        found = []
-        for layout in self.layouts:
-            if records := [r for r in layout.records if r.performance]:
-                found.append(Layout(name=layout.name, records=records))
-        return found
+        return [layout for layout in self.layouts if layout.done]
 
     @property
     def title(self) -> str:
@@ -209,11 +206,22 @@ class Comparison:
         sends = (
             "Of the process that sends most, by formula (strategies/LAWS.md), collectives as rings."
         )
+        memory = {}
+        sent = {}
+        for layout in self.finished:
+            r = layout.done[0]
+            prediction = r.prediction or {}
+            parts = dict(prediction.get("memory_bytes", {}))
+            if parts and not r.machine["gpu_name"]:  # with what Python and the libraries take
+                parts["Python"] = prediction["host_bytes"] - sum(parts.values())
+            memory[layout.name] = parts
+            axes = prediction.get("sent_bytes", {})
+            sent[layout.name] = {f"over {axis}": size for axis, size in axes.items()}
         found = [
             results(self),
             predictions(self),
-            _parts(self, "Memory by component", fullest, _memory_parts),
-            _parts(self, "Bytes sent a step", sends, _sent_parts),
+            _parts("Memory by component", fullest, self.rows, memory),
+            _parts("Bytes sent a step", sends, self.rows, sent),
         ]
         return [table for table in found if len(table.headers) > 1]
 
@@ -293,7 +301,7 @@ def results(comparison: Comparison) -> Table:
     """How fast, how good; every layout has a row, those that failed, too."""
     rows = []
     for layout in comparison.layouts:
-        done = [r for r in layout.records if r.performance]
+        done = layout.done
         cells = [COLUMNS[name](*done) if done else NOTHING for name in MEASURED]
         count = len(layout.records)
         runs = f"{count} of {layout.num_runs}" if layout.num_runs > 1 else NOTHING
@@ -313,26 +321,25 @@ def results(comparison: Comparison) -> Table:
 
 def predictions(comparison: Comparison) -> Table:
     """What the plan said before each run."""
-    records = comparison.records
-    on_gpu = any(r.machine["gpu_name"] for r in records)
+    on_gpu = any(r.machine["gpu_name"] for r in comparison.records)
     what = "what tensors hold on the fullest GPU" if on_gpu else "RAM of the fullest process"
     about = f"Memory is {what}. Each prediction was made before its run"
     headers = [comparison.rows]
+    finished = comparison.finished if any(r.prediction for r in comparison.records) else []
+    rows = [[layout.name] for layout in finished]
     for name, (heading, found, said) in PREDICTED.items():
         headers += [f"{heading} measured", f"{heading} predicted", f"{heading} off"]
-        errors = [abs(error) for r in records for error in _errors(said, found, [r])]
+        errors = [abs(error) for r in comparison.records for error in _errors(said, found, [r])]
         if errors:
             near = sum(error <= 0.10 for error in errors)
             median = statistics.median(errors)
             about += f"; {name}: {near} of {len(errors)} within 10%, median {median:.0%} off"
-    rows = []
-    for layout in comparison.finished if any(r.prediction for r in records) else []:
-        row = [layout.name]
-        for _, found, said in PREDICTED.values():
-            off = [f"{error:+.0%}" for error in _errors(said, found, layout.records)]
-            row += [found(*layout.records), said(*layout.records), *(off or [NOTHING])]
-        bound = {r.prediction["bound_by"] for r in layout.records if r.prediction} - {None}
-        rows.append([*row, ", ".join(sorted(bound)) or NOTHING])
+        for row, layout in zip(rows, finished, strict=True):
+            off = [f"{error:+.0%}" for error in _errors(said, found, layout.done)]
+            row += [found(*layout.done), said(*layout.done), *(off or [NOTHING])]
+    for row, layout in zip(rows, finished, strict=True):
+        bound = {r.prediction["bound_by"] for r in layout.done if r.prediction} - {None}
+        row.append(", ".join(sorted(bound)) or NOTHING)
     return _table("Prediction and measurement", f"{about}.", [*headers, "mostly"], rows)
 
 
@@ -345,33 +352,14 @@ def _errors(said: Number, found: Number, records: Sequence[Record]) -> list[floa
     return [statistics.fmean(expected) / statistics.fmean(measured) - 1]
 
 
-def _memory_parts(r: Record) -> dict[str, float]:
-    """Component -> predicted bytes of the fullest process; without a GPU with what Python and the
-    libraries take."""
-    if r.prediction is None:
-        return {}
-    parts = dict(r.prediction["memory_bytes"])
-    if not r.machine["gpu_name"]:
-        parts["Python"] = r.prediction["host_bytes"] - sum(parts.values())
-    return parts
-
-
-def _sent_parts(r: Record) -> dict[str, float]:
-    sent = (r.prediction or {}).get("sent_bytes", {})
-    return {f"over {axis}": size for axis, size in sent.items()}
-
-
-def _parts(
-    comparison: Comparison, title: str, about: str, parts_of: Callable[[Record], dict[str, float]]
-) -> Table:
+def _parts(title: str, about: str, first: str, parts: Mapping[str, dict[str, float]]) -> Table:
     """A row a layout, a column a part (in bytes), and the sum."""
-    parts = {layout.name: parts_of(layout.records[0]) for layout in comparison.finished}
     names = dict.fromkeys(part for each in parts.values() for part in each)
     rows = []
     for name, each in parts.items():
         sizes = [*(each.get(part) for part in names), sum(each.values())]
         rows.append([name, *(gib(size) if size else NOTHING for size in sizes)])
-    return _table(title, about, [comparison.rows, *names, "in all"], rows)
+    return _table(title, about, [first, *names, "in all"], rows)
 
 
 def _table(title: str, about: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
