@@ -1,16 +1,20 @@
-"""The JSON record of a run: what this code reads of it, and how it is written. No torch import."""
+"""The JSON record of a run or measurement: what this code reads of it, how it is written. No torch
+import."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import json
 import logging
 import os
 import platform
+import subprocess
 import time
-from collections.abc import Callable
+import zlib
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,9 +22,8 @@ import psutil
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
-from distributed_training.records.provenance import git_commit, timestamp, versions
 from distributed_training.settings.engines import MESH_AXES
-from distributed_training.settings.files import load_json, parse_as, publish
+from distributed_training.settings.files import ROOT, load_json, parse_as, publish
 
 RECORD_FILE = "record.json"
 LAST = "hf"  # a folder of the run's weights in Hugging Face's format
@@ -30,6 +33,7 @@ TRACE_FILE = "trace-rank{}.json.gz"
 MEMORY_FILE = "memory-rank{}.pickle"
 FAULTS_FILE = ".faults"  # a line of JSON for each that a process of the run has noted
 LOST = "lost another process"
+PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
 # Axis -> size. The earliest records have no tp and pp.
 _ONES = dict.fromkeys(MESH_AXES, 1)
 Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: _ONES | mesh)]
@@ -139,7 +143,7 @@ class RunRecord:
         if self.values["status"] == "ok":
             write_json(self.run_dir / RECORD_FILE, self.values)
         else:
-            _write_with_cause(self.run_dir, self.values, [], write_json)
+            _write_with_cause(self.run_dir, self.values)
 
 
 def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
@@ -200,12 +204,12 @@ def mark_stopped(
         # A cause that the record alone has, as a full disk had no room for the note, stays.
         replaces = values["error"] is not None and not consequence
         if values["status"] == "running" or replaces:
-            _write_with_cause(run_dir, values, [fault], _write_even_if_full)
-    causes = [each for each in _read_faults(run_dir, [fault]) if not each["consequence"]]
+            _write_with_cause(run_dir, values, fault)
+    causes = [each for each in _read_faults(run_dir, fault) if not each["consequence"]]
     return causes[:1] == [fault]
 
 
-def _read_faults(run_dir: Path, known: list[Any]) -> list[dict[str, Any]]:
+def _read_faults(run_dir: Path, *known: Any) -> list[dict[str, Any]]:
     """Those in the file, in the order in which they were noted, and `known` ones that it lacks."""
     found = list[Any]()
     with contextlib.suppress(OSError, ValueError):  # not there; cut off by a full disk
@@ -213,24 +217,24 @@ def _read_faults(run_dir: Path, known: list[Any]) -> list[dict[str, Any]]:
     return found + [fault for fault in known if fault not in found]
 
 
-def _write_with_cause(
-    run_dir: Path, values: dict[str, Any], known: list[Any], write: Callable[[Path, Any], None]
-) -> None:
-    """Write a record with what ended the run in it; once more where that was noted meanwhile."""
+def _write_with_cause(run_dir: Path, values: dict[str, Any], *known: Any) -> None:
+    """Write a record with what ended the run in it; once more where that was noted meanwhile. With
+    a `known` fault also where the disk is full."""
+    file = run_dir / RECORD_FILE
     before = None
-    while (faults := _read_faults(run_dir, known)) != before:
+    while (faults := _read_faults(run_dir, *known)) != before:
         first = min(faults, key=lambda each: (each["consequence"], each["at"]), default={})
-        write(run_dir / RECORD_FILE, values | first.get("said", {}))
+        whole = values | first.get("said", {})
+        try:
+            write_json(file, whole)
+        except OSError:
+            if not known:
+                raise
+            # No room for another file; without indentation it is shorter than it was.
+            with open(file, "r+b") as same:
+                same.write(to_json(whole, inf_nan_mode="null") + b"\n")
+                same.truncate()
         before = faults
-
-
-def _write_even_if_full(file: Path, values: Any) -> None:
-    try:
-        write_json(file, values)
-    except OSError:  # no room for another file; without indentation it is shorter than it was
-        with open(file, "r+b") as same:
-            same.write(to_json(values, inf_nan_mode="null") + b"\n")
-            same.truncate()
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -284,3 +288,41 @@ def free_path(folder: Path, name: str, suffix: str = "") -> Path:
         count += 1
         path = folder / f"{name}-{count}{suffix}"
     return path
+
+
+def provenance(command: str, *, commit: str | None = None) -> dict[str, Any]:
+    """The head of a measurement's record; `commit`: of this tree, where its .git does not say."""
+    return {
+        "command": command,
+        "made_at": timestamp(),
+        "git_commit": commit or git_commit(),
+        "versions": versions(),
+    }
+
+
+def timestamp() -> str:
+    """Now, UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def git_commit() -> str | None:
+    """Commit of this checkout, with "-dirty" when files differ; None outside a checkout."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+        return answer.stdout.strip() or None
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that affect results."""
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **found}
+
+
+@functools.cache
+def code() -> dict[str, str]:
+    """CRC-32 of each Python file of the package and of the strategies."""
+    files = [*ROOT.glob("distributed_training/**/*.py"), *ROOT.glob("strategies/*/*.py")]
+    found = {str(file.relative_to(ROOT)): zlib.crc32(file.read_bytes()) for file in sorted(files)}
+    return {name: f"CRC-32 {checksum:08x}" for name, checksum in found.items()}

@@ -39,7 +39,7 @@ from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
 from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
-from distributed_training.records.provenance import code, versions
+from distributed_training.records.record import code, versions
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir

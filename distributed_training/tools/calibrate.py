@@ -25,8 +25,7 @@ from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.rates import cpu_rates, from_calibration
 from distributed_training.predict.speed import BACKWARD_ATTENTION, UPDATE_BYTES, Work
-from distributed_training.records.provenance import provenance
-from distributed_training.records.record import write_json
+from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import strategy_options
 from distributed_training.tools.links import time_group

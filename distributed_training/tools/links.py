@@ -28,8 +28,7 @@ from distributed_training.parallel.agree import gather
 from distributed_training.plan.topology import show_axes
 from distributed_training.predict.traffic import sent_bytes
 from distributed_training.records.display import short_path
-from distributed_training.records.provenance import provenance
-from distributed_training.records.record import plural, write_json
+from distributed_training.records.record import plural, provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.tools.measuring import Clock, Group, open_group
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from distributed_training.plan.mesh import OPEN
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, short_path
-from distributed_training.records.provenance import provenance
-from distributed_training.records.record import METRICS_FILE, plural, write_json
+from distributed_training.records.record import METRICS_FILE, plural, provenance, write_json
 from distributed_training.records.tables import NOTHING, Table, differing
 from distributed_training.run.saving.resume import CHECKPOINTS, list_checkpoints
 from distributed_training.settings.config import AUTO

@@ -18,8 +18,7 @@ from typing import Any
 import checkout
 
 from distributed_training.predict.rates import calibration_file
-from distributed_training.records.provenance import provenance
-from distributed_training.records.record import Record, write_json
+from distributed_training.records.record import Record, provenance, write_json
 from distributed_training.records.report import find_records
 from distributed_training.records.tables import step_s
 from distributed_training.settings.files import ROOT, load_json

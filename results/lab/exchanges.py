@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.predict.traffic import sent_by_axis
-from distributed_training.records.provenance import provenance
-from distributed_training.records.record import write_json
+from distributed_training.records.record import provenance, write_json
 from distributed_training.run.loop import learning_rate
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser

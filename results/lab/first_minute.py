@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.plan.machine import detect_machine
-from distributed_training.records.provenance import provenance
-from distributed_training.records.record import write_json
+from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.files import ROOT
 
 COMMAND = (

@@ -37,8 +37,7 @@ from distributed_training.parallel.pipeline import Pipeline
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.orders import find_orders
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
-from distributed_training.records.provenance import timestamp
-from distributed_training.records.record import start_record
+from distributed_training.records.record import start_record, timestamp
 from distributed_training.run.worker import describe_run
 from distributed_training.tools.overlap import length, union
 from results.lab import harness

@@ -22,8 +22,7 @@ import checkout
 
 from distributed_training.parallel.agree import gather
 from distributed_training.predict.traffic import sent_by_axis
-from distributed_training.records.provenance import provenance
-from distributed_training.records.record import write_json
+from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser

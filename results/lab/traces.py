@@ -28,8 +28,7 @@ from torch.profiler import ProfilerActivity
 from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.records.metrics import StepTimer
-from distributed_training.records.provenance import provenance
-from distributed_training.records.record import write_json
+from distributed_training.records.record import provenance, write_json
 from distributed_training.run.profiling import SILENT
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed_training.parallel import agree
-from distributed_training.records.provenance import code
+from distributed_training.records.record import code
 from distributed_training.run import worker
 from distributed_training.run.process import Process
 from distributed_training.settings.config import build_config

@@ -8,13 +8,13 @@ from datetime import datetime, timezone
 
 import pytest
 
-from distributed_training.records.provenance import git_commit
 from distributed_training.records.record import (
     FAULTS_FILE,
     LOST,
     METRICS_FILE,
     RECORD_FILE,
     append_metrics,
+    git_commit,
     is_alive,
     load_record,
     mark_stopped,
@@ -87,7 +87,7 @@ def test_run_folders_are_named_and_never_shared(tmp_path, monkeypatch):
 
 
 def test_no_checkout_has_no_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr("distributed_training.records.provenance.ROOT", tmp_path)
+    monkeypatch.setattr("distributed_training.records.record.ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_commit() is None
 

@@ -23,8 +23,7 @@ import torch
 
 from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.parallel.graphs import to_device
-from distributed_training.records.provenance import provenance
-from distributed_training.records.record import write_json
+from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.parser import Parser
 from results.lab import checkout
 from results.lab.harness import Run, each_run, open_group

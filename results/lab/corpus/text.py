@@ -27,8 +27,7 @@ import psutil
 from distributed_training.data.corpus import read_corpus, read_embedded
 from distributed_training.data.samples import cut_samples, prepare_data
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.records.provenance import provenance
-from distributed_training.records.record import write_json
+from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.parser import Parser
