@@ -13,10 +13,10 @@ import shlex
 import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from distributed_training.advise.cluster import Cluster
 from distributed_training.advise.show import layout_name, torchrun_command
@@ -29,7 +29,7 @@ from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
 from distributed_training.run.prepare import make_plan, reserve_run_dir, started_again, write_plan
 from distributed_training.run.process import Process, Startup, current_process, single_process
-from distributed_training.run.ranks import run_ranks, starting
+from distributed_training.run.ranks import Ranks, run_ranks, starting
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -102,10 +102,9 @@ def start(
     code = spawn(plan, command, max_restarts, ranks)
     # Where what "auto" chose runs out of memory, the next best that is predicted to need less.
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
-        failed = plan
+        what = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         below = config.model_copy(update={"below_bytes": estimate_memory(plan).needed_bytes})
         plan = reserve_run_dir(make(below))
-        what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
         instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
         code = spawn(plan, command, max_restarts)
@@ -176,12 +175,12 @@ def prepare_environment(processes_here: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
-def spawn(plan: Plan, command: Sequence[str], max_restarts: int, ranks: Sequence[Any] = ()) -> int:
-    """Start the plan's processes, unless they are there, and again where one fails; wait, return
+def spawn(plan: Plan, command: Sequence[str], max_restarts: int, begun: Ranks = ()) -> int:
+    """Start the plan's processes, unless they have `begun`, and again where one fails; wait, return
     the run's exit code. The end of one that was killed is recorded here."""
     file = plan.run_dir / RECORD_FILE
     before = file.stat().st_mtime_ns if file.is_file() else None
-    ended = run_ranks(command, plan.num_processes, ranks, str(plan.run_dir))
+    ended = run_ranks(command, plan.num_processes, begun, str(plan.run_dir))
     notes = plan.notes
     for count in range(1, max_restarts + 1):
         if ended.signum or not any(ended.codes.values()):
@@ -190,30 +189,32 @@ def spawn(plan: Plan, command: Sequence[str], max_restarts: int, ranks: Sequence
         plan = replace(plan, checkpoint=saved, notes=[*notes, note])
         write_plan(plan)
         ended = run_ranks(command, plan.num_processes, line=str(plan.run_dir))
-    code = ended.exit_code
-    status = "interrupted" if ended.signum else "failed"  # where the record does not say better
-    reason = ended.reason
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    code = ended.exit_code
+    reason = ended.reason
     if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
-        if status == "failed" and reason:
+        if reason and not ended.signum:
             print(f"failed: {reason}, before training began", file=sys.stderr)
         return code
-    said = reason or ended.left_early or "a process ended without a message"
-    known = bool(reason or ended.left_early)
-    # Its peers may have failed for want of it before its end was seen here.
+    # Where the record does not say better. Peers of a process that was killed may have failed for
+    # want of it before its end was seen here.
+    status = "interrupted" if ended.signum else "failed"
+    known = reason or ended.left_early
+    said = known or "a process ended without a message"
     ago_s = SEEN_WITHIN_S if min(ended.codes.values(), default=0) < 0 else 0.0
     mark_stopped(plan.run_dir, status, said, consequence=not known, ago_s=ago_s)
     state = load_record(plan.run_dir)
     if state.status in ("oom", "failed"):
         print(f"{state.status}: {state.error}", file=sys.stderr)
         return 1
+    if state.status == "interrupted" and code < 128:  # only the processes were told to
+        return 128 + signal.SIGINT
     # Nothing was left to do, unless it was being sent to the Hub.
-    if (state.status, status) == ("ok", "failed") and reason and plan.config.push is None:
+    if state.status == "ok" and reason and not ended.signum and plan.config.push is None:
         print(f"note: {reason}, after the run had finished", file=sys.stderr)
         return 0
-    interrupted = state.status == "interrupted" and code < 128  # only the processes were told to
-    return 128 + signal.SIGINT if interrupted else code
+    return code
 
 
 def _launch_command(plan: Plan, script: str, arguments: Sequence[str]) -> list[str]:
@@ -248,8 +249,8 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
     ]
     if plan.mesh["pp"] > 1:
         blocks = ", ".join(map(str, plan.layout.blocks_per_stage))
-        lines += [f"pipeline: {plan.config.pipeline_schedule}, blocks a stage {blocks}"]
+        lines.append(f"pipeline: {plan.config.pipeline_schedule}, blocks a stage {blocks}")
     if plan.deepspeed_json is not None:
-        lines += [f"DeepSpeed JSON (from {source})"]
-        lines += ["  " + line for line in json.dumps(plan.deepspeed_json, indent=2).splitlines()]
+        text = json.dumps(plan.deepspeed_json, indent=2)
+        lines += [f"DeepSpeed JSON (from {source})", textwrap.indent(text, "  ")]
     return "\n".join(lines)

@@ -126,7 +126,7 @@ class Trainer:
         stop = 0
         self.profile = Profile(self.plan, self.topology, self.step, self.display)
         try:
-            with self.profile, handling(dict.fromkeys(ending.SIGNALS, self._stopping.receive)):
+            with handling(dict.fromkeys(ending.SIGNALS, self._stopping.receive)):
                 if self.step == 0:
                     self._evaluate()
                 self.startup.end("sample")
@@ -145,6 +145,7 @@ class Trainer:
                 self._finish_saving()
         finally:
             self.display.stop()
+        self.profile.stop()
         return stop if self.step < self.num_steps else 0
 
     def _leave(self) -> None:

@@ -23,6 +23,11 @@ class Process:
     local_rank: int
     local_world_size: int
 
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all processes of the run are."""
+        return self.local_world_size == self.world_size
+
 
 class Startup:
     """Seconds of each phase from the start of this process to the end of its first step."""

@@ -39,7 +39,7 @@ def steps_to_trace(plan: Plan, done: int) -> range:
 
 
 class Profile:
-    """A context around training, whose `step_ended` is called after each step."""
+    """Tracing, from here to `stop`; `step_ended` is called after each step in between."""
 
     def __init__(self, plan: Plan, topology: Topology, done: int, display: Display) -> None:
         self.steps = steps_to_trace(plan, done)
@@ -49,8 +49,25 @@ class Profile:
         self._rank = topology.rank
         self._run_dir = plan.run_dir
         self._profiler: torch.profiler.profile | None = None
-        if plan.config.profile and not self.steps:
-            display.note("nothing is traced: no step is left after a warm-up")
+        if not self.steps:
+            if plan.config.profile:
+                display.note("nothing is traced: no step is left after a warm-up")
+            return
+        if self._rank == 0:  # of an earlier start, perhaps with more processes
+            for name in (TRACE_FILE, MEMORY_FILE):
+                for file in self._run_dir.glob(name.format("*")):
+                    file.unlink()
+        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+        activities = [ProfilerActivity.CPU]
+        if self._on_gpu:
+            activities.append(ProfilerActivity.CUDA)
+        wait = self.steps.start - done - 2  # the step before is the profiler's warm-up
+        self._profiler = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=wait, warmup=1, active=len(self.steps), repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._profiler.start()
 
     @property
     def slowed(self) -> range:
@@ -69,26 +86,6 @@ class Profile:
             "traces": TRACE_FILE.format("*"), "memory": memory,
         }  # fmt: skip
 
-    def __enter__(self) -> Profile:
-        if not self.steps:
-            return self
-        if self._rank == 0:  # of an earlier start, perhaps with more processes
-            for name in (TRACE_FILE, MEMORY_FILE):
-                for file in self._run_dir.glob(name.format("*")):
-                    file.unlink()
-        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-        activities = [ProfilerActivity.CPU]
-        if self._on_gpu:
-            activities.append(ProfilerActivity.CUDA)
-        wait = self.steps.start - self._done - 2  # the step before is the profiler's warm-up
-        self._profiler = torch.profiler.profile(
-            activities=activities,
-            schedule=torch.profiler.schedule(wait=wait, warmup=1, active=len(self.steps), repeat=1),
-            on_trace_ready=self._write,
-        )
-        self._profiler.start()
-        return self
-
     def step_ended(self) -> None:
         """Go on to the next step; the files are written after the last."""
         if self._profiler is None:
@@ -98,10 +95,10 @@ class Profile:
             record_memory_history()
         self._profiler.step()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """After a signal, what there is by then is written; after a failure of one process, the
-        profiler of another could wait for it for ever."""
-        if kind is None and self._profiler is not None:
+    def stop(self) -> None:
+        """After a signal, what there is by then is written. Not to be called once one process has
+        failed: the profiler of another could wait for it for ever."""
+        if self._profiler is not None:
             self._profiler.stop()
 
     def _write(self, profiler: torch.profiler.profile) -> None:

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -32,46 +32,37 @@ def meet(process: Process, limit_s: float) -> dist.Store:
     interface leads to the others: loopback on one machine. Raises UserError naming who has not come
     within `limit_s` seconds. Collective."""
     end = time.monotonic() + limit_s
+    host = os.environ["MASTER_ADDR"]
+    who = f"rank {process.rank} on {socket.gethostname()}"
     try:
         try:
-            store, own_address = _connect(process, end, limit_s)
+            server = _serve(host, process)
+            port = int(os.environ["MASTER_PORT"])
+            address, other = _connect(host, port, who, end, limit_s)
+            limit = timedelta(seconds=max(1.0, end - time.monotonic()))
+            opened = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
+            store = of_this_attempt(opened)
+            if not _is_loopback(other):
+                store.set(_AS_RANK_0_IS_SEEN, other)
             hosts = _wait_for_all(store, process, end, limit_s)
         except dist.DistNetworkError as error:
-            host = os.environ["MASTER_ADDR"]
-            port = os.environ["MASTER_PORT"]
-            what = f"rank {process.rank} on {socket.gethostname()} lost rank 0 at {host}:{port}"
+            what = f"{who} lost rank 0 at {host}:{os.environ['MASTER_PORT']}"
             why = str(error).partition("\n")[0]
             raise UserError(what, why, "read what the first node printed") from None
     except UserError as error:
         if process.rank and not process.local_rank:  # what rank 0 raises, the command line prints
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise
-    if _on_one_machine(process):
-        choose_interface(LOOPBACK, os.environ)
-    elif len(set(hosts)) > 1:
-        if _is_loopback(own_address):  # rank 0's host, as the others see it
-            own_address = store.get(_AS_RANK_0_IS_SEEN).decode()
-        choose_interface(own_address, os.environ)
+    if process.on_one_machine:
+        address = LOOPBACK
+    elif len(set(hosts)) == 1:
+        address = ""
+    elif _is_loopback(address):  # rank 0's host, as the others see it
+        address = store.get(_AS_RANK_0_IS_SEEN).decode()
+    if name := _interface(address):  # unless the user has named one
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # or eth1 is eth10, too
     return dist.PrefixStore("default_pg", store)
-
-
-def _on_one_machine(process: Process) -> bool:
-    return process.local_world_size == process.world_size
-
-
-def choose_interface(address: str, environment: MutableMapping[str, str]) -> None:
-    """Have gloo and NCCL use the interface with this address, unless the user has named one."""
-    if name := _interface(address):
-        environment.setdefault("GLOO_SOCKET_IFNAME", name)
-        environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # or eth1 is eth10, too
-
-
-def _interface(address: str) -> str | None:
-    """The name of this host's interface that has the address."""
-    for name, entries in psutil.net_if_addrs().items():
-        if address in (entry.address.partition("%")[0] for entry in entries):
-            return name
-    return None
 
 
 def of_this_attempt(store: dist.Store) -> dist.Store:
@@ -91,68 +82,33 @@ def current_agent(environment: Mapping[str, str]) -> str | None:
     return agent and f"{socket.gethostname()} {agent.pid} {agent.create_time()}"
 
 
-def _connect(process: Process, end: float, limit_s: float) -> tuple[dist.Store, str]:
-    """The store at MASTER_ADDR, and this host's address on the way there."""
-    host = os.environ["MASTER_ADDR"]
-    server = dict[str, Any]()
-    # torchrun's agent has started a server; under other launchers rank 0 does.
-    if process.rank == 0 and not _agent_serves():
-        listener = _listen(host, int(os.environ["MASTER_PORT"]), process)
-        os.environ["MASTER_PORT"] = str(listener.getsockname()[1])  # of a process alone it was 0
-        # By itself a store would listen on every interface.
-        server = {"is_master": True, "master_listen_fd": listener.detach()}
+def _serve(host: str, process: Process) -> dict[str, Any]:
+    """The words with which rank 0 opens its store: on the launcher's socket, or one at MASTER_ADDR
+    alone; at any address only for other machines, where that name does not say which of this one's
+    they reach. By itself a store would listen on every interface."""
+    if process.rank or _agent_serves():  # torchrun's agent has started a server
+        return {}
     port = int(os.environ["MASTER_PORT"])
-    own, other = _addresses(host, port, process, end, limit_s)
-    limit = timedelta(seconds=max(1.0, end - time.monotonic()))
-    opened = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
-    store = of_this_attempt(opened)
-    if not _is_loopback(other):
-        store.set(_AS_RANK_0_IS_SEEN, other)
-    return store, own
-
-
-def _listen(host: str, port: int, process: Process) -> socket.socket:
-    """The socket for rank 0's store: the launcher's, or one at MASTER_ADDR alone; at any address
-    only for other machines, where that name does not say which of this one's they reach."""
-    if STORE_SOCKET in os.environ:
-        return socket.socket(fileno=int(os.environ.pop(STORE_SOCKET)))
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         own = str(address[0])
-        if not _on_one_machine(process) and (_is_loopback(own) or not _interface(own)):
+        if STORE_SOCKET in os.environ:
+            listener = socket.socket(fileno=int(os.environ.pop(STORE_SOCKET)))
+        elif process.on_one_machine or (_interface(own) and not _is_loopback(own)):
+            listener = socket.create_server((own, port), family=family)
+        else:
             both = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if both else socket.AF_INET
-            return socket.create_server(("", port), family=family, dualstack_ipv6=both)
-        return socket.create_server((own, port), family=family)
+            listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except OSError as error:
         what = f"rank 0 on {socket.gethostname()} cannot listen at {host}:{port}"
         fix = "wait for the run that has it, or give the launcher another --master_port"
         raise UserError(what, str(error.strerror or error), fix) from None
+    os.environ["MASTER_PORT"] = str(listener.getsockname()[1])  # of a process alone it was 0
+    return {"is_master": True, "master_listen_fd": listener.detach()}
 
 
-def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> list[str]:
-    """The host of every rank."""
-    keys = [f"host of rank {rank}" for rank in range(process.world_size)]
-    store.set(keys[process.rank], socket.gethostname())
-    with contextlib.suppress(dist.DistStoreError):  # the time is over
-        store.wait(keys, timedelta(seconds=max(1.0, end - time.monotonic())))
-    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    hosts = [store.get(key).decode() for rank, key in enumerate(keys) if rank not in missing]
-    if not missing:
-        return hosts
-    here = process.local_world_size
-    nodes = process.world_size // here
-    away = sorted({rank // here for rank in missing})
-    what = f"{numbered('rank', missing)} did not come within {limit_s:g} s (rendezvous_timeout_s)"
-    why = (
-        f"{numbered('node', away)} of {nodes} is missing, {', '.join(dict.fromkeys(hosts))} is here"
-    )
-    raise UserError(what, why, "type there what you typed here, or read what it printed")
-
-
-def _addresses(
-    host: str, port: int, process: Process, end: float, limit_s: float
-) -> tuple[str, str]:
+def _connect(host: str, port: int, who: str, end: float, limit_s: float) -> tuple[str, str]:
     """This host's address on the way to the store, and the store's, once it listens."""
     while True:
         left = max(RETRY_S, end - time.monotonic())
@@ -163,7 +119,6 @@ def _addresses(
                 return own, other
         except OSError as error:
             if time.monotonic() > end:
-                who = f"rank {process.rank} on {socket.gethostname()}"
                 what = f"{who} does not reach rank 0 at {host}:{port}"
                 why = f"{error.strerror or error}, for {limit_s:g} s (rendezvous_timeout_s)"
                 fix = (
@@ -174,6 +129,37 @@ def _addresses(
             time.sleep(RETRY_S)
 
 
+def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> list[str]:
+    """The host of every rank."""
+    keys = [f"host of rank {rank}" for rank in range(process.world_size)]
+    store.set(keys[process.rank], socket.gethostname())
+    with contextlib.suppress(dist.DistStoreError):  # the time is over
+        store.wait(keys, timedelta(seconds=max(1.0, end - time.monotonic())))
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    hosts = [store.get(key).decode() for rank, key in enumerate(keys) if rank not in missing]
+    if missing:
+        here = process.local_world_size
+        away = sorted({rank // here for rank in missing})
+        ranks = numbered("rank", missing)
+        what = f"{ranks} did not come within {limit_s:g} s (rendezvous_timeout_s)"
+        nodes = f"{numbered('node', away)} of {process.world_size // here} is missing"
+        why = f"{nodes}, {', '.join(dict.fromkeys(hosts))} is here"
+        raise UserError(what, why, "type there what you typed here, or read what it printed")
+    return hosts
+
+
+def _interface(address: str) -> str | None:
+    """The name of this host's interface that has the address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if address in (entry.address.partition("%")[0] for entry in entries):
+            return name
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
 def numbered(noun: str, numbers: list[int]) -> str:
     """ "rank 3", "ranks 1, 4", "ranks 8 to 15"."""
     if len(numbers) == 1:
@@ -181,7 +167,3 @@ def numbered(noun: str, numbers: list[int]) -> str:
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{noun}s {numbers[0]} to {numbers[-1]}"
     return f"{noun}s {', '.join(map(str, numbers))}"
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
