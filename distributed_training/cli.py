@@ -29,8 +29,7 @@ from distributed_training.run.launch import (
     start,
     start_planned,
 )
-from distributed_training.run.process import current_process
-from distributed_training.run.ranks import run_ranks
+from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings import strategies, streams
 from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import UserError

@@ -11,7 +11,7 @@ import real_model_example
 from distributed_training import cli
 from distributed_training.plan.plan import Plan
 from distributed_training.run import launch
-from distributed_training.run.process import Process
+from distributed_training.run.ranks import Process
 from distributed_training.settings.config import KEYS
 from distributed_training.settings.strategies import list_strategies
 from tests.conftest import light_pool

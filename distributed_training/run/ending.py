@@ -1,34 +1,28 @@
-"""How a run ends early: told to by a signal, at numbers that are not finite, or as it fails."""
+"""How a run ends early: told to by a signal, or as it fails."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from distributed_training.engines.base import StepResult
-from distributed_training.parallel.agree import gather
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records import record as records
 from distributed_training.records.display import describe_memory, gib, short_path
-from distributed_training.run.rendezvous import numbered
 from distributed_training.run.saving.resume import list_checkpoints, remove_unfinished
-from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError, UserError
 
 # gloo's words and NCCL's where the process at the other end is gone.
@@ -39,7 +33,6 @@ SIGNS_OF_LOSS = (
 FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 10.0  # after a signal, further ones count only when this has passed
-SKIPS_IN_A_ROW = 10  # with on_nonfinite=skip; where more follow, no single batch is at fault
 CAUSE = "cause of the end"  # a key of the store
 CAUSE_WITHIN = timedelta(seconds=2)
 CHUNK = 8192  # tokens of a loss, as measured (results/records/h200-nanogpt/variants.json)
@@ -65,48 +58,6 @@ class Stopping:
         elif now - self._received_at > PATIENCE_S:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
-
-
-class NonFiniteError(RunError):
-    """A step whose loss or gradients are not finite."""
-
-    def __init__(self, step: int, what: str, fix: str) -> None:
-        super().__init__(what, fix=fix)
-        self.step = step
-        self.what = what
-
-
-def has_fault(result: StepResult, config: RunConfig) -> bool:
-    """Whether this rank's gradients are not finite. Overflow of fp16, after which the loss scale
-    falls, is none; DeepSpeed gives -1 for such a norm, and with bf16 leaves the update out."""
-    if result.skipped:
-        return config.precision != "fp16"
-    return result.grad_norm is not None and not 0 <= float(result.grad_norm) < math.inf
-
-
-def describe_nonfinite(step: int, own_loss: float, result: StepResult, names: Sequence[str]) -> str:
-    """The step, the ranks whose own summed loss is not finite, and the first gradient in the
-    model's order that is not, with the ranks that hold it. Collective."""
-    name = None
-    if result.gradients is not None and not result.gradients.isfinite().all():
-        name = names[int(result.gradients.isfinite().logical_not().nonzero()[0])]
-    ranks = gather((math.isfinite(own_loss), name))
-    said = []
-    if losses := [rank for rank, (finite, _) in enumerate(ranks) if not finite]:
-        said.append(f"the loss is not finite on {numbered('rank', losses)}")
-    if names_found := [name for _, name in ranks if name is not None]:
-        holders = [rank for rank, (_, name) in enumerate(ranks) if name == names_found[0]]
-        where = f"{names_found[0]} on {numbered('rank', holders)}"
-        said.append(f"the first gradient that is not finite is of {where}")
-    return f"step {step}: {' and '.join(said) or 'the gradients are not finite'}"
-
-
-def advise_nonfinite(saved: Sequence[Path]) -> str:
-    """What to type where the run had saved these checkpoints."""
-    if not saved:
-        return "nothing was saved before; lower learning_rate, or look for a bad sample"
-    fix = f"{saved[-1].name} is whole; to pass the batch over, go on from there with"
-    return f"{fix} --resume auto --on_nonfinite rollback"
 
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist.Store) -> NoReturn:

@@ -28,8 +28,15 @@ from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
 from distributed_training.run.prepare import make_plan, reserve_run_dir, started_again, write_plan
-from distributed_training.run.process import Process, Startup, current_process, single_process
-from distributed_training.run.ranks import Ranks, run_ranks, starting
+from distributed_training.run.ranks import (
+    Process,
+    Ranks,
+    Startup,
+    current_process,
+    run_ranks,
+    single_process,
+    starting,
+)
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -82,8 +89,8 @@ def start(
 
     if dry_run:
         plan = make(config)
-        typed = _launch_command(plan, os.path.relpath(script), arguments)
-        print(describe_plan(plan, "(this one)" if process else shlex.join(typed)))
+        command = [os.path.relpath(script), *arguments]
+        print(describe_plan(plan, "(this one)" if process else _launch_command(plan, command)))
         return 0
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
@@ -217,14 +224,14 @@ def spawn(plan: Plan, command: Sequence[str], max_restarts: int, begun: Ranks = 
     return code
 
 
-def _launch_command(plan: Plan, script: str, arguments: Sequence[str]) -> list[str]:
+def _launch_command(plan: Plan, command: Sequence[str]) -> str:
     count = plan.num_processes
     here = plan.processes_here
     if count > here:
         start = torchrun_command(count // here, here, plan.config.rendezvous_timeout_s)
-        return [*start, script, *arguments]
+        return shlex.join([*start, *command])
     more = ["--num_gpus", str(count)] if count > 1 else []
-    return ["python", script, *more, *arguments]
+    return shlex.join(["python", command[0], *more, *command[1:]])
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:

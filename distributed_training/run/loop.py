@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.engines.base import Engine, StepResult
-from distributed_training.parallel.agree import from_rank_0
+from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.display import Display, short_path
@@ -30,15 +30,17 @@ from distributed_training.records.record import (
     truncate_metrics,
 )
 from distributed_training.records.trackers import Tracker, perplexity
-from distributed_training.run import ending
-from distributed_training.run.process import Startup
+from distributed_training.run.ending import SIGNALS, Stopping
 from distributed_training.run.profiling import Profile
-from distributed_training.run.ranks import handling
+from distributed_training.run.ranks import Startup, handling
+from distributed_training.run.rendezvous import numbered
 from distributed_training.run.saving import checkpoint, export
 from distributed_training.run.saving.resume import list_checkpoints, name_of
 from distributed_training.settings.config import RunConfig
+from distributed_training.settings.errors import RunError
 
 FLUSH_EVERY_S = 1.0
+SKIPS_IN_A_ROW = 10  # with on_nonfinite=skip; where more follow, no single batch is at fault
 
 
 def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
@@ -50,6 +52,23 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
     progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.lr_schedule]
+
+
+class NonFiniteError(RunError):
+    """A step whose loss or gradients are not finite."""
+
+    def __init__(self, step: int, what: str, fix: str) -> None:
+        super().__init__(what, fix=fix)
+        self.step = step
+        self.what = what
+
+
+def has_fault(result: StepResult, config: RunConfig) -> bool:
+    """Whether this rank's gradients are not finite. Overflow of fp16, after which the loss scale
+    falls, is none; DeepSpeed gives -1 for such a norm, and with bf16 leaves the update out."""
+    if result.skipped:
+        return config.precision != "fp16"
+    return result.grad_norm is not None and not 0 <= float(result.grad_norm) < math.inf
 
 
 @dataclass
@@ -107,7 +126,7 @@ class Trainer:
         self._model = (self.engine, self.plan, self.tokenizer, self.tokenizer.talks(self.data.form))
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
-        self._stopping = ending.Stopping(self.display.say)
+        self._stopping = Stopping(self.display.say)
         self._first = 0  # step that this process took first, and that compiled
         self._passed_over = 0  # step whose batch is left out after a rollback
 
@@ -126,7 +145,7 @@ class Trainer:
         stop = 0
         self.profile = Profile(self.plan, self.topology, self.step, self.display)
         try:
-            with handling(dict.fromkeys(ending.SIGNALS, self._stopping.receive)):
+            with handling(dict.fromkeys(SIGNALS, self._stopping.receive)):
                 if self.step == 0:
                     self._evaluate()
                 self.startup.end("sample")
@@ -135,7 +154,7 @@ class Trainer:
                 while self.step < self.num_steps and not stop:
                     try:
                         stop = self._train_one_step()
-                    except ending.NonFiniteError as error:
+                    except NonFiniteError as error:
                         self._roll_back(error)
                 self.memory.end()
                 self.disk = {name: now - before[name] for name, now in disk_bytes().items()}
@@ -168,21 +187,24 @@ class Trainer:
     def _train_one_step(self) -> int:
         """One step and what is due after it; the signal to stop for, the same on every rank."""
         config = self.plan.config
-        steps_per_epoch = self.sampler.steps_per_epoch
         if self.step + 1 == self._passed_over:
-            self._pass_over()
+            self._flush()
+            self.history.step += 1
+            self.history.skipped_steps.append(self.step)
+            self._say("passed over")
+            self._begin_training()
         else:
             self._update()
         stop, flush = self._agree()
         last = self.step == self.num_steps
-        epoch_ends = last or self.step % steps_per_epoch == 0
+        epoch_ends = last or self.step % self.sampler.steps_per_epoch == 0
         evaluate = epoch_ends or (config.eval_every > 0 and self.step % config.eval_every == 0)
         every = config.checkpoint_every
+        save = bool(stop) and every != 0
         if every is None:
-            due = epoch_ends
-        else:
-            due = isinstance(every, int) and every > 0 and (last or self.step % every == 0)
-        save = due or (bool(stop) and every != 0)
+            save = save or epoch_ends
+        elif isinstance(every, int) and every > 0:
+            save = save or last or self.step % every == 0
         if flush or stop or evaluate or save:
             self._flush()
         if evaluate or save:
@@ -227,7 +249,7 @@ class Trainer:
             return
         durations_s = self.timer.durations_s()[-len(pending) :]
         own = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
-        faults = torch.tensor([ending.has_fault(result, config) for _, result in pending])
+        faults = torch.tensor([has_fault(result, config) for _, result in pending])
         sums = torch.stack([own, faults.double()])
         dist.all_reduce(sums)
         rows = []
@@ -262,34 +284,53 @@ class Trainer:
             raise error
         self.display.progress(rows, self._first)
 
-    def _judge(
-        self, step: int, own_loss: float, result: StepResult
-    ) -> ending.NonFiniteError | None:
-        """The error that a step which is not finite is; None where its update was left out, as
-        asked for, and it is not one of many. Collective."""
+    def _judge(self, step: int, own_loss: float, result: StepResult) -> NonFiniteError | None:
+        """The error that a step which is not finite is: with the ranks whose own loss is not, and
+        the first such gradient in the model's order. None where its update was left out, as asked
+        for, and it is not one of many. Collective."""
         skips = self.plan.config.on_nonfinite == "skip"
         skipped = set(self.history.skipped_steps)
-        too_many = skipped.issuperset(range(step - ending.SKIPS_IN_A_ROW, step))
+        too_many = skipped.issuperset(range(step - SKIPS_IN_A_ROW, step))
         if skips and step in skipped and not too_many:
             return None
-        what = ending.describe_nonfinite(step, own_loss, result, self.engine.gradient_names)
+        name = None
+        if result.gradients is not None and not result.gradients.isfinite().all():
+            first = result.gradients.isfinite().logical_not().nonzero()[0]
+            name = self.engine.gradient_names[int(first)]
+        ranks = gather((math.isfinite(own_loss), name))
+        said = []
+        if losses := [rank for rank, (finite, _) in enumerate(ranks) if not finite]:
+            said.append(f"the loss is not finite on {numbered('rank', losses)}")
+        if found := [name for _, name in ranks if name is not None]:
+            holders = [rank for rank, (_, name) in enumerate(ranks) if name == found[0]]
+            where = f"{found[0]} on {numbered('rank', holders)}"
+            said.append(f"the first gradient that is not finite is of {where}")
+        what = f"step {step}: {' and '.join(said) or 'the gradients are not finite'}"
         if skips and too_many:
-            what += f", as in the {ending.SKIPS_IN_A_ROW} steps before"
+            what += f", as in the {SKIPS_IN_A_ROW} steps before"
+        self._finish_saving()
+        return self._nonfinite(step, what)
+
+    def _nonfinite(self, step: int, what: str) -> NonFiniteError:
+        """With what to type. Collective."""
+        saved = self._saved_checkpoints()
         if self._passed_over:
             what += f", after step {self._passed_over} was passed over"
-        self._finish_saving()
-        saved = self._saved_checkpoints()
-        fix = "lower learning_rate" if self._passed_over else ending.advise_nonfinite(saved)
-        return ending.NonFiniteError(step, what, fix)
+            fix = "lower learning_rate"
+        elif saved:
+            fix = f"{saved[-1].name} is whole; to pass the batch over, go on from there with"
+            fix += " --resume auto --on_nonfinite rollback"
+        else:
+            fix = "nothing was saved before; lower learning_rate, or look for a bad sample"
+        return NonFiniteError(step, what, fix)
 
     def _saved_checkpoints(self) -> list[Path]:
         """Of steps that this run has taken, as rank 0 sees them: later ones, which whoever resumed
         passed over, are there until the next save. Collective."""
-        folders = map(str, list_checkpoints(self.plan.run_dir))
-        found = [Path(folder) for folder in from_rank_0(list(folders))]
-        return [folder for folder in found if folder.name <= name_of(self.step)]
+        folders = from_rank_0(list(map(str, list_checkpoints(self.plan.run_dir))))
+        return [Path(folder) for folder in folders if Path(folder).name <= name_of(self.step)]
 
-    def _roll_back(self, error: ending.NonFiniteError) -> None:
+    def _roll_back(self, error: NonFiniteError) -> None:
         """Go back to the last checkpoint and leave out the batch of the step that failed, where
         that is asked for and has not been done before; else raise the error. Collective."""
         saved = self._saved_checkpoints()
@@ -314,14 +355,6 @@ class Trainer:
             if self.history.best is None:  # or of a step that is done again
                 shutil.rmtree(self.plan.run_dir / BEST, ignore_errors=True)
 
-    def _pass_over(self) -> None:
-        """A step without its batch."""
-        self._flush()
-        self.history.step += 1
-        self.history.skipped_steps.append(self.step)
-        self._say("passed over")
-        self._begin_training()
-
     def _evaluate(self) -> None:
         """Loss and perplexity over the validation samples, normalised by real tokens."""
         samples = self.data.validation
@@ -345,21 +378,17 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         """The epoch of the last step is over and has been evaluated."""
-        steps_per_epoch = self.sampler.steps_per_epoch
-        last = self.history.evaluations[-1]
-        epoch = (self.step - 1) // steps_per_epoch
-        first = epoch * steps_per_epoch
+        epoch = (self.step - 1) // self.sampler.steps_per_epoch
+        first = epoch * self.sampler.steps_per_epoch
         curve = self.history.loss_curve
         losses = [loss for step, loss in curve if step > first and loss is not None]
-        self.history.epochs.append(
-            {
-                "epoch": epoch + 1,
-                "step": self.step,
-                "mean_step_loss": sum(losses) / len(losses) if losses else None,
-                "validation_loss": last["loss"],
-                "validation_perplexity": last["perplexity"],
-            }
-        )
+        last = self.history.evaluations[-1]
+        row = {
+            "epoch": epoch + 1, "step": self.step,
+            "mean_step_loss": sum(losses) / len(losses) if losses else None,
+            "validation_loss": last["loss"], "validation_perplexity": last["perplexity"],
+        }  # fmt: skip
+        self.history.epochs.append(row)
         self.write_record()
 
     def write_record(self) -> None:
@@ -386,8 +415,7 @@ class Trainer:
             folder, row = self.saver.finish()
         except FloatingPointError as error:
             step = self.saver.step
-            fix = ending.advise_nonfinite(self._saved_checkpoints())
-            raise ending.NonFiniteError(step, f"step {step} is not saved: {error}", fix) from None
+            raise self._nonfinite(step, f"step {step} is not saved: {error}") from None
         self.history.saves.append(row)
         self.write_record()
         waited = "" if row["copied"] else "; training waited: memory has no room for a copy"

@@ -51,10 +51,8 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
     open_keys = [name for name in ("strategy", *before.work) if name not in config.typed]
     words = config.to_user_words()
     asked = before.requested.to_user_words()
-    own = [name for name in open_keys if words.get(name) != asked.get(name)]
-    notes = list[str]()
-    if own:
-        notes.append("as in the run: " + ", ".join(f"{name}={decided[name]!r}" for name in own))
+    own = [f"{name}={decided[name]!r}" for name in open_keys if words.get(name) != asked.get(name)]
+    notes = [f"as in the run: {', '.join(own)}"] if own else []
     taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
     if "strategy" in taken:
         defaults = defaults_for(config, before.strategy.name)
@@ -68,7 +66,7 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
         return with_values(config, **taken), notes
     taken |= {name: decided[name] for name in batch}
     config, cut = _share_batch(with_values(config, **taken), before, num_processes)
-    return config, [*notes, cut] if cut else notes
+    return config, notes + cut
 
 
 def reserve_run_dir(plan: Plan) -> Plan:
@@ -122,20 +120,25 @@ def go_on(
     """CONFIG for so many processes to go on with the run that one of these launchers
     (`Plan.launchers`) has begun, with its global batch and from its last checkpoint; and a note.
     Unchanged where there is none. Raises UserError where they cannot share the batch evenly."""
-    run_dir = _find_begun(Path(config.output_dir), set(launchers))
-    if run_dir is None:
+    begun = None
+    files = Path(config.output_dir).glob(f"*/{PLAN_FILE}") if launchers else ()
+    for file in sorted(files):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if set(launchers).intersection(json.loads(file.read_bytes()).get("launchers", ())):
+                begun = file.parent.resolve()  # the newest
+    if begun is None:
         return config, []
-    before = load_plan(run_dir)
+    before = load_plan(begun)
     saved, note = started_again(before)
     if saved:
         config = with_values(config, resume=str(saved))
     config, cut = _share_batch(config, before, num_processes)
-    return config, [f"{note}; {cut}" if cut else note]
+    return config, ["; ".join([note, *cut])]
 
 
-def _share_batch(config: RunConfig, before: Plan, num_processes: int) -> tuple[RunConfig, str]:
-    """CONFIG for so many processes with the global batch of `before`, and a note where it is cut
-    anew. Raises UserError where they cannot share it evenly."""
+def _share_batch(
+    config: RunConfig, before: Plan, num_processes: int
+) -> tuple[RunConfig, list[str]]:
     size = before.batch.global_batch_size
     was = before.num_processes
     each, odd = divmod(size, num_processes)
@@ -145,18 +148,9 @@ def _share_batch(config: RunConfig, before: Plan, num_processes: int) -> tuple[R
         raise UserError(what, why, "start a divisor of it")
     asked = before.config.batch_size if config.batch_size == AUTO else config.batch_size
     if int(asked) * config.grad_accum_steps == each:
-        return config, ""
+        return config, []
     most = max(n for n in range(1, int(asked) + 1) if each % n == 0)
     batch = {"batch_size": most, "grad_accum_steps": each // most}
     config = with_values(config, **batch, micro_batch_size=AUTO, num_microbatches=AUTO)
     cut = " x ".join(f"{key} {value}" for key, value in batch.items())
-    return config, f"the global batch stays {size}: {cut} x {num_processes}"
-
-
-def _find_begun(output_dir: Path, launchers: set[str]) -> Path | None:
-    """The newest run whose processes one of these has started."""
-    for file in sorted(output_dir.glob(f"*/{PLAN_FILE}") if launchers else (), reverse=True):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            if launchers.intersection(json.loads(file.read_bytes()).get("launchers", ())):
-                return file.parent.resolve()
-    return None
+    return config, [f"the global batch stays {size}: {cut} x {num_processes}"]

@@ -1,7 +1,7 @@
-"""The ranks of a run on one machine: started together, ended together. No torch.
+"""Which process of a run this is; how those of one machine are started and ended together.
 
-Not torchrun's agent: its store listens on every interface and unpickles what it is sent. Rank 0
-gets a socket that is bound to loopback already, and serves the store on that.
+Not by torchrun's agent: its store listens on every interface and unpickles what it is sent. Rank 0
+gets a socket that is bound to loopback already, and serves the store on that. No torch.
 """
 
 from __future__ import annotations
@@ -14,22 +14,80 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import psutil
+
 from distributed_training.plan.machine import threads_per_process
+from distributed_training.settings.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 # In the environment of the ranks:
 LAUNCHER = "RANKS_LAUNCHER"  # the number of the process that started them
 STORE_SOCKET = "RANKS_STORE_SOCKET"  # rank 0's file descriptor
 
+SLURM_SCRIPT = "configs/train.slurm"
 POLL_S = 0.05
 # Ranks are killed after so long: torchrun's variable, and its default; after one has failed.
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
 Ranks = Sequence[subprocess.Popen[bytes]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """What a launcher told this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all processes of the run are."""
+        return self.local_world_size == self.world_size
+
+
+class Startup:
+    """Seconds of each phase from the start of this process to the end of its first step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = psutil.Process().create_time()
+
+    def end(self, phase: str) -> None:
+        """A phase has ended, and the next begun."""
+        now = time.time()
+        self.seconds[phase] = round(now - self._last, 3)
+        self._last = now
+
+
+def current_process(environment: Mapping[str, str]) -> Process | None:
+    """What a launcher set for this process; None when none started it."""
+    if "RANK" not in environment:
+        tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun alone, not by sbatch
+        if tasks != "1" and "SLURM_PTY_PORT" not in environment:  # nor in a shell from srun --pty
+            what = f"srun started this command {tasks} times"
+            fix = f"one task a node, with torchrun in it: sbatch --nodes=2 {SLURM_SCRIPT}"
+            raise UserError(what, "no launcher told the processes their ranks", fix)
+        return None
+    try:
+        here = environment.get("LOCAL_SIZE") or environment["WORLD_SIZE"]  # deepspeed's word
+        told = {"LOCAL_WORLD_SIZE": here, **environment}
+        return Process(**{field.name: int(told[field.name.upper()]) for field in fields(Process)})
+    except (KeyError, ValueError) as error:
+        what = "RANK is set but WORLD_SIZE or LOCAL_RANK is not a number"
+        raise UserError(what, str(error), "start with torchrun, or unset RANK") from None
+
+
+def single_process() -> Process:
+    """Set what process groups ask the environment for, as a launcher of one process would."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free then
+    return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +129,8 @@ class Ended:
         return f"{self._ranks_with(0)}: left before the run's end, with exit code 0"
 
     def _ranks_with(self, code: int) -> str:
-        return "rank " + ", ".join(
-            str(rank) for rank in sorted(self.codes) if self.codes[rank] == code
-        )
+        found = [rank for rank in sorted(self.codes) if self.codes[rank] == code]
+        return f"rank {', '.join(map(str, found))}"
 
 
 @contextlib.contextmanager

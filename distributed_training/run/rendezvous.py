@@ -19,8 +19,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from distributed_training.run.process import Process
-from distributed_training.run.ranks import LOOPBACK, STORE_SOCKET
+from distributed_training.run.ranks import LOOPBACK, STORE_SOCKET, Process
 from distributed_training.settings.errors import UserError
 
 RETRY_S = 0.2

@@ -43,8 +43,7 @@ from distributed_training.records.record import code, versions
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir
-from distributed_training.run.process import Process, Startup
-from distributed_training.run.ranks import handling
+from distributed_training.run.ranks import Process, Startup, handling
 from distributed_training.run.rendezvous import current_agent, meet
 from distributed_training.run.saving import claims, resume
 from distributed_training.run.saving.checkpoint import seed_dropout
@@ -260,7 +259,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     record = None
     tracker = trackers.Tracker()
     if plan.checkpoint is not None and first:
-        state = resume.state_of(plan.checkpoint)
+        state = resume.state_of(plan.checkpoint, resume.read_meta(plan.checkpoint))
         history = History(**state.model_dump(include=set(vars(history))))
     history = History(**from_rank_0(vars(history)))
     if first:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distributed_training.plan.topology import process_group
 from distributed_training.run import launch, rendezvous, worker
-from distributed_training.run.process import Process, current_process, single_process
+from distributed_training.run.ranks import Process, current_process, single_process
 from distributed_training.settings.config import RENDEZVOUS_S
 
 BUDGET_S = 0.15  # for one figure

@@ -31,8 +31,7 @@ from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.traffic import Formulas, sent_bytes
 from distributed_training.records.record import provenance, write_json
-from distributed_training.run.process import current_process
-from distributed_training.run.ranks import run_ranks
+from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser

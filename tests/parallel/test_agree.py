@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distributed_training.parallel import agree
 from distributed_training.records.record import code
 from distributed_training.run import worker
-from distributed_training.run.process import Process
+from distributed_training.run.ranks import Process
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from tests.support import CPU_MACHINE, small_text

@@ -11,7 +11,7 @@ from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.gradients import local_part
 from distributed_training.predict.memory import estimate_state
 from distributed_training.run import worker
-from distributed_training.run.process import Process
+from distributed_training.run.ranks import Process
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE
 

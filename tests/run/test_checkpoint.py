@@ -310,7 +310,7 @@ def test_a_damaged_record_is_read_from_the_checkpoint(content, tmp_path, caplog)
         (run_dir / "record.json").write_bytes(content)
     for given in ("auto", str(run_dir), str(folder)):
         assert find_resume(given, tmp_path) == folder
-    assert resume.state_of(folder).started_at == json.loads(whole)["started_at"]
+    assert resume.state_of(folder, read_meta(folder)).started_at == json.loads(whole)["started_at"]
     (folder / "record.json").unlink()
     assert find_resume("auto", tmp_path)
     assert f"passes over {folder}" in caplog.records[-1].getMessage()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from distributed_training.parallel.agree import gather
 from distributed_training.plan.topology import Topology
-from distributed_training.run.process import Process
+from distributed_training.run.ranks import Process
 from distributed_training.run.saving import checkpoint, disks
 from distributed_training.run.saving.resume import ElsewhereError, find_resume, list_checkpoints
 from distributed_training.settings.errors import UserError

@@ -16,8 +16,7 @@ import pytest
 from distributed_training.plan import machine
 from distributed_training.records.record import LOST, load_record, mark_stopped
 from distributed_training.run import launch, prepare, rendezvous, worker
-from distributed_training.run.process import Process, current_process, single_process
-from distributed_training.run.ranks import Ended
+from distributed_training.run.ranks import Ended, Process, current_process, single_process
 from distributed_training.settings.config import build_config
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan, started

@@ -120,7 +120,7 @@ def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monk
 
     monkeypatch.setattr(checkpoint.Saver, "under_way", True)
     monkeypatch.setattr(checkpoint.Saver, "finish", finish)
-    with pytest.raises(ending.NonFiniteError, match="step 4 is not saved: weight/w has") as caught:
+    with pytest.raises(loop.NonFiniteError, match="step 4 is not saved: weight/w has") as caught:
         make_trainer(checkpoint_every=4).run()
     assert caught.value.step == 4
 

@@ -16,7 +16,7 @@ from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.records.record import load_record
 from distributed_training.run import ending, worker
-from distributed_training.run.process import Process
+from distributed_training.run.ranks import Process
 from distributed_training.settings.config import build_config
 from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, small_plan, started
 

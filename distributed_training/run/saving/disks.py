@@ -15,7 +15,7 @@ from distributed_training.parallel.tensor_files import COPY, Part
 from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.run.prepare import write_plan
-from distributed_training.run.process import Process
+from distributed_training.run.ranks import Process
 from distributed_training.run.saving import resume
 from distributed_training.settings.errors import UserError
 

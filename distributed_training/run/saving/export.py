@@ -115,7 +115,6 @@ def export(
 
 
 def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
-    """What a thread does, while training or its end goes on."""
     pool = ThreadPoolExecutor(1)
     written = pool.submit(write, *arguments)
     pool.shutdown(wait=False)

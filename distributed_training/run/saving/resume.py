@@ -152,8 +152,9 @@ def at_checkpoint(plan: Plan) -> Plan:
     found = find_resume(plan)
     if found is not None:
         plan = replace(plan, run_dir=found.parents[1], checkpoint=found)
-        if change := describe_change(read_meta(found).spread, plan.spread):
-            plan.notes.append(change)
+        saved = read_meta(found).spread
+        if saved != plan.spread:
+            plan.notes.append(describe_change(saved, plan.spread))
     return replace(plan, notes=list(dict.fromkeys(plan.notes)))  # "auto" is looked up twice
 
 
@@ -179,7 +180,7 @@ def find_resume(plan: Plan) -> Path | None:
             fix += "; global_batch_size is batch_size x grad_accum_steps x processes"
         raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
     check_files(checkpoint, meta, plan)
-    _load_state(checkpoint, meta)  # the run goes on with its record
+    state_of(checkpoint, meta)  # the run goes on with it
     claims.refuse_held(checkpoint.parents[1])
     return checkpoint
 
@@ -206,7 +207,7 @@ def _newest(plan: Plan) -> Path | None:
             meta = read_meta(checkpoint)
             if differences := _differences(meta, plan):
                 why = f"is of other work: {differences}"
-            elif _load_state(checkpoint, meta).status == "ok":
+            elif state_of(checkpoint, meta).status == "ok":
                 why = "has finished"
             else:
                 why = ""
@@ -238,19 +239,16 @@ def _passing_over(checkpoint: Path) -> Iterator[None]:
         logger.warning("resume='auto' passes over %s: %s", checkpoint, error)
 
 
-def _load_state(checkpoint: Path, meta: Meta) -> Record:
+def state_of(checkpoint: Path, meta: Meta) -> Record:
+    """Its run's record or, where that is damaged or gone, what the checkpoint has of it. Raises
+    ElsewhereError where another node has the record."""
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
         first = meta.hosts[file_of(0)]
         raise ElsewhereError(what, f"the run's first node was {first}", TOGETHER)
-    return state_of(checkpoint)
-
-
-def state_of(checkpoint: Path) -> Record:
-    """Its run's record or, where that is damaged or gone, what the checkpoint has of it."""
     try:
-        return load_record(checkpoint.parents[1])
+        return load_record(run_dir)
     except UserError:
         if (checkpoint / RECORD_FILE).is_file():
             return load_record(checkpoint)
@@ -262,15 +260,13 @@ def identity(plan: Plan) -> dict[str, Any]:
     return {**plan.work, "strategy": plan.strategy.name}
 
 
-def describe_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """ "saved zero2 x 8 -> resuming fsdp x 4: resharding", or None where the layout is the same."""
-    if saved == now:
-        return None
-    names = [f"{spread['strategy']} x {spread['num_processes']}" for spread in (saved, now)]
-    if names[0] != names[1]:
-        return f"saved {names[0]} -> resuming {names[1]}: resharding; the folder keeps its name"
+def describe_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """ "saved zero2 x 8 -> resuming fsdp x 4: resharding", where the layouts are two."""
+    before, after = (f"{each['strategy']} x {each['num_processes']}" for each in (saved, now))
+    if before != after:
+        return f"saved {before} -> resuming {after}: resharding; the folder keeps its name"
     key = next(key for key in saved if saved[key] != now.get(key))
-    return f"saved {names[0]} with {key} {saved[key]} -> resuming with {now.get(key)}: resharding"
+    return f"saved {before} with {key} {saved[key]} -> resuming with {now.get(key)}: resharding"
 
 
 def _differences(meta: Meta, plan: Plan) -> str:
