@@ -117,84 +117,27 @@ def lay_out(
 def _choose_settings(candidate: Candidate, machine: Machine, notes: list[str]) -> RunConfig:
     """Decide every other "auto"; UserError where an explicit value is impossible here."""
     config = candidate.config
-    positions = candidate.model.size.num_positions
-    if config.max_length > positions:
-        what = f"max_length={config.max_length} is beyond the model: {config.model} has {positions}"
-        raise UserError(what, fix=f"set max_length to at most {positions}")
-    config = with_values(config, precision=_choose_precision(config, machine))
-    if config.pipeline_schedule == AUTO:
-        config = with_values(config, pipeline_schedule=candidate.strategy.schedule)
-    candidate = replace(candidate, config=config)
-    if config.lora_rank and candidate.strategy.swaps_to_disk and config.precision == "fp32":
-        what = (
-            f"lora_rank={config.lora_rank} with strategy={config.strategy!r} and precision='fp32'"
-        )
-        why = "DeepSpeed rounds frozen weights in files to 16 bits"
-        raise UserError(what, why, "set precision to bf16, or strategy to offload")
-    _check_exchanges(candidate)
-    _check_loss(candidate)
-    compiled = _choose_compile(candidate, machine, notes)
-    return with_values(
-        config,
-        compile=compiled,
-        async_tp=_choose_async_tp(candidate, machine, compiled),
-        cuda_graphs=_choose_cuda_graphs(candidate, machine, notes),
-    )
-
-
-def _check_exchanges(candidate: Candidate) -> None:
-    """Raises UserError for keys of DDP's or FSDP's exchanges where there are none, or not so."""
-    config = candidate.config
     strategy = candidate.strategy
-    mesh = candidate.mesh
-    divided = {axis for axis in mesh if not strategy.mesh[axis] == mesh[axis] == 1}
-    native = strategy.traits.uses_ddp_and_fsdp
-    in_ddp = native and divided <= {"dp_replicate"}
-    in_fsdp = native and "dp_shard" in divided and "pp" not in divided
-    for key, off, fits, why, other in (
-        ("fsdp_prefetch", 1, in_fsdp, "it is for FSDP's blocks", "fsdp"),
-        ("bucket_cap_mb", None, in_ddp, "PyTorch's DDP has buckets", "dp"),
-        ("gradient_compression", "none", in_ddp, "it works in PyTorch's DDP", "dp"),
-    ):
-        if getattr(config, key) != off and not fits:
-            what = f"{_said(config, key)} does not go with strategy={config.strategy!r}"
-            raise UserError(what, why, f"set it to {off}, or strategy to {other}")
-    kind = config.gradient_compression
-    if kind in ("none", "bf16"):
-        return
-    asked = _said(config, "gradient_compression")
-    why = "what is not finite would stay in what is added to later gradients"
-    if config.bucket_cap_mb is not None:
-        what = f"{_said(config, 'bucket_cap_mb')} does not go with {asked}"
-        raise UserError(what, "it takes a single bucket on CPUs", "set it to None")
-    if config.precision == "fp16":
-        raise UserError(f"{asked} does not go with precision='fp16'", why, "set precision to bf16")
-    if config.on_nonfinite == "skip":
-        fix = "set on_nonfinite to rollback or stop"
-        raise UserError(f"{asked} does not go with on_nonfinite='skip'", why, fix)
-    if kind == "powersgd" and config.compression_rank > candidate.model.size.hidden_size:
+    size = candidate.model.size
+    if config.max_length > size.num_positions:
+        what = f"max_length={config.max_length} is beyond the model: {config.model} has "
+        fix = f"set max_length to at most {size.num_positions}"
+        raise UserError(f"{what}{size.num_positions}", fix=fix)
+    decided = {"precision": _choose_precision(config, machine)}
+    if config.pipeline_schedule == AUTO:
+        decided["pipeline_schedule"] = strategy.schedule
+    config = with_values(config, **decided)
+    if config.lora_rank and strategy.swaps_to_disk and config.precision == "fp32":
+        what = f"lora_rank={config.lora_rank} with strategy={config.strategy!r} and "
+        why = "DeepSpeed rounds frozen weights in files to 16 bits"
+        fix = "set precision to bf16, or strategy to offload"
+        raise UserError(f"{what}precision='fp32'", why, fix)
+    _check_pairs(replace(candidate, config=config))
+    if config.gradient_compression == "powersgd" and config.compression_rank > size.hidden_size:
         what = f"compression_rank={config.compression_rank} is above that of any matrix"
-        why = f"{config.model}'s have {candidate.model.size.hidden_size} columns or rows"
+        why = f"{config.model}'s have {size.hidden_size} columns or rows"
         raise UserError(what, why, "set it to 32 or less")
-
-
-def _said(config: RunConfig, key: str) -> str:
-    return f"{key}={getattr(config, key)!r}"
-
-
-def _check_loss(candidate: Candidate) -> None:
-    """Raises UserError for a loss in chunks where there is none."""
-    config = candidate.config
-    tp = candidate.mesh["tp"]
-    if not config.loss_chunk_tokens:
-        return
-    what = f"loss_chunk_tokens={config.loss_chunk_tokens} does not go with"
-    if tp > 1:
-        why = f"its {tp} processes have a part of every token's logits"
-        raise UserError(f"{what} tp={tp}", why, "set it to 0")
-    if config.precision == "fp16":
-        why = "gradients would be computed before they are scaled"
-        raise UserError(f"{what} precision='fp16'", why, "set precision to bf16, or it to 0")
+    return _choose_switches(replace(candidate, config=config), machine, notes)
 
 
 def _choose_precision(config: RunConfig, machine: Machine) -> str:
@@ -212,76 +155,98 @@ def _choose_precision(config: RunConfig, machine: Machine) -> str:
     return config.precision
 
 
-def _choose_compile(candidate: Candidate, machine: Machine, notes: list[str]) -> bool | str:
+def _check_pairs(candidate: Candidate) -> None:
+    """Raises UserError for a key whose value does not go with another's, or with the strategy."""
     config = candidate.config
-    strategy = candidate.strategy
-    count = math.prod(candidate.mesh.values())
-    obstacle = ""
-    # Where compiled blocks would be wrong or fail.
-    if strategy.fetches_parameters:
-        obstacle = f"strategy={config.strategy!r}, which fetches parameters while a block runs"
-    elif candidate.mesh["tp"] > 1 and _drops(config) and not config.sequence_parallel:
-        obstacle = "dropout under tp with sequence_parallel=False: it changes generators in a block"
-    elif config.compile != "whole":
-        pass
-    elif count > 1:
-        obstacle = f"{count} processes, whose exchanges begin with each block"
-    elif strategy.traits.takes_deepspeed_json:
-        obstacle = f"strategy={config.strategy!r}: DeepSpeed's hooks are between blocks"
-    elif config.activation_checkpointing != "none":
-        obstacle = f"activation_checkpointing={config.activation_checkpointing!r}"
-    able = machine.num_gpus > 0 and machine.compute_capability >= (7, 0)
-    if config.compile == AUTO and able and obstacle:
-        notes.append(f"not compiled: {obstacle}")
-    return _switch("compile", config.compile, obstacle, able)
+    asked = candidate.strategy.mesh
+    mesh = candidate.mesh
+    tp = mesh["tp"]
+    native = candidate.strategy.traits.uses_ddp_and_fsdp
+    divided = {axis for axis in mesh if not asked[axis] == mesh[axis] == 1}
+    in_ddp = native and divided <= {"dp_replicate"}
+    in_fsdp = native and "dp_shard" in divided and "pp" not in divided
+    fp16 = config.precision == "fp16"
+    own_buckets = config.bucket_cap_mb is not None
+    adds_errors = config.gradient_compression in ("powersgd", "topk-int8")
+    chunks = config.loss_chunk_tokens > 0
+    here = f"strategy={config.strategy!r}"
+    kind = f"gradient_compression={config.gradient_compression!r}"
+    stays = "what is not finite would stay in what is added to later gradients"
+    for refused, key, other, why, fix in (
+        (config.fsdp_prefetch != 1 and not in_fsdp, "fsdp_prefetch", here,
+         "it is for FSDP's blocks", "set it to 1, or strategy to fsdp"),
+        (own_buckets and not in_ddp, "bucket_cap_mb", here,
+         "PyTorch's DDP has buckets", "set it to None, or strategy to dp"),
+        (config.gradient_compression != "none" and not in_ddp, "gradient_compression", here,
+         "it works in PyTorch's DDP", "set it to none, or strategy to dp"),
+        (adds_errors and own_buckets, "bucket_cap_mb", kind,
+         "it takes a single bucket on CPUs", "set it to None"),
+        (adds_errors and fp16, "gradient_compression", "precision='fp16'",
+         stays, "set precision to bf16"),
+        (adds_errors and config.on_nonfinite == "skip", "gradient_compression",
+         "on_nonfinite='skip'", stays, "set on_nonfinite to rollback or stop"),
+        (chunks and tp > 1, "loss_chunk_tokens", f"tp={tp}",
+         f"its {tp} processes have a part of every token's logits", "set it to 0"),
+        (chunks and fp16, "loss_chunk_tokens", "precision='fp16'",
+         "gradients would be computed before they are scaled", "set precision to bf16, or it to 0"),
+    ):  # fmt: skip
+        if refused:
+            raise UserError(f"{key}={getattr(config, key)!r} does not go with {other}", why, fix)
 
 
-def _switch(key: str, asked: Any, obstacle: str, able: bool) -> Any:
-    """As asked, or UserError with what is in the way; "auto" is whether it is `able` here."""
-    if asked == AUTO:
-        return able and not obstacle
-    if asked and obstacle:
-        what = f"{key}={asked!r} does not work with {obstacle}"
-        raise UserError(what, fix=f"set {key} to auto or False")
-    return asked
-
-
-def _choose_async_tp(candidate: Candidate, machine: Machine, compiled: bool | str) -> bool:
-    """Whether the compiler overlaps exchanges along tp with matrix products."""
+def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -> RunConfig:
+    """Whether blocks are compiled, exchanges along tp overlap products, a step is one graph."""
     config = candidate.config
+    traits = candidate.strategy.traits
     tp = candidate.mesh["tp"]
-    obstacle = ""
-    if tp == 1:
-        obstacle = "tp=1, which exchanges nothing"
-    elif not config.sequence_parallel:
-        obstacle = "sequence_parallel=False, whose sums are not scattered"
-    elif not machine.num_gpus:
-        obstacle = "a CPU"
-    elif not compiled:
-        obstacle = "compile=False"
-    elif machine.num_gpus % tp:
-        obstacle = f"tp={tp} over machines of {machine.num_gpus} GPUs"
-    measured = machine.compute_capability == (9, 0)
-    return bool(_switch("async_tp", config.async_tp, obstacle, measured))
+    count = math.prod(candidate.mesh.values())
+    strategy = f"strategy={config.strategy!r}"
+    whole = config.compile == "whole"
+    drops = max(config.dropout, config.lora_dropout) > 0
+    recomputes = config.activation_checkpointing != "none"
+    capability = machine.compute_capability
+    num_gpus = machine.num_gpus
 
+    def decide(key: str, able: bool, obstacles: dict[str, bool], said: str = "") -> Any:
+        """As asked, or UserError with what is in the way; "auto" is whether the machine is `able`
+        and nothing is: what is, is noted after what is `said`."""
+        asked = getattr(config, key)
+        obstacle = next((words for words, is_there in obstacles.items() if is_there), "")
+        if asked == AUTO:
+            if said and able and obstacle:
+                notes.append(f"{said}: {obstacle}")
+            return able and not obstacle
+        if asked and obstacle:
+            what = f"{key}={asked!r} does not work with {obstacle}"
+            raise UserError(what, fix=f"set {key} to auto or False")
+        return asked
 
-def _drops(config: RunConfig) -> bool:
-    return max(config.dropout, config.lora_dropout) > 0
-
-
-def _choose_cuda_graphs(candidate: Candidate, machine: Machine, notes: list[str]) -> bool:
-    """Whether a step is captured and replayed as one graph, which cannot ask the host anything."""
-    config = candidate.config
-    split = candidate.mesh["tp"] > 1 or config.activation_checkpointing != "none"
-    obstacle = ""
-    if not candidate.strategy.traits.replays_steps:
-        obstacle = f"strategy={config.strategy!r}, whose engine launches its own kernels"
-    elif config.gradient_compression != "none":
-        obstacle = "gradient_compression, whose hooks run on the host"
-    elif _drops(config) and split:
-        obstacle = "dropout under tp or activation checkpointing, which sets random generators"
-    if not machine.num_gpus:
-        obstacle = obstacle or "a CPU"
-    elif config.cuda_graphs == AUTO and obstacle:
-        notes.append(f"no CUDA graph: {obstacle}")
-    return bool(_switch("cuda_graphs", config.cuda_graphs, obstacle, True))
+    # Where compiled blocks would be wrong or fail.
+    fetches = f"{strategy}, which fetches parameters while a block runs"
+    in_a_block = "dropout under tp with sequence_parallel=False: it changes generators in a block"
+    mode = f"activation_checkpointing={config.activation_checkpointing!r}"
+    compiled = decide("compile", num_gpus > 0 and capability >= (7, 0), {
+        fetches: candidate.strategy.fetches_parameters,
+        in_a_block: tp > 1 and drops and not config.sequence_parallel,
+        f"{count} processes, whose exchanges begin with each block": whole and count > 1,
+        f"{strategy}: DeepSpeed's hooks are between blocks": whole and traits.takes_deepspeed_json,
+        mode: whole and recomputes,
+    }, "not compiled")  # fmt: skip
+    async_tp = decide("async_tp", capability == (9, 0), {
+        "tp=1, which exchanges nothing": tp == 1,
+        "sequence_parallel=False, whose sums are not scattered": not config.sequence_parallel,
+        "a CPU": num_gpus == 0,
+        "compile=False": not compiled,
+        f"tp={tp} over machines of {num_gpus} GPUs": num_gpus % tp > 0,
+    })  # fmt: skip
+    # A graph cannot ask the host anything.
+    host = f"{strategy}, whose engine launches its own kernels"
+    hooks = "gradient_compression, whose hooks run on the host"
+    sets = "dropout under tp or activation checkpointing, which sets random generators"
+    graphs = decide("cuda_graphs", num_gpus > 0, {
+        host: not traits.replays_steps,
+        hooks: config.gradient_compression != "none",
+        sets: drops and (tp > 1 or recomputes),
+        "a CPU": num_gpus == 0,
+    }, "no CUDA graph")  # fmt: skip
+    return with_values(config, compile=compiled, async_tp=async_tp, cuda_graphs=graphs)

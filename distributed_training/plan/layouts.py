@@ -57,12 +57,33 @@ def build_layout(candidate: Candidate) -> Layout:
     what, why = why_indivisible(candidate)
     if what:
         raise UserError(what, why)
-    _check_settings(candidate)
     config = candidate.config
     size = candidate.model.size
-    pp = candidate.mesh["pp"]
-    ranks = candidate.schedule.ranks(pp)
-    counts = _cut(config, size, ranks) if pp > 1 else [size.num_layers]
+    ranks = candidate.schedule.ranks(candidate.mesh["pp"])
+    if candidate.mesh["pp"] == 1:
+        if config.pipeline_cut is not None:
+            raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
+        return Layout(blocks_per_stage=(size.num_layers,), ranks=ranks)
+    name = config.pipeline_schedule
+    known = candidate.strategy.traits.schedules
+    if name not in (*known, AUTO):
+        what = f"pipeline_schedule={name!r} cannot be set with strategy={candidate.strategy.name!r}"
+        fix = f"set it to {known[0]}, or strategy to pp or 3d"
+        raise UserError(what, f"its engine has {', '.join(known)}", fix)
+    mode = config.activation_checkpointing
+    if candidate.schedule.splits_backward and mode != "none":
+        what = f"activation_checkpointing={mode!r} does not go with pipeline_schedule={name!r}"
+        why = "the schedule keeps what would be recomputed for the second half of backward passes"
+        raise UserError(what, why, "set it to none, or pipeline_schedule to 1f1b")
+    balanced = balanced_cut(size, config.max_length, ranks)
+    if config.pipeline_cut is None:
+        return Layout(blocks_per_stage=tuple(balanced), ranks=ranks)
+    words = config.pipeline_cut.split(",")
+    counts = [int(word) if word.strip().isdecimal() else 0 for word in words]
+    if len(counts) != len(ranks) or min(counts) == 0 or sum(counts) != size.num_layers:
+        what = f"pipeline_cut={config.pipeline_cut!r} is not {len(ranks)} numbers that add up to "
+        what += f"the {size.num_layers} blocks of {config.model}"
+        raise UserError(what, fix=f"write {','.join(map(str, balanced))}, for example, or None")
     return Layout(blocks_per_stage=tuple(counts), ranks=ranks)
 
 
@@ -121,40 +142,6 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     return first + (second[::-1] if v_shaped else second)
 
 
-def _check_settings(candidate: Candidate) -> None:
-    config = candidate.config
-    strategy = candidate.strategy
-    name = config.pipeline_schedule
-    mode = config.activation_checkpointing
-    known = strategy.traits.schedules
-    if candidate.mesh["pp"] == 1:
-        if config.pipeline_cut is not None:
-            raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
-        return
-    if name not in (*known, AUTO):
-        what = f"pipeline_schedule={name!r} cannot be set with strategy={strategy.name!r}"
-        fix = f"set it to {known[0]}, or strategy to pp or 3d"
-        raise UserError(what, f"its engine has {', '.join(known)}", fix)
-    if candidate.schedule.splits_backward and mode != "none":
-        what = f"activation_checkpointing={mode!r} does not go with pipeline_schedule={name!r}"
-        why = "the schedule keeps what would be recomputed for the second half of backward passes"
-        raise UserError(what, why, "set it to none, or pipeline_schedule to 1f1b")
-
-
-def _cut(config: RunConfig, size: ModelSize, ranks: tuple[int, ...]) -> list[int]:
-    """Blocks of each stage: as CONFIG says, else balanced."""
-    balanced = balanced_cut(size, config.max_length, ranks)
-    if config.pipeline_cut is None:
-        return balanced
-    words = config.pipeline_cut.split(",")
-    counts = [int(word) if word.strip().isdecimal() else 0 for word in words]
-    if len(counts) != len(ranks) or min(counts) == 0 or sum(counts) != size.num_layers:
-        what = f"pipeline_cut={config.pipeline_cut!r} is not {len(ranks)} numbers that add up to "
-        what += f"the {size.num_layers} blocks of {config.model}"
-        raise UserError(what, fix=f"write {','.join(map(str, balanced))}, for example, or None")
-    return counts
-
-
 def cut_batch(candidate: Candidate) -> Batch:
     """The batch of one step, cut as CONFIG says or, where CONFIG says "auto", by one rule.
 
@@ -163,12 +150,12 @@ def cut_batch(candidate: Candidate) -> Batch:
     batch does not allow both, memory counts first.
     """
     config = candidate.config
-    schedule = candidate.schedule
-    mesh = candidate.mesh
-    num_replicas = mesh["dp_replicate"] * mesh["dp_shard"]
-    global_batch_size = int(config.batch_size) * config.grad_accum_steps * math.prod(mesh.values())
+    pp = candidate.mesh["pp"]
+    num_replicas = candidate.mesh["dp_replicate"] * candidate.mesh["dp_shard"]
+    of_each = int(config.batch_size) * config.grad_accum_steps
+    global_batch_size = of_each * math.prod(candidate.mesh.values())
     sequences = global_batch_size // num_replicas  # tp x pp divides it, so nothing is rounded
-    counts = schedule.counts(mesh["pp"], sequences)
+    counts = candidate.schedule.counts(pp, sequences)
     size = config.micro_batch_size
     count = config.num_microbatches
     if size == count == AUTO:
@@ -177,8 +164,8 @@ def cut_batch(candidate: Candidate) -> Batch:
         count = sequences // int(size)
     if size == AUTO:
         size = sequences // int(count)
-    if int(size) * int(count) != sequences or not schedule.takes(mesh["pp"], int(count)):
-        raise _refusal(config, mesh["pp"], counts, sequences)
+    if int(size) * int(count) != sequences or count not in counts:
+        raise _refusal(config, pp, counts, sequences)
     return Batch(
         global_batch_size=global_batch_size,
         micro_batch_size=int(size),
@@ -188,22 +175,20 @@ def cut_batch(candidate: Candidate) -> Batch:
 
 
 def _choose_count(candidate: Candidate, counts: Sequence[int], sequences: int) -> int:
-    config = candidate.config
     pp = candidate.mesh["pp"]
     # Of the 16 values that a block keeps (predict/memory.py), 4 lie between the split layers, where
     # only sequence parallelism divides them.
     tp = candidate.mesh["tp"]
-    share = 1 / tp if config.sequence_parallel else (4 + 12 / tp) / 16
+    share = 1 / tp if candidate.config.sequence_parallel else (4 + 12 / tp) / 16
 
     def fits(count: int) -> bool:
         size = sequences // count
         kept = size * candidate.schedule.kept(pp, count) / pp * share
         # The loss is computed one micro-batch at a time, its logits divided over tp.
-        return max(kept, size / tp) <= int(config.batch_size)
+        return max(kept, size / tp) <= int(candidate.config.batch_size)
 
     fitting = [count for count in counts if fits(count)] or counts[-1:]
-    enough = [count for count in fitting if pp == 1 or count >= 2 * pp]
-    return enough[0] if enough else fitting[-1]
+    return next((count for count in fitting if pp == 1 or count >= 2 * pp), fitting[-1])
 
 
 def _refusal(config: RunConfig, pp: int, counts: Sequence[int], sequences: int) -> UserError:
@@ -213,13 +198,10 @@ def _refusal(config: RunConfig, pp: int, counts: Sequence[int], sequences: int) 
     wanted = asked.get("num_microbatches") or sequences / asked["micro_batch_size"]
     nearest = sorted(counts, key=lambda count: abs(math.log(count / wanted)))[:3]
     cuts = [f"micro_batch_size={sequences // n} num_microbatches={n}" for n in sorted(nearest)]
+    what = f"{' with '.join(f'{key}={value}' for key, value in asked.items())} does not fit: a "
+    what += f"replica has {sequences} sequences a step (batch_size {config.batch_size} x "
+    what += f"grad_accum_steps {config.grad_accum_steps} x its processes)"
     why = "micro_batch_size x num_microbatches must be that number"
     if pp > 1:
         why += f", and num_microbatches one that {config.pipeline_schedule} over pp={pp} takes"
-    return UserError(
-        f"{' with '.join(f'{key}={value}' for key, value in asked.items())} does not fit: a "
-        f"replica has {sequences} sequences a step (batch_size {config.batch_size} x "
-        f"grad_accum_steps {config.grad_accum_steps} x its processes)",
-        why,
-        f"set {'; or '.join(cuts)}; or both to auto",
-    )
+    return UserError(what, why, f"set {'; or '.join(cuts)}; or both to auto")
