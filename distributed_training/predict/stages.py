@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distributed_training.plan.plan import Plan
@@ -75,154 +75,137 @@ def search_orders(
     m: int,
     message_s: float,
 ) -> tuple[str, ...]:
-    """What each process does for `m` micro-batches, as `read_order` reads it.
+    """What each process does for `m` micro-batches, as `read_order` reads it: the shortest that was
+    found, that of `zb-v` at worst.
 
     Of each stage `seconds` has the duration of F, I and W, and `blocks` what a micro-batch holds
     from F to W; process r has stages r and 2 p - 1 - r. What a stage makes is there `message_s`
     later on another process.
     """
-    return _Search(seconds, blocks, m, message_s).find()
+    last = len(blocks) - 1
+    p = len(blocks) // 2
+    took = by_operation(seconds)
+    # The loss goes backward at once, before there are logits of another micro-batch.
+    at_once = ("I", last)
+    took["F", last] += took[at_once]
+    best: list[Words] = [
+        [(kind, stage) for kind, stage, _ in order if (kind, stage) != at_once]
+        for order in build_orders("zb-v", p, m)
+    ]
+    # What an operation's result is for, and how much later it is there: where the V turns it
+    # stays in the process.
+    gives: dict[Step, tuple[Step, float]] = {}
+    for stage in range(last):
+        apart = 0.0 if stage == p - 1 else message_s
+        gives["F", stage] = ("F", stage + 1), apart
+        gives["I", stage + 1] = ("I", stage), apart
+    gives["F", last] = gives.pop(at_once)
+    busy = [sum(took[step] for step in words) for words in best]
+    kept = min(p + MORE_HELD, m)
+    room = [
+        max(_held(words, blocks) or 0, kept * (blocks[rank] + blocks[-1 - rank]))
+        for rank, words in enumerate(best)
+    ]
+    draw = random.Random(0).random
+    orders = list(best)
+    now = shortest = _length(orders, took, gives, busy, math.inf) or math.inf
+    heat = HEAT * sum(took.values()) / len(took)
+    count = sum(map(len, orders))
+    changes = min(CHANGES * count, SIMULATED // count)
+    for change in range(changes):
+        rank = int(draw() * p)
+        old = orders[rank]
+        period = len(old) // m
+        at = int(draw() * len(old))
+        by = int((2 * draw() - 1) * (FARTHEST + 1))
+        periods = 1 if draw() < ALONE else 1 + int(draw() * m)
+        new = old.copy()
+        for place in range(at, len(old), period)[:periods]:
+            if 0 <= place + by < len(new):
+                new.insert(place + by, new.pop(place))
+        held = None if new == old else _held(new, blocks)
+        if held is None or held > room[rank]:
+            continue
+        orders[rank] = new
+        most = now + heat * (1 - change / changes) * draw()
+        length = _length(orders, took, gives, busy, most)
+        if length is None:
+            orders[rank] = old
+            continue
+        now = length
+        if now < shortest:
+            shortest = now
+            best = list(orders)
+    ends = {("F", last): f"F{last} I{last}"}
+    return tuple(
+        " ".join(ends.get(step, f"{step[0]}{step[1]}") for step in words) for words in best
+    )
 
 
-class _Search:
-    def __init__(
-        self, seconds: Sequence[Sequence[float]], blocks: Sequence[int], m: int, message_s: float
-    ) -> None:
-        self.blocks = blocks
-        self.last = len(seconds) - 1
-        self.p = len(seconds) // 2
-        self.m = m
-        self.seconds = by_operation(seconds)
-        # The loss goes backward at once, before there are logits of another micro-batch.
-        self.at_once = ("I", self.last)
-        self.seconds["F", self.last] += self.seconds[self.at_once]
-        self.start: list[Words] = [
-            [(kind, stage) for kind, stage, _ in order if (kind, stage) != self.at_once]
-            for order in build_orders("zb-v", self.p, m)
-        ]
-        # What an operation's result is for, and how much later it is there: where the V turns it
-        # stays in the process.
-        self.gives: dict[Step, tuple[Step, float]] = {}
-        for stage in range(self.last):
-            apart = 0.0 if stage == self.p - 1 else message_s
-            self.gives["F", stage] = ("F", stage + 1), apart
-            self.gives["I", stage + 1] = ("I", stage), apart
-        self.gives["F", self.last] = self.gives.pop(self.at_once)
-        self.busy = [sum(self.seconds[step] for step in words) for words in self.start]
-        kept = min(self.p + MORE_HELD, m)
-        self.room = [
-            max(self._holds(words) or 0, kept * (blocks[rank] + blocks[-1 - rank]))
-            for rank, words in enumerate(self.start)
-        ]
-
-    def find(self) -> tuple[str, ...]:
-        """The shortest that was found; that of `zb-v` at worst."""
-        draw = random.Random(0).random
-        orders = list(self.start)
-        best = list(self.start)
-        now = shortest = self.length(orders, math.inf) or math.inf
-        heat = HEAT * sum(self.seconds.values()) / len(self.seconds)
-        count = sum(map(len, orders))
-        changes = min(CHANGES * count, SIMULATED // count)
-        for change in range(changes):
-            rank = int(draw() * self.p)
-            old = orders[rank]
-            period = len(old) // self.m
-            at = int(draw() * len(old))
-            by = int((2 * draw() - 1) * (FARTHEST + 1))
-            periods = 1 if draw() < ALONE else 1 + int(draw() * self.m)
-            new = _moved(old, range(at, len(old), period)[:periods], by)
-            if new == old:
-                continue
-            held = self._holds(new)
-            if held is None or held > self.room[rank]:
-                continue
-            orders[rank] = new
-            length = self.length(orders, now + heat * (1 - change / changes) * draw())
-            if length is None:
-                orders[rank] = old
-                continue
-            now = length
-            if now < shortest:
-                shortest = now
-                best = list(orders)
-        return tuple(map(self._written, best))
-
-    def length(self, orders: Sequence[Words], most: float) -> float | None:
-        """Seconds until all is done; None where that is more than `most`, or a deadlock."""
-        p = self.p
-        seconds = self.seconds
-        gives = self.gives
-        idle = [most - busy for busy in self.busy]  # seconds that are left to wait
-        # When each micro-batch's input, or the gradient of its output, is there.
-        ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
-        taken = dict.fromkeys(ready, 0)
-        clock = [0.0] * p
-        at = [0] * p
-        waiting = list(range(p))
-        while waiting:
-            before = sum(at)
-            still = []
-            for rank in waiting:
-                words = orders[rank]
-                now = clock[rank]
-                place = at[rank]
-                while place < len(words):
-                    step = words[place]
-                    if step in ready:
-                        there = ready[step]
-                        number = taken[step]
-                        if number == len(there):
-                            break
-                        if there[number] > now:
-                            idle[rank] -= there[number] - now
-                            if idle[rank] < 0:
-                                return None
-                            now = there[number]
-                        taken[step] = number + 1
-                    now += seconds[step]
-                    if step in gives:
-                        to, message_s = gives[step]
-                        ready[to].append(now + message_s)
-                    place += 1
-                clock[rank] = now
-                at[rank] = place
-                if place < len(words):
-                    still.append(rank)
-            if sum(at) == before:
-                return None
-            waiting = still
-        return max(clock)
-
-    def _holds(self, words: Words) -> int | None:
-        """Blocks that a process holds activations of at most; None where an operation comes before
-        what it needs."""
-        ahead = dict.fromkeys(words, 0)  # how often each was done
-        held = most = 0
-        for step in words:
-            kind, stage = step
-            ahead[step] += 1
-            if kind == "F":
-                held += self.blocks[stage]
-                most = max(most, held)
-                continue
-            if kind == "W":
-                held -= self.blocks[stage]
-            source = "I" if kind == "W" and stage != self.last else "F"
-            if ahead[step] > ahead[source, stage]:
-                return None
-        return most
-
-    def _written(self, words: Words) -> str:
-        """As `read_order` reads it, with the last stage's backward passes."""
-        ends = {("F", self.last): f"F{self.last} I{self.last}"}
-        return " ".join(ends.get(step, f"{step[0]}{step[1]}") for step in words)
+def _length(
+    orders: Sequence[Words],
+    took: Mapping[Step, float],
+    gives: Mapping[Step, tuple[Step, float]],
+    busy: Sequence[float],
+    most: float,
+) -> float | None:
+    """Seconds until all is done; None where that is more than `most`, or a deadlock."""
+    idle = [most - seconds for seconds in busy]  # seconds that are left to wait
+    # When each micro-batch's input, or the gradient of its output, is there.
+    ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
+    taken = dict.fromkeys(ready, 0)
+    clock = [0.0] * len(orders)
+    at = [0] * len(orders)
+    waiting = list(range(len(orders)))
+    while waiting:
+        before = sum(at)
+        still = []
+        for rank in waiting:
+            words = orders[rank]
+            now = clock[rank]
+            place = at[rank]
+            while place < len(words):
+                step = words[place]
+                if step in ready:
+                    there = ready[step]
+                    number = taken[step]
+                    if number == len(there):
+                        still.append(rank)
+                        break
+                    if there[number] > now:
+                        idle[rank] -= there[number] - now
+                        if idle[rank] < 0:
+                            return None
+                        now = there[number]
+                    taken[step] = number + 1
+                now += took[step]
+                if step in gives:
+                    to, message_s = gives[step]
+                    ready[to].append(now + message_s)
+                place += 1
+            clock[rank] = now
+            at[rank] = place
+        if sum(at) == before:
+            return None
+        waiting = still
+    return max(clock)
 
 
-def _moved(words: Words, places: Sequence[int], by: int) -> Words:
-    """With what is at each of `places`, one after the other, so far further on."""
-    new = words.copy()
-    for place in places:
-        if 0 <= place + by < len(new):
-            new.insert(place + by, new.pop(place))
-    return new
+def _held(words: Words, blocks: Sequence[int]) -> int | None:
+    """Blocks that a process holds activations of at most; None where an operation comes before
+    what it needs."""
+    ahead = dict.fromkeys(words, 0)  # how often each was done
+    held = most = 0
+    for step in words:
+        kind, stage = step
+        ahead[step] += 1
+        if kind == "F":
+            held += blocks[stage]
+            most = max(most, held)
+            continue
+        if kind == "W":
+            held -= blocks[stage]
+        source = "I" if kind == "W" and stage != len(blocks) - 1 else "F"
+        if ahead[step] > ahead[source, stage]:
+            return None
+    return most

@@ -16,10 +16,10 @@ Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
 
 def sent_bytes(kind: str, tensor_bytes: float, members: int) -> float:
     """What each of `members` processes sends where collectives run as rings."""
-    turns = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-    if kind not in turns:
+    if kind in ("send", "broadcast"):
         return tensor_bytes
-    return turns[kind] * (members - 1) / members * tensor_bytes
+    turns = 2 if kind == "all_reduce" else 1
+    return turns * (members - 1) / members * tensor_bytes
 
 
 def num_exact(num_values: int, share: float) -> int:
@@ -72,46 +72,39 @@ class Formulas(Shapes):
     def __init__(self, plan: Plan, place: int) -> None:
         super().__init__(plan)
         self.place = place
-        self.ranks = plan.layout.ranks
         self.steps_between_exchanges = plan.options.steps_between_exchanges()
-        # Parameters before dp_shard divides them: in blocks, and in what lies around them.
+        ranks = plan.layout.ranks
         size = self.size
-        tp = self.tp
-        self.first = self.ranks[0] == self.place
-        self.last = self.ranks[-1] == self.place
-        stages = zip(self.ranks, self.plan.layout.blocks_per_stage, strict=True)
-        self.num_blocks = sum(count for rank, count in stages if rank == self.place)
+        self.first = ranks[0] == place
+        self.last = ranks[-1] == place
+        # Between stages of this process and of another.
+        self.edges = sum(place in pair for pair in itertools.pairwise(ranks) if len({*pair}) > 1)
+        stages = zip(ranks, plan.layout.blocks_per_stage, strict=True)
+        self.num_blocks = sum(count for rank, count in stages if rank == place)
+        # Parameters before dp_shard divides them: in blocks, and in what lies around them.
         whole = size.block_parameters - size.block_parameters_split
-        self.in_blocks = self.num_blocks * (size.block_parameters_split // tp + whole)
-        self.embedding = size.padded_vocab_size * size.hidden_size // tp
+        self.in_blocks = self.num_blocks * (size.block_parameters_split // self.tp + whole)
+        self.embedding = size.padded_vocab_size * size.hidden_size // self.tp
         self.around = 0
-        if self.first:
-            self.around += self.embedding + size.position_parameters
-        if self.last:
-            self.around += size.final_norm_parameters
-            if len(self.ranks) > 1 or not size.tied:
-                self.around += self.embedding
-        self.parameters = self.in_blocks + self.around
-        self.learning = self.parameters
         # Those that every process along tp has, and uses for its own tokens or terms.
         self.terms = self.num_blocks * size.block_norm_parameters
-        if self.last:
-            self.terms += size.final_norm_parameters
         if self.first:
+            self.around += self.embedding + size.position_parameters
             self.terms += size.position_parameters
+        if self.last:
+            self.around += size.final_norm_parameters
+            self.terms += size.final_norm_parameters
+            if len(ranks) > 1 or not size.tied:
+                self.around += self.embedding
         if not self.config.sequence_parallel:
             self.terms = 0
+        self.parameters = self.in_blocks + self.around
+        self.learning = self.parameters
         if self.frozen:
             config = self.config
-            adapters = size.count_adapters(config.lora_rank, config.lora_targets, tp)
+            adapters = size.count_adapters(config.lora_rank, config.lora_targets, self.tp)
             self.learning, self.terms = (self.num_blocks * count for count in adapters)
             self.in_blocks += self.learning
-
-    @property
-    def edges(self) -> int:
-        """Between stages of this process and of another."""
-        pairs = itertools.pairwise(self.ranks)
-        return sum(self.place in pair for pair in pairs if pair[0] != pair[1])
 
     def sent(self) -> dict[str, float]:
         """ "axis kind" -> what the process sends, of what it sends at all."""
@@ -136,8 +129,7 @@ class Formulas(Shapes):
             steps = self.steps_between_exchanges or 1
             return Counter({("dp_replicate", "all_reduce"): 4 * self.learning // steps})
         found: Bytes = Counter()
-        shards = self.shards
-        if shards > 1:
+        if self.shards > 1:
             # FSDP: shards every micro-batch, a block before its forward and its backward pass.
             times = self.micro_batches
             gathers = 2
@@ -148,31 +140,31 @@ class Formulas(Shapes):
             found["dp_shard", "all_gather"] = times * gathered
             found["dp_shard", "reduce_scatter"] = times * 4 * self.learning
         if self.mesh["dp_replicate"] > 1:  # between copies once a step
-            found["dp_replicate", "all_reduce"] = 4 * self.learning // shards
+            found["dp_replicate", "all_reduce"] = 4 * self.learning // self.shards
         return found
 
     def compressed(self) -> Bytes:
         """Gradients as DDP's hooks send them (parallel/compression.py), in one bucket."""
         config = self.config
+        kind = config.gradient_compression
         size = self.size
         axis = "dp_replicate"
-        members = self.mesh["dp_replicate"]
-        if config.gradient_compression == "topk-int8" and config.compression_k < 1:
+        if kind == "topk-int8" and config.compression_k < 1:
+            members = self.mesh[axis]
             part = -(-self.learning // members)
             message = members * (8 * num_exact(part, config.compression_k) + 4 + part)
             return Counter({(axis, "all_to_all"): message, (axis, "all_gather"): message})
-        if config.gradient_compression == "bf16":
-            return Counter({(axis, "all_reduce"): 2 * self.learning})
-        values = self.learning
-        if config.gradient_compression == "powersgd" and not self.frozen:  # adapters are as small
-            vocabulary = (size.padded_vocab_size, size.hidden_size)
-            matrices = [*size.block_matrices] * self.num_blocks + [vocabulary] * (2 - size.tied)
-            matrices += [(size.position_parameters // size.hidden_size, size.hidden_size)]
+        sent = (2 if kind == "bf16" else 4) * self.learning
+        if kind == "powersgd" and not self.frozen:  # adapters are as small
+            hidden = size.hidden_size
+            matrices = [*size.block_matrices] * self.num_blocks
+            matrices += [(size.padded_vocab_size, hidden)] * (1 if size.tied else 2)
+            matrices += [(size.position_parameters // hidden, hidden)]
             for rows, columns in matrices:
                 factors = (rows + columns) * min(rows, columns, config.compression_rank)
                 if 2 * factors < rows * columns:  # else torch sends the matrix
-                    values -= rows * columns - factors
-        return Counter({(axis, "all_reduce"): 4 * values})
+                    sent -= 4 * (rows * columns - factors)
+        return Counter({(axis, "all_reduce"): sent})
 
     def tensor(self) -> Bytes:
         """tp: with sequence parallelism a block gathers and reduce-scatters twice forward and twice
@@ -182,26 +174,23 @@ class Formulas(Shapes):
         if self.tp == 1:
             return Counter()
         count = self.micro_batches
-        size = self.size
         exchanged = count * 4 * self.num_blocks * self.hidden
-        loss = 0
+        reduced = 4 * self.terms // self.shards
         if self.last:
             exchanged += count * self.hidden
-            loss = count * 12 * self.tokens
+            reduced += count * 12 * self.tokens
         if self.first and not self.frozen:  # parameters are fp32 where FSDP rounds none
-            rounded = self.plan.num_processes > self.tp
-            width = self.width if rounded else 4
-            exchanged += count * self.tokens * size.hidden_size * width
+            width = self.width if self.plan.num_processes > self.tp else 4
+            exchanged += count * self.tokens * self.size.hidden_size * width
         # Recomputation stops before the last exchange of the forward pass: nobody needs its result.
         again = 0
         if self.config.activation_checkpointing != "none":
             again = count * self.num_blocks * self.hidden
-        loss += 4 * self.terms // self.shards
         if not self.config.sequence_parallel:
-            return Counter({("tp", "all_reduce"): exchanged + again + loss})
+            return Counter({("tp", "all_reduce"): exchanged + again + reduced})
         return Counter(
             {
-                ("tp", "all_reduce"): loss,
+                ("tp", "all_reduce"): reduced,
                 ("tp", "all_gather"): exchanged + 2 * again,
                 ("tp", "reduce_scatter"): exchanged + again,
             }
@@ -226,12 +215,14 @@ class Formulas(Shapes):
         learning = self.width * self.learning
         section = self.strategy.document["zero_optimization"]
         times = self.micro_batches if section["stage"] > 1 else 1
-        if section["stage"] < 3:
-            sent = {"all_gather": learning, "all_reduce": times * learning}
-        else:
-            gathers = 1 if section["stage3_max_reuse_distance"] else 2
-            held = times * self.width * self.parameters
+        reduced = times * learning
+        gathered = learning
+        kind = "all_reduce"
+        if section["stage"] == 3:
+            kind = "reduce_scatter"
+            gathered = times * self.width * self.parameters
             if self.frozen:  # what was gathered stays until the update
-                held = self.width * self.parameters + learning
-            sent = {"all_gather": gathers * held, "reduce_scatter": times * learning}
-        return Counter({("dp_shard", kind): size for kind, size in sent.items()})
+                gathered = self.width * self.parameters + learning
+            if not section["stage3_max_reuse_distance"]:
+                gathered *= 2
+        return Counter({("dp_shard", "all_gather"): gathered, ("dp_shard", kind): reduced})
