@@ -10,13 +10,7 @@ from typing import Any
 from distributed_training.plan.choose import lay_out
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.rates import (
-    Rates,
-    cpu_rates,
-    in_passing,
-    measured_rates,
-    rates_of,
-)
+from distributed_training.predict.rates import Rates, cpu_rates, measured_rates, rates_of
 from distributed_training.predict.stages import with_orders
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -112,5 +106,4 @@ def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) 
     found = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
     if found is None:
         return None
-    device = str(machine.gpu_name)
-    return in_passing(device, measured_rates(device, rates_of(limited_to(found, machine.power_w))))
+    return measured_rates(str(machine.gpu_name), rates_of(limited_to(found, machine.power_w)))

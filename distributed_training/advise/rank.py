@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from distributed_training.advise.cluster import Cluster, lay_out_on
 from distributed_training.plan.choose import choose_model
-from distributed_training.plan.mesh import OPEN, all_meshes, show_settings
+from distributed_training.plan.layouts import OPEN, all_meshes, show_settings
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.predict import Prediction, predict

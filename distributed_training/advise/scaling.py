@@ -29,7 +29,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, shown
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_BUDGET = re.compile(r"(\S+)\s+(\d+\.?\d*|\.\d+)\s*([a-z]+)", re.IGNORECASE)
+_BUDGET = re.compile(rf"(\S+)\s+(\d+\.?\d*|\.\d+)\s*({'|'.join(UNITS)})", re.IGNORECASE)
 MOST_LOSS = 12  # an untrained model's, with a vocabulary of 160,000
 MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
@@ -82,10 +82,9 @@ FITS = tuple(Fit(**entry) for entry in load_json(_FILE, "the scaling laws"))
 def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
     """(machines, seconds) of a text such as "8xH200 24h"; raise UserError for any other."""
     found = _BUDGET.fullmatch(text.strip())
-    unit = found and UNITS.get(found[3].lower())
-    form = 'write GPUs and a time, such as "8xH200 24h" or "2x8xH100-80GB 3d"'
-    seconds = float(found[2]) * unit if found and unit else 0.0
+    seconds = float(found[2]) * UNITS[found[3].lower()] if found else 0.0
     if not found or seconds <= 0:
+        form = 'write GPUs and a time, such as "8xH200 24h" or "2x8xH100-80GB 3d"'
         raise UserError(f"--budget {shown(text)} is not understood", fix=form)
     return parse_cluster(found[1], gpu), seconds
 
@@ -98,26 +97,20 @@ def flops_per_s(choice: Prediction) -> float:
 def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig]) -> int:
     """`plan --budget` and `plan --target_loss`; `build` gives CONFIG under a strategy."""
     loss = arguments.target_loss
-    cluster = None
-    seconds = 0.0
+    open_batch = not any(text.startswith("batch_size=") for text in arguments.overrides)
     if arguments.budget is not None:
         if arguments.cluster is not None or arguments.num_gpus is not None or loss is not None:
             what = "--budget says which GPUs and for how long"
             raise UserError(what, fix="leave out --cluster, --num_gpus and --target_loss")
         cluster, seconds = parse_budget(arguments.budget, arguments.gpu)
-    elif arguments.cluster is not None:
-        cluster = parse_cluster(arguments.cluster, arguments.gpu)
-    # What nothing reaches is refused before speeds are looked for.
-    needed = [] if loss is None else [(fit, fit.flops_for(loss)) for fit in FITS]
-    batch_is_given = any(text.startswith("batch_size=") for text in arguments.overrides)
-    found = [] if cluster is None else speeds(build, cluster, open_batch=not batch_is_given)
-    lines = []
-    if cluster is not None and loss is None:
-        lines = describe_budget(found, cluster, seconds)
-    elif loss is not None:
+        lines = describe_budget(speeds(build, cluster, open_batch), cluster, seconds)
+    else:
+        needed = [(fit, fit.flops_for(loss)) for fit in FITS]
         lines = [f"a loss of {loss:g} nats a token, perplexity {math.exp(loss):.1f}:", ""]
         lines.append(_optima(needed))
-        if cluster is not None:
+        if arguments.cluster is not None:
+            cluster = parse_cluster(arguments.cluster, arguments.gpu)
+            found = speeds(build, cluster, open_batch)
             for fit, flops in needed:
                 at = min(found, key=functools.partial(_misfit, fit, flops))
                 said = f"by {fit.name} {duration(flops / flops_per_s(at))} on {cluster.name}"
@@ -129,7 +122,7 @@ def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig])
 
 
 def speeds(
-    build: Callable[[str | None], RunConfig], cluster: Cluster, *, open_batch: bool
+    build: Callable[[str | None], RunConfig], cluster: Cluster, open_batch: bool
 ) -> list[Prediction]:
     """The quickest layout of each model that fits, smallest first."""
     if cluster.rates is None:
@@ -162,14 +155,16 @@ def describe_budget(found: Sequence[Prediction], cluster: Cluster, seconds: floa
     """What the time is best spent on, and what it means for each model that is there."""
     at = min(found, key=lambda choice: _misfit(FITS[-1], flops_per_s(choice) * seconds, choice))
     flops = flops_per_s(at) * seconds
-    mfu = at.mfu
     config = at.plan.config
-    said = (
-        f"{cluster.name} for {duration(seconds)}: {flops:.2e} FLOPs, at the "
-        f"{flops_per_s(at) / cluster.num_processes / 1e12:.0f} TFLOP/s a GPU"
-        + (f" (MFU {100 * mfu:.0f}%)" if mfu else "")
-        + f" that {config.model} is predicted to reach with {config.batch_size} x "
-        f"{config.max_length} tokens on each"
+    said = f"{cluster.name} for {duration(seconds)}: {flops:.2e} FLOPs, at the "
+    said += f"{flops_per_s(at) / cluster.num_processes / 1e12:.0f} TFLOP/s a GPU"
+    if at.mfu:
+        said += f" (MFU {100 * at.mfu:.0f}%)"
+    said += f" that {config.model} is predicted to reach with {config.batch_size} x "
+    said += f"{config.max_length} tokens on each"
+    names = " / ".join(fit.name for fit in FITS)
+    each = (
+        f"each model in that time, and for how many tokens it would be the best size,\nby {names}:"
     )
     rows = []
     for choice in found:
@@ -180,26 +175,18 @@ def describe_budget(found: Sequence[Prediction], cluster: Cluster, seconds: floa
         loss = " / ".join(f"{fit.loss(parameters, tokens):.3f}" for fit in FITS)
         rows.append([choice.plan.config.model, count(tokens_per_s), count(tokens), best, loss])
     headers = ["model", "tokens/s", "sees", "is best at", "loss"]
-    each = "each model in that time, and for how many tokens it would be the best size,\nby "
-    return [
-        textwrap.fill(said, 80),
-        "",
-        _optima([(fit, flops) for fit in FITS]),
-        "",
-        f"{each}{' / '.join(fit.name for fit in FITS)}:",
-        "",
-        tabulate(rows, headers, disable_numparse=True),
-    ]
+    table = tabulate(rows, headers, disable_numparse=True)
+    optima = _optima([(fit, flops) for fit in FITS])
+    return [textwrap.fill(said, 80), "", optima, "", each, "", table]
 
 
 def _optima(needed: Sequence[tuple[Fit, float]]) -> str:
     rows = []
     for fit, flops in needed:
         parameters, tokens = fit.optimum(flops)
-        rows.append([
-            fit.name, f"{flops:.2e}", count(parameters), count(tokens),
-            f"{tokens / parameters:.0f}", f"{fit.loss(parameters, tokens):.3f}",
-        ])  # fmt: skip
+        each = f"{tokens / parameters:.0f}"
+        loss = f"{fit.loss(parameters, tokens):.3f}"
+        rows.append([fit.name, f"{flops:.2e}", count(parameters), count(tokens), each, loss])
     headers = ["fit", "FLOPs", "parameters", "tokens", "tokens each", "loss"]
     return tabulate(rows, headers, disable_numparse=True)
 

@@ -14,11 +14,11 @@ from distributed_training.advise.cluster import Cluster
 from distributed_training.advise.rank import settings_of
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.constants import FITTED
+from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.gpus import GIB
 
-STATE = ("parameters", "gradients", "optimizer")
 HEADERS = ("layout", "fits", "GiB", "state", "acts", "other")
 SPEED = ("s/step", "tok/s", "MFU", "likely", "bound by")
 _CELLS = DataRow("", " ", "")
@@ -55,9 +55,10 @@ def _row(choice: Prediction, away: bool) -> list[str]:
         sum(parts[name] for name in STATE),
         parts["activations"] + parts["logits"],
         parts["copies"] + parts["buffers"] + memory.context_bytes,
-        *([memory.host_bytes, memory.disk_bytes] if away else []),
     ]
-    speed = ["-", "-", "-", "-", "-"]
+    if away:
+        sizes += [memory.host_bytes, memory.disk_bytes]
+    speed = ["-"] * len(SPEED)
     if choice.step is not None:
         likely = (100 * (share - 1) for share in vars(FITTED.likely_s)[choice.kind])
         speed = [
@@ -86,7 +87,7 @@ def command(plan: Plan, cluster: Cluster, script: str, typed: Sequence[str]) -> 
         start = [*torchrun_command(cluster.nodes, here, wait_s), script]
     else:
         start = ["python", script, *(["--num_gpus", str(here)] if here > 1 else [])]
-    return shlex.join([*start, *options(plan, typed)])
+    return shlex.join([*start, *_options(plan, typed)])
 
 
 def torchrun_command(nodes: int, here: int, wait_s: int) -> list[str]:
@@ -96,31 +97,35 @@ def torchrun_command(nodes: int, here: int, wait_s: int) -> list[str]:
     return ["torchrun", *place, wait, f"--nproc_per_node={here}"]
 
 
-def options(plan: Plan, typed: Sequence[str]) -> list[str]:
-    """The options that give a layout, after what else the user typed: keys and values in turns."""
+def _options(plan: Plan, typed: Sequence[str]) -> list[str]:
+    """What else the user typed, keys and values in turns, then what gives a layout."""
+    given = dict(zip(typed[::2], typed[1::2], strict=True))
     settings = {"strategy": plan.strategy.name, **settings_of(plan)}
-    pairs = zip(typed[::2], typed[1::2], strict=True)
-    kept = [word for pair in pairs if pair[0].removeprefix("--") not in settings for word in pair]
-    return [*kept, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+    own = {f"--{key}": str(value) for key, value in settings.items()}
+    kept = {key: value for key, value in given.items() if key not in own}
+    return [word for pair in (kept | own).items() for word in pair]
 
 
 def as_dict(choice: Prediction) -> dict[str, Any]:
     """A layout for programs: `memory_bytes` is component -> bytes by rank."""
     plan = choice.plan
+    batch = plan.batch
     places = choice.memory.by_place
     each = plan.num_processes // len(places)
-    record = choice.as_record()
-    record["memory_bytes"] = {
-        part: [place[part] for place in places for _ in range(each)] for part in places[0]
-    }
-    said = ("fits", "memory_bytes", "step_time_s", "tokens_per_s", "likely_s", "likely_bytes")
     return {
         "strategy": plan.strategy.name,
         "axes": plan.mesh,
         "schedule": plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None,
-        "micro_batch_size": plan.batch.micro_batch_size,
-        "num_microbatches": plan.batch.num_microbatches,
-        **{name: record[name] for name in said},
+        "micro_batch_size": batch.micro_batch_size,
+        "num_microbatches": batch.num_microbatches,
+        "fits": choice.fits,
+        "memory_bytes": {
+            part: [place[part] for place in places for _ in range(each)] for part in places[0]
+        },
+        "step_time_s": choice.step and choice.step.seconds,
+        "tokens_per_s": choice.tokens_per_s,
+        "likely_s": choice.likely_s,
+        "likely_bytes": choice.memory.likely_bytes,
     }
 
 
@@ -151,7 +156,7 @@ def batch_script(choice: Prediction, cluster: Cluster, script: Path, typed: Sequ
         "--gpus-per-node=4": f"--gpus-per-node={cluster.processes_a_node}",
         "--mem=64G": f"--mem={math.ceil(1.25 * ram / GIB)}G",
         'cd "$SLURM_SUBMIT_DIR"': f"cd {shlex.quote(str(script.parent))}",
-        "(real_model_example.py": f"({shlex.join([script.name, *options(plan, typed)])}",
+        "(real_model_example.py": f"({shlex.join([script.name, *_options(plan, typed)])}",
     }.items():
         assert job.count(there) == 1, there
         job = job.replace(there, here)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.models import find_model
-from distributed_training.plan.layouts import Candidate, build_layout, cut_batch
+from distributed_training.plan import layouts
+from distributed_training.plan.layouts import Candidate
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.mesh import OPEN_BATCH, fill_mesh
 from distributed_training.plan.plan import Plan
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import AUTO, RunConfig, load_preset, with_values
@@ -67,12 +67,12 @@ def lay_out(
     model = find_model(given.model)
     asked = Candidate(config=given, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
     if mesh is None:
-        mesh = fill_mesh(asked, num_processes)
+        mesh = layouts.fill_mesh(asked, num_processes)
         asked = replace(asked, mesh=mesh)
     config = _choose_settings(asked, machine, notes)
     asked = replace(asked, config=config)
-    layout = build_layout(asked)
-    batch = cut_batch(asked)
+    layout = layouts.build_layout(asked)
+    batch = layouts.cut_batch(asked)
     tp = mesh["tp"]
     if processes_here % tp:
         notes.append(
@@ -88,7 +88,7 @@ def lay_out(
     averages = not strategy.traits.rounded_weights and batch.num_replicas > 1
     plan = Plan(
         requested=requested or given,
-        config=with_values(config, **{key: getattr(batch, key) for key in OPEN_BATCH}),
+        config=with_values(config, **batch.model_dump(include=set(layouts.OPEN_BATCH))),
         strategy=strategy,
         machine=machine,
         num_processes=num_processes,

@@ -64,17 +64,15 @@ def rates_of(gpu: Gpu) -> Rates:
     that is large, by what a multiprocessor can work on.
     """
     shares = FITTED.gpu_shares
-    major, minor = gpu.compute_capability
     powers = vars(FITTED.full_power)
-    needed_w = powers.get(f"{major}.{minor}", powers["others"]) * gpu.flops / 1e12
+    generation = "{}.{}".format(*gpu.compute_capability)
+    needed_w = powers.get(generation, powers["others"]) * gpu.flops / 1e12
     gemm = shares.gemm * gpu.flops * min(1.0, math.sqrt(gpu.power_w / needed_w))
-    memory = min(
-        shares.memory * gpu.memory_gb_s * 1e9, FITTED.multiprocessor_bytes_per_s * gpu.num_sms
-    )
+    bandwidth = shares.memory * gpu.memory_gb_s * 1e9
     return Rates(
         gemm_flops=gemm,
         fp32_gemm_flops=shares.gemm * gpu.fp32_tflops * 1e12,
-        memory_bytes=memory,
+        memory_bytes=min(bandwidth, FITTED.multiprocessor_bytes_per_s * gpu.num_sms),
         attention_flops=shares.attention * gemm,
         link_bytes=FITTED.link_share * gpu.link_gb_s * 1e9,
         num_sms=gpu.num_sms,
@@ -128,11 +126,11 @@ def remember_speed(device: str, predicted: Mapping[str, Any], measured_s: float,
     if not 0.4 < ratio < 2.5:  # something else than a speed
         return
     path, known = _passing(device)
-    slower = known["slower"]
-    slower[part] = ratio * slower.get(part, 1.0)
+    known["made_at"] = at
+    known["slower"][part] = ratio * known["slower"].get(part, 1.0)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"made_at": at, "slower": slower}, indent=1) + "\n")
+        path.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def _passing(device: str) -> tuple[Path, dict[str, Any]]:
@@ -144,42 +142,35 @@ def _passing(device: str) -> tuple[Path, dict[str, Any]]:
     return path, {"made_at": "", "slower": {}}
 
 
-def in_passing(device: str, rates: Rates) -> Rates:
-    """`rates` with what runs on this machine measured in passing."""
-    _, known = _passing(device)
-    slower = known["slower"]
-    if not slower:
-        return rates
-    speeds = ("gemm_flops", "fp32_gemm_flops", "memory_bytes", "attention_flops")
-    found = {name: getattr(rates, name) / slower.get("gpu", 1.0) for name in speeds}
-    return replace(
-        rates,
-        **found,
-        host=host_costs(rates.host, slower.get("host", 1.0)),
-        measured_at=known["made_at"],
-        measured=tuple({*rates.measured, *slower}),
-    )
-
-
 def measured_rates(device: str, base: Rates) -> Rates:
-    """`base` with what was measured of this kind of device in its place, if it was."""
+    """`base` with what was measured of this kind of device in its place, if it was: by `plan
+    --calibrate`, and of a GPU by runs on this machine in passing."""
     path = calibration_file(device)
     document = json.loads(path.read_text()) if path.is_file() else {}
-    if not document or (base.on_host and "training_s" not in document):  # of an earlier version
+    if document and ("training_s" in document or not base.on_host):  # else of an earlier version
+        base = from_calibration(document, base)
+    _, known = _passing(device)
+    slower = known["slower"]
+    if base.on_host or not slower:
         return base
-    return from_calibration(document, base)
+    speeds = ("gemm_flops", "fp32_gemm_flops", "memory_bytes", "attention_flops")
+    found = {name: getattr(base, name) / slower.get("gpu", 1.0) for name in speeds}
+    return replace(
+        base,
+        **found,
+        host=host_costs(base.host, slower.get("host", 1.0)),
+        measured_at=known["made_at"],
+        measured=tuple({*base.measured, *slower}),
+    )
 
 
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
     """Rates from what `calibrate` wrote; what it does not measure is taken from `base`."""
-    found: dict[str, Any] = {
-        "measured_at": document.get("made_at", "today"),
-        "measured": ("gpu",),
-        "kernel_s": document["seconds"]["kernel"],
+    products = {
+        name: [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
+        for name, dtype in (("gemm_flops", "bfloat16"), ("fp32_gemm_flops", "float32"))
     }
-    for dtype, name in (("bfloat16", "gemm_flops"), ("float32", "fp32_gemm_flops")):
-        products = [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
-        found[name] = _product_rate(products, base.num_sms)
+    found: dict[str, Any] = {name: _product_rate(p, base.num_sms) for name, p in products.items()}
     traffic = document["memory_bytes_per_s"]
     if base.on_host:  # caches make a difference
         found["memory_bytes"] = traffic["block"]
@@ -192,11 +183,17 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
     found["attention_flops"] = longest["flops_per_s"]["both"] * slowed
     if document["collectives"]:
         found |= _link_rates(document["collectives"], base.on_host)
+    found["measured"] = ("gpu",)
     block = document["seconds"].get("compiled_block")
     if block is not None:
         found["host"] = host_costs(base.host, block / FITTED.launching_s.block)
         found["measured"] = ("host", "gpu")
-    return replace(base, **found)
+    return replace(
+        base,
+        **found,
+        measured_at=document.get("made_at", "today"),
+        kernel_s=document["seconds"]["kernel"],
+    )
 
 
 def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
@@ -204,15 +201,14 @@ def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
     largest = max(product["tokens"] for product in products)
     found = []
     for product in products:
-        if product["tokens"] < largest:
-            continue
         m = product["tokens"]
         k = product["in"]
         n = product["out"]
         shapes = {"forward": (m, k, n), "inputs": (m, n, k), "weights": (n, m, k)}
         for name, shape in shapes.items():
-            rate = product["flops_per_s"][name]
-            found.append(rate * tiled(*shape, num_sms) / math.prod(shape))
+            if m == largest:
+                rate = product["flops_per_s"][name]
+                found.append(rate * tiled(*shape, num_sms) / math.prod(shape))
     return statistics.median(found)
 
 
@@ -220,10 +216,10 @@ def _link_rates(collectives: list[Mapping[str, Any]], on_host: bool) -> dict[str
     """Of the largest group: bytes/s of its largest message, latency of its quickest."""
     members = max(entry["members"] for entry in collectives)
     entries = [entry for entry in collectives if entry["members"] == members]
-    largest = max(entries, key=lambda entry: entry["bytes"])
+    entries.sort(key=lambda entry: entry["bytes"])
+    largest = entries[-1]
     sent = (members - 1) / members * largest["bytes"]
     latency = min(entry["seconds"]["all_gather"] for entry in entries)
     if on_host:  # gloo's differ, and none hides behind another
-        smallest = min(entries, key=lambda entry: entry["bytes"])
-        latency = statistics.mean(smallest["seconds"].values()) / (members - 1) ** 0.5
+        latency = statistics.mean(entries[0]["seconds"].values()) / (members - 1) ** 0.5
     return {"link_bytes": sent / largest["seconds"]["all_gather"], "link_latency_s": latency}

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from distributed_training.plan.mesh import OPEN
+from distributed_training.plan.layouts import OPEN
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.record import METRICS_FILE, plural, provenance, write_json

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from distributed_training.advise.make import draft_plan
 from distributed_training.models import find_model
-from distributed_training.plan.layouts import Candidate, Layout, build_layout, cut_batch
+from distributed_training.plan.layouts import Candidate, Layout, build_layout, cut_batch, fill_mesh
 from distributed_training.plan.machine import Machine
-from distributed_training.plan.mesh import fill_mesh
 from distributed_training.plan.plan import Plan
 from distributed_training.records.record import Batch
 from distributed_training.run.prepare import make_plan

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from distributed_training.plan.mesh import nearest_layouts, show_settings
+from distributed_training.plan.layouts import nearest_layouts, show_settings
 from distributed_training.plan.schedules import divisors
 from distributed_training.settings import strategies as strategy_module
 from distributed_training.settings.engines import MESH_AXES

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.plan.mesh import fill_mesh
+from distributed_training.plan.layouts import fill_mesh
 from distributed_training.plan.topology import Topology
 from tests.plan.helpers import candidate
 from tests.support import refused
