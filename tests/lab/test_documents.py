@@ -111,7 +111,8 @@ def test_a_table_chooses_rows_and_columns_in_the_order_of_the_strategies():
     assert rows == [{"strategy": name, "tokens/s": "131,072"} for name in ("zero2", "fsdp")]
     rows = rows_of("h200-x4", "strategy", where=where, without={"strategy": "zero2"})
     assert rows == [{"strategy": "fsdp"}]
-    assert cells(published_json("parity.json", "differences", "norm, loss").strip()) == [
+    table = published_json("parity.json", key="differences", columns="norm, loss")
+    assert cells(table.strip()) == [
         {"": "dp", "norm": "1.2e-07", "loss": "0"},
         {"": "fsdp", "norm": "0.500", "loss": "3.0e-05"},
     ]

@@ -51,17 +51,19 @@ def published_table(
     return f"\n{table(records, words)}\n"  # Markdown needs the blank lines
 
 
-def published_json(file: str, key: str, columns: str) -> str:
-    """A document's table of one entry of any published JSON: a row per key, a column per key of its
-    value. Raises UserError for words that the file does not have."""
-    entries = load_json(RECORDS_DIR / file, "record")
+def published_json(*files: str, key: str, columns: str) -> str:
+    """A document's table of one entry of published JSONs: a row per key, a column per key of its
+    value. Raises UserError for words that a file does not have."""
     words = columns.split(", ")
     rows = []
-    _check_words(file, "key", [key], [k for k, entry in entries.items() if isinstance(entry, dict)])
-    for row, value in entries[key].items():
-        values = value if isinstance(value, dict) else dict.fromkeys(words[:1], value)
-        _check_words(f"{file}, {row}", "column", words, values)
-        rows.append([row, *(_figure(values[word]) for word in words)])
+    for file in files:
+        entries = load_json(RECORDS_DIR / file, "record")
+        known = [name for name, entry in entries.items() if isinstance(entry, dict)]
+        _check_words(file, "key", [key], known)
+        for row, value in entries[key].items():
+            values = value if isinstance(value, dict) else dict.fromkeys(words[:1], value)
+            _check_words(f"{file}, {row}", "column", words, values)
+            rows.append([row, *(_figure(values[word]) for word in words)])
     return markdown_table(rows, ["", *words])
 
 
