@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from distributed_training.records.trackers import build_tracker, final_values
+from distributed_training.records.metrics import build_tracker, final_values
 from tests.support import made_record
 
 ROW = {
