@@ -14,11 +14,11 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -90,7 +90,7 @@ def load_tokens(folder: Path) -> tuple[str, dict[str, Tokens]]:
     meta = json.loads((folder / _META).read_bytes())
     splits = {}
     for split, dtypes in meta["splits"].items():
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for part, dtype in dtypes.items():
             file = folder / f"{split}-{part}.bin"
             there = file.exists()  # not where a split has no text
@@ -112,75 +112,65 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     building = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
     building.mkdir()
-    shown = {"unit": "B", "unit_scale": True, "disable": None, "leave": False}
-    dtypes = {}
-    with tqdm(desc="tokenising", total=sum(sizes), **shown) as bar:
+    ids_dtype = "uint16" if tokenizer.num_tokens <= 2**16 else "int32"
+    splits = {}
+    with tqdm(
+        desc="tokenising", total=sum(sizes), unit="B", unit_scale=True, disable=None, leave=False
+    ) as bar:
         for split, source in corpus.items():
-            start = str(building / split)
-            dtypes[split] = _fill_split(start, read(source), source.has_answers, tokenizer, bar)
-    meta = {"form": corpus["train"].form, "splits": dtypes}
+            dtypes = {"ids": ids_dtype, "starts": "int64"}
+            if source.has_answers:
+                dtypes["loss_mask"] = "bool"
+            splits[split] = dtypes
+            for arrays in _tokenise_split(source, read(source), tokenizer, bar):
+                for part in dtypes.keys() & arrays.keys():
+                    with open(building / f"{split}-{part}.bin", "ab") as file:
+                        file.write(arrays[part].astype(dtypes[part]).tobytes())
+    meta = {"form": corpus["train"].form, "splits": splits}
     (building / _META).write_text(json.dumps(meta))
     (building / _CHECKSUM).write_bytes(_checksum(building))
     publish(building, folder)  # over one that was damaged, if any
 
 
-def _fill_split(
-    start: str, pieces: Iterator[Piece], has_answers: bool, tokenizer: Tokenizer, bar: tqdm
-) -> dict[str, str]:
-    """Write files whose paths begin with `start`; the type of each one's numbers."""
-    dtypes = {"ids": "uint16" if tokenizer.num_tokens <= 2**16 else "int32", "starts": "int64"}
-    if has_answers:
-        dtypes["loss_mask"] = "bool"
-
-    def append(part: str, values: np.ndarray) -> None:
-        with open(f"{start}-{part}.bin", "ab") as file:
-            file.write(values.astype(dtypes[part]).tobytes())
-
-    append("starts", np.zeros(1))
-    length = 0
-    templated = has_answers and tokenizer.chat is not None  # has its marks
-    begin = [] if templated else tokenizer.bos_ids
+def _tokenise_split(
+    source: Source, pieces: Iterator[Piece], tokenizer: Tokenizer, bar: tqdm
+) -> Iterator[dict[str, np.ndarray]]:
+    """What follows in each file of a split, by part; the next batches are in work meanwhile."""
+    yield {"starts": np.zeros(1)}
+    templated = source.has_answers and tokenizer.chat is not None  # has its marks
+    bos = [] if templated else tokenizer.bos_ids
     begins = True
-    for batch, encoded in _encode(tokenizer, _batches(pieces), templated):
-        rows = []
-        for piece, row in zip(batch, encoded, strict=True):
-            whole = np.append(begin, row) if begins and begin else row
-            rows.append(np.append(whole, tokenizer.eos_id) if piece.eos else whole)
-            begins = piece.ends
-        sizes = [len(row) for row in rows]
-        ends = length + np.cumsum(sizes)
-        length = ends[-1]
-        append("starts", ends[[piece.ends for piece in batch]])
-        append("ids", np.concatenate(rows))
-        if has_answers:
-            append("loss_mask", np.repeat([piece.in_loss for piece in batch], sizes))
-        bar.update(sum(len(piece.text) for piece in batch))
-    return dtypes
-
-
-def _encode(
-    tokenizer: Tokenizer, batches: Iterable[list[Piece]], marks: bool
-) -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
-    """Each batch with the ids of its pieces; the next ones are in work meanwhile."""
-    encode = partial(tokenizer.encode_batch, marks=marks)
+    length = 0
     with ThreadPoolExecutor(_AHEAD) as pool:
-        work = ((batch, pool.submit(encode, [part.text for part in batch])) for batch in batches)
+        batches = iter(partial(_take_batch, pieces), [])
+        encode = partial(tokenizer.encode_batch, marks=templated)
+        work = ((batch, pool.submit(encode, [piece.text for piece in batch])) for batch in batches)
         queue = deque(itertools.islice(work, _AHEAD))
         while queue:
             batch, future = queue.popleft()
             queue.extend(itertools.islice(work, 1))
-            yield batch, future.result()
+            rows = []
+            for piece, row in zip(batch, future.result(), strict=True):
+                whole = np.append(bos, row) if begins and bos else row
+                rows.append(np.append(whole, tokenizer.eos_id) if piece.eos else whole)
+                begins = piece.ends
+            sizes = [len(row) for row in rows]
+            ends = length + np.cumsum(sizes)
+            length = ends[-1]
+            yield {
+                "ids": np.concatenate(rows),
+                "starts": ends[[piece.ends for piece in batch]],
+                "loss_mask": np.repeat([piece.in_loss for piece in batch], sizes),
+            }
+            bar.update(sum(len(piece.text) for piece in batch))
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _take_batch(pieces: Iterator[Piece]) -> list[Piece]:
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text) + 64  # a short piece costs something, too
         if size > _BATCH:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch
+            break
+    return batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import itertools
 import os
 import re
@@ -14,14 +13,14 @@ from pathlib import Path
 
 from distributed_training.data import files as on_disk
 from distributed_training.data import hub, pieces
-from distributed_training.data.chat import ChatTemplate
 from distributed_training.data.files import RECORD_KINDS, TEXT_KINDS
-from distributed_training.data.pieces import RUNNING, Piece
+from distributed_training.data.pieces import RUNNING, ChatTemplate, Piece
 from distributed_training.settings.errors import UserError
 
 EMBEDDED = "embedded"
 PROSE = "embedded-prose"
 WIKITEXT = "wikitext-2"
+_KINDS = (*TEXT_KINDS, *RECORD_KINDS)
 # A paragraph from a capital letter to a full stop or colon, without code or grammar.
 _SENTENCES = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
@@ -56,10 +55,9 @@ class Source:
             in_memory = ([text] for text in self.texts)
             for blocks in itertools.chain(map(on_disk.read_blocks, self.files), in_memory):
                 yield from cut(blocks)
-            return
-        template = chat.cut if chat else None
-        for where, record in itertools.chain.from_iterable(map(on_disk.read_records, self.files)):
-            yield from pieces.cut_record(record, self.form, where, template)
+        else:
+            for where, record in _read_records(self.files):
+                yield from pieces.cut_record(record, self.form, where, chat)
 
     def digest(self) -> str:
         """SHA-256 of form and contents."""
@@ -108,8 +106,11 @@ def _find_corpus(dataset: str, key: str) -> Corpus:
             raise hub.cannot_fetch(key, WIKITEXT, error, hub.WIKITEXT_COMMAND) from None
         corpus = {}
         for split, path in parquet.items():
-            articles = split_articles(row["text"] for _, row in on_disk.read_records(path))
-            corpus[split] = Source(form=RUNNING, texts=tuple(articles))
+            lines = "".join(row["text"] for _, row in on_disk.read_records(path))
+            # An article begins at ` = Title = `.
+            articles = re.split(r"(?m)^(?= *= [^=\n].* = *$)", lines)
+            texts = [text for text in articles if text.strip()]
+            corpus[split] = Source(form=RUNNING, texts=tuple(texts))
         return corpus
     if is_hub_name(dataset):
         splits = hub.ask_for_dataset(key, dataset, download=True)
@@ -122,44 +123,48 @@ def _find_corpus(dataset: str, key: str) -> Corpus:
 
 def is_hub_name(dataset: str) -> bool:
     """Whether this is user/name or user/name:config, and no path."""
-    is_file = Path(dataset).suffix in (*TEXT_KINDS, *RECORD_KINDS)
-    named = _HUB_NAME.fullmatch(dataset) is not None and not is_file
-    return named and not Path(dataset).exists()
+    path = Path(dataset)
+    named = _HUB_NAME.fullmatch(dataset) is not None
+    return named and path.suffix not in _KINDS and not path.exists()
 
 
 def _find_source(path: Path, what: str) -> Source:
-    """The files at a path, and their form by the first record."""
-    kinds = (*TEXT_KINDS, *RECORD_KINDS)
     if not path.exists():
-        fix = f'give a {", ".join(kinds)} file, a folder of them, "wikitext-2" or "embedded"'
+        fix = f'give a {", ".join(_KINDS)} file, a folder of them, "wikitext-2" or "embedded"'
         raise UserError(f"{what} does not exist", fix=fix)
     files: tuple[Path, ...] = (path,)
     if path.is_dir():  # in the order of their names, but for hidden ones
-        below = [file for file in sorted(path.rglob("*")) if file.suffix in kinds]
+        below = [file for file in sorted(path.rglob("*")) if file.suffix in _KINDS]
         shown = [file for file in below if "/." not in f"/{file.relative_to(path).as_posix()}"]
         files = tuple(file for file in shown if not file.is_dir())
     found = sorted({file.suffix or "a file without an extension" for file in files})
-    texts = set(found) <= set(TEXT_KINDS)
-    if not files or not (texts or set(found) <= set(RECORD_KINDS)):
-        why = f"found {', '.join(found) or 'no ' + ' or '.join(kinds) + ' file'}"
+    are_texts = set(found) <= set(TEXT_KINDS)
+    if not files or not (are_texts or set(found) <= set(RECORD_KINDS)):
+        why = f"found {', '.join(found) or 'no ' + ' or '.join(_KINDS) + ' file'}"
         fix = f"give {' and '.join(TEXT_KINDS)} files, or {', '.join(RECORD_KINDS)} files, not both"
         raise UserError(f"{what} cannot be read", why, fix)
     for file in files:
         on_disk.check_file(file)
-    return Source(form=RUNNING, files=files) if texts else _find_form(files, what)
+    return Source(form=RUNNING, files=files) if are_texts else _find_form(files, what)
 
 
 def _find_form(files: tuple[Path, ...], what: str) -> Source:
     """Records, all of the form of the first."""
-    for where, record in itertools.chain.from_iterable(map(on_disk.read_records, files)):
+    for where, record in _read_records(files):
         return Source(form=pieces.find_form(record, where), files=files)
     raise UserError(f"{what} contains no text")
 
 
+def _read_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:
+    return itertools.chain.from_iterable(map(on_disk.read_records, files))
+
+
 def read_embedded() -> list[str]:
     """The standard library's sources and its pydoc topics, in an order fixed by their names."""
+    from pydoc_data.topics import topics
+
     root = Path(sysconfig.get_path("stdlib"))
-    texts = {f"topic/{name}": text for name, text in _read_topics().items()}
+    texts = {f"topic/{name}": text for name, text in topics.items()}
     for folder, below, files in os.walk(root):  # installed packages are not even walked through
         below[:] = [name for name in below if name not in _SKIPPED and name[:7] != "config-"]
         for path in (Path(folder, name) for name in files if name.endswith(".py")):
@@ -171,9 +176,11 @@ def read_embedded() -> list[str]:
 def read_prose() -> list[str]:
     """The sentences of the pydoc topics, a paragraph a line: no code, grammar, tables or titles.
     Topics repeat each other, which would put what validates into what trains: each comes once."""
+    from pydoc_data.topics import topics
+
     found = list[str]()
     seen = set[str]()
-    for text in _shuffle(_read_topics()):
+    for text in _shuffle(topics):
         parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
         new = [part for part in dict.fromkeys(parts) if _SENTENCES.fullmatch(part)]
         found.append("".join(f"{part}\n" for part in new if part not in seen))
@@ -181,18 +188,7 @@ def read_prose() -> list[str]:
     return [text for text in found if text]
 
 
-def _read_topics() -> dict[str, str]:
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    return topics
-
-
 def _shuffle(texts: dict[str, str]) -> list[str]:
     """Ordered by a hash of the name, so that the held-out end is not all of one kind."""
     names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [texts[name] for name in names]
-
-
-def split_articles(rows: Iterable[str]) -> list[str]:
-    """WikiText's rows, a line each, as articles, which begin at ` = Title = `."""
-    articles = re.split(r"(?m)^(?= *= [^=\n].* = *$)", "".join(rows))
-    return [text for text in articles if text.strip()]

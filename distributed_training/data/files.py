@@ -6,7 +6,6 @@ Nothing here holds more than a block of a file, or one record, in memory.
 from __future__ import annotations
 
 import codecs
-import contextlib
 import csv
 import io
 import json
@@ -34,22 +33,19 @@ def check_file(path: Path) -> None:
     if not path.is_file():
         what = f"dataset file {path} is not a regular file"
         raise UserError(what, "a pipe, socket or device can be read only once", "copy it to a file")
-    with _opened(path):
-        pass
+    _open(path).close()
 
 
 def read_bytes(path: Path) -> Iterator[bytes]:
     """The contents, a block at a time."""
-    with _opened(path) as file:
+    with _open(path) as file:
         yield from iter(partial(file.read, _BLOCK), b"")
 
 
 def read_blocks(path: Path) -> Iterator[str]:
     """The text, a block at a time: UTF-8, or UTF-16 with its byte order mark; CRLF becomes LF.
-
-    Raises UserError for any other encoding.
-    """
-    with _opened(path) as file:
+    Raises UserError for any other encoding."""
+    with _open(path) as file:
         head = file.read(4)
         if head.count(0) > 1:
             encoding = "UTF-16LE" if head[0] else "UTF-16BE"
@@ -137,14 +133,11 @@ def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{path} is not a {path.suffix[1:]} file", why) from None
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open(path: Path) -> BinaryIO:
     try:
-        file = path.open("rb")
+        return path.open("rb")
     except OSError as error:
         raise UserError(f"dataset file {path} cannot be read", error.strerror or "") from None
-    with file:
-        yield file
 
 
 def _not_utf8(path: Path, why: str, encoding: str, name: str) -> UserError:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from functools import partial
 from pathlib import Path
 
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import load_json
 
 TIMEOUT_S = 3.0
 WIKITEXT_ID = "Salesforce/wikitext"
@@ -20,8 +20,8 @@ TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_COMMAND = f"hf download {TOKENIZER_ID} {' '.join(TOKENIZER_FILES)}"
-WEIGHT_FILES = ("config.json", "model.safetensors")
 INDEX = "model.safetensors.index.json"  # of weights in several files
+_COPY = "then copy ~/.cache/huggingface here"
 
 
 def fetch_wikitext() -> dict[str, Path]:
@@ -66,8 +66,8 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
         what = f"{key}={dataset!r} is neither a path nor a dataset that the Hugging Face Hub gives"
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         command = f'python -c "import datasets; datasets.load_dataset({words})"'
-        fix = f"if it exists, on a machine with internet access run: {command}; then copy "
-        raise UserError(what, why, f"{fix}~/.cache/huggingface here") from None
+        fix = f"if it exists, on a machine with internet access run: {command}; {_COPY}"
+        raise UserError(what, why, fix) from None
     finally:
         if unanswered:  # the end of the run may send its model there
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
@@ -81,14 +81,19 @@ def fetch_folder(repo_id: str, filenames: tuple[str, ...]) -> Path:
 def fetch_weights(repo_id: str) -> Path:
     """Folder with a model's weights, in one file or several; OSError when they are not there."""
     try:
-        return fetch_folder(repo_id, WEIGHT_FILES)
+        return fetch_folder(repo_id, ("config.json", "model.safetensors"))
     except OSError as error:
         try:
-            index = fetch_folder(repo_id, (WEIGHT_FILES[0], INDEX)) / INDEX
+            folder = fetch_folder(repo_id, ("config.json", INDEX))
         except OSError:
             raise error from None
-    names = json.loads(index.read_text())["weight_map"].values()
-    return fetch_folder(repo_id, (WEIGHT_FILES[0], *sorted(set(names))))
+    return fetch_folder(repo_id, indexed_files(folder))
+
+
+def indexed_files(folder: Path) -> tuple[str, ...]:
+    """Names of the files that a folder's index of weights puts together."""
+    index = load_json(folder / INDEX, "weights")
+    return tuple(sorted(set(index["weight_map"].values())))
 
 
 def fetch_tokenizer(repo_id: str) -> Path:
@@ -102,8 +107,7 @@ def fetch_tokenizer(repo_id: str) -> Path:
 def cannot_fetch(key: str, value: str, error: OSError, command: str) -> UserError:
     """The error for something asked for by name that is neither cached nor downloadable."""
     what = f"{key}={value!r} is not in the Hugging Face cache and cannot be downloaded"
-    fix = f"on a machine with internet access run: {command}; then copy ~/.cache/huggingface here"
-    return UserError(what, str(error), fix)
+    return UserError(what, str(error), f"on a machine with internet access run: {command}; {_COPY}")
 
 
 def check_push(repo_id: str) -> None:

@@ -1,6 +1,6 @@
 """Texts and records as pieces, each of which is tokenised by itself. No torch import.
 
-Chats have a template of our own, where the tokenizer brings none (data/chat.py):
+Chats have a template of our own, where the tokenizer brings none:
 
     user: What is 2 + 2?
     assistant: 4<|endoftext|>user: And 3 + 3?
@@ -12,9 +12,11 @@ assistant says, each with the end-of-text token after it.
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from distributed_training.data.files import split_lines
 from distributed_training.settings.errors import UserError
@@ -45,6 +47,60 @@ class Piece(NamedTuple):
     in_loss: bool = True  # whether its tokens are learnt
     eos: bool = True  # whether end-of-text follows
     ends: bool = True  # whether the text, or record, ends with it
+
+
+class ChatTemplate:
+    """A model's own: a Jinja template in Hugging Face's convention, run in a sandbox."""
+
+    def __init__(self, text: str, eos_token: str, bos_token: str) -> None:
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(words: str) -> NoReturn:
+            raise ValueError(words)
+
+        self.text = text
+        self.eos = eos_token
+        sandbox = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        sandbox.filters["tojson"] = json.dumps
+        sandbox.globals |= {"eos_token": eos_token, "bos_token": bos_token}
+        sandbox.globals["raise_exception"] = refuse
+        self._template = sandbox.from_string(text)
+
+    def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
+        """The text of a conversation; with `ask` up to where the next answer begins."""
+        return self._template.render(messages=messages, add_generation_prompt=ask)
+
+    def cut(self, messages: Sequence[Message], where: str) -> list[Piece]:
+        """What a template makes of a conversation, of which the answers are learnt; where it shows
+        earlier ones otherwise once there are later ones, as without their thoughts, only those."""
+        pieces = list[Piece]()
+        done = ""
+        try:
+            for place, message in enumerate(messages):
+                if message["role"] == ASSISTANT:
+                    whole = self.render(messages[: place + 1])
+                    begun = self.render(messages[:place], ask=True)
+                    asked = os.path.commonprefix([begun, whole])  # noqa: RUF071, no paths
+                    if not asked.startswith(done):
+                        pieces = []
+                        done = ""
+                    question = asked[len(done) :]
+                    pieces.append(Piece(question, in_loss=False, eos=False, ends=False))
+                    pieces.append(Piece(whole[len(asked) :], eos=False, ends=False))
+                    done = whole
+        except Exception as error:  # what a template raises is its own affair
+            raise UserError(f"{where} does not go with the chat template", str(error)) from None
+        # What is to end the text ends it once.
+        eos = not done.rstrip().endswith(self.eos)
+        return [*pieces[:-1], pieces[-1]._replace(eos=eos, ends=True)] if pieces else []
+
+    def end_of_answer(self) -> str:
+        """What follows an answer."""
+        said = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "answered"}]
+        return self.render(said).rpartition("answered")[2].strip()
 
 
 def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
@@ -89,39 +145,34 @@ def find_form(record: Any, where: str) -> str:
     raise UserError(f'{where} has no "text" string', why, "give " + " or ".join(_EXAMPLES.values()))
 
 
-def cut_record(
-    record: Any, form: str, where: str, cut: Callable[[list[Message], str], list[Piece]] | None
-) -> list[Piece]:
-    """The pieces of a record; none where there is nothing to learn in it. `cut` is that of the
-    model's own chat template. Raises UserError for a record of another form."""
-    if not isinstance(record, dict):
-        raise _wrong(where, form, form)
-    if form == MESSAGES:
-        messages = _messages(record, where)
-        return cut(messages, where) if cut else cut_messages(messages)
-    for name in {TEXT: [TEXT], PROMPT: [PROMPT, "completion"]}[form]:
-        if not isinstance(record.get(name), str):
-            raise _wrong(where, name, form)
+def cut_record(record: Any, form: str, where: str, chat: ChatTemplate | None) -> list[Piece]:
+    """The pieces of a record, none where there is nothing to learn in it, through the model's own
+    template if it has one. Raises UserError for a record of another form."""
+
+    def check(values: Any, name: str, kind: type = str, place: str = where) -> None:
+        if not isinstance(values, dict) or not isinstance(values.get(name), kind):
+            word = "string" if kind is str else "list"
+            raise UserError(f'{place} has no "{name}" {word}', fix=_EXAMPLES[form])
+
     if form == TEXT:
+        check(record, TEXT)
         return list(cut_text([record[TEXT]]))
-    if not record["completion"].strip():
+    if form == MESSAGES:
+        check(record, MESSAGES, list)
+        messages = record[MESSAGES]
+        for message in messages:
+            check(message, "role", place=f"{where}: a message")
+            check(message, "content", place=f"{where}: a message")
+        return chat.cut(messages, where) if chat else cut_messages(messages)
+    check(record, PROMPT)
+    check(record, "completion")
+    answer = record["completion"]
+    if not answer.strip():
         return []
-    if cut:
+    if chat:
         asked = {"role": "user", "content": record[PROMPT]}
-        return cut([asked, {"role": ASSISTANT, "content": record["completion"]}], where)
-    prompt = Piece(record[PROMPT], in_loss=False, eos=False, ends=False)
-    return [prompt, Piece(record["completion"])]
-
-
-def _messages(record: dict[str, Any], where: str) -> list[Message]:
-    if not isinstance(record.get(MESSAGES), list):
-        raise _wrong(where, MESSAGES, MESSAGES, "list")
-    for message in record[MESSAGES]:
-        words = message if isinstance(message, dict) else {}
-        for name in ("role", "content"):
-            if not isinstance(words.get(name), str):
-                raise _wrong(f"{where}: a message", name, MESSAGES)
-    return list(record[MESSAGES])
+        return chat.cut([asked, {"role": ASSISTANT, "content": answer}], where)
+    return [Piece(record[PROMPT], in_loss=False, eos=False, ends=False), Piece(answer)]
 
 
 def cut_messages(messages: Iterable[Message]) -> list[Piece]:
@@ -137,7 +188,3 @@ def cut_messages(messages: Iterable[Message]) -> list[Piece]:
             before += f"{message['role']}: {message['content']}\n"
     # What follows the last answer is not learnt, and nothing follows from it.
     return [*pieces[:-1], pieces[-1]._replace(ends=True)] if pieces else []
-
-
-def _wrong(where: str, name: str, form: str, kind: str = "string") -> UserError:
-    return UserError(f'{where} has no "{name}" {kind}', fix=_EXAMPLES[form])

@@ -15,7 +15,7 @@ from distributed_training.data.cache import Tokens, load_tokens, tokenise
 from distributed_training.data.corpus import Corpus
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 
 IGNORE_INDEX = -100
@@ -51,10 +51,10 @@ class Samples:
         )
 
     def batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets), each int64 [len(indices), seq_len]; padding has no target, and what is
-        not learnt has none."""
+        """(inputs, targets), each int64 [len(indices), seq_len]; padding, and what is not learnt,
+        has no target."""
         inputs = np.full((len(indices), self.seq_len), self.padding_id, dtype=np.int64)
-        targets = np.full((len(indices), self.seq_len), IGNORE_INDEX, dtype=np.int64)
+        targets = np.full_like(inputs, IGNORE_INDEX)
         for row, index in enumerate(indices):
             if index != EMPTY:
                 start = self.starts[index]
@@ -76,7 +76,7 @@ class Samples:
         return float(self.num_targets.sum()) / float(self.lengths.sum())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Data:
     """What a run trains and evaluates on."""
 
@@ -114,14 +114,15 @@ def cut_samples(folder: Path, tokenizer: Tokenizer, config: RunConfig) -> Data:
         num_left = len(train) - max(1, round(HELD_OUT * len(train)))
         validation = train.take(num_left, len(train))
         train = train.take(0, num_left)
-    counts = f"{len(train)} for training and {len(validation)} for validation"
-    why = f"cut into samples of {seq_len} tokens, {config.dataset!r} gives {counts}"
+    why = f"cut into samples of {seq_len} tokens, {config.dataset!r} gives {len(train)} for "
+    why += f"training and {len(validation)} for validation"
     if len(train) == 0 or len(validation) == 0:
         own = config.validation_dataset if len(train) else None
         what = f"validation_dataset={own!r}" if own else f"dataset={config.dataset!r}"
         raise UserError(f"{what} is too short", why, "use a longer text or a smaller max_length")
-    asked = config.num_samples
-    wanted = min(AUTO_SAMPLES, len(train)) if isinstance(asked, str) else asked
+    wanted = config.num_samples
+    if wanted == AUTO:
+        wanted = min(AUTO_SAMPLES, len(train))
     if wanted > len(train):
         what = f"num_samples={wanted} is more than the dataset has"
         fix = f"set num_samples to at most {len(train)}, or to auto or -1 for all"
@@ -131,9 +132,7 @@ def cut_samples(folder: Path, tokenizer: Tokenizer, config: RunConfig) -> Data:
     if config.eval_samples != -1:
         validation = validation.take(0, config.eval_samples)
     fingerprint = hashlib.sha256(f"{folder.name} {seq_len} {len(train)}".encode()).hexdigest()[:16]
-    return Data(
-        train=train, validation=validation, fingerprint=fingerprint, cache=folder.name, form=form
-    )
+    return Data(train, validation, fingerprint, cache=folder.name, form=form)
 
 
 def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
@@ -145,11 +144,9 @@ def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
         starts = np.arange(0, max(0, len(ids) - seq_len), seq_len)
         lengths = np.broadcast_to(np.int64(seq_len), len(starts))
     else:
-        starts = texts[:-1]
         lengths = np.minimum(np.diff(texts) - 1, seq_len)
-        if not (kept := lengths > 0).all():
-            starts = starts[kept]
-            lengths = lengths[kept]
+        starts = texts[:-1][lengths > 0]
+        lengths = lengths[lengths > 0]
     if loss_mask is None or len(starts) == 0:
         return Samples(ids, starts, lengths, seq_len, padding_id, lengths)
     # Targets of sample i are ids[starts[i] + 1 : starts[i] + lengths[i] + 1].
@@ -185,8 +182,8 @@ class Sampler:
         epoch, position = divmod(step, self.steps_per_epoch)
         order = _order(self.seed, epoch, self.num_samples)
         first = position * self.global_batch_size
-        chosen = _fill(order[first : first + self.global_batch_size], self.global_batch_size)
-        return chosen.reshape(self.num_microbatches, self.num_replicas, self.micro_batch_size)
+        shape = (self.num_microbatches, self.num_replicas, self.micro_batch_size)
+        return _fill(order[first : first + self.global_batch_size], shape)
 
     def step_batch(self, samples: Samples, step: int) -> StepBatch:
         """This replica's micro-batches of optimizer step `step`."""
@@ -194,7 +191,7 @@ class Sampler:
         own = [samples.batch(micro_batch) for micro_batch in indices[:, self.replica]]
         real = indices[indices != EMPTY]
         num_targets = int(samples.num_targets[real].sum())
-        return StepBatch(own, num_targets, num_tokens=int(samples.lengths[real].sum()))
+        return StepBatch(own, num_targets, int(samples.lengths[real].sum()))
 
     def is_full(self, step: int) -> bool:
         """Whether the step has a sample in every place of its batch."""
@@ -204,10 +201,10 @@ class Sampler:
     def eval_indices(self, num_samples: int) -> Iterator[np.ndarray]:
         """This replica's micro-batches over `num_samples` samples, each once and in order: int64
         [micro_batch_size], padded with EMPTY so that every replica gets as many."""
-        per_call = self.micro_batch_size * self.num_replicas
+        shape = (self.num_replicas, self.micro_batch_size)
+        per_call = math.prod(shape)
         for first in range(0, num_samples, per_call):
-            chosen = _fill(np.arange(first, min(first + per_call, num_samples)), per_call)
-            yield chosen.reshape(self.num_replicas, self.micro_batch_size)[self.replica]
+            yield _fill(np.arange(first, min(first + per_call, num_samples)), shape)[self.replica]
 
 
 @functools.lru_cache(maxsize=1)  # of millions of samples it takes longer than a step
@@ -215,5 +212,6 @@ def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
-def _fill(indices: np.ndarray, length: int) -> np.ndarray:
-    return np.pad(indices, (0, length - len(indices)), constant_values=EMPTY)
+def _fill(indices: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    missing = math.prod(shape) - len(indices)
+    return np.pad(indices, (0, missing), constant_values=EMPTY).reshape(shape)

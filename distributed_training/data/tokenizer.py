@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from distributed_training.data.chat import ChatTemplate
+from distributed_training.data import pieces
 from distributed_training.data.hub import TOKENIZER_FILES, TOKENIZER_JSON
-from distributed_training.data.pieces import ASSISTANT, MESSAGES, PROMPT, Message, cut_messages
+from distributed_training.data.pieces import ChatTemplate, Message
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 
@@ -38,8 +38,8 @@ class Tokenizer:
         vocabulary = self._bpe.get_vocab()
         marks = {"bos_token": "", "eos_token": END_OF_TEXT}
         for key in marks:
-            if mark := settings.get(key):  # older files describe it at length
-                marks[key] = mark["content"] if isinstance(mark, dict) else mark
+            mark = settings.get(key) or marks[key]
+            marks[key] = mark["content"] if isinstance(mark, dict) else mark  # in older files
         eos = marks["eos_token"]
         if eos not in vocabulary:
             raise UserError(f"tokenizer {folder} has no {eos} token")
@@ -85,8 +85,7 @@ class Tokenizer:
         return hashlib.sha256(contents).hexdigest()
 
     def encode_batch(self, texts: list[str], *, marks: bool = False) -> list[np.ndarray]:
-        """One int32 array of ids per text; no special tokens are added, and those that the texts
-        have are such only with `marks`."""
+        """One int32 array of ids per text; special tokens are none but, with `marks`, its own."""
         bpe = self._with_marks if marks else self._bpe
         # "Fast" leaves out where in the text each token is, which takes as long as all the rest.
         found = bpe.encode_batch_fast(texts, add_special_tokens=False)
@@ -98,7 +97,7 @@ class Tokenizer:
 
     def talks(self, form: str | None) -> bool:
         """Whether texts of this form are conversations."""
-        return form == MESSAGES or (form == PROMPT and self.chat is not None)
+        return form == pieces.MESSAGES or (form == pieces.PROMPT and self.chat is not None)
 
     def begin(self, text: str) -> list[int]:
         """Ids of a text that goes on."""
@@ -110,7 +109,8 @@ class Tokenizer:
             text = self.chat.render(said, ask=True)
             return self.encode_batch([text], marks=True)[0].tolist()
         ids = self.bos_ids.copy()
-        for piece in cut_messages([*said, {"role": ASSISTANT, "content": ""}])[:-1]:
+        answer = {"role": pieces.ASSISTANT, "content": ""}
+        for piece in pieces.cut_messages([*said, answer])[:-1]:
             ids += self.encode_batch([piece.text])[0].tolist() + [self.eos_id] * piece.eos
         return ids
 
@@ -121,7 +121,7 @@ class Tokenizer:
         files = [*(self.folder / name for name in TOKENIZER_FILES), SETTINGS]
         if self.has_json:
             own = (TOKENIZER_JSON, SETTINGS.name, CHAT_TEMPLATE.name)
-            files = [self.folder / name for name in own if (self.folder / name).is_file()]
+            files = [file for name in own if (file := self.folder / name).is_file()]
         if chat and not self.chat:
             files.append(CHAT_TEMPLATE)
         for file in files:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from distributed_training.data import hub
-from distributed_training.data.hub import INDEX
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, load_code, load_json, shown
 
@@ -33,10 +32,8 @@ FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """Shape of one decoder-only language model; its family fills in what its blocks hold.
-
-    Counts are exact, and of the whole model, without vocabulary padding unless it says so.
-    """
+    """Shape of one decoder-only language model; its family fills in what its blocks hold. Counts
+    are exact, and of the whole model, without vocabulary padding unless it says so."""
 
     vocab_size: int
     num_positions: int  # tokens of the longest sequence
@@ -81,8 +78,8 @@ class ModelSize:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding as stored. Matrix units like multiples of 64; 128 leaves room for
-        splits of the vocabulary."""
+        """Rows of the embedding as stored."""
+        # Matrix units like multiples of 64; 128 leaves room for splits of the vocabulary.
         return -(-self.vocab_size // 128) * 128
 
     @property
@@ -162,7 +159,7 @@ class ModelSpec:
 
     @property
     def has_weights(self) -> bool:
-        """Whether they lie in the folder that CONFIG names."""
+        """Whether weights lie in the folder that CONFIG names."""
         return self.weights_dir is not None and bool(weight_files(self.weights_dir))
 
     @property
@@ -171,8 +168,7 @@ class ModelSpec:
         return bool(_load(self.family).STORES_TRANSPOSED)
 
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What has a row for each of one of our matrices, by name, as the modules of Hugging Face's
-        model have it."""
+        """What has a row for each of one of our matrices, as Hugging Face's modules have it."""
         parts = _load(self.family).to_hf(f"{matrix}.weight", rows, self.size).items()
         last = rows.shape[1:]
         return {name.removesuffix(".weight"): part.reshape(-1, *last) for name, part in parts}
@@ -198,20 +194,23 @@ class ModelSpec:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files with the weights of a Hugging Face folder, none where it has none."""
-    if (folder / INDEX).is_file():
-        names = set(load_json(folder / INDEX, "weights")["weight_map"].values())
-        return [folder / name for name in sorted(names)]
+    if (folder / hub.INDEX).is_file():
+        return [folder / name for name in hub.indexed_files(folder)]
     return [file for file in (folder / "model.safetensors",) if file.is_file()]
 
 
 def find_model(name: str) -> ModelSpec:
     """The model that CONFIG's `model` names; raise UserError where there is none."""
-    known = {label: family for family in FAMILIES for label in _load(family).sizes()}
-    for label, family in known.items():
-        hub_id = _load(family).HUB_IDS.get(label)
-        if name in (label, hub_id):
-            size = _load(family).sizes()[label]
-            return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
+    names = []
+    kinds = {}
+    for family in FAMILIES:
+        module = _load(family)
+        kinds |= dict.fromkeys(module.MODEL_TYPES, family)
+        for label, size in module.sizes().items():
+            hub_id = module.HUB_IDS.get(label)
+            if name in (label, hub_id):
+                return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
+            names.append(label)
     folder = Path(name).resolve()
     hub_id = None
     if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -220,19 +219,17 @@ def find_model(name: str) -> ModelSpec:
     if (folder / "config.json").is_file():
         config = load_json(folder / "config.json", "model")
         kind = config.get("model_type") if isinstance(config, dict) else None
-        kinds = {each: family for family in FAMILIES for each in _load(family).MODEL_TYPES}
         if kind not in kinds:
             what = f"model={shown(name)} has model_type {shown(kind)}"
             raise UserError(what, f"this suite trains {', '.join(kinds)}")
-        family = kinds[kind]
-        (size,) = _load(family).sizes(folder).values()
-        if hub_id:
-            label = name.rpartition("/")[2]
-            return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
-        return ModelSpec(label=folder.name, family=family, size=size, weights_dir=folder)
+        (size,) = _load(kinds[kind]).sizes(folder).values()
+        label = name.rpartition("/")[2] if hub_id else folder.name
+        weights_dir = None if hub_id else folder
+        return ModelSpec(
+            label=label, family=kinds[kind], size=size, hub_id=hub_id, weights_dir=weights_dir
+        )
     path, _, chosen = name.partition(":")
     folder = Path(path).resolve()
-    names = list(known)
     wanted = name
     if (folder / "__init__.py").is_file():
         sizes = _load(str(folder)).sizes()
@@ -248,7 +245,6 @@ def find_model(name: str) -> ModelSpec:
 
 @functools.cache
 def _fetch_config(hub_id: str) -> Path:
-    """A folder with the config.json of a model of the Hub."""
     try:
         return hub.fetch_folder(hub_id, ("config.json",))
     except OSError as error:
@@ -258,7 +254,6 @@ def _fetch_config(hub_id: str) -> Path:
 
 @functools.cache
 def _load(family: str) -> Any:
-    """The package of a family; one outside gets a name that no other module has."""
     if family in FAMILIES:
         return importlib.import_module(f"{__name__}.{family}")
     module = load_code(Path(family, "__init__.py"), f"the model family {family}")

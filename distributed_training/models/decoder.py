@@ -62,14 +62,13 @@ class Past:
 
     def __init__(self) -> None:
         self.length = 0
-        self._kept: dict[nn.Module, list[torch.Tensor]] = {}
+        self._kept: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
 
-    def add(self, block: nn.Module, *new: torch.Tensor) -> list[torch.Tensor]:
+    def add(self, block: nn.Module, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A block's keys and values of all tokens, [B, H, T, K], with its `new` ones."""
-        before = self._kept.get(block)
-        self._kept[block] = (
-            [torch.cat(pair, dim=2) for pair in zip(before, new, strict=True)] if before else [*new]
-        )
+        if block in self._kept:
+            new = tuple(torch.cat(pair, dim=2) for pair in zip(self._kept[block], new, strict=True))
+        self._kept[block] = new
         return self._kept[block]
 
 
@@ -105,27 +104,22 @@ class Decoder(nn.Module):
     def forward(
         self, x: torch.Tensor, targets: torch.Tensor | None = None, past: Past | None = None
     ) -> torch.Tensor:
-        """Token ids [B, T] -> logits [B, T, V]; with targets [B, T], the summed loss instead. The
-        ids follow those of the `past`, if any, and become part of it.
-
-        The loss is the fp32 sum over targets other than IGNORE_INDEX; targets[:, t] follows
-        input_ids[:, t]. Stages but the first take hidden states [B, T, D], and stages but the last
-        return them.
-        """
+        """Token ids [B, T] -> logits [B, T, V]; with targets [B, T], of which targets[:, t] follows
+        input_ids[:, t], the fp32 sum of the loss over those other than IGNORE_INDEX. The ids follow
+        those of the `past`, if any, and become part of it. Stages but the first take hidden states
+        [B, T, D], and stages but the last return them."""
         x = self.hidden(x, past)
         return self.leave(x, targets) if self.is_last else x
 
     def hidden(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         """Token ids, or hidden states, of a stage -> what its last block returns, [B, T, D]."""
-        if past is None:
-            x = self.enter(x) if self.is_first else x
-            for block in self.blocks.values():
-                x = block(x)
-            return x
-        x = self.enter(x, past.length)
+        words = {} if past is None else {"past": past}  # compiled blocks are called with x alone
+        if self.is_first:
+            x = self.enter(x, past.length if past else 0)
         for block in self.blocks.values():
-            x = block(x, past=past)
-        past.length += x.shape[1]
+            x = block(x, **words)
+        if past is not None:
+            past.length += x.shape[1]
         return x
 
     def enter(self, ids: torch.Tensor, start: int = 0) -> torch.Tensor:
@@ -204,27 +198,24 @@ def project_to_vocabulary(x: torch.Tensor, weight: torch.Tensor, vocab_size: int
 
 def build_decoder(make: Callable[[], Decoder], seed: int, std: float = 0.02) -> Decoder:
     """What `make` makes, in fp32 on the current default device, with random weights that depend on
-    `seed` alone, the same on every device:
-    matrices normal with deviation `std`, those whose products are added to the residuals with less
-    (Radford et al. 2019), biases 0, norms' weights 1.
-    """
+    `seed` alone, the same on every device: matrices normal with deviation `std`, those whose
+    products are added to the residuals with less (Radford et al. 2019), biases 0, norms 1."""
     with torch.device("meta"):
         model = make()
     model.to_empty(device=torch.get_default_device())
     roles = model.find_roles()
 
     def fill(index: int, named: tuple[str, nn.Parameter]) -> None:
-        name = named[0]
-        values = named[1].data
+        name, values = named
         if values.dim() < 2:
-            values.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            # A generator of its own, so that all cores can draw at the same time.
-            generator = torch.Generator().manual_seed(seed * 100_003 + index)
-            adds = roles.get(name.removesuffix(".weight")) == "row"
-            deviation = std / math.sqrt(2 * model.size.num_layers) if adds else std
-            drawn = torch.empty(values.shape, device="cpu")
-            values.copy_(drawn.normal_(0.0, deviation, generator=generator))
+            values.data.fill_(0.0 if name.endswith("bias") else 1.0)
+            return
+        # A generator of its own, so that all cores can draw at the same time.
+        generator = torch.Generator().manual_seed(seed * 100_003 + index)
+        adds = roles.get(name.removesuffix(".weight")) == "row"
+        deviation = std / math.sqrt(2 * model.size.num_layers) if adds else std
+        drawn = torch.empty(values.shape, device="cpu")
+        values.data.copy_(drawn.normal_(0.0, deviation, generator=generator))
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, itertools.count(), model.named_parameters()))

@@ -1,7 +1,7 @@
 """CONFIG, presets and the command line merged into one validated, immutable RunConfig. No torch.
 
-A field of RunConfig is all there is to a key: its type, default, help, other names, and whether it
-is part of the work. Errors, `--help`, `--key value` and the guide's reference follow from it.
+A field of RunConfig is all there is to a key: its type, default, other names, whether it is part of
+the work, and below it its help. Errors, `--help`, `--key value` and the guide's reference follow.
 """
 
 from __future__ import annotations
@@ -13,24 +13,16 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError
 
+from distributed_training.settings import files
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import (
-    ROOT,
-    Model,
-    did_you_mean,
-    expand_home,
-    load_json,
-    shown,
-)
+from distributed_training.settings.files import Model, shown
 from distributed_training.settings.keys import Key, Options, by_key, key, read_keys
 
 AUTO = "auto"
 RENDEZVOUS_S = 120  # until whoever has not come counts as missing
-PRESETS_DIR = ROOT / "configs" / "presets"
-PATHS = {
-    "model", "dataset", "validation_dataset", "tokenizer", "weights", "deepspeed_config",
-    "offload_dir", "output_dir", "resume",
-}  # fmt: skip
+PRESETS_DIR = files.ROOT / "configs" / "presets"
+PATHS = {"model", "dataset", "validation_dataset", "tokenizer", "weights"}
+PATHS |= {"deepspeed_config", "offload_dir", "output_dir", "resume"}
 # Keys stand by the need that one looks for them with.
 data = functools.partial(key, work=True, group="Model and text")
 learning = functools.partial(key, work=True, group="Batch and learning")
@@ -56,141 +48,149 @@ class RunConfig(Options):
     """Everything that decides a run, validated. All fields but the last seven are CONFIG's keys."""
 
     # fmt: off
-    model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"),
-        help="gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, a Llama, "
-        "Mistral or Qwen by its name on the Hub, a folder; auto: gpt2-tiny without a GPU, gpt2 "
-        "below 12 GiB, else gpt2-medium")
-    dataset: Text = data(AUTO, aliases=("data", "train_file"),
-        help="a .txt, .md, .jsonl, .csv or .parquet file, a folder of them, user/name[:config] of "
-        "the Hub, wikitext-2, embedded, embedded-prose; auto: wikitext-2 where available, else "
-        "embedded")
-    validation_dataset: Text | None = data(None, aliases=("validation_file", "eval_dataset"),
-        help="likewise, to evaluate on; None: dataset's validation split, or its last 5%")
-    tokenizer: Text = data(AUTO,
-        help="gpt2, embedded, a folder with tokenizer.json or vocab.json and merges.txt, a model's "
-        "name on the Hub; auto: by model")
-    weights: Text = data(AUTO,
-        help="pretrained, random, a folder in Hugging Face's format; auto: pretrained where "
-        "possible")
-    num_samples: CountOrAll | Auto = data(AUTO,
-        help="samples to train on, the first so many; -1: all; auto: at most 1000")
+    model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"))
+    """gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, a Llama, Mistral or Qwen
+    by its name on the Hub, a folder; auto: gpt2-tiny without a GPU, gpt2 below 12 GiB, else
+    gpt2-medium"""
+    dataset: Text = data(AUTO, aliases=("data", "train_file"))
+    """a .txt, .md, .jsonl, .csv or .parquet file, a folder of them, user/name[:config] of the Hub,
+    wikitext-2, embedded, embedded-prose; auto: wikitext-2 where available, else embedded"""
+    validation_dataset: Text | None = data(None, aliases=("validation_file", "eval_dataset"))
+    """likewise, to evaluate on; None: dataset's validation split, or its last 5%"""
+    tokenizer: Text = data(AUTO)
+    """gpt2, embedded, a folder with tokenizer.json or vocab.json and merges.txt, a model's name on
+    the Hub; auto: by model"""
+    weights: Text = data(AUTO)
+    """pretrained, random, a folder in Hugging Face's format; auto: pretrained where possible"""
+    num_samples: CountOrAll | Auto = data(AUTO)
+    """samples to train on, the first so many; -1: all; auto: at most 1000"""
     max_length: Annotated[int, Field(ge=2, le=2**20)] = data(512,
-        aliases=("seq_len", "max_seq_length", "block_size"),
-        help="tokens per sample, up to the model's positions (1024)")
-    pack: bool = data(True,
-        help="True: full blocks of running text; False: one padded line a sample")
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data(42,
-        help="initial weights, order of the data, dropout, the generated sample")
-    batch_size: Count | Auto = learning(4, aliases=("per_device_train_batch_size",),
-        work=False,  # the global batch size is
-        help="sequences per GPU and accumulation step; auto: the fewest that keep a GPU busy")
-    grad_accum_steps: Count = learning(1, aliases=("gradient_accumulation_steps",),
-        work=False, help="accumulation steps per optimizer step; multiplies batch_size")
-    epochs: Count = learning(2, aliases=("num_epochs", "num_train_epochs"),
-        help="passes over the training samples")
-    max_steps: Count | Literal[-1] = learning(-1,
-        help="stop, and end the schedule, after so many optimizer steps; -1: whole epochs")
-    learning_rate: Rate | Auto = learning(AUTO, aliases=("lr",),
-        help="peak; auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random, 3e-3 "
-        "for gpt2-tiny")
+        aliases=("seq_len", "max_seq_length", "block_size"))
+    """tokens per sample, up to the model's positions (1024)"""
+    pack: bool = data(True)
+    """True: full blocks of running text; False: one padded line a sample"""
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data(42)
+    """initial weights, order of the data, dropout, the generated sample"""
+    # Not work: the global batch size is.
+    batch_size: Count | Auto = learning(4, aliases=("per_device_train_batch_size",), work=False)
+    """sequences per GPU and accumulation step; auto: the fewest that keep a GPU busy"""
+    grad_accum_steps: Count = learning(1, aliases=("gradient_accumulation_steps",), work=False)
+    """accumulation steps per optimizer step; multiplies batch_size"""
+    epochs: Count = learning(2, aliases=("num_epochs", "num_train_epochs"))
+    """passes over the training samples"""
+    max_steps: Count | Literal[-1] = learning(-1)
+    """stop, and end the schedule, after so many optimizer steps; -1: whole epochs"""
+    learning_rate: Rate | Auto = learning(AUTO, aliases=("lr",))
+    """peak; auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random, 3e-3 for
+    gpt2-tiny"""
     lr_schedule: Literal["constant", "linear", "cosine"] = learning("cosine",
-        aliases=("lr_scheduler_type",),
-        help="shape after the warm-up; linear and cosine reach 0 one step after the last")
-    warmup_steps: CountOrZero = learning(10, aliases=("warmup", "num_warmup_steps"),
-        help="optimizer steps over which the rate rises linearly")
-    weight_decay: Rate = learning(0.01, help="AdamW's, on matrices; not on biases and norms")
-    max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = learning(
-        1.0, aliases=("gradient_clipping",),
-        help="clip the norm of the whole gradient to this; None: never")
-    dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0,
-        help="on embeddings, attention and residuals")
-    lora_rank: CountOrZero = learning(0, aliases=("lora_r",),
-        help="train adapters of this rank beside frozen weights (LoRA); 0: train the weights")
-    lora_alpha: Annotated[float, Field(gt=0, le=2**31)] = learning(16.0,
-        help="what adapters add is multiplied by lora_alpha / lora_rank")
-    lora_dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0,
-        help="on what adapters see")
-    lora_targets: Text | None = learning(None, aliases=("lora_target_modules",),
-        help="matrices of the blocks that get adapters, such as qkv,mlp_in; None: all")
-    strategy: Text = layout(AUTO,
-        help="where state lives and who computes what; auto: the planner's first choice")
-    deepspeed_config: Text | None = layout(None,
-        help="a DeepSpeed JSON; None: the strategy's own")
-    dp_replicate: Axis = layout(None,
-        help="copies of the model; each axis: None: as the strategy says, -1: what is left")
-    dp_shard: Axis = layout(None, help="processes that a copy's state is divided over")
-    tp: Axis = layout(None, help="processes that every layer is split over")
-    pp: Axis = layout(None, help="processes that the layers are dealt out to")
-    sequence_parallel: bool = layout(True,
-        help="with tp: split what lies between the split layers, too")
-    micro_batch_size: Count | Auto = layout(AUTO,
-        help="sequences that pass through the model at a time; auto: by layout")
-    num_microbatches: Count | Auto = layout(AUTO,
-        help="micro-batches of a replica in one optimizer step; auto: by layout")
-    pipeline_schedule: PipelineSchedule | Auto = layout(AUTO,
-        help="with pp: order of the micro-batches; auto: 1f1b")
-    pipeline_cut: Text | None = layout(None,
-        help="with pp: blocks of each stage, such as 7,7,7,3; None: equal estimated cost")
-    activation_checkpointing: Literal["none", "full", "selective"] = memory("none",
-        help="what is computed again for the backward pass instead of kept")
-    loss_chunk_tokens: CountOrZero = memory(0,
-        help="tokens whose logits are in memory at a time; 0: a micro-batch's")
-    offload_dir: Text | None = memory(None,
-        help="where infinity keeps its files; None: output_dir/.offload")
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = speed(AUTO,
-        work=True, help="dtype of the arithmetic; master weights are fp32")
-    compile: bool | Literal["auto", "whole"] = speed(AUTO,
-        help="torch.compile, once for all blocks; whole: all of the model, on one process; "
-        "auto: on GPUs of compute capability 7.0 and more")
-    cuda_graphs: bool | Auto = speed(AUTO,
-        help="launch a training step as one CUDA graph; auto: wherever that is correct")
-    async_tp: bool | Auto = speed(AUTO,
-        help="with tp, compiled: exchange in parts while a product computes; auto: on H100, H200")
-    fsdp_prefetch: Annotated[int, Field(ge=0, le=100)] = speed(1,
-        help="under fsdp: blocks whose parameters are gathered ahead of their use")
-    bucket_cap_mb: Annotated[float, Field(ge=0.01, le=2**20)] | None = speed(None,
-        help="under dp: MiB of gradients that are averaged together; None: PyTorch's, 25")
+        aliases=("lr_scheduler_type",))
+    """shape after the warm-up; linear and cosine reach 0 one step after the last"""
+    warmup_steps: CountOrZero = learning(10, aliases=("warmup", "num_warmup_steps"))
+    """optimizer steps over which the rate rises linearly"""
+    weight_decay: Rate = learning(0.01)
+    """AdamW's, on matrices; not on biases and norms"""
+    max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = learning(1.0,
+        aliases=("gradient_clipping",))
+    """clip the norm of the whole gradient to this; None: never"""
+    dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0)
+    """on embeddings, attention and residuals"""
+    lora_rank: CountOrZero = learning(0, aliases=("lora_r",))
+    """train adapters of this rank beside frozen weights (LoRA); 0: train the weights"""
+    lora_alpha: Annotated[float, Field(gt=0, le=2**31)] = learning(16.0)
+    """what adapters add is multiplied by lora_alpha / lora_rank"""
+    lora_dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0)
+    """on what adapters see"""
+    lora_targets: Text | None = learning(None, aliases=("lora_target_modules",))
+    """matrices of the blocks that get adapters, such as qkv,mlp_in; None: all"""
+    strategy: Text = layout(AUTO)
+    """where state lives and who computes what; auto: the planner's first choice"""
+    deepspeed_config: Text | None = layout(None)
+    """a DeepSpeed JSON; None: the strategy's own"""
+    dp_replicate: Axis = layout(None)
+    """copies of the model; each axis: None: as the strategy says, -1: what is left"""
+    dp_shard: Axis = layout(None)
+    """processes that a copy's state is divided over"""
+    tp: Axis = layout(None)
+    """processes that every layer is split over"""
+    pp: Axis = layout(None)
+    """processes that the layers are dealt out to"""
+    sequence_parallel: bool = layout(True)
+    """with tp: split what lies between the split layers, too"""
+    micro_batch_size: Count | Auto = layout(AUTO)
+    """sequences that pass through the model at a time; auto: by layout"""
+    num_microbatches: Count | Auto = layout(AUTO)
+    """micro-batches of a replica in one optimizer step; auto: by layout"""
+    pipeline_schedule: PipelineSchedule | Auto = layout(AUTO)
+    """with pp: order of the micro-batches; auto: 1f1b"""
+    pipeline_cut: Text | None = layout(None)
+    """with pp: blocks of each stage, such as 7,7,7,3; None: equal estimated cost"""
+    activation_checkpointing: Literal["none", "full", "selective"] = memory("none")
+    """what is computed again for the backward pass instead of kept"""
+    loss_chunk_tokens: CountOrZero = memory(0)
+    """tokens whose logits are in memory at a time; 0: a micro-batch's"""
+    offload_dir: Text | None = memory(None)
+    """where infinity keeps its files; None: output_dir/.offload"""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = speed(AUTO, work=True)
+    """dtype of the arithmetic; master weights are fp32"""
+    compile: bool | Literal["auto", "whole"] = speed(AUTO)
+    """torch.compile, once for all blocks; whole: all of the model, on one process; auto: on GPUs of
+    compute capability 7.0 and more"""
+    cuda_graphs: bool | Auto = speed(AUTO)
+    """launch a training step as one CUDA graph; auto: wherever that is correct"""
+    async_tp: bool | Auto = speed(AUTO)
+    """with tp, compiled: exchange in parts while a product computes; auto: on H100, H200"""
+    fsdp_prefetch: Annotated[int, Field(ge=0, le=100)] = speed(1)
+    """under fsdp: blocks whose parameters are gathered ahead of their use"""
+    bucket_cap_mb: Annotated[float, Field(ge=0.01, le=2**20)] | None = speed(None)
+    """under dp: MiB of gradients that are averaged together; None: PyTorch's, 25"""
     gradient_compression: Literal["none", "bf16", "powersgd", "topk-int8"] = speed("none",
-        work=True, help="under dp: what is sent instead of fp32 gradients")
-    compression_rank: Count = speed(4,
-        work=True, help="with powersgd: rank of what stands for a matrix's gradient")
-    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = speed(0.01,
-        work=True, help="with topk-int8: share of the values sent as they are; the rest in 8 bits")
-    eval_every: CountOrZero = watching(0, aliases=("eval_steps",),
-        help="steps between evaluations; 0: at epochs' ends only")
-    eval_samples: CountOrAll = watching(200,
-        help="validation samples used, the first so many; -1: all; model auto without a GPU: 50")
-    generate: Text | None = watching("The value of",
-        help="prompt of the samples before and after training; None: none")
+        work=True)
+    """under dp: what is sent instead of fp32 gradients"""
+    compression_rank: Count = speed(4, work=True)
+    """with powersgd: rank of what stands for a matrix's gradient"""
+    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = speed(0.01, work=True)
+    """with topk-int8: share of the values sent as they are; the rest in 8 bits"""
+    eval_every: CountOrZero = watching(0, aliases=("eval_steps",))
+    """steps between evaluations; 0: at epochs' ends only"""
+    eval_samples: CountOrAll = watching(200)
+    """validation samples used, the first so many; -1: all; model auto without a GPU: 50"""
+    generate: Text | None = watching("The value of")
+    """prompt of the samples before and after training; None: none"""
     log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = watching(None,
-        aliases=("report_to",), help="another place for the metrics; install it first")
-    profile: Annotated[int, Field(ge=0, le=20)] = watching(0,
-        help="steps that each rank traces; on a GPU also a snapshot of memory; 0: none")
-    verbose: bool = watching(False, help="show what libraries print about themselves, too")
-    output_dir: Text = keeping("runs", aliases=("out_dir",),
-        help="a folder for each run goes here; in CONFIG relative to the script")
-    shared_disk: bool = keeping(True,
-        help="whether all nodes see output_dir; False: each keeps its own part of a checkpoint")
+        aliases=("report_to",))
+    """another place for the metrics; install it first"""
+    profile: Annotated[int, Field(ge=0, le=20)] = watching(0)
+    """steps that each rank traces; on a GPU also a snapshot of memory; 0: none"""
+    verbose: bool = watching(False)
+    """show what libraries print about themselves, too"""
+    output_dir: Text = keeping("runs", aliases=("out_dir",))
+    """a folder for each run goes here; in CONFIG relative to the script"""
+    shared_disk: bool = keeping(True)
+    """whether all nodes see output_dir; False: each keeps its own part of a checkpoint"""
     checkpoint_every: CountOrZero | Literal["signal"] | None = keeping(None,
-        aliases=("save_steps",), help="steps between checkpoints; None: at epochs' ends, signal: "
-        "on Ctrl-C or SIGTERM only, which otherwise save, too; 0: never")
+        aliases=("save_steps",))
+    """steps between checkpoints; None: at epochs' ends, signal: on Ctrl-C or SIGTERM only, which
+    otherwise save, too; 0: never"""
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = keeping(1,
-        aliases=("save_total_limit",), help="older ones are deleted")
-    keep_best: bool = keeping(False,
-        help="write best/ at each evaluation that beats those before")
-    resume: Text | None = keeping(None, aliases=("resume_from_checkpoint",),
-        help="auto: the newest unfinished run of the same work; or a run's folder")
-    export: bool = keeping(True, help="write hf/ in Hugging Face's format at the end")
-    push: Text | None = keeping(None, aliases=("hub_model_id",),
-        help="user/name on the Hugging Face Hub that hf/ is sent to at the end")
-    on_nonfinite: Literal["stop", "skip", "rollback"] = trouble("stop",
-        help="when a loss or gradient is not finite; rollback: go back to the last checkpoint, "
-        "once, and pass the batch over")
-    hang_timeout_s: CountOrZero | None = trouble(None,
-        help="seconds without progress that end a run; None: of several processes, 20 times a "
-        "step's, at least 60, and 600 for all else; 0: never")
-    rendezvous_timeout_s: Count = trouble(RENDEZVOUS_S,
-        help="seconds that processes wait for others to start")
+        aliases=("save_total_limit",))
+    """older ones are deleted"""
+    keep_best: bool = keeping(False)
+    """write best/ at each evaluation that beats those before"""
+    resume: Text | None = keeping(None, aliases=("resume_from_checkpoint",))
+    """auto: the newest unfinished run of the same work; or a run's folder"""
+    export: bool = keeping(True)
+    """write hf/ in Hugging Face's format at the end"""
+    push: Text | None = keeping(None, aliases=("hub_model_id",))
+    """user/name on the Hugging Face Hub that hf/ is sent to at the end"""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = trouble("stop")
+    """when a loss or gradient is not finite; rollback: go back to the last checkpoint, once, and
+    pass the batch over"""
+    hang_timeout_s: CountOrZero | None = trouble(None)
+    """seconds without progress that end a run; None: of several processes, 20 times a step's, at
+    least 60, and 600 for all else; 0: never"""
+    rendezvous_timeout_s: Count = trouble(RENDEZVOUS_S)
+    """seconds that processes wait for others to start"""
     # fmt: on
 
     # Values of the keys that the strategy's own engine adds, and which of them are work.
@@ -202,10 +202,8 @@ class RunConfig(Options):
     below_bytes: int | None = None
     # Keys that CONFIG left open and the strategy's defaults decided.
     from_defaults: tuple[str, ...] = Field(default=(), strict=False)
-    # Whether a preset was given.
     has_preset: bool = False
-    # Keys that somebody set: on the command line, in a preset, or in CONFIG to another value than
-    # their default.
+    # Keys that somebody set: on the command line, in a preset, or in CONFIG, but to its default.
     typed: tuple[str, ...] = Field(default=(), strict=False)
 
     def to_user_words(self) -> dict[str, Any]:
@@ -218,9 +216,9 @@ KEYS: dict[str, Key] = read_keys(RunConfig)
 
 def describe_work(config: RunConfig, global_batch_size: int) -> dict[str, Any]:
     """The keys that must agree before two runs may be compared, with the global batch size."""
-    names = [*(name for name, key in KEYS.items() if key.work), *config.engine_work]
-    words = config.to_user_words()
-    return {name: words[name] for name in names} | {"global_batch_size": global_batch_size}
+    names = {name for name, key in KEYS.items() if key.work}.union(config.engine_work)
+    work = {name: value for name, value in config.to_user_words().items() if name in names}
+    return {**work, "global_batch_size": global_batch_size}
 
 
 def with_values(config: RunConfig, **changes: Any) -> RunConfig:
@@ -236,7 +234,7 @@ def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, K
         name = str(error.errors()[0]["loc"][0])
     key = keys[name]
     value = values[name]
-    fix = did_you_mean(value, key.choices) if isinstance(value, str) else ""
+    fix = files.did_you_mean(value, key.choices) if isinstance(value, str) else ""
     raise UserError(f"{name}={shown(value)} is not accepted", f"{name} is {key.accepts()}", fix)
 
 
@@ -248,11 +246,9 @@ def build_config(
     defaults: Callable[[str], Mapping[str, Any]] = lambda _: {},
     options: Callable[[str], type[Options]] = lambda _: Options,
 ) -> RunConfig:
-    """Merge a strategy's `defaults`, CONFIG, a preset and `key=value` texts, later ones winning.
-
-    A key that CONFIG leaves at None or "auto" is open to a default; `options` gives the keys that
-    a strategy's engine adds. Raises UserError for any key, value or preset that cannot be used.
-    """
+    """Merge a strategy's `defaults`, for what CONFIG leaves at None or "auto", CONFIG, a preset and
+    `key=value` texts, later ones winning; `options` gives the keys that a strategy's engine adds.
+    Raises UserError for any key, value or preset that cannot be used."""
     from_preset = {} if preset is None else load_preset(preset)
     texts = []
     for text in overrides:
@@ -260,27 +256,27 @@ def build_config(
         if not equals:
             raise UserError(f"--set {shown(text)} has no '='", fix="type --set key=value")
         texts.append((name.strip(), value))
-    strategy = {"strategy": AUTO, **config, **from_preset, **dict(texts)}["strategy"]
-    own_model = options(str(strategy))
+    strategy = str({"strategy": AUTO, **config, **from_preset, **dict(texts)}["strategy"])
+    own_model = options(strategy)
     own_keys = read_keys(own_model)
     keys = KEYS | own_keys
     given = by_key(config.items(), keys, "CONFIG")
     over = by_key(from_preset.items(), keys, str(preset))
     over |= {name: keys[name].parse(text) for name, text in by_key(texts, keys, "--set").items()}
     where = f"strategy {strategy}'s defaults"
-    open_to = by_key(defaults(str(strategy)).items(), keys, where)
-    for name in open_to:
+    decided = {}
+    for name, value in by_key(defaults(strategy).items(), keys, where).items():
         if keys[name].work:
             raise UserError(f"{where} have {name}", "it would change the work", "remove it")
-    closed = {*over, *(name for name, value in given.items() if value not in (None, AUTO))}
-    decided = {name: value for name, value in open_to.items() if name not in closed}
+        if name not in over and given.get(name) in (None, AUTO):
+            decided[name] = value
     values = {**given, **over, **decided}
     own = {name: values.pop(name) for name in own_keys if name in values}
     values["engine_options"] = validate(own_model, own, keys).model_dump()
     values["engine_work"] = tuple(name for name, key in own_keys.items() if key.work)
     for name in PATHS.intersection(values):
         if isinstance(values[name], str):
-            values[name] = expand_home(name, values[name])
+            values[name] = files.expand_home(name, values[name])
     changed = {name: value for name, value in given.items() if value != keys[name].default} | over
     values["typed"] = tuple(name for name, value in changed.items() if value != AUTO)
     values["from_defaults"] = tuple(decided)
@@ -290,10 +286,10 @@ def build_config(
 
 def load_preset(given: str) -> dict[str, Any]:
     """The values of a preset: a name of ours, or a path."""
-    path = Path(expand_home("preset", given))
+    path = Path(files.expand_home("preset", given))
     if not path.exists() and not path.parent.name:  # a bare word: one of ours
         path = PRESETS_DIR / f"{path.stem}.json"
-    document = load_json(path, "preset")
+    document = files.load_json(path, "preset")
     if not isinstance(document, dict):
         raise UserError(f"preset {given} is not a JSON object", fix='write {"key": value, ...}')
     return {name: value for name, value in document.items() if name != "_comment"}

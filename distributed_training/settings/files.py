@@ -22,17 +22,15 @@ from distributed_training.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout
 _WRONG = {
-    **dict.fromkeys(("model_type", "dict_type"), "is not a JSON object"),
-    "extra_forbidden": "is not one of its keys",
-    "missing": "is missing",
-}
+    "model_type": "is not a JSON object", "dict_type": "is not a JSON object",
+    "extra_forbidden": "is not one of its keys", "missing": "is missing",
+}  # fmt: skip
 _CHUNK_BYTES = 16 * 2**20
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def expand_home(key: str, text: str) -> str:
-    """Text that may be a path, `~` expanded; UserError where asking for it would fail: no such
-    user, a name that is too long, a folder that may not be entered."""
+    """Text that may be a path, `~` expanded; UserError where no system could be asked for it."""
     try:
         path = Path(text).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -72,8 +70,7 @@ def _sync(path: Path) -> None:
 def load_code(file: Path, what: str) -> ModuleType:
     """A Python file outside of the package as a module, run once, under a name that no other has.
     Raises UserError where it fails, which calls it `what`."""
-    folder = file.parent
-    name = f"{folder.name}_{file.stem}_{zlib.crc32(str(folder).encode()):08x}"
+    name = f"{file.parent.name}_{file.stem}_{zlib.crc32(str(file.parent).encode()):08x}"
     spec: Any = spec_from_file_location(name, file)
     module = module_from_spec(spec)
     sys.modules[name] = module
@@ -114,11 +111,10 @@ def load_json(path: Path, what: str) -> Any:
 
 def crc32(file: Path, before: int = 0) -> int:
     """CRC-32 of a file; with that of what comes `before`, of both."""
-    checksum = before
     with open(file, "rb", buffering=0) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
+            before = zlib.crc32(chunk, before)
+    return before
 
 
 def crc32_of(values: Mapping[str, Any]) -> int:

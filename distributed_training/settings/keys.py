@@ -6,6 +6,7 @@ pydantic checks the values; what is said about them comes from its JSON schema. 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,11 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import nearest, shown
 
-_WORDS: dict[str, dict[str, Any]] = {
-    "boolean": dict.fromkeys(("true", "yes", "on", "1"), True)
-    | dict.fromkeys(("false", "no", "off", "0"), False),
-    "null": {"none": None, "null": None},
-}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
+_BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
+_WORDS: dict[str, dict[str, Any]] = {"boolean": _BOOLEANS, "null": {"none": None, "null": None}}
 _KINDS = {
     "integer": "a whole number", "number": "a number", "boolean": "True or False",
     "string": "text", "null": "None",
@@ -28,7 +27,10 @@ _KINDS = {
 class Options(BaseModel):
     """Base of a class whose fields are keys: RunConfig, or OPTIONS of a strategy's own engine."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )  # fmt: skip
 
     def steps_between_exchanges(self) -> int | None:
         """Steps after which copies of the model exchange as many fp32 values as it has parameters,
@@ -43,12 +45,13 @@ class Options(BaseModel):
 def key(
     default: Any,
     *,
-    help: str,
     work: bool,
+    help: str | None = None,
     group: str = "Options of a strategy's own engine",
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """Declare such a field; `work`: whether two runs must agree in it, to be compared."""
+    """Declare such a field, with its help in it or as a string below it; `work`: whether two runs
+    must agree in it, to be compared."""
     extra: Any = {"work": work, "group": group, "aliases": aliases}
     return Field(default=default, description=help, json_schema_extra=extra)
 
@@ -58,7 +61,7 @@ class Key(BaseModel):
 
     name: str
     default: Any
-    help: str = Field(alias="description")  # one line
+    help: str  # one line
     group: str  # heading in --help and in the guide
     work: bool  # whether it changes what is computed, under every strategy
     aliases: tuple[str, ...]  # names that other programs use for it
@@ -71,43 +74,45 @@ class Key(BaseModel):
 
     def accepts(self) -> str:
         """What is accepted, in words."""
-        return " or ".join(map(_describe, self.forms))
+        said = []
+        for form in self.forms:
+            if "enum" in form:
+                text = "one of " + ", ".join(map(str, form["enum"]))
+            elif "const" in form:
+                text = json.dumps(form["const"])
+            else:
+                text = _KINDS[form["type"]]
+            if "minimum" in form:
+                text += f" >= {form['minimum']:g}"
+            if form.get("maximum", 2**20) < 2**20:  # larger ones only guard against overflow
+                text += f" and <= {form['maximum']:g}"
+            said.append(text)
+        return " or ".join(said)
 
     def parse(self, text: str) -> Any:
         """The value that command-line `text` stands for; text that fits nothing is returned."""
         word = text.strip().lower()
-        kinds = [form.get("type", "") for form in self.forms]
-        words = {word: _WORDS[kind][word] for kind in kinds for word in _WORDS.get(kind, {})}
-        words |= {choice.lower(): choice for choice in self.choices}
+        kinds = {form.get("type") for form in self.forms}
+        words: dict[str, Any] = {choice.lower(): choice for choice in self.choices}
+        for kind in kinds.intersection(_WORDS):
+            words |= _WORDS[kind]
         if word in words:
             return words[word]
-        for convert in (int, float) if {"integer", "number"} & {*kinds} else ():
-            with contextlib.suppress(ValueError):
-                return convert(word)
+        if kinds & {"integer", "number"}:
+            for convert in (int, float):
+                with contextlib.suppress(ValueError):
+                    return convert(word)
         return text
-
-
-def _describe(form: Mapping[str, Any]) -> str:
-    if "enum" in form:
-        return "one of " + ", ".join(str(value) for value in form["enum"])
-    if "const" in form:
-        return f'"{form["const"]}"' if isinstance(form["const"], str) else repr(form["const"])
-    text = _KINDS[form["type"]]
-    if "minimum" in form:
-        text += f" >= {form['minimum']:g}"
-    if form.get("maximum", 2**20) < 2**20:  # larger ones only guard against overflow
-        text += f" and <= {form['maximum']:g}"
-    return text
 
 
 def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     """The keys that a model's fields declare, in their order."""
-    fields = model.model_json_schema().get("properties", {}).items()
-    return {
-        name: Key(name=name, forms=schema.get("anyOf", [schema]), **schema)
-        for name, schema in fields
-        if "work" in schema
-    }
+    keys = {}
+    for name, schema in model.model_json_schema().get("properties", {}).items():
+        if "work" in schema:
+            help = " ".join(schema.get("description", "").split())
+            keys[name] = Key(name=name, help=help, forms=schema.get("anyOf", [schema]), **schema)
+    return keys
 
 
 def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str) -> dict[str, Any]:
@@ -136,5 +141,4 @@ def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> s
 
 
 def _all_names(keys: Iterable[Key]) -> dict[str, str]:
-    """Every name and alias -> the key's own name."""
     return {name: key.name for key in keys for name in (key.name, *key.aliases)}

@@ -18,22 +18,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from distributed_training.settings import files
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.engines import ENGINES, MESH_AXES, Traits
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import (
-    ROOT,
-    did_you_mean,
-    given_path,
-    load_code,
-    load_json,
-    parse_as,
-)
+from distributed_training.settings.files import did_you_mean
 from distributed_training.settings.keys import Options
 
-STRATEGIES_DIR = ROOT / "strategies"
+STRATEGIES_DIR = files.ROOT / "strategies"
 _FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
-_OFFLOADED = {"optimizer": "optimizer state", "param": "parameters"}
 
 
 class _Folder(BaseModel, strict=True, extra="forbid"):
@@ -146,14 +139,15 @@ class Strategy:
         if self.mesh["tp"] != 1:
             parts.append("each layer over tp")
         if self.zero_stage:
-            divided = ["optimizer state", "gradients", "parameters"][: self.zero_stage]
-            parts.append(", ".join(divided))
+            divided = ["optimizer state", "gradients", "parameters"]
+            parts.append(", ".join(divided[: self.zero_stage]))
         elif not self.traits.takes_deepspeed_json and self.mesh["dp_shard"] != 1:
             parts.append("parameters, gradients, optimizer state over dp_shard")
         parts = parts or ["nothing (replicas)"]
-        for what, device in self.offload.items():
-            if device != "none":
-                parts.append(f"{_OFFLOADED[what]} kept on {device}")
+        if self.steps_on_host:
+            parts.append(f"optimizer state kept on {self.offload['optimizer']}")
+        if self.fetches_parameters:
+            parts.append(f"parameters kept on {self.offload['param']}")
         return "; ".join(parts)
 
 
@@ -166,7 +160,7 @@ def list_strategies() -> dict[str, Path]:
 
 def strategy_defaults(name: str) -> dict[str, Any]:
     """What a strategy gives CONFIG's open keys."""
-    return {} if name == AUTO else _find(name)[1].defaults
+    return {} if name == AUTO else _read_folder(_find(name)).defaults
 
 
 def defaults_for(config: RunConfig, name: str) -> dict[str, Any]:
@@ -177,24 +171,22 @@ def defaults_for(config: RunConfig, name: str) -> dict[str, Any]:
 
 def strategy_options(name: str) -> type[Options]:
     """Keys that a strategy's own engine adds to CONFIG."""
-    if name == AUTO:
-        return Options
-    path, folder = _find(name)
-    return _find_traits(folder.engine, path.parent)[1]
+    return Options if name == AUTO else _find_engine(_find(name))[1]
 
 
 def load_strategy(config: RunConfig) -> Strategy:
     """The strategy that `config` names, with CONFIG's sizes of axes put over its own; UserError for
     an unknown name and for a JSON that does not parse or means another strategy."""
-    path, folder = _find(config.strategy)
-    own = _read(path, folder, config)
+    path = _find(config.strategy)
+    document = _read_folder(path).deepspeed
+    own = _read(path, document, config)
     given = config.deepspeed_config
     if given is None:
         return own
-    if folder.deepspeed is None:
+    if document is None:
         what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
         raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
-    strategy = _read(path, folder.model_copy(update={"deepspeed": given}), config)
+    strategy = _read(path, given, config)
     if strategy.sharding != own.sharding:
         what = f"{strategy.source} means {strategy.sharding!r} but "
         what += f"strategy={own.name!r} means {own.sharding!r}"
@@ -202,88 +194,90 @@ def load_strategy(config: RunConfig) -> Strategy:
     return strategy
 
 
-def _read(path: Path, folder: _Folder, config: RunConfig) -> Strategy:
-    """What a folder's config.json at `path` says, with CONFIG's sizes of axes in place of its own;
-    UserError where the engine has no such axes."""
-    traits, _ = _find_traits(folder.engine, path.parent)
+def _read(path: Path, deepspeed: Any, config: RunConfig) -> Strategy:
+    """The strategy of the config.json at `path` with this DeepSpeed JSON, or path of one."""
+    folder = _read_folder(path)
+    traits, _ = _find_engine(path)
     engine = f"{path}: engine={folder.engine!r}"
-    given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
+    given, needed = ("mesh", "deepspeed") if deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_deepspeed_json != (given == "deepspeed"):
         raise UserError(f"{engine} takes {needed!r}, not {given!r}", fix=f"write {needed!r}")
     source = path
     mesh = folder.mesh or {}
-    document = folder.deepspeed or {}
-    can = traits.axes
-    why = f"it has the axes {', '.join(can)}"
+    may_be_set = traits.axes
+    why = f"it has the axes {', '.join(traits.axes)}"
+    if isinstance(deepspeed, str):
+        beside = path.parent / deepspeed
+        source = beside if beside.is_file() else files.given_path(deepspeed)
+        deepspeed = files.load_json(source, "DeepSpeed JSON")
     if traits.takes_deepspeed_json:
-        if isinstance(document, str):
-            beside = path.parent / document
-            source = beside if beside.is_file() else given_path(document)
-            document = load_json(source, "DeepSpeed JSON")
-        parsed = parse_as(_DeepSpeed, document, str(source), "see configs/ds_config_zero2.json")
+        fix = "see configs/ds_config_zero2.json"
+        parsed = files.parse_as(_DeepSpeed, deepspeed, str(source), fix)
         stage = parsed.zero_optimization.stage
         stages = parsed.pipeline.stages
         if stages != 1 and stage > 1:
             what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
             reason = "a pipeline needs its gradients whole until its last micro-batch"
             raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
-        mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
-        can = ("pp",) if stages != 1 else ()
+        mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in deepspeed else {})}
+        may_be_set = ("pp",) if stages != 1 else ()
         why = "DeepSpeed divides over all processes"
     for axis, size in mesh.items():
         if axis not in traits.axes and (size != 1 or axis not in MESH_AXES):
             its = f"its axes are {', '.join(traits.axes)}"
             fix = f"leave it out or name another engine: {', '.join(ENGINES)}"
             raise UserError(f"{engine} has no axis {axis!r}", its, fix)
-    given_axes = {axis: size for axis in MESH_AXES if (size := getattr(config, axis)) is not None}
-    for axis, size in given_axes.items():
-        if axis not in can:
+    for axis in MESH_AXES:
+        size = getattr(config, axis)
+        if size is not None and axis not in may_be_set:
             what = f"{axis}={size} cannot be set with strategy={folder.name!r}"
             others = "3d, whose mesh has all axes" + (", or to hybrid" if axis == "pp" else "")
             raise UserError(what, why, f"set it to None, or strategy to {others}")
+        if size is not None:
+            mesh = {**mesh, axis: size}
     known = traits.schedules or ("1f1b",)
     return Strategy(
         name=folder.name,
         source=source.resolve(),
-        document=document,
-        mesh={**dict.fromkeys(MESH_AXES, 1), **mesh, **given_axes},
-        named_axes=tuple({**mesh, **given_axes}),
+        document=deepspeed or {},
+        mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
+        named_axes=tuple(mesh),
         schedule=config.pipeline_schedule if config.pipeline_schedule in known else known[0],
         engine=folder.engine,
         traits=traits,
     )
 
 
-def _find(name: str) -> tuple[Path, _Folder]:
+def _find(name: str) -> Path:
     known = list_strategies()
     if name in known:
-        return known[name], _read_folder(known[name])
+        return known[name]
     what = f"strategy={name!r} is not known"
-    why = f"the strategies are {', '.join(known)}"
-    raise UserError(what, why, did_you_mean(name, known))
+    raise UserError(what, f"the strategies are {', '.join(known)}", did_you_mean(name, known))
 
 
-def _find_traits(engine: str, folder: Path) -> tuple[Traits, type[Options]]:
-    """The engine that a folder names: its traits, and the options that it adds to CONFIG."""
+def _find_engine(path: Path) -> tuple[Traits, type[Options]]:
+    """The engine that a folder's config.json names: its traits, and what it adds to CONFIG."""
+    engine = _read_folder(path).engine
     if engine in ENGINES:
         return ENGINES[engine], Options
-    file = folder / engine
+    file = path.parent / engine
     if not (engine.endswith(".py") and file.is_file()):
-        what = f"{folder}: engine={engine!r} is not known"
+        what = f"{path.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
         raise UserError(what, why, did_you_mean(engine, ENGINES))
-    module = load_code(file, f"the engine {file}")
+    module = files.load_code(file, f"the engine {file}")
     traits = getattr(module, "TRAITS", None)
     if not isinstance(traits, Traits):
         raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
     build = traits.build if ":" in traits.build else f"{file.name}:{traits.build}"
-    return replace(traits, build=f"{folder}/{build}"), getattr(module, "OPTIONS", Options)
+    return replace(traits, build=f"{path.parent}/{build}"), getattr(module, "OPTIONS", Options)
 
 
 @functools.cache
 def _read_folder(path: Path) -> _Folder:
     what = f"{path} is not a strategy"
-    folder = parse_as(_Folder, load_json(path, "strategy"), what, _FORM)
+    folder = files.parse_as(_Folder, files.load_json(path, "strategy"), what, _FORM)
     if (folder.mesh is None) == (folder.deepspeed is None):
         raise UserError(what, "it has one of mesh, deepspeed", _FORM)
     return folder
