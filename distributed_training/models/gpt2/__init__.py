@@ -21,17 +21,16 @@ if TYPE_CHECKING:
 def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> ModelSize:
     """A GPT-2; `num_parameters` equals Hugging Face's count for `GPT2LMHeadModel`."""
     d = hidden_size
-    matrices = 12 * d**2
     return ModelSize(
         **shape,
         num_positions=num_positions,
-        hidden_size=hidden_size,
+        hidden_size=d,
         block_matrices=((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)),  # attention, MLP
-        block_parameters=matrices + 13 * hidden_size,  # biases 9 d, two norms 4 d
-        block_parameters_split=matrices + 7 * hidden_size,
-        block_norm_parameters=4 * hidden_size,
-        final_norm_parameters=2 * hidden_size,
-        position_parameters=num_positions * hidden_size,
+        block_parameters=12 * d**2 + 13 * d,  # biases 9 d, two norms 4 d
+        block_parameters_split=12 * d**2 + 7 * d,
+        block_norm_parameters=4 * d,
+        final_norm_parameters=2 * d,
+        position_parameters=num_positions * d,
     )
 
 
@@ -47,9 +46,8 @@ SIZES = {
 }
 MODEL_TYPES = ("gpt2",)
 # Where the published weights and GPT-2's tokenizer live on the Hugging Face Hub.
-HUB_IDS = {
-    name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-}
+_PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+HUB_IDS = {name: f"openai-community/{name}" for name in _PUBLISHED}
 STORES_TRANSPOSED = True  # as Conv1D has its weights, [in, out]
 # Our names -> Hugging Face's.
 _NAMES = {
@@ -85,8 +83,8 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """The named sizes; with a Hugging Face folder, the one that its config.json describes, or
-    UserError where our GPT-2 does not compute what it describes."""
+    """The named sizes, or the one that a Hugging Face folder's config.json describes; UserError
+    where our GPT-2 does not compute what it describes."""
     if folder is None:
         return SIZES
     fix = "give a GPT-2 of the published form, or set weights to random"

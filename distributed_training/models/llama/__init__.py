@@ -86,10 +86,12 @@ class Config(BaseModel, strict=True):
         if not found.get("use_sliding_window", found.get("model_type") == "mistral"):
             found.pop("sliding_window", None)
         if "rope_parameters" not in found:
-            old = found.get("rope_scaling", {})
-            theta = {key: found[key] for key in ("rope_theta",) if key in found}
-            kind = {"rope_type": old["type"]} if "type" in old else {}
-            found["rope_parameters"] = {**old, **kind, **theta}
+            rope = dict(found.get("rope_scaling", {}))
+            if "type" in rope:
+                rope["rope_type"] = rope["type"]
+            if "rope_theta" in found:
+                rope["rope_theta"] = found["rope_theta"]
+            found["rope_parameters"] = rope
         return found
 
     @property
@@ -110,20 +112,13 @@ def llama_size(config: Config) -> ModelSize:
     qkv = heads + 2 * config.num_key_value_heads * config.head_dim
     hidden = config.intermediate_size
     matrices = ((qkv, d), (d, heads), (2 * hidden, d), (d, hidden))
-    split = sum(rows * columns for rows, columns in matrices)
-    whole = norms = 2 * d
+    split_bias = qkv if config.biases[0] else 0
+    whole_bias = d if config.biases[1] else 0
+    split = sum(rows * columns for rows, columns in matrices) + split_bias
+    norms = [d, d]
     kept = 0
-    tensors = len(matrices) + 2
-    if config.biases[0]:
-        split += qkv
-        tensors += 1
-    if config.biases[1]:
-        whole += d
-        tensors += 1
     if config.norms_heads:
-        norms += 2 * config.head_dim
-        whole += 2 * config.head_dim
-        tensors += 2
+        norms += [config.head_dim, config.head_dim]
         kept = (heads + qkv) // 2  # q and k before their norms
     return ModelSize(
         vocab_size=config.vocab_size,
@@ -134,10 +129,10 @@ def llama_size(config: Config) -> ModelSize:
         mlp_units=hidden // unit_size(hidden),
         hidden_size=d,
         block_matrices=matrices,
-        block_parameters=split + whole,
+        block_parameters=split + whole_bias + sum(norms),
         block_parameters_split=split,
-        block_norm_parameters=norms,
-        block_tensors=tensors,
+        block_norm_parameters=sum(norms),
+        block_tensors=len(matrices) + len(norms) + config.biases.count(True),
         kept_values=kept,
         final_norm_parameters=d,
         tied=config.tie_word_embeddings,
@@ -146,8 +141,8 @@ def llama_size(config: Config) -> ModelSize:
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """The named sizes; with a Hugging Face folder, the one that its config.json describes, or
-    UserError where our model does not compute what it describes."""
+    """The named sizes, or the one that a Hugging Face folder's config.json describes; UserError
+    where our model does not compute what it describes."""
     if folder is None:
         return SIZES
     file = folder / "config.json"
@@ -193,8 +188,8 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
     document = config.model_dump(exclude={"rope_parameters"}) | {"rope_theta": rope.rope_theta}
     if rope.rope_type != "default":
         document["rope_scaling"] = rope.model_dump(exclude={"rope_theta"}, exclude_unset=True)
-    architecture = MODEL_TYPES[config.model_type]
-    return {**document, "architectures": [architecture], "eos_token_id": eos_token_id}
+    architectures = [MODEL_TYPES[config.model_type]]
+    return {**document, "architectures": architectures, "eos_token_id": eos_token_id}
 
 
 def unit_size(hidden: int) -> int:

@@ -8,6 +8,7 @@ Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary positions); Ain
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +33,8 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosine and sine of each position's angles, fp32 [positions, K / 2]: one table for all blocks.
-
-    It follows the model from device to device, and stays in fp32 whatever becomes of parameters.
-    """
+    """Cosine and sine of each position's angles, fp32 [positions, K / 2]: one table for all blocks,
+    which follows the model from device to device and stays in fp32 whatever parameters become."""
 
     table: torch.Tensor
 
@@ -85,20 +84,19 @@ class Block(nn.Module):
         hidden = config.intermediate_size
         heads = config.num_attention_heads
         groups = config.num_key_value_heads
+        norm = partial(RMSNorm, eps=config.rms_norm_eps)
+        norm_heads = norm if config.norms_heads else nn.Identity
         self.queries = heads // groups  # of each group
         self.head_size = config.head_dim
         self.unit_size = unit_size(hidden)
         self.dropout = dropout
         self.rotary = rotary
-        self.norm_1 = RMSNorm(d, config.rms_norm_eps)
-        self.qkv = Linear(d, (heads + 2 * groups) * config.head_dim, bias=config.biases[0])
-        self.norm_q: nn.Module = nn.Identity()
-        self.norm_k: nn.Module = nn.Identity()
-        if config.norms_heads:
-            self.norm_q = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.norm_k = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.attention_out = Linear(heads * config.head_dim, d, bias=config.biases[1])
-        self.norm_2 = RMSNorm(d, config.rms_norm_eps)
+        self.norm_1 = norm(d)
+        self.qkv = Linear(d, (heads + 2 * groups) * self.head_size, bias=config.biases[0])
+        self.norm_q: nn.Module = norm_heads(self.head_size)
+        self.norm_k: nn.Module = norm_heads(self.head_size)
+        self.attention_out = Linear(heads * self.head_size, d, bias=config.biases[1])
+        self.norm_2 = norm(d)
         self.mlp_in = Linear(d, 2 * hidden, bias=False)
         self.mlp_out = Linear(hidden, d, bias=False)
 
