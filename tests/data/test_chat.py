@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Builder
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from distributed_training.data.pieces import ChatTemplate
 from distributed_training.data.corpus import read_prose
+from distributed_training.data.pieces import ChatTemplate
 from distributed_training.data.tokenizer import Tokenizer
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
