@@ -15,7 +15,7 @@ from distributed_training.data.cache import Tokens, load_tokens, tokenise
 from distributed_training.data.corpus import Corpus
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 
 IGNORE_INDEX = -100
@@ -120,9 +120,8 @@ def cut_samples(folder: Path, tokenizer: Tokenizer, config: RunConfig) -> Data:
         own = config.validation_dataset if len(train) else None
         what = f"validation_dataset={own!r}" if own else f"dataset={config.dataset!r}"
         raise UserError(f"{what} is too short", why, "use a longer text or a smaller max_length")
-    wanted = config.num_samples
-    if wanted == AUTO:
-        wanted = min(AUTO_SAMPLES, len(train))
+    asked = config.num_samples
+    wanted = min(AUTO_SAMPLES, len(train)) if isinstance(asked, str) else asked
     if wanted > len(train):
         what = f"num_samples={wanted} is more than the dataset has"
         fix = f"set num_samples to at most {len(train)}, or to auto or -1 for all"

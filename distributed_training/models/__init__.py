@@ -202,7 +202,7 @@ def weight_files(folder: Path) -> list[Path]:
 def find_model(name: str) -> ModelSpec:
     """The model that CONFIG's `model` names; raise UserError where there is none."""
     names = []
-    kinds = {}
+    kinds: dict[str, str] = {}
     for family in FAMILIES:
         module = _load(family)
         kinds |= dict.fromkeys(module.MODEL_TYPES, family)

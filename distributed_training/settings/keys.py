@@ -92,7 +92,7 @@ class Key(BaseModel):
     def parse(self, text: str) -> Any:
         """The value that command-line `text` stands for; text that fits nothing is returned."""
         word = text.strip().lower()
-        kinds = {form.get("type") for form in self.forms}
+        kinds = {form.get("type", "") for form in self.forms}
         words: dict[str, Any] = {choice.lower(): choice for choice in self.choices}
         for kind in kinds.intersection(_WORDS):
             words |= _WORDS[kind]
