@@ -15,7 +15,6 @@ back in whatever is left free. The orders are the authors', operation by operati
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from pipedream_simple import from_words
@@ -72,41 +71,34 @@ def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
     """(slot, the I that it belongs to) of each W: in the free slots, those of I_UP first."""
     taken = {slot: kind for kind, line in enumerate(own) for slot in line}
     waiting = {I_UP: 0, I_DOWN: 0}
-    slot = 0
-    left = len(taken)
-    while left or any(waiting.values()):
+    for slot in range(max(taken) + 1 + len(taken)):
         kind = taken.get(slot)
-        if kind is not None:
-            left -= 1
-            if kind in waiting:
-                waiting[kind] += 1
-        elif any(waiting.values()):
+        if kind in waiting:
+            waiting[kind] += 1
+        elif kind is None and any(waiting.values()):
             first = I_UP if waiting[I_UP] else I_DOWN
             waiting[first] -= 1
             yield slot, first
-        slot += 1
 
 
 def _pull(slots: Slots) -> None:
     """Move operations to earlier free slots, where data and memory allow, in the order of time.
 
-    In the full pipeline, from rank 0's first I_DOWN to its last F_DOWN, everything stays. So do,
-    in the pass that has no slots for W, the operations before.
+    In the full pipeline, from rank 0's first I_DOWN to the next F_DOWN of the last microbatch,
+    everything stays. So do, in the pass that has no slots for W, the operations before.
     """
     with_weights = len(slots[0]) > W
     lines = [_Line(own, with_weights) for own in slots]
     limit = max(held for line in lines for held, _ in line.states)
     last = len(slots[0][F_DOWN]) - 1
-    filling = True
-    draining = False
-    for slot, rank, kind, i in _by_time(slots):
-        if filling and rank == 0 and kind == I_DOWN:
-            filling = False
-        if not filling and not draining:
-            draining = kind == F_DOWN and i == last
-            continue
-        if filling and not with_weights:
-            continue
+    order = _by_time(slots)
+    places = range(len(order))
+    full = next(at for at in places if order[at][1:] == (0, I_DOWN, 0))
+    drains = next((at for at in places[full:] if order[at][2:] == (F_DOWN, last)), len(order))
+    moving = order[drains + 1 :]
+    if with_weights:
+        moving = order[:full] + moving
+    for slot, rank, kind, i in moving:
         line = lines[rank]
         for sooner in range(1 + max(_waits_for(slots, rank, kind, i), default=-1), slot):
             if line.kinds[sooner] is None and line.move(slot, sooner, limit):
@@ -114,15 +106,14 @@ def _pull(slots: Slots) -> None:
                 break
 
 
-def _by_time(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
+def _by_time(slots: Slots) -> list[tuple[int, int, int, int]]:
     """(slot, rank, kind, microbatch) of all operations, sorted."""
-    found: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
-    for rank, own in enumerate(slots):
-        for kind, line in enumerate(own):
-            for i, slot in enumerate(line):
-                found[slot].append((slot, rank, kind, i))
-    for slot in sorted(found):
-        yield from found[slot]
+    return sorted(
+        (slot, rank, kind, i)
+        for rank, own in enumerate(slots)
+        for kind, line in enumerate(own)
+        for i, slot in enumerate(line)
+    )
 
 
 def _waits_for(slots: Slots, rank: int, kind: int, i: int) -> list[int]:

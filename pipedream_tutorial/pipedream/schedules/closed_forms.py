@@ -32,18 +32,13 @@ class Case(NamedTuple):
     """Weight gradient."""
 
     @property
-    def total(self) -> Fraction:
-        """T: the work that one microbatch is for a rank."""
-        return self.f + self.i + self.w
-
-    @property
     def backward(self) -> Fraction:
         return self.i + self.w
 
     @property
-    def per_round(self) -> int:
-        """Microbatches that go through one stage before an interleaved rank turns to its next."""
-        return self.m // max(1, self.m // self.p)
+    def total(self) -> Fraction:
+        """T: the work that one microbatch is for a rank."""
+        return self.f + self.backward
 
 
 def idle_fraction(idle_time: Fraction, c: Case) -> Fraction:
@@ -55,14 +50,15 @@ def even_fill(c: Case) -> Fraction:
     return (c.p - 1) * c.total
 
 
-def even_fill_span(c: Case, r: int) -> Fraction:
-    return (c.p - 1 - r) * c.total
-
-
 def interleaved_idle(c: Case) -> Fraction:
     """With fewer microbatches than ranks a rank waits for the first one to come round, v times."""
     missing = max(0, c.p - c.m) * c.v + min(c.m, c.p) - 1
     return missing * c.total / c.v
+
+
+def interleaved_activations(c: Case, r: int) -> Fraction:
+    per_round = c.m // max(1, c.m // c.p)  # microbatches before a rank turns to its next stage
+    return Fraction(min(c.m * c.v, (c.v - 1) * per_round + 2 * (c.p - 1 - r) + 1), c.v)
 
 
 def zb_h2_step(c: Case) -> Fraction:
@@ -112,10 +108,8 @@ def folded(c: Case) -> Case:
 
 def chimera_idle(c: Case) -> Fraction:
     """Every unit of p microbatches after the first costs (p-2) |F - B| more."""
-    units = c.m // c.p
-    longer = max(c.f, c.backward)
-    apart = abs(c.f - c.backward)
-    return (c.p - 2) * (longer + (units - 1) * apart)
+    further = c.m // c.p - 1
+    return (c.p - 2) * (max(c.f, c.backward) + further * abs(c.f - c.backward))
 
 
 def from_edge(c: Case, r: int) -> int:
@@ -124,11 +118,12 @@ def from_edge(c: Case, r: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClosedForm:
-    """One schedule's row of the table."""
+    """One schedule's row of the table; where nothing is said, that of a pipeline that fills once
+    and then flushes."""
 
-    makespan_idle: Callable[[Case], Fraction]
+    makespan_idle: Callable[[Case], Fraction] = even_fill
     """X: from time 0 to the last rank's end, less a rank's work; the same on every rank."""
-    span_idle: Callable[[Case, int], Fraction]
+    span_idle: Callable[[Case, int], Fraction] = lambda c, r: (c.p - 1 - r) * c.total
     """Rank r's idle time between its own first start and its own last end."""
     idle_holds: Callable[[Case], bool] = lambda c: True
     """Whether both are exact, among sizes that the schedule takes."""
@@ -139,7 +134,7 @@ class ClosedForm:
     """Weight versions that stage s keeps, in a run of 2 p microbatches and 3 batches or more."""
     staleness: Callable[[Case, int, int], int] = lambda c, s, microbatch: 0
     """Updates of stage s that the microbatch's gradient does not know of; m: a batch."""
-    idle_text: str
+    idle_text: str = "(p-1) (F+B)"
     range_text: str = "always"
     published: str = "the same"
     """The form and the range that the source gives, where it differs from ours."""
@@ -153,8 +148,6 @@ def _asynchronous(
 ) -> ClosedForm:
     """1F1B's order without flushes, in a run of p microbatches or more."""
     return ClosedForm(
-        makespan_idle=even_fill,
-        span_idle=even_fill_span,
         peak_activations=lambda c, s: Fraction(c.p - s),
         peak_versions=versions,
         staleness=staleness,
@@ -171,26 +164,12 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         idle_text="(p-1) m (F+B)",
         source="1811.06965",
     ),
-    "gpipe": ClosedForm(
-        makespan_idle=even_fill,
-        span_idle=even_fill_span,
-        peak_activations=lambda c, r: Fraction(c.m),
-        idle_text="(p-1) (F+B)",
-        source="1811.06965",
-    ),
+    "gpipe": ClosedForm(peak_activations=lambda c, r: Fraction(c.m), source="1811.06965"),
     "1f1b": ClosedForm(
-        makespan_idle=even_fill,
-        span_idle=even_fill_span,
-        peak_activations=lambda c, r: Fraction(min(c.m, c.p - r)),
-        idle_text="(p-1) (F+B)",
-        source="2104.04473",
+        peak_activations=lambda c, r: Fraction(min(c.m, c.p - r)), source="2104.04473"
     ),
     "eager-1f1b": ClosedForm(
-        makespan_idle=even_fill,
-        span_idle=even_fill_span,
-        peak_activations=lambda c, r: Fraction(min(c.m, 2 * (c.p - r) - 1)),
-        idle_text="(p-1) (F+B)",
-        source="2211.05322",
+        peak_activations=lambda c, r: Fraction(min(c.m, 2 * (c.p - r) - 1)), source="2211.05322"
     ),
     "pipedream": _asynchronous(
         lambda c, s: c.p - s, lambda c, s, microbatch: min(microbatch, c.p - 1 - s)
@@ -207,9 +186,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     "interleaved": ClosedForm(
         makespan_idle=interleaved_idle,
         span_idle=lambda c, r: interleaved_idle(c) - r * c.total / c.v,
-        peak_activations=lambda c, r: Fraction(
-            min(c.m * c.v, (c.v - 1) * c.per_round + 2 * (c.p - 1 - r) + 1), c.v
-        ),
+        peak_activations=interleaved_activations,
         idle_text="(p-1) (F+B) / v; (v (p-m) + m - 1) (F+B) / v if m < p",
         published="(p-1) (F+B) / v if p divides m",
         source="2104.04473",

@@ -63,6 +63,11 @@ class Pair(NamedTuple):
 Item = Op | Pair
 
 
+def item_of(ops: Sequence[Op]) -> Item:
+    """The only one, or the pair."""
+    return Pair(*ops) if len(ops) == 2 else ops[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """An order of operations for every rank, and the way a microbatch takes through the stages."""
@@ -102,9 +107,8 @@ class Schedule:
     def known(self) -> dict[Key, set[int]]:
         """(kind, stage) -> the microbatches that some rank runs it for."""
         found: dict[Key, set[int]] = defaultdict(set)
-        for own in self.runs:
-            for key, line in own.items():
-                found[key].update(line)
+        for kind, stage, i in self.ops():
+            found[kind, stage].add(i)
         return dict(found)
 
     @cached_property
@@ -139,32 +143,30 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
     No barrier is put between batches. A rank starts its next batch when its own order allows.
     """
     m = schedule.num_microbatches
+
+    def shifted(item: Item, by: int) -> Item:
+        return item_of([Op(kind, stage, i + by) for kind, stage, i in item.parts])
+
     orders = tuple(
-        order + tuple(_shifted(item, k * m) for k in range(1, num_batches) for item in order)
+        order + tuple(shifted(item, k * m) for k in range(1, num_batches) for item in order)
         for order in schedule.orders
     )
     return replace(schedule, orders=orders)
 
 
-def _shifted(item: Item, by: int) -> Item:
-    shifted = [Op(kind, stage, microbatch + by) for kind, stage, microbatch in item.parts]
-    return Pair(*shifted) if isinstance(item, Pair) else shifted[0]
-
-
 def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
     """The same orders, with R before every backward pass; `kept` is the share that R starts from:
     the stage's input."""
-
-    def with_recompute(item: Item) -> tuple[Item, ...]:
-        backward = item.parts[-1]
-        if backward.kind in (BACKWARD, INPUT_GRADIENT):
-            return Op(RECOMPUTE, backward.stage, backward.microbatch), item
-        return (item,)
-
-    orders = tuple(
-        tuple(each for item in order for each in with_recompute(item)) for order in schedule.orders
-    )
-    return replace(schedule, orders=orders, kept=kept)
+    orders = []
+    for order in schedule.orders:
+        again: list[Item] = []
+        for item in order:
+            kind, stage, i = item.parts[-1]
+            if kind in (BACKWARD, INPUT_GRADIENT):
+                again.append(Op(RECOMPUTE, stage, i))
+            again.append(item)
+        orders.append(tuple(again))
+    return replace(schedule, orders=tuple(orders), kept=kept)
 
 
 def save_csv(schedule: Schedule, path: Path) -> None:
@@ -191,23 +193,24 @@ def load_csv(path: Path) -> Schedule:
         raise UserError(f"{path} is not a CSV", "give one that --csv wrote, or torch") from None
     while orders and not orders[-1]:  # blank lines at the end; one before is an idle rank
         orders.pop()
+    schedule = straight(path.stem, orders)
     rank_of: dict[int, int] = {}
-    for rank, order in enumerate(orders):
-        for op in (op for item in order for op in item.parts):
-            if rank_of.setdefault(op.stage, rank) != rank:
+    for rank, stages in enumerate(schedule.stages()):
+        for stage in stages:
+            if rank_of.setdefault(stage, rank) != rank:
                 raise UserError(
-                    f"{path} runs stage {op.stage} on ranks {rank_of[op.stage]} and {rank}",
+                    f"{path} runs stage {stage} on ranks {rank_of[stage]} and {rank}",
                     "write all operations of a stage in one line",
                 )
     if not rank_of:
         raise UserError(f"{path} holds no operation", "write cells such as 0F0 and 0B0")
-    missing = next((stage for stage in range(len(rank_of)) if stage not in rank_of), None)
-    if missing is not None:
-        raise UserError(
-            f"{path} has a stage {max(rank_of)} but no stage {missing}",
-            "number the stages from 0 without a gap",
-        )
-    return straight(path.stem, orders)
+    for expected, stage in enumerate(sorted(rank_of)):
+        if stage != expected:
+            raise UserError(
+                f"{path} has a stage {max(rank_of)} but no stage {expected}",
+                "number the stages from 0 without a gap",
+            )
+    return schedule
 
 
 def _parse(cell: str, where: str) -> Item:
@@ -220,26 +223,17 @@ def _parse(cell: str, where: str) -> Item:
                 f"{where}: {written[:40]!r} is no operation", "write it as 2F0, 2B0, 2I0 or 2W0"
             )
         ops.append(Op(op[2], int(op[1]), int(op[3])))
-    return Pair(*ops) if pair else ops[0]
+    return item_of(ops)
 
 
-Lines = Sequence[Sequence[Item]]
-"""Each rank's operations."""
-
-
-def straight(name: str, lines: Lines) -> Schedule:
-    """One copy of the model, whose stages 0, 1, ... follow each other in this order."""
+def straight(name: str, lines: Sequence[Sequence[Item]], copies: int = 1) -> Schedule:
+    """Each rank's operations as a schedule. A copy of the model has its stages in a row: 0, 1, ...,
+    and the second copy those after."""
     stages = sorted({op.stage for line in lines for item in line for op in item.parts})
+    each = len(stages) // copies
     return Schedule(
         name=name,
         orders=tuple(map(tuple, lines)),
-        chains=(tuple(stages),),
-        stages_per_rank=max(1, len(stages) // len(lines)),
+        chains=tuple(tuple(stages[k * each : (k + 1) * each]) for k in range(copies)),
+        stages_per_rank=max(1, each // max(1, len(lines))),
     )
-
-
-def two_copies(name: str, lines: Lines) -> Schedule:
-    """Two copies of the model, of one stage a rank each: 0, 1, ... and p, p + 1, ..."""
-    p = len(lines)
-    chains = tuple(range(p)), tuple(range(p, 2 * p))
-    return Schedule(name=name, orders=tuple(map(tuple, lines)), chains=chains)

@@ -16,7 +16,7 @@ from functools import partial
 import pipedream_simple as simple
 
 from pipedream.errors import UserError
-from pipedream.schedules.ops import Item, Op, Pair, Schedule, straight, two_copies
+from pipedream.schedules.ops import Item, Op, Schedule, item_of, straight
 
 
 def named(name: str, orders: list[simple.Order]) -> Schedule:
@@ -86,7 +86,7 @@ def _numbered(steps: list[str], *, down: int, up: int) -> list[Item]:
             kinds = "IW" if letter in "bB" else letter.upper()
             ops.append(Op(letter.upper(), stage, done[kinds[0], stage]))
             done.update((kind, stage) for kind in kinds)
-        items.append(Pair(*ops) if len(ops) == 2 else ops[0])
+        items.append(item_of(ops))
     return items
 
 
@@ -111,9 +111,8 @@ def dualpipe(p: int, m: int) -> Schedule:
     lines: list[list[Item]] = []
     for r in range(p):
         folded = _dualpipe_line(min(r, p - 1 - r), p // 2, m // 2)
-        moved = ([unfolded(op, r) for op in item.parts] for item in folded)
-        lines.append([Pair(*ops) if len(ops) == 2 else ops[0] for ops in moved])
-    return two_copies("dualpipe", lines)
+        lines.append([item_of([unfolded(op, r) for op in item.parts]) for item in folded])
+    return straight("dualpipe", lines, copies=2)
 
 
 def chimera(p: int, m: int) -> Schedule:
@@ -142,4 +141,4 @@ def chimera(p: int, m: int) -> Schedule:
                 (begin + s, Op("F", stage, microbatch)),
                 (begin + 2 * p - 1 - s, Op("B", stage, microbatch)),
             ]
-    return two_copies("chimera", [[op for _, op in sorted(line)] for line in lines])
+    return straight("chimera", [[op for _, op in sorted(line)] for line in lines], copies=2)
