@@ -6,6 +6,7 @@ Launch settings are read from the environment here and in ranks.py. No torch bef
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 from distributed_training.advise.cluster import Cluster
 from distributed_training.advise.show import layout_name, torchrun_command
@@ -131,14 +133,9 @@ def start_planned() -> int:
     folder is the first line of standard input."""
     process = current_process(os.environ)
     assert process is not None
-    prepare_environment(process.local_world_size)
-    gc.disable()  # it would look through the modules again and again while they are imported
-    from distributed_training.run import worker
-
+    worker = _import_worker(process)
     startup = Startup()
     worker.warm_up(process)
-    gc.freeze()
-    gc.enable()
     startup.end("import")
     line = sys.stdin.readline()
     if not line:  # the launching process was killed
@@ -154,11 +151,19 @@ def start_planned() -> int:
 
 
 def _work(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
-    prepare_environment(process.local_world_size)
-    from distributed_training.run import worker
-
+    worker = _import_worker(process)
     startup.end("import")
     return worker.run(given, process, startup)
+
+
+def _import_worker(process: Process) -> ModuleType:
+    """What a process trains with, and so torch, once its environment is prepared."""
+    prepare_environment(process.local_world_size)
+    gc.disable()  # it would look through the modules again and again while they are imported
+    worker = importlib.import_module("distributed_training.run.worker")
+    gc.freeze()
+    gc.enable()
+    return worker
 
 
 def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
