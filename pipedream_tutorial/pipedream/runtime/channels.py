@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from pipedream.runtime.launch import StageLostError
-from pipedream.schedules.ops import Op
+from pipedream.schedules.ops import Op, Schedule
+from pipedream.simulate.trace import transfers
 from pipedream.train.trainer import Weights
 
 
@@ -95,21 +96,25 @@ class Peer:
 
 def connect(
     rank: int,
-    pairs: Iterable[tuple[int, int]],
-    *,
+    schedules: Iterable[Schedule],
     device: torch.device,
     timeout: datetime.timedelta,
     max_ctas: int | None,
 ) -> dict[int, Peer]:
-    """rank -> peer, for all that this one exchanges messages with; `pairs` has all such pairs.
+    """rank -> peer, for all that this one exchanges messages with under some schedule.
 
     Every process makes all groups in the same order, and a pair's first message follows at once:
     communicators that NCCL sets up on first use then cannot wait for each other in a circle.
     A receive that is posted ahead keeps multiprocessors of its GPU from computing until its message
     comes: NCCL takes no more than `max_ctas` of them for one (None: as many as it likes).
     """
+    pairs = set()
+    for schedule in schedules:
+        ranks = schedule.ranks()
+        ends = ((ranks[sender], ranks[receiver]) for sender, receiver in transfers(schedule))
+        pairs |= {(min(pair), max(pair)) for pair in ends}
     groups: dict[tuple[int, int], Any] = {}
-    for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
+    for low, high in sorted(pairs):
         for sender, receiver in ((low, high), (high, low)):
             backend, options = "gloo", None
             if device.type == "cuda":

@@ -1,31 +1,49 @@
-"""The record of a start of the runtime, and its table: measured against predicted."""
+"""What was measured, what the simulator predicts of it, and the record and table of both.
+
+The simulator is fed with the durations of one measured run; its unit of time is a nanosecond here,
+kept as exact fractions. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from pipedream.runtime.prediction import (
-    Case,
-    MeasuredRun,
-    durations_ns,
-    makespan_ns,
-    predict,
-    received_before_sent,
-)
 from pipedream.schedules.catalogue import FOUND
-from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
-from pipedream.schedules.policies import weight_use
+from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.policies import Policy, weight_use
+from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.measures import idle
-from pipedream.simulate.trace import MeasuredEvent, trace_document
+from pipedream.simulate.simulator import Costs, Timeline, simulate
+from pipedream.simulate.trace import MeasuredEvent, trace_document, transfers
 
 RECORD_FORMAT = 1
+Record = Mapping[str, Any]
+Events = Sequence[MeasuredEvent]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One schedule at one number of microbatches."""
+
+    name: str
+    """Key of SCHEDULES, the path of a CSV, or FOUND and the memory of a search."""
+    num_microbatches: int
+    """In a batch."""
+    schedule: Schedule
+    """Orders over all batches. Before a search 1F1B's, which has the same stages and neighbours."""
+    policy: Policy
+    memory: int | None = None
+    """Of an order that is still to be found: microbatches that a rank may hold."""
 
 
 class RankRun(NamedTuple):
@@ -43,12 +61,66 @@ class RankRun(NamedTuple):
     1: at their end it waited for the host. None on a CPU, where to call is to compute."""
 
 
+@dataclass(kw_only=True, eq=False)
+class MeasuredRun:
+    """A case, run for real. Of several repeats: the one whose makespan is the median."""
+
+    case: Case
+    events: Events
+    measured: dict[str, Any]
+    """What a record says of it."""
+    weights: Sequence[Any]
+    """By stage, where they were asked for."""
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Mean durations by stage and the time to send. Where the run did not cut its backward
+        passes, all of one counts as its input gradient."""
+        found = durations_ns(self.events)
+        schedule = self.case.schedule
+
+        def means(*kinds: str) -> tuple[Fraction, ...]:
+            by_stage = (
+                [ns for kind in kinds for ns in found.get((stage, kind), [])]
+                for stage in schedule.chains[0]
+            )
+            return tuple(Fraction(sum(ns), len(ns) or 1) for ns in by_stage)
+
+        return Costs(
+            forward=means(FORWARD),
+            input_gradient=means(BACKWARD, INPUT_GRADIENT),
+            weight_gradient=means(WEIGHT_GRADIENT),
+            communication=communication_ns(self.events, schedule),
+        )
+
+    def costs_of(self, num_stages: int) -> Costs:
+        """The same layers cut into so many equal stages: each gets its share of the costs."""
+        share = Fraction(len(self.costs.forward), num_stages)
+
+        def cut(durations: tuple[Fraction, ...]) -> tuple[Fraction, ...]:
+            return tuple(share * mean for mean in stage_factors(durations, num_stages))
+
+        return replace(
+            self.costs,
+            forward=cut(self.costs.forward),
+            input_gradient=cut(self.costs.input_gradient),
+            weight_gradient=cut(self.costs.weight_gradient),
+        )
+
+    def predict(self, schedule: Schedule) -> Timeline | None:
+        """Other orders in the simulator, with these durations. None where they cut backward passes
+        that this run did not cut: where the cut lies was not measured."""
+        if schedule.cuts_backward and not self.case.schedule.cuts_backward:
+            return None
+        return simulate(schedule, self.costs_of(len(schedule.chains[0])))
+
+
 def measured_run(
-    case: Case, by_rank: Sequence[Sequence[RankRun]], weights: Sequence[Any] = ()
+    case: Case, by_rank: Sequence[Sequence[Any]], weights: Sequence[Any] = ()
 ) -> MeasuredRun:
-    """Of each rank's repeats the one with the median makespan (of an even number, the faster
-    middle), with all that build_record says of it."""
-    repeats = list(zip(*by_rank, strict=True))
+    """`by_rank`: the fields of each rank's RankRuns, one a repeat. Of an even number of repeats it
+    is the faster one in the middle."""
+    repeats = [[RankRun(*rank) for rank in repeat] for repeat in zip(*by_rank, strict=True)]
     merged = [
         [MeasuredEvent(*event) for rank in repeat for event in rank.events] for repeat in repeats
     ]
@@ -59,14 +131,16 @@ def measured_run(
     durations = durations_ns(events)
     busy = sum(sum(ns) for ns in durations.values())
     utilisation = Fraction(busy, case.schedule.num_ranks * spans[chosen])
-    stages = range(len(case.schedule.chains[0]))
+    sent = by_operation(events, "send")
+    received = by_operation(events, "receive").items()
+    early = [op for op, event in received if op in sent and event.end_ns < sent[op].start_ns]
 
     def medians(*kinds: str) -> list[float]:
-        found = ([durations.get((stage, kind), [0]) for kind in kinds] for stage in stages)
-        return [_ms(sum(median(ns) for ns in own)) for own in found]
+        stages = range(len(case.schedule.chains[0]))
+        return [_ms(sum(median(durations.get((s, k), [0])) for k in kinds)) for s in stages]
 
-    losses = [loss for _, loss in sorted(pair for rank in ranks for pair in rank.losses)]
     m = case.num_microbatches
+    losses = [loss for _, loss in sorted(pair for rank in ranks for pair in rank.losses)]
     means = [sum(losses[first : first + m]) / m for first in range(0, len(losses), m)]
     memory = [r.peak_memory_bytes / 2**20 for r in ranks if r.peak_memory_bytes is not None]
     waited = [r.waited_for_host for r in ranks if r.waited_for_host is not None]
@@ -76,37 +150,61 @@ def measured_run(
         "bubble": round(float(1 - utilisation), 5),
         "repeat_makespans_ms": list(map(_ms, spans)),
         "forward_ms": medians(FORWARD),
-        "backward_ms": medians(BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),
+        "backward_ms": medians(BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),  # B, or I + W
         "peak_versions": [n for _, n in sorted(pair for r in ranks for pair in r.peak_versions)],
+        # By rank; null on a CPU, as waited_for_host.
         "peak_memory_mib": [round(mib, 1) for mib in memory] or None,
-        "received_before_sent": len(received_before_sent(events)),
+        "received_before_sent": len(early),  # 0, if the stages' clocks agree
         "waited_for_host": [round(share, 4) for share in waited] or None,
-        "losses": [loss if isfinite(loss) else None for loss in means],
-        "weights_equal": None,
+        "losses": [loss if isfinite(loss) else None for loss in means],  # of each batch
+        "weights_equal": None,  # to one process's, bit for bit; null: not checked
     }
     return MeasuredRun(case=case, events=events, measured=measured, weights=weights)
 
 
+def by_operation(events: Events, thread: str = "compute") -> dict[Op, MeasuredEvent]:
+    """operation -> when it was computed, or its result was sent or received."""
+    return {Op(e.kind, e.stage, e.microbatch): e for e in events if e.thread == thread}
+
+
+def makespan_ns(events: Events) -> int:
+    """From the start of the first operation on any stage to the end of the last one."""
+    computed = by_operation(events).values()
+    return max(e.end_ns for e in computed) - min(e.start_ns for e in computed)
+
+
+def durations_ns(events: Events) -> dict[tuple[int, str], list[int]]:
+    """(stage, kind) -> how long each such operation took."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for op, event in by_operation(events).items():
+        found.setdefault((op.stage, op.kind), []).append(event.end_ns - event.start_ns)
+    return found
+
+
+def communication_ns(events: Events, schedule: Schedule) -> Fraction:
+    """Median time from the end of an operation to the start of the one that takes its result in,
+    over those receivers that had nothing else to do: whose stage had ended its operation before by
+    the time the result was made. 0 if there was none.
+    """
+    at = by_operation(events)
+    before = {op: previous for order in schedule.flat for previous, op in pairwise(order)}
+    gaps = [
+        Fraction(at[receiver].start_ns - at[sender].end_ns)
+        for sender, receiver in transfers(schedule)
+        if receiver not in before or at[before[receiver]].end_ns <= at[sender].end_ns
+    ]
+    return max(Fraction(0), median(gaps)) if gaps else Fraction(0)
+
+
 def build_record(
-    runs: Sequence[MeasuredRun], calibrated_on: MeasuredRun, about: dict[str, Any]
+    runs: Sequence[MeasuredRun], calibrated_on: MeasuredRun, about: Record
 ) -> dict[str, Any]:
-    """What a record's JSON holds, all times in milliseconds, lists by stage:
+    """What a record's JSON holds: all times in milliseconds, lists by stage, a case a run.
 
-        format         RECORD_FORMAT
-        ...            what `about` says: command, versions, machine, config
-        num_stages
-        calibration    schedule and num_microbatches of the run that the durations are from;
-                       forward_ms, backward_ms; communication_ms (see communication_ns)
-        cases          one a run, in the order in which they ran: schedule, num_microbatches,
-                       num_batches, calibrated_on (whether it is that run), measured and predicted;
-                       of a found order also `found`: by rank, the letters F, I, W of a batch
-
-    measured: makespan_ms, utilisation, bubble (1 - utilisation), repeat_makespans_ms,
-    forward_ms and backward_ms (medians; B, or I + W), peak_versions, peak_memory_mib and
-    waited_for_host (by rank, see RankRun; null on a CPU), received_before_sent, losses (a batch;
-    null: not finite), weights_equal (to one process's bit for bit; null: not checked).
-    predicted: makespan_ms, utilisation, bubble, peak_versions; null where durations of the
-    calibration say nothing about the schedule (see predict).
+    about: command, versions, machine, emulated_ms, workload, config. calibration: the run that the
+    durations are from (a case has calibrated_on if it is that one), and its means. found: of an
+    order from a search, by rank, the letters F, I, W of a batch. predicted: null where that run's
+    durations say nothing about the schedule.
     """
     first = calibrated_on.case
     costs = calibrated_on.costs
@@ -139,7 +237,7 @@ def _case(run: MeasuredRun, calibrated_on: MeasuredRun) -> dict[str, Any]:
     }
     if run.case.name.startswith(FOUND):
         found["found"] = ["".join(op.kind for op in order[: 3 * m]) for order in schedule.flat]
-    timeline = predict(schedule, calibrated_on)
+    timeline = calibrated_on.predict(schedule)
     if timeline is not None:
         bubble = float(idle(timeline).makespan_fraction)
         uses = weight_use(schedule, run.case.policy, m)
@@ -156,7 +254,7 @@ def _ms(ns: Fraction | float) -> float:
     return round(float(ns) / 1e6, 4)
 
 
-def write_whole(name: str, record: Mapping[str, Any]) -> None:
+def write_whole(name: str, record: Record) -> None:
     """Replace the file at once: whenever the run ends, a whole record is there. What a link names
     is replaced, not the link, and what is no file (/dev/stdout) is written to."""
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
@@ -173,7 +271,7 @@ def write_whole(name: str, record: Mapping[str, Any]) -> None:
 def write_trace(path: str, run: MeasuredRun, calibrated_on: MeasuredRun) -> None:
     """The run's timeline, and the predicted one where there is one, for ui.perfetto.dev."""
     trace = trace_document(
-        predicted=predict(run.case.schedule, calibrated_on),
+        predicted=calibrated_on.predict(run.case.schedule),
         measured=run.events,
         policy=run.case.policy,
         batch_size=run.case.num_microbatches,
@@ -185,7 +283,7 @@ def write_trace(path: str, run: MeasuredRun, calibrated_on: MeasuredRun) -> None
 HOST_SHARE = 0.2  # the first operations of a run always come as fast as the host brings them
 
 
-def waited_for_host(record: Mapping[str, Any]) -> list[str]:
+def waited_for_host(record: Record) -> list[str]:
     """The record's runs in which more than HOST_SHARE of a stage's operations ended as soon as the
     host had handed them over: what their events bracket is launching in part. A GPU that waits
     in the middle of an operation, and catches up, is not found."""
@@ -196,16 +294,16 @@ def waited_for_host(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _name(case: Mapping[str, Any]) -> str:
+def _name(case: Record) -> str:
     return f"{case['schedule']} m={case['num_microbatches']}"
 
 
-def makespan_error(case: Mapping[str, Any]) -> float:
+def makespan_error(case: Record) -> float:
     """Simulated makespan against the measured one, percent."""
     return 100 * (case["predicted"]["makespan_ms"] / case["measured"]["makespan_ms"] - 1)
 
 
-def points_error(case: Mapping[str, Any]) -> float:
+def points_error(case: Record) -> float:
     """Simulated utilisation less the measured one, percentage points."""
     return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
 
@@ -214,7 +312,7 @@ class Goal(NamedTuple):
     """How close predictions of a record should be."""
 
     most: float
-    error: Callable[[Mapping[str, Any]], float]
+    error: Callable[[Record], float]
     unit: str
     text: str
 
@@ -223,15 +321,15 @@ CPU_GOAL = Goal(10, makespan_error, "%", "10% of the makespan")
 GPU_GOAL = Goal(3, points_error, " points", "3 points")
 
 
-def on_gpu(record: Mapping[str, Any]) -> bool:
+def on_gpu(record: Record) -> bool:
     return record["machine"]["gpus"] > 0
 
 
-def goal_of(record: Mapping[str, Any]) -> Goal:
+def goal_of(record: Record) -> Goal:
     return GPU_GOAL if on_gpu(record) else CPU_GOAL
 
 
-def outside_goal(record: Mapping[str, Any]) -> list[str]:
+def outside_goal(record: Record) -> list[str]:
     """The record's runs that were predicted worse than that."""
     most, error, unit, _ = goal_of(record)
     return [
@@ -241,7 +339,7 @@ def outside_goal(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def render(record: Mapping[str, Any]) -> str:
+def render(record: Record) -> str:
     """The table of a record: measured against predicted, one line a run."""
     found = record["calibration"]
     cases = record["cases"]
@@ -281,7 +379,7 @@ def render(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _line(case: Mapping[str, Any]) -> str:
+def _line(case: Record) -> str:
     measured = case["measured"]
     predicted = case["predicted"]
     makespan, bubble = f"{'-':>9} {'-':>5}", f"{'-':>9} {'-':>7}"

@@ -15,16 +15,22 @@ import torch.distributed as dist
 from pipedream.errors import UserError
 from pipedream.runtime.channels import connect, connection_to, exchange, gather_weights
 from pipedream.runtime.launch import CASE
-from pipedream.runtime.prediction import Case, MeasuredRun, recut
-from pipedream.runtime.record import build_record, measured_run, render, write_trace, write_whole
-from pipedream.runtime.stage import RankRun, Station
+from pipedream.runtime.record import (
+    Case,
+    MeasuredRun,
+    build_record,
+    measured_run,
+    render,
+    write_trace,
+    write_whole,
+)
+from pipedream.runtime.stage import Station
 from pipedream.runtime.workload import Config, Workload, bits, on_gpus
 from pipedream.schedules.catalogue import FOUND, schedule_for_training
 from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order
-from pipedream.simulate.trace import transfers
 
 
 def build_cases(config: Config) -> list[Case]:
@@ -77,7 +83,7 @@ def _found(case: Case, config: Config, calibrated_on: MeasuredRun | None) -> Cas
         return case
     words = None
     if calibrated_on is not None:
-        costs = recut(calibrated_on.costs, config["num_stages"])
+        costs = calibrated_on.costs_of(config["num_stages"])
         words = search(costs, case.num_microbatches, case.memory).words
     schedule = as_schedule(exchange(words)[0], case.name)
     return replace(case, schedule=repeat(schedule, config["num_batches"]))
@@ -95,34 +101,24 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
     dist.init_process_group("gloo", timeout=timeout)
     if rank == 0:
         print(workload.describe(), flush=True)
-    pairs = set()
+    schedules = [case.schedule for case in cases]
+    peers = connect(rank, schedules, workload.device, timeout, config["nccl_max_ctas"])
+    station = Station(rank, workload, peers)
     for case in cases:
-        ranks = case.schedule.ranks()
-        pairs |= {(ranks[sender], ranks[receiver]) for sender, receiver in transfers(case.schedule)}
-    max_ctas = config["nccl_max_ctas"]
-    peers = connect(rank, pairs, device=workload.device, timeout=timeout, max_ctas=max_ctas)
-    stations: dict[tuple[int, ...], Station] = {}
-    for case in cases:
-        stages = tuple(case.schedule.stages()[rank])
-        if stages not in stations:
-            built = workload.build_modules(case.schedule.stages_per_rank)
-            modules = {stage: built[stage] for stage in stages}
-            stations[stages] = Station(rank=rank, workload=workload, modules=modules, peers=peers)
-            stations[stages].warm_up_compute(case)
+        station.prepare(case)
     runs: list[MeasuredRun] = []
     chosen = None  # the run that durations are from
     for case in cases:
         if rank == 0 and CASE in os.environ:
             Path(os.environ[CASE]).write_text(case.name)
         case = _found(case, config, chosen)
-        station = stations[tuple(case.schedule.stages()[rank])]
         for _ in range(config["warmups"]):  # nothing is slept in them
             station.run(case)
         repeats = []
         for _ in range(config["repeats"]):
             own, weights = station.run(case, emulated=True)
             repeats.append(own)
-        by_rank = [[RankRun(*run) for run in theirs] for theirs in exchange(repeats)]
+        by_rank = exchange(repeats)
         wanted = config["check_weights"] or outputs["weights"]
         by_stage = gather_weights(weights) if wanted else []
         if rank > 0:

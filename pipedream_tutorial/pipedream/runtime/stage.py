@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipedream.runtime.channels import Peer, connection_to
-from pipedream.runtime.prediction import Case
-from pipedream.runtime.record import RankRun
+from pipedream.runtime.record import Case, RankRun
 from pipedream.runtime.workload import Workload
 from pipedream.schedules.ops import BACKWARD, FORWARD, Op
 from pipedream.schedules.policies import POLICIES
@@ -78,27 +77,36 @@ _Span = tuple[str, Op, Any, Any]
 """Thread, operation, and marks at its start and end."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Station:
-    """A process as a rank, for all schedules under which it holds the same stages."""
+    """A process as a rank, whatever the schedule."""
 
-    rank: int
-    workload: Workload
-    modules: Mapping[int, nn.Module]
-    """stage -> initial weights, on the CPU, for this rank's stages; every run trains copies."""
-    peers: Mapping[int, Peer]
+    def __init__(self, rank: int, workload: Workload, peers: Mapping[int, Peer]) -> None:
+        self.rank = rank
+        self.workload = workload
+        self.peers = peers
+        self.modules: dict[tuple[int, ...], dict[int, nn.Module]] = {}
+        """Stages that the rank holds under some schedule -> their initial weights, on the CPU; of
+        the rest of the model nothing is kept. Every run trains copies."""
 
-    def warm_up_compute(self, case: Case) -> None:
-        """Run every kind of operation once by itself, with nothing sent.
+    def _own(self, case: Case) -> tuple[int, ...]:
+        return tuple(case.schedule.stages()[self.rank])
+
+    def prepare(self, case: Case) -> None:
+        """Build the case's stages, and run every kind of operation once by itself, nothing sent.
 
         The first torch.autograd.grad with grad_outputs takes hundreds of milliseconds, and a GPU
         loads each kernel on first use, which can wait for ever while a receive is pending.
         """
+        own = self._own(case)
+        if own in self.modules:
+            return
+        built = self.workload.build_modules(case.schedule.stages_per_rank)
+        self.modules[own] = {stage: built[stage] for stage in own}
         task = self.workload.task
         x = torch.zeros_like(task.microbatch(0)[0])
         for policy, cut in product(("flush", "in-place"), (False, True)):
             small = replace(case, policy=POLICIES[policy], num_microbatches=2)
-            trainers = self.workload.build_trainers(small, self.modules, cut=cut)
+            trainers = self.workload.build_trainers(small, self.modules[own], cut=cut)
             for (stage, trainer), i in product(trainers.items(), range(2)):
                 trainer.run(Op(FORWARD, stage, i), x if stage else None, task)
                 trainer.run(Op(BACKWARD, stage, i), None if trainer.loss else x, task)
@@ -109,7 +117,7 @@ class Station:
 
         Raises StageLostError when a peer is gone.
         """
-        trainers = self.workload.build_trainers(case, self.modules)
+        trainers = self.workload.build_trainers(case, self.modules[self._own(case)])
         device = self.workload.device
         on_gpu = device.type == "cuda"
         new_event = None

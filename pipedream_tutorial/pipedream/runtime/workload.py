@@ -14,7 +14,7 @@ from torch import nn
 
 from pipedream.errors import UserError
 from pipedream.plan.profile import device_name
-from pipedream.runtime.prediction import Case
+from pipedream.runtime.record import Case
 from pipedream.schedules.catalogue import layers_of_a_stage
 from pipedream.train.models import GPT2_SIZES, GPT2Size, Task, build_stages, build_task, gpt2_layers
 from pipedream.train.oracle import build_trainers, run_schedule
