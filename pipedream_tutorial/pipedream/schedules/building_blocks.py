@@ -28,6 +28,11 @@ F_DOWN, F_UP, I_UP, I_DOWN, W = range(5)
 Slots = list[list[list[int]]]
 """rank -> F_DOWN ... (and W in the first pass) -> the slots of microbatches 0, 1, ..."""
 
+Moment = tuple[int, int]
+"""Slot and rank."""
+
+START, END = (0, 0), (10**9, 0)
+
 
 def v_min(p: int, m: int, *, reorder: bool = True) -> Schedule:
     """A third of 1F1B's activations: every operation is one slot after its neighbour's."""
@@ -84,50 +89,40 @@ def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
 def _pull(slots: Slots) -> None:
     """Move operations to earlier free slots, where data and memory allow, in the order of time.
 
-    In the full pipeline, from rank 0's first I_DOWN to the next F_DOWN of the last microbatch,
-    everything stays. So do, in the pass that has no slots for W, the operations before.
+    In the full pipeline, from rank 0's first I_DOWN to the last F_DOWN, everything stays. So do, in
+    the pass that has no slots for W, the operations before.
     """
     with_weights = len(slots[0]) > W
     lines = [_Line(own, with_weights) for own in slots]
-    limit = max(held for line in lines for held, _ in line.states)
-    last = len(slots[0][F_DOWN]) - 1
-    order = _by_time(slots)
-    places = range(len(order))
-    full = next(at for at in places if order[at][1:] == (0, I_DOWN, 0))
-    drains = next((at for at in places[full:] if order[at][2:] == (F_DOWN, last)), len(order))
-    moving = order[drains + 1 :]
-    if with_weights:
-        moving = order[:full] + moving
-    for slot, rank, kind, i in moving:
-        line = lines[rank]
-        for sooner in range(1 + max(_waits_for(slots, rank, kind, i), default=-1), slot):
-            if line.kinds[sooner] is None and line.move(slot, sooner, limit):
-                slots[rank][kind][i] = sooner
-                break
+    limit = max(max(line.held) for line in lines)
+    full = slots[0][I_DOWN][0], 0
+    lasts = [(own[F_DOWN][-1], rank) for rank, own in enumerate(slots)]
+    drains = next((last for last in lasts if last > full), END)
+    for slot, rank, kind, i in _by_time(slots, full if with_weights else START, drains):
+        own = slots[rank]
+        waits = _source(slots, rank, kind, i)
+        if i:
+            waits = max(waits, own[kind][i - 1])
+        if F_DOWN < kind < W:
+            waits = max(waits, own[kind - 1][i])
+        own[kind][i] = lines[rank].move(slot, 1 + waits, limit)
 
 
-def _by_time(slots: Slots) -> list[tuple[int, int, int, int]]:
-    """(slot, rank, kind, microbatch) of all operations, sorted."""
+def _by_time(slots: Slots, before: Moment, after: Moment) -> list[tuple[int, int, int, int]]:
+    """(slot, rank, kind, microbatch) of all before the one moment and after the other."""
     return sorted(
         (slot, rank, kind, i)
         for rank, own in enumerate(slots)
         for kind, line in enumerate(own)
         for i, slot in enumerate(line)
+        if (slot, rank) < before or (slot, rank) > after
     )
 
 
-def _waits_for(slots: Slots, rank: int, kind: int, i: int) -> list[int]:
-    """The slots of what has to be done before: the data's source, and the microbatch before."""
-    own = slots[rank]
-    found = [own[kind][i - 1]] if i else []
-    if kind == W:
-        return [*found, sorted(own[I_UP] + own[I_DOWN])[i]]
+def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
+    """The slot in which a neighbouring rank gives what an operation takes in; -1 for none."""
     neighbour = rank - 1 if kind in (F_DOWN, I_UP) else rank + 1
-    if 0 <= neighbour < len(slots):
-        found.append(slots[neighbour][kind][i])
-    if kind > F_DOWN:
-        found.append(own[kind - 1][i])
-    return found
+    return slots[neighbour][kind][i] if kind != W and 0 <= neighbour < len(slots) else -1
 
 
 class _Line:
@@ -139,54 +134,59 @@ class _Line:
         for kind, line in enumerate(own):
             for slot in line:
                 self.kinds[slot] = kind
-        self.states: list[tuple[int, int]] = []
-        """After each slot: stages' activations held, and W that wait."""
-        self.states = self._replay(0, len(self.kinds), len(self.kinds)) or []
+        self.held: list[int] = []
+        """After each slot: stages' activations."""
+        self.waiting: list[int] = []
+        """And W whose I is done."""
+        self._replay(0, len(self.kinds), len(self.kinds))
 
-    def move(self, old: int, new: int, limit: int) -> bool:
-        """Whether the operation was moved to the earlier slot: not if more than `limit` are held
-        at any time then."""
-        kinds = self.kinds
-        kinds[old], kinds[new] = None, kinds[old]
-        changed = self._replay(new, old, limit)
-        if changed is None:
-            kinds[old], kinds[new] = kinds[new], None
-            return False
-        self.states[new : new + len(changed)] = changed
-        return True
+    def move(self, old: int, earliest: int, limit: int) -> int:
+        """The operation's new slot: the first that is free where no more than `limit` are held at
+        any time, and each W comes after its I."""
+        kind = self.kinds[old]
+        if kind in (F_DOWN, F_UP, W):  # not from before a time when all is held, or no W waits
+            states, bound = (self.waiting, 0) if kind == W else (self.held, limit)
+            while bound in states[earliest:old]:
+                earliest = states.index(bound, earliest) + 1
+        for slot in range(earliest, old):
+            if self.kinds[slot] is None:
+                self.kinds[old], self.kinds[slot] = None, kind
+                if self._replay(slot, old, limit):
+                    return slot
+                self.kinds[old], self.kinds[slot] = kind, None
+        return old
 
-    def _replay(self, begin: int, changed: int, limit: int) -> list[tuple[int, int]] | None:
-        """States from slot `begin` until, from slot `changed` on, they are what they were; None if
-        more than `limit` are held."""
-        held, waiting = self.states[begin - 1] if begin else (0, 0)
-        found = []
+    def _replay(self, begin: int, changed: int, limit: int) -> bool:
+        """Count again from slot `begin` until, from slot `changed` on, it is as it was. False, and
+        nothing changed, if more than `limit` are held then."""
+        held, waiting = (self.held[begin - 1], self.waiting[begin - 1]) if begin else (0, 0)
+        all_held, all_waiting = [], []
+        end = len(self.kinds)
         for slot in range(begin, len(self.kinds)):
             kind = self.kinds[slot]
-            if kind is None:
-                if waiting:
-                    held -= 1
-                    waiting -= 1
-            elif kind <= F_UP:
-                held += 1
-            elif kind == W:
+            if kind == W or (kind is None and waiting and not self.with_weights):
                 held -= 1
-            elif not self.with_weights:
+                waiting -= 1
+            elif kind in (I_UP, I_DOWN):
                 waiting += 1
-            if slot >= changed and (held, waiting) == self.states[slot]:
+            elif kind is not None:
+                held += 1
+            if slot >= changed and (held, waiting) == (self.held[slot], self.waiting[slot]):
+                end = slot
                 break
             if held > limit:
-                return None
-            found.append((held, waiting))
-        return found
+                return False
+            all_held.append(held)
+            all_waiting.append(waiting)
+        self.held[begin:end] = all_held
+        self.waiting[begin:end] = all_waiting
+        return True
 
 
 def _squeeze(slots: Slots) -> None:
     """The same orders, every operation as soon as its rank and its data are ready."""
     free = [0] * len(slots)
-    for _, rank, kind, i in _by_time(slots):
-        if kind == W:  # its I is earlier in the rank's own order
-            begin = free[rank]
-        else:
-            begin = max(free[rank], 1 + max(_waits_for(slots, rank, kind, i), default=-1))
+    for _, rank, kind, i in _by_time(slots, END, END):
+        begin = max(free[rank], 1 + _source(slots, rank, kind, i))
         slots[rank][kind][i] = begin
         free[rank] = begin + 1

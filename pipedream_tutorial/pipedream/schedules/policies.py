@@ -130,7 +130,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             oldest = updates
             if len(forward) < len(upcoming):
                 oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)
-            among = sum(map(oldest.__le__, in_use))  # none is newer than the newest
-            kept = updates + 1 - oldest + len(in_use) - among
+            # None in use is newer than the one to be read next: it stands in `in_use` or is added.
+            kept = updates + 1 - oldest + len(in_use) - (oldest in in_use)
         live.append((op, kept))
     return WeightUse(forward=forward, backward=backward, staleness=staleness, live=tuple(live))

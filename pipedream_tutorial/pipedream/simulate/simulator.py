@@ -194,16 +194,25 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
     """When each rank ends the last of `count` batches, in ticks: the same orders again and again,
     a rank's next batch as soon as its own work is done. What `repeat` gives, without its length."""
     free = [0] * len(timeline.ends)
-    now = [ends[-1] if ends else 0 for ends in timeline.ends]
-    for done in range(1, count):
-        steps = {end - before for end, before in zip(now, free, strict=True)}
-        if len(steps) == 1:  # all moved on by the same time, and so they always will
-            (step,) = steps
-            return [end + (count - done) * step for end in now]
+    starts, ends = timeline.starts, timeline.ends
+    for left in range(count - 1, 0, -1):
+        now = _last(ends, free)
+        # Once a batch starts a step after the one before, so do all: no rank that was kept by its
+        # own work is freer now, and none that waited for data is free too late for them.
+        lines = [(f, line[0], n) for f, line, n in zip(free, starts, now, strict=True) if line]
+        step = next(end - before for before, start, end in lines if start == before)
+        if all(
+            end - step == start if start == before else end - step <= start
+            for before, start, end in lines
+        ):
+            return [end + left * step if line else end for end, line in zip(now, ends, strict=True)]
         free = now
-        _, _, ends = _run(timeline.schedule, timeline.costs, free)
-        now = [line[-1] if line else before for line, before in zip(ends, free, strict=True)]
-    return now
+        _, starts, ends = _run(timeline.schedule, timeline.costs, free)
+    return _last(ends, free)
+
+
+def _last(ends: Sequence[Sequence[int]], free: Sequence[int]) -> list[int]:
+    return [line[-1] if line else before for line, before in zip(ends, free, strict=True)]
 
 
 _Results = dict[int, int]
