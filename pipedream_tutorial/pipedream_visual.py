@@ -6,20 +6,19 @@ of records are drawn by results/lab/tutorial/pages.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
 from pipedream.errors import UserError, errors_in_one_line, main_with_errors
-from pipedream.schedules.policies import POLICIES, weight_use
-from pipedream.simulate.comparison import Case, Refused, Row, compare, measure
+from pipedream.simulate.comparison import Case
 
 with errors_in_one_line():  # matplotlib may be missing
     from matplotlib.figure import Figure
     from pipedream.draw import charts, grids
+    from pipedream.draw.page import save
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # stages of the pipeline, one a rank
@@ -36,99 +35,18 @@ CONFIG: dict[str, Any] = {
     "only": None,
 }
 
-OVER_TIME = ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-vertical", "pipedream-2bw")
-AGAINST_M = (
-    "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "chimera",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What is to be drawn; everything simulated is computed when a picture first needs it."""
-
-    case: Case
-    config: Mapping[str, Any]
-
-    @cached_property
-    def rows(self) -> list[Row | Refused]:
-        """All schedules; their streams have two batches."""
-        return list(compare(replace(self.case, num_batches=2)))
-
-    @property
-    def found(self) -> list[Row]:
-        return [row for row in self.rows if isinstance(row, Row)]
-
-    @property
-    def refused(self) -> list[Refused]:
-        return [row for row in self.rows if isinstance(row, Refused)]
-
-    def row(self, name: str) -> Row:
-        return measure(name, self.case)
-
-
-def naive_pipeline(work: Work, path: Path) -> Figure:
-    return grids.draw_picture(grids.naive(work.row("naive").batch), path)
-
-
-def microbatch_forward(work: Work, path: Path) -> Figure:
-    cut = work.row("gpipe").batch
-    whole = replace(
-        work.case, num_microbatches=1, forward=work.case.forward * work.case.num_microbatches
-    )
-    batches = map(grids.forwards_only, (measure("gpipe", whole).batch, cut))
-    return grids.draw_picture(grids.microbatch_forward(*batches), path)
-
-
-def microbatch_backward(work: Work, path: Path) -> Figure:
-    return grids.draw_picture(grids.microbatch_backward(work.row("gpipe").batch), path)
-
-
-def weight_versioning(work: Work, path: Path) -> Figure:
-    batch, m = work.row("pipedream").batch, work.case.num_microbatches
-    uses = [
-        (text, weight_use(batch.schedule, POLICIES[policy], m))
-        for text, policy in (("with stashing", "stash"), ("without stashing", "in-place"))
-    ]
-    return grids.draw_weight_versioning(batch, uses, path)
-
-
-def utilization_comparison(work: Work, path: Path) -> Figure:
-    return charts.draw_utilization(work.found, work.refused, path)
-
-
-def all_schedules(work: Work, path: Path) -> Figure:
-    return grids.draw_picture(grids.all_schedules(work.found, work.refused), path)
-
-
-def bubble_vs_microbatches(work: Work, path: Path) -> Figure:
-    p = work.case.num_stages
-    counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
-    many = sorted({*range(1, 2 * p), *(p * k for k in range(1, 17)), *counts})
-    return charts.draw_bubble(charts.idle_curves(AGAINST_M, work.case, counts, many), p, path)
-
-
-def memory_vs_bubble(work: Work, path: Path) -> Figure:
-    return charts.draw_memory_vs_bubble(work.found, work.config["weight_size"], path)
-
-
-def activations_and_versions(work: Work, path: Path) -> Figure:
-    found = {row.name: row for row in work.found}
-    shown = [found[name] for name in OVER_TIME if name in found]
-    return charts.draw_activations_and_versions(shown, path)
-
-
-PICTURES: dict[str, Callable[[Work, Path], Figure]] = {
+PICTURES: dict[str, Callable[[grids.Work], Figure]] = {
     picture.__name__: picture
     for picture in (
-        naive_pipeline,
-        microbatch_forward,
-        microbatch_backward,
-        weight_versioning,
-        utilization_comparison,
-        all_schedules,
-        bubble_vs_microbatches,
-        memory_vs_bubble,
-        activations_and_versions,
+        grids.naive_pipeline,
+        grids.microbatch_forward,
+        grids.microbatch_backward,
+        grids.weight_versioning,
+        charts.utilization_comparison,
+        grids.all_schedules,
+        charts.bubble_vs_microbatches,
+        charts.memory_vs_bubble,
+        charts.activations_and_versions,
     )
 }
 
@@ -177,11 +95,12 @@ def main() -> None:
             f"stage_scale has {len(scale)} values for {case.num_stages} stages",
             f"give {case.num_stages}, such as {','.join(['1'] * case.num_stages)}",
         )
-    folder, work = Path(config["output"]), Work(case=case, config=config)
+    work = grids.Work(case=case, weight_size=config["weight_size"])
+    folder = Path(config["output"])
     folder.mkdir(parents=True, exist_ok=True)
     for name in config["only"] or PICTURES:
         path = folder / f"{name}{SUFFIXES.get(name, '.png')}"
-        PICTURES[name](work, path)
+        save(PICTURES[name](work), path)
         print(path, flush=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -19,10 +19,9 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
-from pipedream.draw.charts import idle_curves
-from pipedream.draw.grids import forwards_only, kind_colours
-from pipedream.draw.page import LEAST
-from pipedream.errors import main_with_errors
+from pipedream.draw.charts import AGAINST_M, idle_curves
+from pipedream.draw.grids import Work, forwards_only, kind_colours
+from pipedream.draw.page import LEAST, save
 from pipedream.simulate.comparison import Case, Row, compare, measure
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Timeline
@@ -71,19 +70,12 @@ def watched(make: Callable[[], Figure]) -> Drawn:
     return Drawn(figure, texts)
 
 
-def work_on(case: Case) -> pipedream_visual.Work:
-    return pipedream_visual.Work(case=case, config={"weight_size": Fraction(1)})
-
-
-def draw(name: str, work: pipedream_visual.Work, folder: Path) -> Drawn:
-    return watched(lambda: pipedream_visual.PICTURES[name](work, folder / f"{name}.png"))
-
-
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Drawn]:
     """All pictures of the shipped CONFIG."""
-    folder, work = tmp_path_factory.mktemp("shipped"), work_on(case_of())
-    return {name: draw(name, work, folder) for name in pipedream_visual.PICTURES}
+    path = tmp_path_factory.mktemp("shipped") / "picture.png"
+    work = Work(case=case_of(), weight_size=Fraction(1))
+    return {name: watched(lambda: save(draw(work), path)) for name, draw in PICTURES.items()}  # noqa: B023
 
 
 def rectangles(ax: Axes) -> list[Rectangle]:
@@ -92,8 +84,11 @@ def rectangles(ax: Axes) -> list[Rectangle]:
     return [patch for patch in own if not str(patch.get_gid()).startswith("idle")]
 
 
-def expected_cells(timeline: Timeline) -> Counter[tuple[str, float, float, float, float]]:
-    found: Counter[tuple[str, float, float, float, float]] = Counter()
+Cells = Counter[tuple[str, float, float, float, float]]
+
+
+def expected_cells(timeline: Timeline) -> Cells:
+    found: Cells = Counter()
     for event in timeline.all_events():
         parts = event.item.parts
         for place, op in enumerate(parts):
@@ -103,7 +98,7 @@ def expected_cells(timeline: Timeline) -> Counter[tuple[str, float, float, float
     return found
 
 
-def drawn_cells(ax: Axes) -> Counter[tuple[str, float, float, float, float]]:
+def drawn_cells(ax: Axes) -> Cells:
     return Counter(
         (str(r.get_gid()), r.get_x(), r.get_y(), r.get_width(), r.get_height())
         for r in rectangles(ax)
@@ -171,25 +166,20 @@ def test_utilisation_is_the_measures(shipped: dict[str, Drawn]) -> None:
 def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(shipped: dict[str, Drawn]) -> None:
     case = case_of()
     counts = [1, 2, 4, 8, 16, 32, 64]
-    curves = idle_curves(pipedream_visual.AGAINST_M, case, counts, counts)
-    both = 0
+    curves = idle_curves(AGAINST_M, case, counts, counts)
+    assert sum(len(curve.closed) for curve in curves) > 40
     for curve in curves:
-        simulated = {point.microbatches: point for point in curve.simulated}
-        for point in curve.closed:
-            assert simulated[point.microbatches] == point
-            both += 1
-    assert both > 40
-    for ax, field in zip(shipped["bubble_vs_microbatches"].figure.axes, (1, 2), strict=True):
+        assert curve.closed.items() <= curve.simulated.items()
+    for which, ax in enumerate(shipped["bubble_vs_microbatches"].figure.axes):
         points = [line for line in ax.get_lines() if line.get_linestyle() == "None"]
         lines = [line for line in ax.get_lines() if line.get_linestyle() != "None"]
         assert len(points) == len(lines) == len(curves)
         for dots, line, curve in zip(points, lines, curves, strict=True):
             drawn = list(zip(dots.get_xdata(), dots.get_ydata(), strict=True))
-            assert drawn == [(point[0], float(point[field])) for point in curve.simulated]
+            assert drawn == [(m, float(both[which])) for m, both in curve.simulated.items()]
             on_line = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
-            assert {m: on_line[m] for m in counts if m in on_line} == {
-                point[0]: float(point[field]) for point in curve.closed
-            }
+            closed = {m: float(both[which]) for m, both in curve.closed.items()}
+            assert {m: on_line[m] for m in counts if m in on_line} == closed
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -202,6 +192,11 @@ def test_steps_are_their_timelines(tmp_path: Path, name: str) -> None:
         assert drawn_cells(ax) == expected_cells(panel.timeline)
     if picture.rows:
         assert tuple(label.get_text() for label in axes[0].get_yticklabels()) == picture.rows
+
+
+def test_no_text_lies_on_another(shipped: dict[str, Drawn]) -> None:
+    for drawn in shipped.values():
+        check_texts(drawn)
 
 
 def check_texts(drawn: Drawn) -> None:
@@ -218,50 +213,31 @@ def check_texts(drawn: Drawn) -> None:
     assert [(drawn.texts[a][0], drawn.texts[b][0]) for a, b in shared] == []
 
 
-def test_no_text_lies_on_another(shipped: dict[str, Drawn]) -> None:
-    for drawn in shipped.values():
-        check_texts(drawn)
-
-
-@pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pipedream_visual.py", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            main_with_errors(pipedream_visual.main)
-        shown = capsys.readouterr()
-        return int(stopped.value.code or 0), shown.out, shown.err
-
-    return run
-
-
 def test_script_writes_every_picture(
-    typed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As few stages and microbatches as can be, and no text on another."""
-    seen: dict[str, Drawn] = {}
 
-    def watching(name: str, make: Callable[..., Figure]) -> Callable[..., Figure]:
-        def made(work: pipedream_visual.Work, path: Path) -> Figure:
-            seen[name] = watched(lambda: make(work, path))
-            return seen[name].figure
+    def watching(make: Callable[[Work], Figure]) -> Callable[[Work], Figure]:
+        def made(work: Work) -> Figure:
+            drawn = watched(lambda: save(make(work), tmp_path / "picture.png"))
+            check_texts(drawn)
+            return drawn.figure
 
         return made
 
     for name, make in list(PICTURES.items()):
-        monkeypatch.setitem(PICTURES, name, watching(name, make))
+        monkeypatch.setitem(PICTURES, name, watching(make))
     out = tmp_path / "new" / "folder"
-    code, printed, err = typed("--set", "num_stages=2", "--num_microbatches", "2",
-                               "--output", str(out))  # fmt: skip
-    assert (code, err) == (0, "")
+    sizes = ["--set", "num_stages=2", "--num_microbatches", "2", "--output", str(out)]
+    monkeypatch.setattr(sys, "argv", ["pipedream_visual.py", *sizes])
+    pipedream_visual.main()
     names = [name + pipedream_visual.SUFFIXES.get(name, ".png") for name in PICTURES]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
-    assert printed.split() == [str(out / name) for name in names]
+    assert capsys.readouterr().out.split() == [str(out / name) for name in names]
     for path in out.glob("*.png"):
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG")
         assert 1600 <= int.from_bytes(data[16:20], "big") <= 1800
-        check_texts(seen.pop(path.stem))
-    assert seen.keys() == {"all_schedules"}
     (drawing,) = out.glob("*.svg")
     assert ElementTree.parse(drawing).getroot().get("width") == "820.8pt"

@@ -1,4 +1,4 @@
-"""Charts: utilisation, idle time, gradient errors, memory."""
+"""Charts: utilisation, idle time, memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,36 +16,27 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from pipedream.draw.grids import durations_text, rank_axis, refusals
-from pipedream.draw.page import (
-    DPI,
-    EDGE,
-    LEAST,
-    LINE_COLOURS,
-    SMALL,
-    TEXT,
-    darker,
-    new_figure,
-    number,
-    panel_title,
-    percent,
-    place_labels,
-    save,
-)
+from pipedream.draw import page
+from pipedream.draw.grids import Work, durations_text, rank_axis
+from pipedream.draw.page import LINE_COLOURS, SMALL, TEXT, new_figure, number, panel_title, percent
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.policies import weight_use
-from pipedream.simulate.comparison import Case, Refused, Row, closed_form, measure
+from pipedream.simulate.comparison import Case, Row, closed_form, measure
 from pipedream.simulate.measures import held_activations, live_versions, times_of
 
+AGAINST_M = (
+    "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "chimera",
+)  # fmt: skip
+OVER_TIME = ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-vertical", "pipedream-2bw")
 STEADY = "Batch after batch: each rank starts its next batch once its own work on the last is done"
 MARKERS = "osD^vPX*<>hpd8H"
 DASHES = ("-", "--", "-.", ":")
 HOLLOW: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 1.8}
 BEATEN: dict[str, Any] = {
     "marker": "o", "linestyle": "", "color": LINE_COLOURS[6], "markersize": 9.0,
-    "markeredgecolor": EDGE, "markeredgewidth": 0.6,
+    "markeredgecolor": page.EDGE, "markeredgewidth": 0.6,
 }  # fmt: skip
 BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLOURS[4]}
 LANE = 0.8
@@ -56,96 +46,41 @@ FLOOR = 0.4
 Points = dict[tuple[Fraction, Fraction], list[str]]
 
 
-class IdleShares(NamedTuple):
-    """Idle shares of one batch, 0 to 1."""
-
-    microbatches: int
-    makespan: Fraction
-    span: Fraction
-
-
-class IdleCurve(NamedTuple):
-    """Idle shares of one schedule, or of several that have the same, against m."""
-
-    titles: tuple[str, ...]
-    simulated: tuple[IdleShares, ...]
-    """For each number of microbatches that is allowed."""
-    closed: tuple[IdleShares, ...]
-    """The same by the closed forms, at more values of m, where they hold."""
-
-
-def idle_curves(
-    names: Sequence[str], case: Case, counts: Sequence[int], closed_counts: Sequence[int]
-) -> list[IdleCurve]:
-    """Idle shares simulated at `counts` and by closed form at `closed_counts`, where one holds.
-
-    Schedules that agree everywhere share a curve.
-    """
-    titles: dict[tuple[tuple[IdleShares, ...], ...], list[str]] = {}
-    for name in names:
-        simulated = []
-        closed = []
-        for m in sorted({*counts, *closed_counts}):
-            sized = replace(case, num_microbatches=m, num_batches=1)
-            try:
-                build_schedule(name, case.num_stages, m, case.chunks)
-            except UserError:
-                continue
-            if m in counts:
-                idle = measure(name, sized).batch_idle
-                simulated.append(IdleShares(m, idle.makespan_fraction, idle.span_fraction))
-            known = closed_form(name, sized)
-            if m in closed_counts and known is not None and known[0].idle_holds(known[1]):
-                form, sizes = known
-                spans = sum(form.span_idle(sizes, rank) for rank in range(sizes.p))
-                idles = form.makespan_idle(sizes), Fraction(spans) / sizes.p
-                closed.append(IdleShares(m, *(idle_fraction(idle, sizes) for idle in idles)))
-        if simulated:
-            key = tuple(simulated), tuple(closed)
-            titles.setdefault(key, []).append(SCHEDULES[name].title)
-    return [IdleCurve(tuple(found), *curve) for curve, found in titles.items()]
-
-
-def draw_utilization(found: Sequence[Row], refused: Sequence[Refused], path: Path) -> Figure:
+def utilization_comparison(work: Work) -> Figure:
     """Busy share of every schedule by three definitions, the least busy one on top.
 
     PipeDream's ways of keeping weights share a row where they are equally busy.
     """
-    busy = sorted(1 - row.batch_idle.makespan_fraction for row in found)
-    steady = sum(row.steady_idle == 0 for row in found)
-    batch = found[0].batch.schedule
-    title = (
-        f"{batch.num_ranks} ranks, {batch.num_microbatches} microbatches: busy from "
-        f"{percent(busy[0])} to {percent(busy[-1])} of one batch's makespan; {steady} of "
-        f"{len(found)} schedules never idle when batch follows batch"
-    )
-    colours = LINE_COLOURS[1], LINE_COLOURS[6]
-    texts = "makespan: of one batch", "span: each rank's own in one batch"
-    legend: list[Artist] = [
-        Patch(facecolor=colour, label=text) for text, colour in zip(texts, colours, strict=True)
-    ]
-    diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
-    legend.append(Line2D([], [], label="steady: batch after batch", **diamond))
-    kinds: dict[tuple[object, tuple[Fraction, ...]], list[str]] = {}
-    for row in found:
+    bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = {}
+    for row in work.found:
         idles = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction, row.steady_idle
         family = "pipedream" if row.name.startswith("pipedream") else row.name
-        kinds.setdefault((family, tuple(1 - idle for idle in idles)), []).append(row.title)
-    bars = sorted(
-        (
-            (f"{titles[0]}, all {len(titles)} kinds" if len(titles) > 1 else titles[0], shares)
-            for (_, shares), titles in kinds.items()
-        ),
-        key=lambda bar: bar[1],
+        bars.setdefault((tuple(1 - idle for idle in idles), family), []).append(row.title)
+    ordered = [
+        (shares, f"{titles[0]}, all {len(titles)} kinds" if len(titles) > 1 else titles[0])
+        for (shares, _), titles in sorted(bars.items(), key=lambda bar: bar[0][0])
+    ]
+    steady = sum(row.steady_idle == 0 for row in work.found)
+    title = (
+        f"{work.case.num_stages} ranks, {work.case.num_microbatches} microbatches: busy from "
+        f"{percent(ordered[0][0][0])} to {percent(ordered[-1][0][0])} of one batch's makespan; "
+        f"{steady} of {len(work.found)} schedules never idle when batch follows batch"
     )
+    colours = LINE_COLOURS[1], LINE_COLOURS[6]
+    diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
+    legend: list[Artist] = [
+        Patch(facecolor=colours[0], label="makespan: of one batch"),
+        Patch(facecolor=colours[1], label="span: each rank's own in one batch"),
+        Line2D([], [], label="steady: batch after batch", **diamond),
+    ]
     figure, (ax,) = new_figure(
-        title, [0.4 * len(bars)], legend=legend, left=2.65, right=2.95, head=0.45,
-        notes=[STEADY, *refusals(refused)],
+        title, [0.4 * len(ordered)], legend=legend, left=2.65, right=2.95, head=0.45,
+        notes=[STEADY, *work.refusals],
     )  # fmt: skip
     beside: dict[str, Any] = {
         "transform": ax.get_yaxis_transform(), "ha": "center", "va": "center", "fontsize": SMALL,
     }  # fmt: skip
-    for place, (_, shares) in enumerate(bars):
+    for place, (shares, _) in enumerate(ordered):
         # The span's share is never the smaller one: of its bar the end shows.
         ax.barh(place, float(shares[1]), height=0.62, color=colours[1])
         ax.barh(place, float(shares[0]), height=0.62, color=colours[0])
@@ -154,39 +89,87 @@ def draw_utilization(found: Sequence[Row], refused: Sequence[Refused], path: Pat
             ax.text(1.1 + 0.16 * column, place, percent(share), **beside)
     for column, text in enumerate(("makespan", "span", "steady")):
         ax.text(1.1 + 0.16 * column, -0.85, text, **beside)
-    ax.set_yticks(range(len(bars)), [name for name, _ in bars])
-    ax.set_ylim(len(bars) - 0.5, -0.5)
+    ax.set_yticks(range(len(ordered)), [name for _, name in ordered])
+    ax.set_ylim(len(ordered) - 0.5, -0.5)
     ax.set_xlim(0, 1)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_formatter(PercentFormatter(1))
     ax.set_xlabel("utilisation: share of the ranks' time spent computing", fontsize=TEXT)
-    return save(figure, path)
+    return figure
 
 
-def draw_bubble(curves: Sequence[IdleCurve], num_stages: int, path: Path) -> Figure:
+Shares = dict[int, tuple[Fraction, Fraction]]
+"""Microbatches -> idle shares of one batch, 0 to 1: of the makespan, and of the ranks' spans."""
+
+
+class IdleCurve(NamedTuple):
+    """Idle shares against m: of one schedule, or of several that agree everywhere."""
+
+    titles: list[str]
+    simulated: Shares
+    """For each number of microbatches that is allowed."""
+    closed: Shares
+    """By the closed forms, at more values of m, where they hold."""
+
+
+def idle_curves(
+    names: Sequence[str], case: Case, counts: Sequence[int], closed_counts: Sequence[int]
+) -> list[IdleCurve]:
+    """Idle shares simulated at `counts` and by closed form at `closed_counts`, where one holds."""
+    curves: list[IdleCurve] = []
+    for name in names:
+        simulated = {}
+        closed = {}
+        for m in sorted({*counts, *closed_counts}):
+            sized = replace(case, num_microbatches=m, num_batches=1)
+            try:
+                row = measure(name, sized)
+            except UserError:
+                continue
+            if m in counts:
+                simulated[m] = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction
+            known = closed_form(name, sized)
+            if m in closed_counts and known is not None and known[0].idle_holds(known[1]):
+                form, sizes = known
+                spans = sum(form.span_idle(sizes, rank) for rank in range(sizes.p))
+                span = idle_fraction(Fraction(spans) / sizes.p, sizes)
+                closed[m] = idle_fraction(form.makespan_idle(sizes), sizes), span
+        title = SCHEDULES[name].title
+        alike = [curve for curve in curves if curve[1:] == (simulated, closed)]
+        if alike:
+            alike[0].titles.append(title)
+        elif simulated:
+            curves.append(IdleCurve([title], simulated, closed))
+    return curves
+
+
+def bubble_vs_microbatches(work: Work) -> Figure:
     """Idle shares against the number of microbatches: closed forms as lines, simulation as
     points."""
-    counts = sorted({point.microbatches for curve in curves for point in curve.simulated})
+    p = work.case.num_stages
+    counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
+    many = sorted({*range(1, 2 * p), *(p * k for k in range(1, 17)), *counts})
+    curves = idle_curves(AGAINST_M, work.case, counts, many)
     falling = next((c for c in curves if "GPipe" in c.titles), curves[0]).simulated
-    least = falling[0]
-    most = falling[-1]
+    least, *_, most = falling
     title = (
-        f"More microbatches, less bubble: on {num_stages} ranks GPipe idles "
-        f"{percent(least.makespan)} of its makespan at m = {least.microbatches} and "
-        f"{percent(most.makespan)} at m = {most.microbatches}"
+        f"More microbatches, less bubble: on {p} ranks GPipe idles {percent(falling[least][0])} of "
+        f"its makespan at m = {least} and {percent(falling[most][0])} at m = {most}"
     )
     notes = ["Lines: closed forms, where they hold; points: simulation"]
     figure, axes = new_figure(title, [4.8], columns=2, head=0.5, right=0.1, notes=notes)
-    texts = (("makespan", "of the makespan"), ("span", "of the ranks' own spans"))
-    for ax, (field, text) in zip(axes, texts, strict=True):
+    shares = [float(share) for c in curves for both in c.simulated.values() for share in both]
+    smallest = min((share for share in shares if share > 0), default=0.1) / 1.2
+    steps = [k * 10.0**-e for e in range(6) for k in (1, 2, 5)]
+    ticks = [y for y in steps if smallest < y <= max(shares)]
+    for which, (ax, text) in enumerate(zip(axes, ("makespan", "ranks' own spans"), strict=True)):
         for place, curve in enumerate(curves):
             for points, changed in (
                 (curve.closed, {"marker": "", "linewidth": 2}),
                 (curve.simulated, {"linestyle": ""}),
             ):
-                xs = [point.microbatches for point in points]
-                ys = [float(getattr(point, field)) for point in points]
-                ax.plot(xs, ys, **_curve_style(place) | changed)
+                ys = [float(both[which]) for both in points.values()]
+                ax.plot([*points], ys, **_curve_style(place) | changed)
         ax.set_xscale("log", base=2)
         # On the right the curves' names need a third of the width.
         ax.set_xlim(counts[0] / 1.15, counts[-1] * (counts[-1] / counts[0]) ** 0.56)
@@ -194,29 +177,21 @@ def draw_bubble(curves: Sequence[IdleCurve], num_stages: int, path: Path) -> Fig
         ax.minorticks_off()
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
         ax.set_xlabel("microbatches in a batch, m", fontsize=TEXT)
-        panel_title(ax, f"Idle share {text}")
-    shares = [float(v) for c in curves for s in c.simulated for v in s[1:]]
-    smallest = min((share for share in shares if share > 0), default=0.1) / 1.2
-    steps = [k * 10.0**-e for e in range(6) for k in (1, 2, 5)]
-    ticks = [y for y in steps if smallest < y <= max(shares)]
-    log_axes(axes, smallest, 0.3, [0.0] * (0 in shares) + ticks, "0%")
-    for ax, (field, _) in zip(axes, texts, strict=True):
+        panel_title(ax, f"Idle share of the {text}")
+        log_axis(ax, smallest, 0.3, [0.0] * (0 in shares) + ticks, "0%")
         ax.set_ylim(-0.2 * smallest if 0 in shares else smallest, 1.1 * max(shares, default=1))
-        ends = [float(getattr(curve.simulated[-1], field)) for curve in curves]
+        ends = [float([*curve.simulated.values()][-1][which]) for curve in curves]
         _name_curves(ax, 1.2 * counts[-1], ends, curves)
-    return save(figure, path)
+    return figure
 
 
-def log_axes(
-    axes: Sequence[Axes], smallest: float, below: float, ticks: Sequence[float], zero: str
-) -> None:
-    """One logarithmic scale of shares for all, with 0 on a line of its own below it."""
-    for ax in axes:
-        ax.set_yscale("symlog", linthresh=smallest, linscale=below)
-        ax.set_yticks(ticks)
-        ax.minorticks_off()
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g}%" if y else zero))
-        ax.grid(axis="y", color="#E0E0E0")
+def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], zero: str) -> None:
+    """A logarithmic scale of shares, with 0 on a line of its own below it."""
+    ax.set_yscale("symlog", linthresh=smallest, linscale=below)
+    ax.set_yticks(ticks)
+    ax.minorticks_off()
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g}%" if y else zero))
+    ax.grid(axis="y", color="#E0E0E0")
 
 
 def _curve_style(place: int) -> dict[str, Any]:
@@ -231,7 +206,7 @@ def _curve_style(place: int) -> dict[str, Any]:
 
 def _name_curves(ax: Axes, x: float, ends: Sequence[float], curves: Sequence[IdleCurve]) -> None:
     """Names at the right of the curves' ends, one below the other where curves end together."""
-    line = 1.3 * SMALL * DPI / 72
+    line = 1.3 * SMALL * page.DPI / 72
     labels = sorted(
         (float(ax.transData.transform((x, end))[1]), "\n".join(curve.titles), place)
         for place, (end, curve) in enumerate(zip(ends, curves, strict=True))
@@ -246,24 +221,29 @@ def _name_curves(ax: Axes, x: float, ends: Sequence[float], curves: Sequence[Idl
         centres[0] = max(centres[0], ax.bbox.y0 + tall[0] / 2)
     for y, (_, text, place) in zip(centres, labels, strict=True):
         at = float(ax.transData.inverted().transform((0, y))[1])
-        style: dict[str, Any] = {"fontsize": SMALL, "va": "center", "linespacing": 1.1}
-        ax.text(x, at, text, color=darker(_curve_style(place)["color"]), **style)
+        colour = page.darker(_curve_style(place)["color"])
+        ax.text(x, at, text, color=colour, fontsize=SMALL, va="center", linespacing=1.1)
 
 
-def draw_memory_vs_bubble(found: Sequence[Row], weights: Fraction, path: Path) -> Figure:
+def memory_vs_bubble(work: Work) -> Figure:
     """Peak memory of the fullest rank against the idle share when batch follows batch.
 
-    Memory is peak activations plus `weights` times the weight versions kept: `weights` is what a
-    rank's weights weigh in units of one microbatch's activations on that rank.
+    Memory is peak activations plus `weight_size` times the weight versions kept.
     """
+    weights = work.weight_size
     places: Points = defaultdict(list)
-    for row in found:
+    for row in work.found:
         if row.policy.stashed:
             held = zip(row.peak_activations, row.weight_copies, strict=True)
             activations, copies = max(held, key=lambda pair: pair[0] + weights * pair[1])
             text = f"{row.title} ({number(activations)} + {number(copies)})"
             places[row.steady_idle, activations + weights * copies].append(text)
-    front = pareto_front(set(places))
+    # Points that no other one beats or equals in both, by the first.
+    front = sorted(
+        (x, y)
+        for x, y in places
+        if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in places)
+    )
     best = [name.rpartition(" (")[0] for point in front for name in places[point]]
     title = (
         f"Idle time against memory: for every schedule but {_listed(best)} another one is better "
@@ -271,7 +251,7 @@ def draw_memory_vs_bubble(found: Sequence[Row], weights: Fraction, path: Path) -
     )
     legend = [Line2D([], [], label="not beaten", **BEST), Line2D([], [], label="beaten", **BEATEN)]
     notes = [STEADY]
-    wrong = [row.title for row in found if not row.policy.stashed]
+    wrong = [row.title for row in work.found if not row.policy.stashed]
     if wrong:
         notes.append(f"Left out, because its gradients are wrong: {_listed(wrong)}")
     figure, (ax,) = new_figure(title, [5.6], legend=legend, head=0.3, left=1.05, notes=notes)
@@ -290,38 +270,29 @@ def draw_memory_vs_bubble(found: Sequence[Row], weights: Fraction, path: Path) -
         f"weights is {number(weights)}",
     )
     labels = {(float(x), float(y)): "\n".join(names) for (x, y), names in places.items()}
-    place_labels(figure, ax, labels)
-    return save(figure, path)
+    page.place_labels(figure, ax, labels)
+    return figure
 
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
-def pareto_front(points: set[tuple[Fraction, Fraction]]) -> list[tuple[Fraction, Fraction]]:
-    """Points that no other one beats or equals in both coordinates, by the first coordinate."""
-    return sorted(
-        (x, y)
-        for x, y in points
-        if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
-    )
-
-
-def draw_activations_and_versions(found: Sequence[Row], path: Path) -> Figure:
+def activations_and_versions(work: Work) -> Figure:
     """Held activations as areas and kept weight versions as lines, over two batches.
 
     One panel a schedule, one lane a rank, all to one scale; beside a lane its two peaks.
     """
-    p = found[0].batch.schedule.num_ranks
-    held, fullest = max(
-        ((max(row.peak_activations), row.title) for row in found), key=lambda pair: pair[0]
-    )
-    kept, most = max(
-        ((max(row.weight_copies), row.title) for row in found), key=lambda pair: pair[0]
-    )
+    found = {row.name: row for row in work.found}
+    shown = [found[name] for name in OVER_TIME if name in found]
+    p = work.case.num_stages
+    fullest = max(shown, key=lambda row: max(row.peak_activations))
+    most = max(shown, key=lambda row: max(row.weight_copies))
+    held = max(fullest.peak_activations)
+    kept = max(most.weight_copies)
     title = (
-        f"Two batches: {fullest} holds up to {number(held)} microbatches' activations on a rank, "
-        f"{most} up to {number(kept)} weight versions"
+        f"Two batches: {fullest.title} holds up to {number(held)} microbatches' activations on a "
+        f"rank, {most.title} up to {number(kept)} weight versions"
     )
     legend = [
         Patch(color=LINE_COLOURS[6], label="activations held"),
@@ -329,24 +300,24 @@ def draw_activations_and_versions(found: Sequence[Row], path: Path) -> Figure:
     ]  # fmt: skip
     notes = [
         "Beside a rank's lane: peak activations / peak versions. All lanes have one scale",
-        f"Time in units: {durations_text(found[0].stream)}",
+        f"Time in units: {durations_text(shown[0].stream)}",
     ]
-    heights = [max(1.6, 0.58 * p)] * -(-len(found) // 2)
+    heights = [max(1.6, 0.58 * p)] * -(-len(shown) // 2)
     figure, axes = new_figure(
         title, heights, columns=2, legend=legend, head=0.45, left=1.3, right=0.6, notes=notes
     )
-    for place, (ax, row) in enumerate(zip(axes, found, strict=False)):
-        ax.set_xlim(0, float(max(row.stream.makespan for row in found)))
+    for place, (ax, row) in enumerate(zip(axes, shown, strict=False)):
+        ax.set_xlim(0, float(max(row.stream.makespan for row in shown)))
         rank_axis(ax, p, most_times=7)
         _draw_lanes(ax, row, max(held, kept))
         panel_title(ax, row.title)
         if place % 2:
             ax.set_ylabel("")
-        if place + 2 >= len(found):
+        if place + 2 >= len(shown):
             ax.set_xlabel("time", fontsize=TEXT)
-    for ax in axes[len(found) :]:
+    for ax in axes[len(shown) :]:
         ax.remove()
-    return save(figure, path)
+    return figure
 
 
 def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
@@ -376,7 +347,7 @@ def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
             shade = "#E6E6E6" if value else "#C9C9C9"
             ax.axhline(height(rank, value), color=shade, linewidth=0.8, zorder=0)
     named = [(height(rank, value), number(value)) for rank in ranks for value in (Fraction(0), top)]
-    ax.set_yticks([y for y, _ in named], [text for _, text in named], fontsize=LEAST)
+    ax.set_yticks([y for y, _ in named], [text for _, text in named], fontsize=page.LEAST)
     ax.set_yticks(ranks, [str(rank) for rank in ranks], minor=True)
     ax.tick_params(axis="y", which="minor", length=0, labelsize=SMALL, pad=22)
     ax.set_ylim(len(ranks) - 0.5, -0.5)

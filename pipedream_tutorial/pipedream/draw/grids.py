@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from matplotlib import colormaps
@@ -17,22 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from pipedream.draw.page import (
-    DPI,
-    EDGE,
-    LEAST,
-    SMALL,
-    TEXT,
-    WIDTH,
-    Colour,
-    ink,
-    new_figure,
-    number,
-    paler,
-    panel_title,
-    percent,
-    save,
-)
+from pipedream.draw import page
+from pipedream.draw.page import EDGE, TEXT, Colour, number, percent
 from pipedream.schedules.ops import (
     BACKWARD,
     FORWARD,
@@ -42,10 +28,10 @@ from pipedream.schedules.ops import (
     Pair,
     Schedule,
 )
-from pipedream.schedules.policies import WeightUse
-from pipedream.simulate.comparison import Refused, Row
+from pipedream.schedules.policies import POLICIES, WeightUse, weight_use
+from pipedream.simulate.comparison import Case, Refused, Row, compare, measure
 from pipedream.simulate.measures import Idle, idle, peak_activations
-from pipedream.simulate.simulator import Event, Timeline, simulate
+from pipedream.simulate.simulator import Timeline, simulate
 
 KINDS = {
     FORWARD: ("#56B4E9", "F  forward"),
@@ -66,19 +52,45 @@ Box = tuple[float, float, float, float]
 """x, y, width, height in data units."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is to be drawn; everything simulated is computed when a picture first needs it."""
+
+    case: Case
+    weight_size: Fraction
+    """Of a rank's weights, in units of one microbatch's activations on it."""
+
+    def row(self, name: str) -> Row:
+        return measure(name, self.case)
+
+    @cached_property
+    def rows(self) -> list[Row | Refused]:
+        """All schedules; their streams have two batches."""
+        return list(compare(replace(self.case, num_batches=2)))
+
+    @property
+    def found(self) -> list[Row]:
+        return [row for row in self.rows if isinstance(row, Row)]
+
+    @property
+    def refusals(self) -> list[str]:
+        """Notes on which schedules this size does not allow, and why."""
+        reasons = [row.reason for row in self.rows if isinstance(row, Refused)]
+        return [f"Not possible here: {reason.partition(';')[0]}" for reason in reasons]
+
+
 def kind_colours(schedule: Schedule) -> Colouring:
     """The colour of an operation's kind, paler for a rank's second, third ... stage.
 
     Of two copies of the model, the second one's stages are the paler ones on all ranks.
     """
-    position = schedule.position()
-    copy = {stage: number for number, chain in enumerate(schedule.chains) for stage in chain}
+    order = [stage for chain in schedule.chains for stage in chain]
     pale = {
         stage: place / max(2, len(stages))
         for stages in schedule.stages()
-        for place, stage in enumerate(sorted(stages, key=lambda s: (copy[s], position[s])))
+        for place, stage in enumerate(sorted(stages, key=order.index))
     }
-    return lambda op: paler(KINDS[op.kind][0], pale[op.stage])
+    return lambda op: page.paler(KINDS[op.kind][0], pale[op.stage])
 
 
 def microbatch_number(op: Op) -> str:
@@ -93,7 +105,7 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     if any(len(own) > 1 for t in timelines for own in t.schedule.stages()):
         copies = max(len(t.schedule.chains) for t in timelines)
         text = "paler: 2nd stage or copy" if copies > 1 else "paler: a rank's second stage"
-        entries.append((paler(KINDS[FORWARD][0], 1 / 2), text))
+        entries.append((page.paler(KINDS[FORWARD][0], 1 / 2), text))
     edge: dict[str, Any] = {"edgecolor": EDGE, "linewidth": 0.6}
     swatches = [Patch(facecolor=colour, label=text, **edge) for colour, text in entries]
     return [*swatches, Patch(**IDLE_HATCH, label="idle")]
@@ -120,20 +132,26 @@ def draw_grid(
     the makespan.
     """
     colour = colour or kind_colours(timeline.schedule)
-    end = timeline.makespan if until is None else until
+    end = float(timeline.makespan if until is None else until)
     num_ranks = timeline.schedule.num_ranks
-    ax.set_xlim(0, 1.002 * float(end))
+    ax.set_xlim(0, 1.002 * end)
     ax.set_ylim(num_ranks - 0.5, -0.5)
     for rank in range(num_ranks):
         place = (0.0, rank - ROW / 2), float(timeline.makespan), ROW
         ax.add_patch(Rectangle(*place, **IDLE_HATCH, gid=f"idle {rank}"))
-    cells = [cell for event in timeline.all_events() for cell in _cells(event)]
-    narrowest = min(box[2] for _, box in cells if box[2] > 0) * points_per_unit(ax)[0]
+    cells: list[tuple[Op, Box]] = []
+    for event in timeline.all_events():
+        x = float(event.start)
+        width = float(event.end - event.start)
+        height = ROW / len(event.item.parts)
+        for part, op in enumerate(event.item.parts):  # a pair's forward lies above its backward
+            cells.append((op, (x, event.rank - ROW / 2 + part * height, width, height)))
+    narrowest = min(width for _, (_, _, width, _) in cells if width) * points_per_unit(ax)[0]
     edge: dict[str, Any] = {"edgecolor": EDGE, "linewidth": min(0.6, 0.08 * narrowest)}
     for op, (x, y, width, height) in cells:
         cell = Rectangle((x, y), width, height, facecolor=colour(op), **edge, gid=str(op))
         ax.add_patch(cell)
-    inside = [(op, box) for op, box in cells if box[0] + box[2] <= float(end) and box[2] > 0]
+    inside = [(op, box) for op, box in cells if box[0] + box[2] <= end and box[2]]
     _write_labels(ax, inside, colour, labels)
     rank_axis(ax, num_ranks)
 
@@ -143,7 +161,7 @@ def points_per_unit(ax: Axes) -> tuple[float, float]:
     (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
     across = ax.bbox.width / abs(right - left)
     down = ax.bbox.height / abs(high - low)
-    return across * 72 / DPI, down * 72 / DPI
+    return across * 72 / page.DPI, down * 72 / page.DPI
 
 
 def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
@@ -155,33 +173,23 @@ def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda time, _: number(time)))
 
 
-def _cells(event: Event) -> list[tuple[Op, Box]]:
-    """(operation, box): a pair's forward lies above its backward."""
-    parts = event.item.parts
-    top = event.rank - ROW / 2
-    x = float(event.start)
-    width = float(event.end - event.start)
-    height = ROW / len(event.item.parts)
-    return [(op, (x, top + place * height, width, height)) for place, op in enumerate(parts)]
-
-
 def _write_labels(
     ax: Axes, cells: Sequence[tuple[Op, Box]], colour: Colouring, labels: Sequence[Labeller]
 ) -> None:
     across, down = points_per_unit(ax)
 
-    def room(op: Op, box: Box, label: Labeller) -> float:
+    def room(label: str, box: Box) -> float:
         """The largest font, in points, with which the label stays inside the cell."""
-        lines = label(op).split("\n")
+        lines = label.split("\n")
         # A digit of DejaVu Sans is 0.64 of the font's size wide, a line 1.2 of it high.
         by_width = (box[2] * across - 2) / (0.66 * max(map(len, lines)))
         return min(by_width, (box[3] * down - 1) / (1.2 * len(lines)))
 
     for label in labels:
-        rooms = [room(op, box, label) for op, box in cells]
-        if min(rooms, default=0) >= LEAST:
+        rooms = [room(label(op), box) for op, box in cells]
+        if min(rooms, default=0) >= page.LEAST:
             break
-    size = min(SMALL, max(LEAST, min(rooms, default=0)))
+    size = min(page.SMALL, max(page.LEAST, min(rooms, default=0)))
     # Where some cells are too small, their kind goes without: half a row of numbers misleads.
     tight = {
         (op.kind, box[3]) for (op, box), space in zip(cells, rooms, strict=True) if space < size
@@ -189,7 +197,8 @@ def _write_labels(
     style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size, "linespacing": 1.05}
     for op, (x, y, width, height) in cells:
         if (op.kind, height) not in tight:
-            ax.text(x + width / 2, y + height / 2, label(op), color=ink(colour(op)), **style)
+            middle = x + width / 2, y + height / 2
+            ax.text(*middle, label(op), color=page.ink(colour(op)), **style)
 
 
 class Panel(NamedTuple):
@@ -208,8 +217,8 @@ class Picture(NamedTuple):
     panels: list[Panel]
     unit: str | None = None
     """The time axis's label; None: the durations, which are the same for all panels."""
-    notes: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
+    rows: Sequence[str] = ()
     """The ranks' names; empty: their numbers."""
     tall: float = 1.2
     """Height of a row, in row heights."""
@@ -220,13 +229,7 @@ class Picture(NamedTuple):
     """Inches beside the panels."""
 
 
-def draw_picture(picture: Picture, path: Path) -> Figure:
-    """Write it."""
-    figure, _ = lay_out(picture)
-    return save(figure, path)
-
-
-def lay_out(picture: Picture) -> tuple[Figure, list[Axes]]:
+def lay_out(picture: Picture) -> Figure:
     """The page with all panels drawn."""
     timelines = [panel.timeline for panel in picture.panels]
     until = picture.until or max(timeline.makespan for timeline in timelines)
@@ -236,11 +239,10 @@ def lay_out(picture: Picture) -> tuple[Figure, list[Axes]]:
         pairs = any(isinstance(item, Pair) for order in timeline.schedule.orders for item in order)
         # A quarter more where operations in pairs share a row.
         heights.append(picture.tall * (p * row_height(p) * (1.25 if pairs else 1)))
-    legend = kind_legend(timelines) if picture.legend is None else list(picture.legend)
-    figure, axes = new_figure(
+    figure, axes = page.new_figure(
         picture.title,
         heights,
-        legend=legend,
+        legend=kind_legend(timelines) if picture.legend is None else picture.legend,
         head=0.45 if picture.panels[0].text else 0.2,
         gap=0.5,
         notes=picture.notes,
@@ -249,12 +251,17 @@ def lay_out(picture: Picture) -> tuple[Figure, list[Axes]]:
     )
     for ax, panel in zip(axes, picture.panels, strict=True):
         draw_grid(ax, panel.timeline, until=until, colour=panel.colour, labels=panel.labels)
-        panel_title(ax, panel.text)
+        page.panel_title(ax, panel.text)
         if picture.rows:
             ax.set_yticks(range(len(picture.rows)), picture.rows)
         ax.tick_params(labelbottom=ax is axes[-1])
     time_label(axes[-1], timelines[-1], picture.unit)
-    return figure, axes
+    return figure
+
+
+def idle_share(timeline: Timeline) -> str:
+    """Of the makespan."""
+    return percent(idle(timeline).makespan_fraction)
 
 
 def idle_text(shares: Idle) -> str:
@@ -267,9 +274,8 @@ def idle_text(shares: Idle) -> str:
 def cost_text(timeline: Timeline) -> str:
     """When a timeline ends, what share of it is idle, and what each rank holds."""
     held = ", ".join(map(number, peak_activations(timeline.schedule)))
-    share = percent(idle(timeline).makespan_fraction)
     ends = number(timeline.makespan)
-    return f"ends at {ends}, idle {share}; microbatches held at most by rank {held}"
+    return f"ends at {ends}, idle {idle_share(timeline)}; microbatches held at most by rank {held}"
 
 
 def time_label(ax: Axes, timeline: Timeline, text: str | None = None) -> None:
@@ -288,19 +294,34 @@ def durations_text(timeline: Timeline) -> str:
     return f"F = {f}" + ("" if forwards_only else f", B = I + W = {i} + {w} = {b}") + where
 
 
-def refusals(refused: Sequence[Refused]) -> list[str]:
-    """Notes on which schedules this size does not allow, and why."""
-    return [f"Not possible here: {one.reason.partition(';')[0]}" for one in refused]
+def naive_pipeline(work: Work) -> Figure:
+    """One microbatch at a time: most of the picture is idle."""
+    timeline = work.row("naive").batch
+    title = (
+        f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle "
+        f"{idle_share(timeline)} of {number(timeline.makespan)} time units"
+    )
+    return lay_out(Picture(title, [Panel("", timeline)], tall=1.6))
 
 
-def wrong_backwards(use: dict[int, WeightUse]) -> set[tuple[int, int]]:
-    """(stage, microbatch) whose backward pass sees other weights than its forward pass did."""
-    return {
-        (stage, i)
-        for stage, one in use.items()
-        for i, version in one.backward.items()
-        if version != one.forward[i]
-    }
+def microbatch_forward(work: Work) -> Figure:
+    """How microbatches fill the pipeline: the forward half of one batch, uncut and cut."""
+    case = work.case
+    m = case.num_microbatches
+    uncut = replace(case, num_microbatches=1, forward=case.forward * m)
+    whole, cut = (forwards_only(measure("gpipe", each).batch) for each in (uncut, case))
+    title = (
+        f"Cut into {m} microbatches, the forward pass through {case.num_stages} ranks ends at time "
+        f"{number(cut.makespan)} instead of {number(whole.makespan)}"
+    )
+    all_of_it = f"0-{m - 1}" if m > 1 else "0"
+    panels = [
+        Panel(
+            f"The batch in one piece: ranks idle {idle_share(whole)}", whole, [lambda _: all_of_it]
+        ),
+        Panel(f"The same batch as {m} microbatches: ranks idle {idle_share(cut)}", cut),
+    ]
+    return lay_out(Picture(title, panels, tall=1.4))
 
 
 def forwards_only(timeline: Timeline) -> Timeline:
@@ -312,117 +333,93 @@ def forwards_only(timeline: Timeline) -> Timeline:
     return simulate(replace(timeline.schedule, orders=orders), timeline.costs)
 
 
-def naive(timeline: Timeline) -> Picture:
-    """One microbatch at a time: most of the picture is idle."""
-    share = percent(idle(timeline).makespan_fraction)
-    title = (
-        f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle {share} of "
-        f"{number(timeline.makespan)} time units"
-    )
-    return Picture(title, [Panel("", timeline)], tall=1.6)
-
-
-def microbatch_backward(timeline: Timeline) -> Picture:
+def microbatch_backward(work: Work) -> Figure:
     """A whole GPipe batch: all forwards, then all backwards."""
-    share = percent(idle(timeline).makespan_fraction)
-    m = timeline.schedule.num_microbatches
+    timeline = work.row("gpipe").batch
     last = max(e.end for e in timeline.all_events() for op in e.item.parts if op.kind == FORWARD)
     title = (
-        f"GPipe, {m} microbatches: forwards until time {number(last)}, backwards until "
-        f"{number(timeline.makespan)}; ranks idle {share}"
+        f"GPipe, {work.case.num_microbatches} microbatches: forwards until time {number(last)}, "
+        f"backwards until {number(timeline.makespan)}; ranks idle {idle_share(timeline)}"
     )
-    return Picture(title, [Panel("", timeline)], tall=1.6)
+    return lay_out(Picture(title, [Panel("", timeline)], tall=1.6))
 
 
-def microbatch_forward(whole: Timeline, cut: Timeline) -> Picture:
-    """How microbatches fill the pipeline: the forward half of one batch, uncut and cut."""
-    p = cut.schedule.num_ranks
-    m = cut.schedule.num_microbatches
-    title = (
-        f"Cut into {m} microbatches, the forward pass through {p} ranks ends at time "
-        f"{number(cut.makespan)} instead of {number(whole.makespan)}"
-    )
-    idles = [f"ranks idle {percent(idle(t).makespan_fraction)}" for t in (whole, cut)]
-    all_of_it = f"0-{m - 1}" if m > 1 else "0"
-    panels = [
-        Panel(f"The batch in one piece: {idles[0]}", whole, (lambda op: all_of_it,)),
-        Panel(f"The same batch as {m} microbatches: {idles[1]}", cut),
-    ]
-    return Picture(title, panels, tall=1.4)
-
-
-def all_schedules(everyone: Sequence[Row], refused: Sequence[Refused]) -> Picture:
+def all_schedules(work: Work) -> Figure:
     """One batch under every order, on one time axis; rows with equal orders share a panel:
     PipeDream's policies have 1F1B's."""
     groups: dict[object, list[Row]] = {}
-    for row in everyone:
+    for row in work.found:
         groups.setdefault(row.batch.schedule.orders, []).append(row)
-    rows = [group[0] for group in groups.values()]
-    schedule = rows[0].batch.schedule
+    rows = sorted(
+        (group[0] for group in groups.values()), key=lambda row: row.batch_idle.makespan_fraction
+    )
+    best, worst = rows[0], rows[-1]
+    title = (
+        f"One batch of {work.case.num_microbatches} microbatches on {work.case.num_stages} ranks: "
+        f"from {idle_share(worst.batch)} idle ({worst.title}) to {idle_share(best.batch)} "
+        f"({best.title})"
+    )
     # Naive takes so much longer than the others that on its scale they would all look alike.
     *_, second, longest = [Fraction(0), *sorted(row.batch.makespan for row in rows)]
     until = second if 0 < 2 * second < longest else longest
-    ordered = sorted(rows, key=lambda row: row.batch_idle.makespan_fraction)
-    worst, best = (
-        f"{percent(row.batch_idle.makespan_fraction)}{text} ({row.title})"
-        for row, text in ((ordered[-1], " idle"), (ordered[0], ""))
-    )
-    title = (
-        f"One batch of {schedule.num_microbatches} microbatches on {schedule.num_ranks} ranks: "
-        f"from {worst} to {best}"
-    )
     panels = []
-    for group in groups.values():
-        timeline = group[0].batch
-        shares = idle_text(group[0].batch_idle)
-        text = f"{_names(group)}: ends at {number(timeline.makespan)}, idle {shares}"
-        cut = f"; cut off at {number(until)}" if timeline.makespan > until else ""
-        panels.append(Panel(text + cut, timeline))
-    return Picture(title, panels, notes=tuple(refusals(refused)), tall=1, until=until)
+    for first, *others in groups.values():
+        name = first.title
+        if others:
+            variants = f" with its {len(others) - 1} variants" if len(others) > 1 else ""
+            name += f" (and {others[0].title}{variants})"
+        makespan = first.batch.makespan
+        text = f"{name}: ends at {number(makespan)}, idle {idle_text(first.batch_idle)}"
+        if makespan > until:
+            text += f"; cut off at {number(until)}"
+        panels.append(Panel(text, first.batch))
+    return lay_out(Picture(title, panels, notes=work.refusals, tall=1, until=until))
 
 
-def _names(group: Sequence[Row]) -> str:
-    """An order's name, and who else runs it."""
-    if len(group) == 1:
-        return group[0].title
-    variants = f" with its {len(group) - 2} variants" if len(group) > 2 else ""
-    return f"{group[0].title} (and {group[1].title}{variants})"
+def weight_versioning(work: Work) -> Figure:
+    """Cells coloured by the weight version that each pass uses, with stashing and without.
 
-
-def draw_weight_versioning(
-    timeline: Timeline, uses: Sequence[tuple[str, dict[int, WeightUse]]], path: Path
-) -> Figure:
-    """Cells coloured by the weight version that each pass uses, one panel per way of training.
-
-    `uses` has (panel's text, stage -> versions). A backward pass whose version is not its forward
-    pass's is outlined.
+    A backward pass whose version is not its forward pass's is outlined.
     """
-    backwards = sum(op.kind != FORWARD for op in timeline.schedule.ops())
-    counts = " and ".join(f"{len(wrong_backwards(use))} {text}" for text, use in uses)
-    newest = max(v for _, use in uses for one in use.values()
-                 for v in (*one.forward.values(), *one.backward.values()))  # fmt: skip
+    timeline = work.row("pipedream").batch
+    ops = list(timeline.schedule.ops())
+    ways = {"with stashing": "stash", "without stashing": "in-place"}
+    uses = [
+        weight_use(timeline.schedule, POLICIES[policy], work.case.num_microbatches)
+        for policy in ways.values()
+    ]
+    newest = max(use[op.stage].version(op) for use in uses for op in ops)
     # The darkest shade is left out: black outlines would not show on it.
     shades = [colormaps["viridis"]((v + 1) / (newest + 1)) for v in range(newest + 1)]
-    other = "B on other weights than its F"
+    wrong = [
+        {str(op) for op in ops if use[op.stage].version(op) != use[op.stage].forward[op.microbatch]}
+        for use in uses
+    ]
+    counts = " and ".join(f"{len(found)} {text}" for found, text in zip(wrong, ways, strict=True))
+    backwards = sum(op.kind != FORWARD for op in ops)
+    outlined = "B on other weights than its F"
     picture = Picture(
         f"Of {backwards} backward passes, {counts} see other weights than their forward pass did",
-        [_versions_panel(timeline, text, use, shades) for text, use in uses],
+        [
+            _versions_panel(timeline, text, use, shades)
+            for text, use in zip(ways, uses, strict=True)
+        ],
         tall=1.9,
         right=1.25,
         legend=[
-            Patch(facecolor="white", edgecolor="black", linewidth=3, label=other),
+            Patch(facecolor="white", edgecolor="black", linewidth=3, label=outlined),
             Patch(**IDLE_HATCH, label="idle"),
         ],
     )
-    figure, axes = lay_out(picture)
-    for ax, (_, use) in zip(axes, uses, strict=True):
-        wrong = {f"{stage}B{i}" for stage, i in wrong_backwards(use)}
+    figure = lay_out(picture)
+    axes = figure.axes
+    for ax, found in zip(axes, wrong, strict=True):
         for patch in ax.patches:
-            if isinstance(patch, Rectangle) and patch.get_gid() in wrong:
+            if isinstance(patch, Rectangle) and patch.get_gid() in found:
                 width = min(3.0, 0.15 * patch.get_width() * points_per_unit(ax)[0])
                 patch.set(edgecolor="black", linewidth=width, zorder=1.5, joinstyle="miter")
-    _version_bar(figure, axes, ListedColormap(shades))
-    return save(figure, path)
+    _version_bar(figure, axes[0], axes[-1], ListedColormap(shades))
+    return figure
 
 
 def _versions_panel(
@@ -432,30 +429,30 @@ def _versions_panel(
         return use[op.stage].version(op)
 
     def told(op: Op) -> str:
-        own = version(op)
         first = use[op.stage].forward[op.microbatch]
-        return f"v{own}" if own == first else f"v{own}\u2260{first}"
+        other = "" if version(op) == first else f"\u2260{first}"
+        return f"{op.kind}{op.microbatch}\nv{version(op)}{other}"
 
     peaks = ", ".join(str(use[stage].peak_versions) for stage in sorted(use))
     labels = (
-        lambda op: f"{op.kind}{op.microbatch}\n{told(op)}",
+        told,
         lambda op: f"{op.kind}{op.microbatch}\nv{version(op)}",
         lambda op: f"{op.kind}{op.microbatch}",
     )
-    title = f"{text[:1].upper()}{text[1:]}: versions kept by rank {peaks}"
+    title = f"{text.capitalize()}: versions kept by rank {peaks}"
     return Panel(title, timeline, labels, lambda op: shades[version(op)])
 
 
-def _version_bar(figure: Figure, axes: Sequence[Axes], palette: ListedColormap) -> None:
-    boxes = [ax.get_position() for ax in axes]
-    bottom = boxes[-1].y0
-    top = boxes[0].y1
-    bar_axes = figure.add_axes((boxes[0].x1 + 0.25 / WIDTH, bottom, 0.22 / WIDTH, top - bottom))
+def _version_bar(figure: Figure, first: Axes, last: Axes, palette: ListedColormap) -> None:
+    top = first.get_position()
+    bottom = last.get_position().y0
+    inch = 1 / page.WIDTH
+    bar_axes = figure.add_axes((top.x1 + 0.25 * inch, bottom, 0.22 * inch, top.y1 - bottom))
     norm = BoundaryNorm([v - 0.5 for v in range(palette.N + 1)], palette.N)
     bar = figure.colorbar(ScalarMappable(norm=norm, cmap=palette), cax=bar_axes)
     bar.locator = MaxNLocator(nbins=12, integer=True)
     bar.minorticks_off()
     bar.update_ticks()
-    bar.ax.tick_params(labelsize=SMALL)
+    bar.ax.tick_params(labelsize=page.SMALL)
     bar.set_label("weight version", fontsize=TEXT)
     bar.outline.set_edgecolor(EDGE)

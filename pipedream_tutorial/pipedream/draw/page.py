@@ -11,10 +11,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import product
+from math import hypot
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -49,7 +49,6 @@ def new_figure(
     right: float = 0.4,
     gap: float = 0.75,
     head: float = 0.4,
-    bottom: float = 0.7,
 ) -> tuple[Figure, list[Axes]]:
     """A page: title, legend, rows of panels, lines of notes; all lengths in inches.
 
@@ -58,17 +57,15 @@ def new_figure(
     lines = _even_lines(title, 88)
     legend_rows = -(-len(legend) // legend_columns)
     top = 0.15 + 0.29 * len(lines) + 0.33 * legend_rows + head
-    bottom += 0.26 * len(notes) + (0.05 if notes else 0)
+    bottom = 0.75 + 0.26 * len(notes) if notes else 0.7
     height = top + sum(panel_heights) + gap * (len(panel_heights) - 1) + bottom
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
     edge = 0.2 / WIDTH
-    figure.text(
-        edge, 1 - 0.12 / height, "\n".join(lines), fontsize=TITLE, fontweight="bold", va="top"
-    )
-    if notes:
-        place = edge, 0.1 / height
-        figure.text(*place, "\n".join(notes), fontsize=SMALL - 1, color=GREY, linespacing=1.3)
+    above = edge, 1 - 0.12 / height, "\n".join(lines)
+    figure.text(*above, fontsize=TITLE, fontweight="bold", va="top")
+    below = edge, 0.1 / height, "\n".join(notes)
+    figure.text(*below, fontsize=SMALL - 1, color=GREY, linespacing=1.3)
     if legend:
         figure.legend(
             handles=list(legend),
@@ -83,35 +80,32 @@ def new_figure(
             handlelength=1.6,
         )
     width = (WIDTH - left - right - (columns - 1) * left) / columns
-    axes = []
     y = height - top
     for panel_height in panel_heights:
         y -= panel_height
         for column in range(columns):
             x = left + column * (width + left)
-            box = (x / WIDTH, y / height, width / WIDTH, panel_height / height)
-            axes.append(figure.add_axes(box))
+            ax = figure.add_axes((x / WIDTH, y / height, width / WIDTH, panel_height / height))
+            ax.tick_params(labelsize=SMALL, color=GREY)
+            ax.set_axisbelow(True)
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.spines[["left", "bottom"]].set_color(GREY)
         y -= gap
-    for ax in axes:
-        ax.tick_params(labelsize=SMALL, color=GREY)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.spines[["left", "bottom"]].set_color(GREY)
-    return figure, axes
+    return figure, figure.axes
 
 
 def _even_lines(text: str, longest: int) -> list[str]:
     """As few lines as possible, and those about equally long."""
     count = len(textwrap.wrap(text, longest))
-    widths = range(len(text) // count, longest + 1)
-    return next(
-        lines for lines in (textwrap.wrap(text, width) for width in widths) if len(lines) == count
-    )
+    width = len(text) // count
+    while len(textwrap.wrap(text, width)) > count:
+        width += 1
+    return textwrap.wrap(text, width)
 
 
 def save(figure: Figure, path: Path, source: str | None = None) -> Figure:
-    """Write a PNG or SVG that is the same for the same data; the page, for those who look into
-    it. A PNG's metadata holds `source`, the digest of what was drawn."""
+    """Write a PNG or SVG that is the same for the same data, and return it. A PNG's metadata
+    holds `source`, the digest of what was drawn."""
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None, "Source": source}
     with rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(path, metadata=metadata)
@@ -159,6 +153,8 @@ def panel_title(ax: Axes, text: str) -> None:
 Point = tuple[float, float]
 Box = tuple[float, float, float, float]
 """Left, low, right, high in pixels."""
+POINT = DPI / 72
+"""Pixels that a printer's point takes."""
 DOT = 9.0
 GAP = 11.0
 FAR = 18.0
@@ -170,8 +166,8 @@ class Spot(NamedTuple):
 
     distance: float
     box: Box
-    lead: tuple[Point, Point] | None
-    """From the point to the label's edge, where it is far."""
+    end: Point
+    """Where a line from far away ends."""
 
 
 def place_labels(
@@ -185,69 +181,56 @@ def place_labels(
     """
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     figure.draw_without_rendering()
-    anchors = {point: _pixels(ax, point) for point in labels}
-    sizes = {}
+    anchors = {point: ax.transData.transform(point) for point in labels}
+    inside: Box = ax.get_window_extent(renderer).extents
+    obstacles = [_around(anchor, DOT) for anchor in anchors.values()]
+    obstacles += [_around(ax.transData.transform(point), 1) for point in avoid]
+    spots = {}
     for point, label in labels.items():
         probe = ax.text(0, 0, label, fontsize=SMALL)
-        box = probe.get_window_extent(renderer)
-        sizes[point] = (box.width, box.height)
+        size = probe.get_window_extent(renderer).size
         probe.remove()
-    obstacles = [_around(anchor, anchor, DOT) for anchor in anchors.values()]
-    obstacles += [_around(at, at, 1) for at in (_pixels(ax, point) for point in avoid)]
-    orders = [
-        sorted(labels, key=lambda point: (a * point[first], b * point[1 - first]))
-        for first, a, b in product((0, 1), (1, -1), (1, -1))
-    ]
-    inside: Box = ax.get_window_extent(renderer).extents
-    tries = [_arrange(order, anchors, sizes, obstacles, inside) for order in orders]
-    possible = [spots for spots in tries if spots is not None]
+        spots[point] = _spots(anchors[point], *size, inside)
+    tries = []
+    for first, a, b in product((0, 1), (1, -1), (1, -1)):
+        order = sorted(labels, key=lambda point: (a * point[first], b * point[1 - first]))
+        tries.append(_arrange({point: spots[point] for point in order}, anchors, obstacles))
+    possible = [placed for placed in tries if placed is not None]
     if not possible:
         raise RuntimeError("there is no room for all labels")
-    best = min(possible, key=lambda spots: sum(spot.distance for spot in spots.values()))
+    best = min(possible, key=lambda placed: sum(spot.distance for spot in placed.values()))
     to_data = ax.transData.inverted()
     for point, spot in best.items():
-        left, middle = to_data.transform((spot.box[0], (spot.box[1] + spot.box[3]) / 2))
-        ax.text(left, middle, labels[point], fontsize=SMALL, va="center_baseline")
-        if spot.lead is not None:
-            ends = to_data.transform(spot.lead)
-            ax.plot(ends[:, 0], ends[:, 1], color=GREY, linewidth=0.8, zorder=1)
+        left, low, _, high = spot.box
+        at = to_data.transform((left, (low + high) / 2))
+        ax.text(*at, labels[point], fontsize=SMALL, va="center_baseline")
+        if spot.distance > FAR:
+            xs, ys = zip(point, to_data.transform(spot.end), strict=True)
+            ax.plot(xs, ys, color=GREY, linewidth=0.8, zorder=1)
 
 
-def _pixels(ax: Axes, point: Point) -> Point:
-    x, y = ax.transData.transform(point)
-    return float(x), float(y)
-
-
-def _around(a: Point, b: Point, margin: float) -> Box:
-    """The box that holds two corners and so many points of margin."""
-    m = margin * DPI / 72
-    (ax, ay), (bx, by) = a, b
-    return (min(ax, bx) - m, min(ay, by) - m, max(ax, bx) + m, max(ay, by) + m)
+def _around(pixel: Point, margin: float) -> Box:
+    """A box with so many points of margin."""
+    x, y = pixel
+    m = margin * POINT
+    return (x - m, y - m, x + m, y + m)
 
 
 def _arrange(
-    order: Sequence[Point],
-    anchors: Mapping[Point, Point],
-    sizes: Mapping[Point, tuple[float, float]],
-    obstacles: Sequence[Box],
-    inside: Box,
+    spots: Mapping[Point, Sequence[Spot]], anchors: Mapping[Point, Point], obstacles: Sequence[Box]
 ) -> dict[Point, Spot] | None:
     """Each label in turn at the nearest free spot; None where one finds none."""
     taken = list(obstacles)
     placed = {}
-    for point in order:
-        own = _around(anchors[point], anchors[point], DOT)
-        for spot in _spots(anchors[point], *sizes[point]):
-            path = [] if spot.lead is None else _along(spot.lead, own)
-            left, low, right, high = spot.box
-            within = inside[0] <= left and inside[1] <= low
-            within = within and right <= inside[2] and high <= inside[3]
-            if within and not any(_overlap(new, old) for new in [spot.box, *path] for old in taken):
-                taken += [spot.box, *path]
-                placed[point] = spot
+    for point, choice in spots.items():
+        for spot in choice:
+            boxes = [spot.box, *_along(anchors[point], spot)]
+            if not any(_overlap(new, old) for new in boxes for old in taken):
                 break
         else:
             return None
+        taken += boxes
+        placed[point] = spot
     return placed
 
 
@@ -255,29 +238,31 @@ def _overlap(a: Box, b: Box) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-def _along(lead: tuple[Point, Point], own: Box) -> list[Box]:
-    """Small boxes along a line, those on its own marker left out."""
-    (x0, y0), (x1, y1) = lead
-    steps = max(2, int(np.hypot(x1 - x0, y1 - y0) / 6))
-    dots = [(x0 + (x1 - x0) * k / steps, y0 + (y1 - y0) * k / steps) for k in range(steps)]
-    return [_around(dot, dot, 1) for dot in dots if not _overlap(_around(dot, dot, 0.5), own)]
+def _along(anchor: Point, spot: Spot) -> list[Box]:
+    """Small boxes along the line to a spot that is far, outside the anchor's own marker."""
+    if spot.distance <= FAR:
+        return []
+    (x, y), (end_x, end_y) = anchor, spot.end
+    steps = max(2, int(hypot(end_x - x, end_y - y) / 6))
+    ways = [((end_x - x) * k / steps, (end_y - y) * k / steps) for k in range(steps)]
+    outside = (DOT + 0.5) * POINT
+    return [_around((x + a, y + b), 1) for a, b in ways if max(abs(a), abs(b)) >= outside]
 
 
-def _spots(anchor: Point, width: float, height: float) -> list[Spot]:
-    """Where a label of this size (pixels) may go, the nearest first."""
-    unit, (x, y) = DPI / 72, anchor
-    lefts = [GAP, 24.0, 50.0, 90.0, 140.0, 200.0]
-    lefts += [-left - width / unit for left in (GAP, 50.0)]
-    lefts.append(-width / unit / 2)
-    heights = [sign * step for step in range(0, 240, 5) for sign in (1, -1)]
+def _spots(anchor: Point, width: float, height: float, inside: Box) -> list[Spot]:
+    """Where in the axes a label of this size (pixels) may go, the nearest first."""
+    x, y = anchor
+    wide = width / POINT
+    lefts = [GAP, 24.0, 50.0, 90.0, 140.0, 200.0, -GAP - wide, -50.0 - wide, -wide / 2]
     found = []
-    for left, up in product(lefts, heights):
-        near = x + left * unit
-        low = y + up * unit - height / 2
+    for left, up in product(lefts, sorted(range(235, -240, -5), key=abs)):
+        near = x + left * POINT
+        low = y + up * POINT - height / 2
         box = (near, low, near + width, low + height)
         end = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
-        distance = float(np.hypot(end[0] - x, end[1] - y)) / unit
+        distance = hypot(end[0] - x, end[1] - y) / POINT
         if left < 0:
             distance += 4  # on the right a label reads as the point's own
-        found.append(Spot(distance, box, ((x, y), end) if distance > FAR else None))
+        if inside[0] <= near and inside[1] <= low and box[2] <= inside[2] and box[3] <= inside[3]:
+            found.append(Spot(distance, box, end))
     return sorted(found, key=lambda spot: spot.distance)

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from itertools import groupby
 from typing import NamedTuple
 
 from pipedream_simple import number
@@ -63,13 +64,13 @@ def _fit(timeline: Timeline, columns: int, max_blocks: int, *, numbers: bool, ga
     """Columns such that the text of every event of the median duration or more fits, and as few
     blocks of equal width as it takes, up to `max_blocks`."""
     label = _labels(timeline.schedule)
-    durations = sorted(e.end - e.start for e in timeline.all_events() if e.end > e.start)
-    typical = durations[(len(durations) - 1) // 2]
-    rate = max(
-        Fraction((len(label(event.item)) if numbers else 1) + gap) / (event.end - event.start)
+    lasting = sorted(
+        (event.end - event.start, len(label(event.item)) if numbers else 1)
         for event in timeline.all_events()
-        if event.end - event.start >= typical
+        if event.end > event.start
     )
+    typical = lasting[(len(lasting) - 1) // 2][0]
+    rate = max((text + gap) / duration for duration, text in lasting if duration >= typical)
     unit = timeline.tick
     # A tick far below a column would stretch the grid: columns are rounded then.
     exact = rate * unit * 2 > 1
@@ -80,7 +81,7 @@ def _fit(timeline: Timeline, columns: int, max_blocks: int, *, numbers: bool, ga
     units_per_block = max(1, columns // per_unit)
     blocks = min(max_blocks, math.ceil(units / units_per_block))
     width = min(units_per_block, math.ceil(units / blocks)) * per_unit
-    return Scale(rate=rate, exact=exact, numbers=numbers, gap=gap, blocks=blocks, width=width)
+    return Scale(rate, exact, numbers, gap, blocks, width)
 
 
 def _labels(schedule: Schedule) -> Callable[[Item], str]:
@@ -91,10 +92,10 @@ def _labels(schedule: Schedule) -> Callable[[Item], str]:
 
     def one(op: Op) -> str:
         place = places[op.stage]
-        kind = op.kind
         if many:
-            return f"{kind}{op.microbatch}{chr(ord('a') + place)}"
-        return f"{kind.lower() if place else kind}{op.microbatch}"
+            return f"{op.kind}{op.microbatch}{chr(ord('a') + place)}"
+        kind = op.kind.lower() if place else op.kind
+        return f"{kind}{op.microbatch}"
 
     return lambda item: "&".join(map(one, item.parts))
 
@@ -106,13 +107,14 @@ def _row(
     row = [(IDLE, "")] * total
     for event in events:
         first, end = (math.floor(time * scale.rate) for time in (event.start, event.end))
-        kind = event.item.parts[0].kind if len(event.item.parts) == 1 else "&"
+        width = end - first
         text = label(event.item)
-        if not scale.numbers or len(text) > end - first:  # never a number that is cut short
+        kind = "&" if "&" in text else text[0].upper()
+        if not scale.numbers or len(text) > width:  # never a number that is cut short
             text = kind if kind == "&" else text[0]
-        gap = scale.gap if end - first > len(text) else 0
-        text = (text.ljust(end - first - gap, RUNNING) + " " * gap)[: end - first]
-        row[first:end] = [(c, kind if c != " " else "") for c in text]
+        gap = scale.gap if width > len(text) else 0
+        cells = [(character, kind) for character in text.ljust(width - gap, RUNNING)[:width]]
+        row[first:end] = cells + [(" ", "")] * gap
     return row
 
 
@@ -147,17 +149,12 @@ def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: 
     return "\n".join(lines)
 
 
-def _paint(row: list[tuple[str, str]], colour: bool) -> str:
-    if not colour:
-        return "".join(character for character, _ in row).rstrip()
+def _paint(row: Sequence[tuple[str, str]], colour: bool) -> str:
     painted = ""
-    now = ""
-    for character, kind in row:
-        if kind != now:
-            painted += f"\x1b[30;48;5;{_BACKGROUND[kind]}m" if kind else "\x1b[0m"
-            now = kind
-        painted += character
-    return painted + ("\x1b[0m" if now else "")
+    for kind, cells in groupby(row, key=lambda cell: cell[1]):
+        text = "".join(character for character, _ in cells)
+        painted += f"\x1b[30;48;5;{_BACKGROUND[kind]}m{text}\x1b[0m" if kind and colour else text
+    return painted if colour else painted.rstrip()
 
 
 def _axis(rate: Fraction, begin: int, end: int) -> str:

@@ -32,7 +32,7 @@ class Shown:
         from PIL import Image
 
         panels = [Panel(describe(timeline), timeline) for timeline in self.timelines]
-        figure, _ = lay_out(Picture(self.title, panels))
+        figure = lay_out(Picture(self.title, panels))
         drawn = io.BytesIO()
         small = io.BytesIO()
         figure.savefig(drawn)

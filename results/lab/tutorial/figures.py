@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from pipedream.config import FOLDER
-from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, log_axes
+from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, log_axis
 from pipedream.draw.grids import Panel, Picture, idle_text, kind_legend, lay_out
 from pipedream.draw.page import (
     GREY,
@@ -183,8 +183,8 @@ def awaited(timeline: Timeline) -> list[Message]:
 def draw_picture(picture: Picture, path: Path) -> Figure:
     """Write it, where its legend has messages with an arrow for each that a rank waits for; what it
     was drawn from is in its metadata as a digest."""
-    figure, axes = lay_out(picture)
-    for ax, panel in zip(axes, picture.panels, strict=True):
+    figure = lay_out(picture)
+    for ax, panel in zip(figure.axes, picture.panels, strict=True):
         for message in awaited(panel.timeline) if MESSAGE in (picture.legend or ()) else ():
             ends = (float(message.arrives), message.receiver), (float(message.sent), message.sender)
             ax.annotate("", *ends, arrowprops=ARROW)
@@ -427,8 +427,8 @@ def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
     smallest = 10.0 ** math.floor(math.log10(errors.min()))
     powers = [smallest * 10.0**k for k in range(20)]
     ticks = [0.0, *(power for power in powers if power <= errors.max())]
-    log_axes(axes, smallest, 0.6, ticks, "exactly 0")
     for ax in axes:
+        log_axis(ax, smallest, 0.6, ticks, "exactly 0")
         ax.set_ylim(-0.3 * smallest, 1.5 * errors.max())
     axes[0].set_ylabel("relative error of the gradient, median", fontsize=TEXT)
     return save(figure, path, gradient_digest(rows))
