@@ -181,10 +181,10 @@ def place_labels(
     """
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     figure.draw_without_rendering()
-    anchors = {point: ax.transData.transform(point) for point in labels}
+    anchors = {point: _pixels(ax, point) for point in labels}
     inside: Box = ax.get_window_extent(renderer).extents
     obstacles = [_around(anchor, DOT) for anchor in anchors.values()]
-    obstacles += [_around(ax.transData.transform(point), 1) for point in avoid]
+    obstacles += [_around(_pixels(ax, point), 1) for point in avoid]
     spots = {}
     for point, label in labels.items():
         probe = ax.text(0, 0, label, fontsize=SMALL)
@@ -202,11 +202,16 @@ def place_labels(
     to_data = ax.transData.inverted()
     for point, spot in best.items():
         left, low, _, high = spot.box
-        at = to_data.transform((left, (low + high) / 2))
-        ax.text(*at, labels[point], fontsize=SMALL, va="center_baseline")
+        x, y = to_data.transform((left, (low + high) / 2))
+        ax.text(x, y, labels[point], fontsize=SMALL, va="center_baseline")
         if spot.distance > FAR:
             xs, ys = zip(point, to_data.transform(spot.end), strict=True)
             ax.plot(xs, ys, color=GREY, linewidth=0.8, zorder=1)
+
+
+def _pixels(ax: Axes, point: Point) -> Point:
+    x, y = ax.transData.transform(point)
+    return float(x), float(y)
 
 
 def _around(pixel: Point, margin: float) -> Box:
