@@ -13,13 +13,12 @@ from tqdm import tqdm
 
 from distributed_training.advise.cluster import Cluster, lay_out_on
 from distributed_training.plan.choose import choose_model
-from distributed_training.plan.layouts import OPEN, all_meshes, show_settings
+from distributed_training.plan.layouts import OPEN, Settings, all_meshes, show_settings
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.predict import Prediction, predict
 from distributed_training.predict.stages import with_orders
 from distributed_training.settings.config import AUTO, RunConfig, with_values
-from distributed_training.settings.engines import MESH_AXES
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
 from distributed_training.settings.strategies import (
@@ -51,8 +50,8 @@ def rank_layouts(
         with contextlib.suppress(UserError):
             for plan in enumerate_plans(build(name), cluster):
                 # What is equal for two names of one layout
-                traits = plan.strategy.traits
-                own = plan.strategy.name if traits.takes_deepspeed_json else plan.strategy.engine
+                strategy = plan.strategy
+                own = name if strategy.traits.takes_deepspeed_json else strategy.engine
                 schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
                 key = (own, *plan.mesh.values(), schedule, plan.batch.num_microbatches)
                 known = choices.get(key)
@@ -75,9 +74,8 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
     strategy = load_strategy(config)
     config = choose_model(config, cluster.machine, [])
     cut_is_open = config.micro_batch_size == config.num_microbatches == AUTO
-    asked = {axis: getattr(config, axis) for axis in MESH_AXES}
     for mesh in all_meshes(strategy, cluster.num_processes):
-        if any(size not in (None, -1, mesh[axis]) for axis, size in asked.items()):
+        if any(getattr(config, axis) not in (None, -1, size) for axis, size in mesh.items()):
             continue
         schedules: list[str] = [config.pipeline_schedule]
         if mesh["pp"] > 1 and schedules == [AUTO]:
@@ -88,7 +86,7 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
             with contextlib.suppress(UserError):
                 first = lay_out_on(cluster, own, mesh=mesh)
                 yield first
-                if first.schedule.searched or not cut_is_open:  # each search takes a second or two
+                if first.schedule.searched or not cut_is_open:
                     continue
                 # Fewer would hold more than `batch_size` sequences do under dp.
                 for count in _more_microbatches(first)[:MOST_COUNTS]:
@@ -99,23 +97,26 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
 
 def _more_microbatches(plan: Plan) -> list[int]:
     """Larger numbers of micro-batches that the plan's schedule takes."""
-    sequences = plan.batch.global_batch_size // plan.batch.num_replicas
+    batch = plan.batch
+    sequences = batch.micro_batch_size * batch.num_microbatches
     counts = plan.schedule.counts(plan.mesh["pp"], sequences)
-    return [count for count in counts if count > plan.batch.num_microbatches]
+    return [count for count in counts if count > batch.num_microbatches]
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:
     """The keys besides `strategy` that give this layout."""
     asked = plan.strategy.mesh
+    mesh = plan.mesh
     settings: dict[str, Any] = {
-        axis: size for axis, size in plan.mesh.items() if asked[axis] not in (-1, size)
+        axis: size for axis, size in mesh.items() if asked[axis] not in (-1, size)
     }
     # An open axis takes what is left, which may be another than is meant.
-    rest = [axis for axis in MESH_AXES if asked[axis] == -1]
-    if rest and plan.mesh[rest[0]] == 1 and plan.num_processes > 1:
-        settings |= {axis: size for axis, size in plan.mesh.items() if size > 1}
-    if plan.mesh["pp"] > 1 and plan.config.pipeline_schedule != plan.strategy.traits.schedules[0]:
-        settings["pipeline_schedule"] = plan.config.pipeline_schedule
+    open_axis = next((axis for axis in mesh if asked[axis] == -1), None)
+    if open_axis and mesh[open_axis] == 1 and plan.num_processes > 1:
+        settings |= {axis: size for axis, size in mesh.items() if size > 1}
+    schedule = plan.config.pipeline_schedule
+    if mesh["pp"] > 1 and schedule != plan.strategy.traits.schedules[0]:
+        settings["pipeline_schedule"] = schedule
     if plan.requested.num_microbatches == plan.batch.num_microbatches:
         settings["num_microbatches"] = plan.batch.num_microbatches
     return settings
@@ -135,27 +136,26 @@ def as_chosen(config: RunConfig, name: str) -> RunConfig:
 def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
     """What to set so that a plan's work fits the cluster that it is for: the same strategy with
     more micro-batches or with recomputation, then the quickest of all."""
-    suggestions: list[str] = []
-    sequences = plan.batch.global_batch_size // plan.batch.num_replicas
+    suggestions: list[Settings] = []
+    batch = plan.batch
+    config = plan.config
+    sequences = batch.micro_batch_size * batch.num_microbatches
     for count in _more_microbatches(plan):
         cut = {"num_microbatches": count, "micro_batch_size": sequences // count}
-        smaller = replace(plan, batch=plan.batch.model_copy(update=cut), orders=None)
-        smaller = with_orders(smaller, cluster.rates)
-        if predict(smaller, None).room == "yes":
-            suggestions.append(f"set num_microbatches={count}")
+        smaller = replace(plan, batch=batch.model_copy(update=cut), orders=None)
+        if predict(with_orders(smaller, cluster.rates), None).room == "yes":
+            suggestions.append({"num_microbatches": count})
             break
-    if plan.config.activation_checkpointing == "none" and not plan.schedule.splits_backward:
-        recomputing = with_values(plan.config, activation_checkpointing="full")
+    if config.activation_checkpointing == "none" and not plan.schedule.splits_backward:
+        recomputing = with_values(config, activation_checkpointing="full")
         if predict(replace(plan, config=recomputing), None).room == "yes":
-            suggestions.append("set activation_checkpointing=full")
-    decided = {"model": plan.config.model, "batch_size": plan.config.batch_size}
+            suggestions.append({"activation_checkpointing": "full"})
     opened = OPEN | {"pipeline_schedule": AUTO}
-    build = functools.partial(as_chosen, with_values(plan.requested, **decided, **opened))
-    best = best_layout(build, cluster)
+    asked = with_values(plan.requested, model=config.model, batch_size=config.batch_size, **opened)
+    best = best_layout(functools.partial(as_chosen, asked), cluster)
     if best and best.fits and best.plan.strategy.name != plan.strategy.name:
-        settings = {"strategy": best.plan.strategy.name, **settings_of(best.plan)}
-        suggestions.append(f"set {show_settings(settings)}")
-    return suggestions
+        suggestions.append({"strategy": best.plan.strategy.name, **settings_of(best.plan)})
+    return [f"set {show_settings(settings)}" for settings in suggestions]
 
 
 def best_layout(
@@ -163,10 +163,11 @@ def best_layout(
 ) -> Prediction | None:
     """The simplest of the quickest layouts that fit, and that need less of a GPU than
     `below_bytes`; None without. `build` as for `rank_layouts`."""
+    most = below_bytes or sys.maxsize
     choices = [
         choice
         for choice in rank_layouts(build, cluster)
-        if choice.room_on_gpu != "no" and choice.memory.needed_bytes < (below_bytes or sys.maxsize)
+        if choice.room_on_gpu != "no" and choice.memory.needed_bytes < most
     ]
     # What the host lacks is for the run's own checks to say.
     choices = [choice for choice in choices if choice.fits] or choices
@@ -174,14 +175,11 @@ def best_layout(
         return None
     alike = ALIKE if cluster.machine.num_gpus else ALIKE_ON_CPU
     room, seconds = choices[0].order
-    longest = (room, seconds * (1 + alike))
-    quickest = [choice for choice in choices if choice.order <= longest]
     names = list(list_strategies())
-
-    def simplicity(choice: Prediction) -> tuple[int, int]:
-        return len(settings_of(choice.plan)), names.index(choice.plan.strategy.name)
-
-    return min(quickest, key=simplicity)
+    return min(
+        (choice for choice in choices if choice.order <= (room, seconds * (1 + alike))),
+        key=lambda choice: (len(settings_of(choice.plan)), names.index(choice.plan.strategy.name)),
+    )
 
 
 def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunConfig:
@@ -194,9 +192,10 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
             raise _none_found(config, build, cluster)
         name = best.plan.strategy.name
         settings = settings_of(best.plan)
-        said = f"strategy is {show_settings({'strategy': name, **settings}).partition('=')[2]}"
-        step = best.step
-        why = "the first that fits" if step is None else f"predicted {step.seconds:.3g} s a step"
+        said = f"strategy is {name} {show_settings(settings)}".rstrip()
+        why = "the first that fits"
+        if best.step is not None:
+            why = f"predicted {best.step.seconds:.3g} s a step"
         notes.append(f"{said}, the planner's choice: {why}")
         config = with_values(best.plan.requested, batch_size=config.batch_size, **settings)
     if config.batch_size == AUTO:

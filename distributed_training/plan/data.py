@@ -1,39 +1,81 @@
-"""The text of a planned run, cut into samples, and what follows for the plan. No torch import."""
+"""Where tokenizer, weights and text come from, and what the text means for a plan. No torch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from distributed_training.data import hub
 from distributed_training.data.cache import is_whole
-from distributed_training.data.corpus import is_hub_name, read_corpus
-from distributed_training.data.hub import ask_for_dataset
+from distributed_training.data.corpus import EMBEDDED, WIKITEXT, is_hub_name, read_corpus
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples, prepare_data
-from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from distributed_training.models import ModelSpec
+from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Plan
-from distributed_training.settings.config import AUTO, with_values
+from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 
 QUICKLY_CUT = 4_000_000  # bytes
 
 
+def find_sources(plan: Plan) -> Plan:
+    """The plan with these and the learning rate; UserError where what is named is missing."""
+    config = plan.config
+    spec = plan.model
+    notes = list(plan.notes)
+    tokenizer, tokenizer_dir = _choose_tokenizer(config, spec, notes)
+    num_tokens = Tokenizer(tokenizer_dir).num_tokens
+    if num_tokens > spec.size.vocab_size:
+        what = f"tokenizer={tokenizer!r} has {num_tokens} tokens"
+        why = f"{config.model} knows {spec.size.vocab_size}"
+        raise UserError(what, why, 'set tokenizer to "embedded" or choose a larger model')
+    weights, weights_dir = _choose_weights(config, spec, tokenizer, notes)
+    if config.lora_rank and weights_dir is None:
+        notes.append("adapters beside random weights learn little; lora_rank=0 trains the weights")
+    dataset = config.dataset
+    if dataset in (AUTO, WIKITEXT):
+        note = "WikiText-2 is not available ({}): training on the embedded corpus, the sources and "
+        note += "help topics of this Python"
+        named = (WIKITEXT, hub.WIKITEXT_COMMAND) if dataset == WIKITEXT else None
+        there = _fetch("dataset", hub.fetch_wikitext, named, note, notes)
+        dataset = WIKITEXT if there else EMBEDDED
+    rate = config.learning_rate
+    if rate == AUTO:
+        rate = 3e-4
+        if config.lora_rank:
+            rate = 2e-4
+        elif weights_dir is not None:
+            rate = 5e-5
+        elif config.model == "gpt2-tiny":
+            rate = 3e-3
+    decided = {"tokenizer": tokenizer, "weights": weights, "dataset": dataset}
+    if spec.weights_dir is not None:  # runs/latest is another run's from now on
+        decided["model"] = str(spec.weights_dir)
+    config = with_values(config, learning_rate=rate, **decided)
+    plan = replace(plan, config=config, notes=notes)
+    return replace(plan, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir)
+
+
 def peek_data(plan: Plan) -> Data | None:
     """What `load_plan_data` would give, leaving nothing behind; None where that would take long."""
     config = plan.config
-    tokenizer = Tokenizer(plan.tokenizer_dir)
     named = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
     on_hub = {key: name for key, name in named.items() if name and is_hub_name(name)}
     for key, name in on_hub.items():
-        ask_for_dataset(key, name, download=False)
+        hub.ask_for_dataset(key, name, download=False)
     if on_hub:
         return None
     corpus = read_corpus(config.dataset, config.validation_dataset)
     if sum(source.num_bytes for source in corpus.values()) > QUICKLY_CUT:
         return None
     with TemporaryDirectory() as folder:
-        return prepare_data(corpus, tokenizer, config, Path(folder))
+        return prepare_data(corpus, Tokenizer(plan.tokenizer_dir), config, Path(folder))
 
 
 def cut_data(plan: Plan) -> Data:
@@ -76,3 +118,78 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
     decided = {"num_samples": num_samples} if config.num_samples == AUTO else {}
     config = with_values(config, warmup_steps=warmup_steps, **decided)
     return replace(plan, config=config, num_steps=num_steps, notes=notes, cache=data.cache)
+
+
+def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:
+    asked = config.tokenizer
+    own = spec.weights_dir
+    files = (hub.TOKENIZER_JSON, hub.TOKENIZER_FILES[0])
+    if asked == AUTO and own is not None and any((own / name).is_file() for name in files):
+        return str(own), own
+    if asked == EMBEDDED or (asked == AUTO and config.model == "gpt2-tiny"):
+        return EMBEDDED, EMBEDDED_DIR
+    folder = Path(asked)
+    if asked not in (AUTO, "gpt2") and folder.is_dir():
+        return str(folder), folder.resolve()
+    repo_id = spec.hub_id if asked == AUTO else asked
+    if repo_id in (None, "gpt2") or repo_id in HUB_IDS.values():
+        repo_id = "gpt2"
+        fetch = partial(hub.fetch_folder, hub.TOKENIZER_ID, hub.TOKENIZER_FILES)
+        command = hub.TOKENIZER_COMMAND
+    elif repo_id.count("/") == 1 and repo_id[0] not in "/.~":
+        fetch = partial(hub.fetch_tokenizer, repo_id)
+        command = f"hf download {repo_id} --include '*token*'"
+    else:
+        fix = "give one with tokenizer.json, or vocab.json and merges.txt, a model's name on the "
+        fix += 'Hub, or "auto", "gpt2", "embedded"'
+        raise UserError(f"tokenizer={asked!r} is not a folder", fix=fix)
+    whose = "GPT-2" if repo_id == "gpt2" else repo_id
+    note = f"{whose}'s tokenizer is not available ({{}}): using the small one that is shipped; "
+    note += "perplexities compare only with runs that do the same"
+    by_name = asked != AUTO or config.weights == "pretrained"
+    found = _fetch("tokenizer", fetch, (repo_id, command) if by_name else None, note, notes)
+    return (repo_id, found) if found else (EMBEDDED, EMBEDDED_DIR)
+
+
+def _choose_weights(
+    config: RunConfig, spec: ModelSpec, tokenizer: str, notes: list[str]
+) -> tuple[str, Path | None]:
+    asked = config.weights
+    model = config.model
+    hub_id = spec.hub_id
+    if asked == "random":
+        return "random", None
+    if asked not in (AUTO, "pretrained"):
+        return asked, Path(asked).resolve()
+    if spec.has_weights:
+        return str(spec.weights_dir), spec.weights_dir
+    if hub_id is None or tokenizer == EMBEDDED:
+        why = "they need their own tokenizer" if hub_id else f"{model} is not published"
+        if asked == "pretrained":
+            what = f"weights='pretrained' is impossible with {model=}, {tokenizer=}"
+            fix = "set weights to random, or model and tokenizer to those of a published one"
+            raise UserError(what, why, fix)
+        notes.append(f"weights are random: {why}")
+        return "random", None
+    note = "pretrained weights are not available ({}): weights are random, so this trains from "
+    note += "scratch instead of fine-tuning"
+    command = f"hf download {hub_id}"
+    named = (f"pretrained ({model})", command) if asked == "pretrained" else None
+    fetch = partial(hub.fetch_weights, hub_id)
+    found = _fetch("weights", fetch, named, note, notes)
+    return ("pretrained" if found else "random"), found
+
+
+def _fetch(
+    key: str, fetch: Callable[[], Any], named: tuple[str, str] | None, note: str, notes: list[str]
+) -> Any:
+    """What `fetch` finds; else None and a note, or UserError where it was asked for by name:
+    `named` is then the value and the command that downloads it.
+    """
+    try:
+        return fetch()
+    except OSError as error:
+        if named is not None:
+            raise hub.cannot_fetch(key, named[0], error, named[1]) from None
+        notes.append(note.format(error))
+        return None

@@ -7,7 +7,7 @@ import pytest
 from distributed_training.advise.make import draft_plan
 from distributed_training.data import hub
 from distributed_training.data.tokenizer import EMBEDDED_DIR
-from distributed_training.plan.sources import find_sources
+from distributed_training.plan.data import find_sources
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from tests.plan.helpers import plan_for
