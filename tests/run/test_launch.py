@@ -22,34 +22,30 @@ from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan, started
 
 
-@pytest.mark.parametrize(
-    ("text", "machine", "mesh", "count"),
-    [
+def test_number_of_processes():
+    for text, on, mesh, count in (
         (None, GPU_MACHINE, {}, 1),
         ("3", CPU_MACHINE, {}, 3),
         ("all", GPU_MACHINE, {}, 4),
         ("all", CPU_MACHINE, {"dp_shard": -1}, 2),
         ("all", CPU_MACHINE, {"pp": 2, "dp_shard": -1, "tp": 2}, 4),
         ("all", CPU_MACHINE, {"tp": 3, "dp_shard": -1}, 3),
-    ],
-)
-def test_number_of_processes(text, machine, mesh, count):
-    assert launch.requested_processes(text, machine, mesh) == count
+    ):
+        assert launch.requested_processes(text, on, mesh) == count
     for wrong in ("0", "two", "1.5"):
         with refused(f"--num_gpus {wrong!r}", "positive number or all"):
-            launch.requested_processes(wrong, machine, mesh)
+            launch.requested_processes(wrong, CPU_MACHINE, {})
 
 
-@pytest.mark.parametrize(
-    ("given", "processes", "threads"),
-    [({}, 4, "1"), ({}, 2, "3"), ({"OMP_NUM_THREADS": "5"}, 2, "5")],
-)
-def test_processes_share_the_cores(given, processes, threads, monkeypatch):
+def test_processes_share_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
-    monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin:/bin", **given})
-    launch.prepare_environment(processes)
-    assert os.environ["OMP_NUM_THREADS"] == threads
-    assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin:/bin"  # ninja's
+    for given, processes, threads in (
+        ({}, 4, "1"), ({}, 2, "3"), ({"OMP_NUM_THREADS": "5"}, 2, "5")
+    ):  # fmt: skip
+        monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin:/bin", **given})
+        launch.prepare_environment(processes)
+        assert os.environ["OMP_NUM_THREADS"] == threads
+        assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin:/bin"  # ninja's
 
 
 WHOLE = {0: 0, 1: 0}

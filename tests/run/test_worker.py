@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed_training.engines import deepspeed, native
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.records.record import load_record
@@ -20,56 +19,36 @@ from distributed_training.run.ranks import Process
 from distributed_training.settings.config import build_config
 from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, small_plan, started
 
-SEED = 7
 
-
-def initial_model(monkeypatch, plan):
-    """The model that is handed to an engine."""
-    monkeypatch.setattr(native, "NativeEngine", lambda model, *_: model)
-    monkeypatch.setattr(deepspeed, "DeepSpeedEngine", lambda model, *_: model)
-    return worker.build_engine(plan, cpu_topology(plan))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "precision", "dtype"),
-    [("dp", "fp32", torch.float32), ("zero2", "bf16", torch.bfloat16)],
-)
-def test_initial_weights_are_those_of_the_compute_dtype(
-    strategy, precision, dtype, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("strategy", ["dp", "zero2"])
+def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path, monkeypatch):
     """DeepSpeed starts from rounded weights, so every strategy does, in fp32."""
-    plan = small_plan(tmp_path, strategy=strategy, precision=precision, seed=SEED)
-    model = initial_model(monkeypatch, plan)
-    expected = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=SEED).state_dict()
-    actual = dict(model.named_parameters())
+    for name in ("native.NativeEngine", "deepspeed.DeepSpeedEngine"):
+        monkeypatch.setattr(f"distributed_training.engines.{name}", lambda model, *_: model)
+    plan = small_plan(tmp_path, strategy=strategy, precision="bf16", seed=7)
+    actual = dict(worker.build_engine(plan, cpu_topology(plan)).named_parameters())
+    expected = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=7).state_dict()
     assert actual.keys() == expected.keys()  # the output layer is still the embedding
     for name, parameter in actual.items():
         assert parameter.dtype == torch.float32
-        assert torch.equal(parameter, expected[name].to(dtype).float()), name
+        assert torch.equal(parameter, expected[name].bfloat16().float()), name
 
 
-LONG = {"batch_size": 128, "max_length": 128}  # tokens of a loss
-
-
-@pytest.mark.parametrize(
-    ("count", "values", "divide", "chunk"),
-    [
-        (2, {"strategy": "dp", **LONG}, True, True),
-        (1, {"strategy": "dp"}, False, False),
-        (2, {"strategy": "fsdp", **LONG, "loss_chunk_tokens": 4096}, False, False),
-        (2, {"strategy": "tp", **LONG}, False, False),
-    ],
-)
-def test_what_needs_less_memory_is_advised_where_it_helps(
-    count, values, divide, chunk, tmp_path, monkeypatch
-):
+def test_what_needs_less_memory_is_advised_where_it_helps(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
-    plan = small_plan(tmp_path, machine=GPU_MACHINE, num_processes=count, **values)
-    text = ending.explain_out_of_memory(plan, cpu_topology(plan), "tried to allocate")
-    assert ("strategy=zero3 or fsdp" in text) == divide
-    assert ("; --set loss_chunk_tokens=8192; " in text) == chunk
-    assert f"--set micro_batch_size={plan.batch.micro_batch_size // 2} " in text
-    assert "on rank 0: tried to allocate\n  1.00 GiB" in text
+    long = {"batch_size": 128, "max_length": 128}  # tokens of a loss
+    for count, values, divide, chunk in (
+        (2, {"strategy": "dp", **long}, True, True),
+        (1, {"strategy": "dp"}, False, False),
+        (2, {"strategy": "fsdp", **long, "loss_chunk_tokens": 4096}, False, False),
+        (2, {"strategy": "tp", **long}, False, False),
+    ):
+        plan = small_plan(tmp_path, machine=GPU_MACHINE, num_processes=count, **values)
+        text = ending.explain_out_of_memory(plan, cpu_topology(plan), "tried to allocate")
+        assert ("strategy=zero3 or fsdp" in text) == divide
+        assert ("; --set loss_chunk_tokens=8192; " in text) == chunk
+        assert f"--set micro_batch_size={plan.batch.micro_batch_size // 2} " in text
+        assert "on rank 0: tried to allocate\n  1.00 GiB" in text
 
 
 def test_a_cause_on_another_nodes_disk_is_known_here(tmp_path, monkeypatch):
