@@ -128,7 +128,8 @@ class Trainer:
         self.disk: dict[str, int] = {}  # its traffic while training; empty: not counted
         self.sample: str | None = None  # text of the trained model
         self.saver = checkpoint.Saver(self.plan, self.topology)
-        self._model = (self.engine, self.plan, self.tokenizer, self.tokenizer.talks(self.data.form))
+        chat = self.tokenizer.talks(self.data.form)
+        self._model = (self.engine, self.plan, self.tokenizer, chat)  # for export.py
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
         self._stopping = Stopping(self.display.say)
@@ -317,16 +318,14 @@ class Trainer:
         return self._nonfinite(step, what)
 
     def _nonfinite(self, step: int, what: str) -> NonFiniteError:
-        """With what to type. Collective."""
         saved = self._saved_checkpoints()
+        fix = "nothing was saved before; lower learning_rate, or look for a bad sample"
+        if saved:
+            fix = f"{saved[-1].name} is whole; to pass the batch over, go on from there with"
+            fix += " --resume auto --on_nonfinite rollback"
         if self._passed_over:
             what += f", after step {self._passed_over} was passed over"
             fix = "lower learning_rate"
-        elif saved:
-            fix = f"{saved[-1].name} is whole; to pass the batch over, go on from there with"
-            fix += " --resume auto --on_nonfinite rollback"
-        else:
-            fix = "nothing was saved before; lower learning_rate, or look for a bad sample"
         return NonFiniteError(step, what, fix)
 
     def _saved_checkpoints(self) -> list[Path]:

@@ -187,15 +187,11 @@ def run_ranks(command: Sequence[str], count: int, begun: Ranks = (), line: str =
 def _start(ranks: list[subprocess.Popen[bytes]], command: Sequence[str], count: int) -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         environment = {
-            "OMP_NUM_THREADS": str(threads_per_process(count)),
-            **os.environ,
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(listener.getsockname()[1]),
-            LAUNCHER: str(os.getpid()),
-            STORE_SOCKET: str(listener.fileno()),
-        }
+            "OMP_NUM_THREADS": str(threads_per_process(count)), **os.environ,
+            "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(listener.getsockname()[1]),
+            LAUNCHER: str(os.getpid()), STORE_SOCKET: str(listener.fileno()),
+        }  # fmt: skip
         for rank in range(count):
             process = subprocess.Popen(
                 [sys.executable, "-u", *command],

@@ -31,22 +31,23 @@ def on_two_nodes(folder):
 
     def save(step):
         engine = FakeEngine(step)
-        return save_now(engine, plan, topology, step=step, data_fingerprint="tokens")
+        save_now(engine, plan, topology, step=step, data_fingerprint="tokens")
 
-    def steps():
-        return [int(found.name[-1]) for found in list_checkpoints(plan.run_dir)]
+    def steps(case):
+        seen[case] = [int(found.name[-1]) for found in list_checkpoints(plan.run_dir)]
 
-    def refusal(**changes):
+    def refusal(case, **changes):
         changed = SimpleNamespace(**{**vars(plan), **changes})
+        seen[case] = None
         process = Process(rank=rank, world_size=2, local_rank=0, local_world_size=1)
         try:
             disks.check_disks(changed, process)
         except UserError as error:
-            return str(error)
+            seen[case] = str(error)
 
     save(1)
     save(2)
-    seen["saved"] = steps()
+    steps("saved")
     right = checkpoint._publish
 
     def publish(*arguments):
@@ -58,21 +59,20 @@ def on_two_nodes(folder):
     with pytest.raises(OSError, match="No space left"):
         save(3)
     checkpoint._publish = right
-    seen["one failed"] = steps()
+    steps("one failed")
     save(4)
-    seen["saved again"] = steps()
+    steps("saved again")
     plan.checkpoint = list_checkpoints(plan.run_dir)[-1]
     disks.write_plan = lambda plan: None
-    seen["nothing"] = refusal()
-    seen["one folder"] = refusal(run_dir=folder / "node0", checkpoint=None)
+    refusal("nothing")
+    refusal("one folder", run_dir=folder / "node0", checkpoint=None)
     file = plan.checkpoint / FILES[rank]
     whole = file.read_bytes()
     if rank == 1:
         file.unlink()
-    seen["missing"] = refusal()
-    if rank == 1:
-        file.write_bytes(whole[:-1] + b"?")
-    seen["damaged"] = refusal()
+    refusal("missing")
+    file.write_bytes(whole[:-1] + b"?" if rank == 1 else whole)
+    refusal("damaged")
     file.write_bytes(whole)
     seen = gather(seen)
     dist.destroy_process_group()

@@ -15,7 +15,7 @@ import pytest
 
 from distributed_training.plan import machine
 from distributed_training.records.record import LOST, load_record, mark_stopped
-from distributed_training.run import launch, prepare, rendezvous, worker
+from distributed_training.run import launch, prepare, rendezvous
 from distributed_training.run.ranks import Ended, Process, current_process, single_process
 from distributed_training.settings.config import build_config
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
@@ -141,44 +141,6 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
             rendezvous.meet(first, 5)
 
 
-@pytest.fixture
-def start(text, tmp_path, monkeypatch):
-    """Calls start() on a machine of this test, as a process of this test."""
-    monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
-    alone = Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    monkeypatch.setattr(launch, "single_process", lambda: alone)
-    monkeypatch.setattr(worker, "run", lambda given, process, _: (given, process))
-
-    def call(*, num_gpus=None, dry_run=False, machine=CPU_MACHINE, process=None, **config):
-        values = {
-            "strategy": "dp", "model": "gpt2-tiny", "output_dir": str(tmp_path / "runs"),
-            "dataset": str(text), "num_samples": 4,
-        }  # fmt: skip
-        monkeypatch.setattr(launch, "detect_machine", lambda: machine)
-        monkeypatch.setattr(launch, "current_process", lambda _: process)
-        config = build_config({**values, **config})
-        return launch.start(
-            config, num_gpus=num_gpus, dry_run=dry_run, script=SCRIPT, arguments=["--a", "b c"]
-        )
-
-    return call
-
-
-def test_a_dry_run_prints_the_plan_and_starts_nothing(start, tmp_path, capsys):
-    assert start(dry_run=True, num_gpus="2") == 0
-    out = capsys.readouterr().out
-    assert "python real_model_example.py --num_gpus 2 --a 'b c'\n" in out
-    for rank, said in ((0, "launch command\n  (this one)\n"), (1, "")):
-        process = Process(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
-        assert start(dry_run=True, process=process) == 0  # under a launcher rank 0 prints
-        out = capsys.readouterr().out
-        assert said in out
-        assert bool(said) == bool(out)
-    with refused("--num_gpus 3", "started 2"):
-        start(process=process, num_gpus="3")
-    assert list(tmp_path.iterdir()) == []
-
-
 def run_without_planning(run_dir):
     """In a process of its own, where nothing that plans can be called."""
     prepare.make_plan = machine.detect_machine = None
@@ -196,12 +158,21 @@ def test_a_process_acts_on_plan_json_and_plans_nothing_itself(text, tmp_path):
     assert only_record(tmp_path / "runs")["num_steps"] == 1
 
 
-def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(start, monkeypatch):
+def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(text, tmp_path, monkeypatch):
     begun = []
+    monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
+    monkeypatch.setattr(launch, "single_process", lambda: None)
     monkeypatch.setattr(launch, "starting", lambda *_: contextlib.nullcontext([]))
     monkeypatch.setattr(launch, "spawn", lambda plan, *_: begun.append(plan.num_processes) or 0)
-    assert start(machine=GPU_MACHINE, strategy="auto") == 0
-    assert start(machine=GPU_MACHINE, strategy="auto", num_gpus="2") == 0
-    start(machine=CPU_MACHINE, strategy="auto")
-    start(machine=GPU_MACHINE)
+    monkeypatch.setattr(launch, "_work", lambda *_: 0)
+    values = {"model": "gpt2-tiny", "output_dir": str(tmp_path), "dataset": str(text)}
+    for on, strategy, num_gpus in (
+        (GPU_MACHINE, "auto", None),
+        (GPU_MACHINE, "auto", "2"),
+        (CPU_MACHINE, "auto", None),
+        (GPU_MACHINE, "dp", None),
+    ):
+        monkeypatch.setattr(launch, "detect_machine", lambda on=on: on)
+        config = build_config({**values, "strategy": strategy, "num_samples": 4})
+        assert launch.start(config, SCRIPT, [], num_gpus=num_gpus, dry_run=False) == 0
     assert begun == [1, 2]

@@ -86,17 +86,14 @@ class Saver:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         self._find_memory(parts)
-        copied = self.memory is not None
-        page_locked = False
         if self.memory is not None:
             parts = self._copies = self.memory.copy(parts)
-            page_locked = self.memory.page_locked
         meta = resume.Meta(
             step=step, work=self.plan.work, spread=self.plan.spread,
             data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
             counters=engine.counters(), files={}, checksums={},
         )  # fmt: skip
-        self._row = {"step": step, "copied": copied, "page_locked": page_locked}
+        self._row = {"step": step, "copied": self.memory is not None}
         self._ending = self._pool.submit(self._write, writing, parts, meta)
         self._row["stall_s"] = time.monotonic() - began
 

@@ -48,12 +48,9 @@ def claim(run_dir: Path, identity: dict[str, Any]) -> None:
     except OSError:  # files cannot be locked here, or a machine that is gone has it locked
         kernel = ""
     mine = Claim(
-        hostname=platform.node(),
-        pid=os.getpid(),
-        claimed_at=time.time(),
-        kernel=kernel,
-        identity=identity,
-    )
+        hostname=platform.node(), pid=os.getpid(), claimed_at=time.time(),
+        kernel=kernel, identity=identity,
+    )  # fmt: skip
     text = mine.model_dump_json().encode()
     os.pwrite(_held[run_dir], text, 0)
     os.truncate(_held[run_dir], len(text))

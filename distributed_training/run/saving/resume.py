@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -153,8 +153,15 @@ def at_checkpoint(plan: Plan) -> Plan:
     if found is not None:
         plan = replace(plan, run_dir=found.parents[1], checkpoint=found)
         saved = read_meta(found).spread
-        if saved != plan.spread:
-            plan.notes.append(describe_change(saved, plan.spread))
+        now = plan.spread
+        before, after = (f"{each['strategy']} x {each['num_processes']}" for each in (saved, now))
+        others = [key for key in saved if saved[key] != now.get(key)]
+        if before != after:
+            change = f"-> resuming {after}: resharding; the folder keeps its name"
+            plan.notes.append(f"saved {before} {change}")
+        elif others:
+            change = f"{others[0]} {saved[others[0]]} -> resuming with {now.get(others[0])}"
+            plan.notes.append(f"saved {before} with {change}: resharding")
     return replace(plan, notes=list(dict.fromkeys(plan.notes)))  # "auto" is looked up twice
 
 
@@ -162,10 +169,9 @@ def find_resume(plan: Plan) -> Path | None:
     """The checkpoint to continue from, in its run's folder, or None to start afresh.
 
     "auto" takes the newest unfinished run of the same work (before all, of the same strategy), at
-    its newest checkpoint that can be read, and warns of what it passes over; where it finds none,
-    the plan's notes say why. A path names a run (its newest checkpoint) or a checkpoint; raises
-    UserError when it is missing, damaged, without its run's record, or of another work. Either way
-    raises UserError for a run that is going on, or whose files are on other nodes.
+    its newest checkpoint that can be read; what it passes over is a warning, and why it finds none
+    a note. Raises UserError where the run is going on or has files on other nodes, and where one
+    that is named is missing, damaged, without its run's record, or of another work.
     """
     resume = plan.config.resume
     if resume is None:
@@ -260,15 +266,6 @@ def identity(plan: Plan) -> dict[str, Any]:
     return {**plan.work, "strategy": plan.strategy.name}
 
 
-def describe_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """ "saved zero2 x 8 -> resuming fsdp x 4: resharding", where the layouts are two."""
-    before, after = (f"{each['strategy']} x {each['num_processes']}" for each in (saved, now))
-    if before != after:
-        return f"saved {before} -> resuming {after}: resharding; the folder keeps its name"
-    key = next(key for key in saved if saved[key] != now.get(key))
-    return f"saved {before} with {key} {saved[key]} -> resuming with {now.get(key)}: resharding"
-
-
 def _differences(meta: Meta, plan: Plan) -> str:
     saved = meta.work
     work = plan.work
@@ -279,9 +276,7 @@ def _differences(meta: Meta, plan: Plan) -> str:
     if before != now and saved.keys() != work.keys():  # keys of an engine's own
         found = [f"strategy was {before} and is {now}, which computes something else"]
         names = {name: None for name in work if name in saved}
-    found += [
-        f"{key} was {shown(saved.get(key))} and is {shown(work.get(key))}"
-        for key in names
-        if saved.get(key) != work.get(key)
-    ]
+    for key in names:
+        if saved.get(key) != work.get(key):
+            found.append(f"{key} was {shown(saved.get(key))} and is {shown(work.get(key))}")
     return "; ".join(found)
