@@ -126,13 +126,20 @@ def header_rows(r: Record) -> dict[str, str]:
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     real = data["real_token_share"]
     filled = "" if real == 1 else f" ({100 * real:.1f}% real)"
+    pipeline = ""
+    if cut := r.pipeline:
+        blocks = ", ".join(map(str, cut["blocks_per_stage"]))
+        pipeline = f"{cut['schedule']}, {cut['num_microbatches']} micro-batches a step, "
+        pipeline += f"blocks a stage {blocks}"
+        if cut["ideal_bubble"] is not None:
+            pipeline += f"; idle {cut['ideal_bubble']:.0%} if stages were equal"
     return {
         "model": model,
         "strategy": f"{r.strategy['name']} x {r.world_size} on {device}{axes}: "
                     f"divides {r.strategy['sharding']}",
         "options": _options(r),
         "defaults": defaults and f"the strategy sets {defaults}",
-        "pipeline": _cut_of_pipeline(r.pipeline) if r.pipeline else "",
+        "pipeline": pipeline,
         "state": _state(r),
         "predicted": describe_prediction(r.prediction, r.num_steps),
         "precision": _precision(r),
@@ -156,21 +163,13 @@ def _options(r: Record) -> str:
     """What an algorithm or compression does to the exchange between processes."""
     kind = r.config.get("gradient_compression", "none")
     words = [] if kind == "none" else [f"{kind} gradients"]
-    for key in {"powersgd": ["compression_rank"], "topk-int8": ["compression_k"]}.get(kind, []):
+    if key := {"powersgd": "compression_rank", "topk-int8": "compression_k"}.get(kind):
         words.append(f"{key} {r.config[key]}")
     words += [f"{name} {value}" for name, value in r.engine_options.items()]
     sent = (r.prediction or {}).get("sent_bytes")
     if words and sent is not None:
         words.append(f"{gib(sum(sent.values()))} a step sent by a process")
     return ", ".join(words)
-
-
-def _cut_of_pipeline(pipeline: dict[str, Any]) -> str:
-    blocks = ", ".join(map(str, pipeline["blocks_per_stage"]))
-    bubble = pipeline["ideal_bubble"]
-    idle = "" if bubble is None else f"; idle {100 * bubble:.0f}% if stages were equal"
-    micro = f"{pipeline['num_microbatches']} micro-batches a step"
-    return f"{pipeline['schedule']}, {micro}, blocks a stage {blocks}{idle}"
 
 
 def _state(r: Record) -> str:

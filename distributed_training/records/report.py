@@ -19,7 +19,7 @@ from tabulate import tabulate
 
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
-from distributed_training.records.tables import MARKDOWN, Comparison, Table, group_by_work, results
+from distributed_training.records.tables import MARKDOWN, Comparison, Table, group_by_work
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 from distributed_training.settings.parser import Parser
@@ -70,16 +70,11 @@ def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
     return found
 
 
-def terminal(comparison: Comparison) -> str:
-    """Title, results and notes, as wide as the terminal."""
+def terminal(section: Section) -> str:
+    """Title, first table and notes, as wide as the terminal; a table that would be wider goes
+    without the least of its columns."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns
-    notes = [textwrap.fill(note, width) for note in comparison.notes]
-    title = textwrap.fill(comparison.title, width)
-    return "\n".join([title, plain(results(comparison), width), *notes])
-
-
-def plain(table: Table, width: int) -> str:
-    """A table for a terminal; without the least columns where it would be wider than `width`."""
+    table = section.tables[0]
     columns = dict(zip(table.headers, zip(*table.rows, strict=True), strict=True))
     for least in ("", *LEAST):
         columns.pop(least, None)
@@ -91,7 +86,8 @@ def plain(table: Table, width: int) -> str:
         )  # fmt: skip
         if max(map(len, text.splitlines())) <= width:
             break
-    return text
+    notes = [textwrap.fill(note, width) for note in section.notes]
+    return "\n".join([textwrap.fill(section.title, width), text, *notes])
 
 
 def _align(headers: Sequence[str]) -> list[str]:
@@ -144,10 +140,8 @@ def html(title: str, heading: str, sections: Sequence[Section], note: str = "") 
 
 
 def find_records(paths: Sequence[Path]) -> list[Record]:
-    """The records of runs, of folders of runs and of files, each once, named by where they lie.
-
-    Raises UserError for a file that is none; a folder without one gets a note.
-    """
+    """The records of runs, of folders of runs and of files, each once, named by where they lie; a
+    folder without one gets a note. Raises UserError for a file that is none."""
     found: dict[Path, Record] = {}
     for path in map(given_path, paths):
         files = [path]
@@ -185,14 +179,13 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
         fix = f"train first, or name runs: {COMMAND} FOLDER"
         raise UserError(f"no run record in {', '.join(map(short_path, paths))}", fix=fix)
     comparisons = group_by_work(records)[: None if arguments.all else MAX_TABLES]
+    sections = build_sections(comparisons)
     about = short_path(os.path.commonpath([r.run_dir for r in records]))
     if len(records) > 1:
         about = f"{len(records)} runs in {about}"
     left = len(records) - sum(len(comparison.records) for comparison in comparisons)
     note = f"left out: {left} older runs of other work; --all shows them" if left else ""
-    texts = [about, *map(terminal, comparisons), note]
-    print("\n\n".join(filter(None, texts)), flush=True)
-    sections = build_sections(comparisons)
+    print("\n\n".join(filter(None, [about, *map(terminal, sections), note])), flush=True)
     try:
         if arguments.html is not None:
             text = html("Training runs", about, sections, note)

@@ -22,14 +22,12 @@ from distributed_training.advise.make import draft_plan
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.plan.machine import Machine, detect_machine
-from distributed_training.plan.plan import Plan
 from distributed_training.predict.rates import cpu_rates, from_calibration
 from distributed_training.predict.speed import BACKWARD_ATTENTION, UPDATE_BYTES, Work
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import strategy_options
-from distributed_training.tools.links import time_group
-from distributed_training.tools.measuring import BUDGET_S, Clock, Group, open_group
+from distributed_training.tools.links import BUDGET_S, Clock, Group, open_group, time_group
 
 VALUES = 2**28  # of the tensors that element-wise kernels read
 MODELS = {"cuda": ("gpt2-medium", "gpt2-xl"), "cpu": ("gpt2-tiny",)}
@@ -84,14 +82,12 @@ def attention(clock: Clock) -> dict[str, Any]:
     """FLOP/s of causal attention, counted over the lower triangle, forward and backward."""
     on_gpu = clock.device.type == "cuda"
     batch, heads, dtype = (16, 16, torch.bfloat16) if on_gpu else (2, 4, torch.float32)
-    shape = (batch, heads, LENGTH, 64)
-    query, key, value = (
-        torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3)
-    )
+    shape = (3, batch, heads, LENGTH, 64)
+    qkv: Any = torch.randn(shape, device=clock.device, dtype=dtype).requires_grad_().unbind()
 
     def both() -> None:
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        torch.autograd.grad(y, (query, key, value), torch.ones_like(y))
+        y = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        torch.autograd.grad(y, qkv, torch.ones_like(y))
 
     flops = (1 + BACKWARD_ATTENTION) * 2 * batch * heads * LENGTH * LENGTH * 64
     return {"length": LENGTH, "flops_per_s": {"both": flops / clock.seconds(both)}}
@@ -123,22 +119,9 @@ def in_step(call: Callable[[], Any]) -> float:
 
 def of_training(found: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """On CPUs: seconds that parts of a model take, and the bytes a second of element-wise work
-    that they mean by predict/speed.py. Caches, and processes beside it, are in them."""
+    that they mean by predict/kernels.py. Caches, and processes beside it, are in them."""
     words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
     plan = draft_plan(build_config(words, options=strategy_options), machine, 1, 1)
-    seconds = _parts_of_a_step(plan)
-    # Each part takes arithmetic + bytes / rate; at one byte a second all else is next to nothing.
-    measured = {**found, "memory_bytes_per_s": dict.fromkeys(("block", "head", "update"), 1.0)}
-    work = Work(plan, from_calibration(measured, cpu_rates(machine.num_cpus, 1)))
-    traffic = {"update": UPDATE_BYTES[False] * plan.size.num_parameters / seconds["update"]}
-    for name, costs in (("block", work.block()), ("head", work.head())):
-        arithmetic, memory, _ = np.sum(costs, axis=0)
-        # At least a tenth, should products have been slower on their own.
-        traffic[name] = memory / max(seconds[name] - arithmetic, 0.1 * seconds[name])
-    return {"training_s": seconds, "memory_bytes_per_s": traffic}
-
-
-def _parts_of_a_step(plan: Plan) -> dict[str, float]:
     model: Decoder = plan.model.build(dropout=0.0, seed=1)
     shape = (plan.batch.micro_batch_size, plan.config.max_length)
     ids = torch.randint(plan.size.vocab_size, shape)
@@ -158,7 +141,15 @@ def _parts_of_a_step(plan: Plan) -> dict[str, float]:
     # At least a tenth, should a busy machine have made blocks slow when they were alone.
     blocks = plan.size.num_layers * seconds["block"]
     seconds["head"] = max(0.1 * seconds["model"], seconds["model"] - blocks)
-    return seconds
+    # Each part takes arithmetic + bytes / rate; at one byte a second all else is next to nothing.
+    measured = {**found, "memory_bytes_per_s": dict.fromkeys(("block", "head", "update"), 1.0)}
+    work = Work(plan, from_calibration(measured, cpu_rates(machine.num_cpus, 1)))
+    traffic = {"update": UPDATE_BYTES[False] * plan.size.num_parameters / seconds["update"]}
+    for name, costs in (("block", work.block()), ("head", work.head())):
+        arithmetic, memory, _ = np.sum(costs, axis=0)
+        # At least a tenth, should products have been slower on their own.
+        traffic[name] = memory / max(seconds[name] - arithmetic, 0.1 * seconds[name])
+    return {"training_s": seconds, "memory_bytes_per_s": traffic}
 
 
 def calibrate(group: Group, budget_s: float = BUDGET_S) -> dict[str, Any]:

@@ -342,6 +342,6 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     heading = f"{number}, each in processes of its own, one after the other."
     for file, form in (("compare.md", report.markdown), ("compare.html", report.html)):
         (out / file).write_text(form(TITLE, heading, sections), encoding="utf-8")
-    for comparison in comparisons:
-        print(f"\n{report.terminal(comparison)}")
+    for section in sections:
+        print(f"\n{report.terminal(section)}")
     print(f"\nwrote {short_path(out)}/compare.md and compare.html")

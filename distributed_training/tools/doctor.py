@@ -15,12 +15,12 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -48,8 +48,7 @@ print(json.dumps({
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the screen."""
 
     level: str  # ok, warn, fail
@@ -89,15 +88,14 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         yield warn("rates", "this GPU is not in the planner's table", "plan --gpu '{...}'")
     query = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
     used = [int(word) for word in (answer("nvidia-smi", *query) or "").split() if word.isdecimal()]
-    busy = [str(index) for index, mebibytes in enumerate(used) if mebibytes > 1024]
+    busy = ", ".join(str(index) for index, mebibytes in enumerate(used) if mebibytes > 1024)
     if used:
-        text = f"GPUs {', '.join(busy)} hold others' memory" if busy else "by nobody else"
+        text = f"GPUs {busy} hold others' memory" if busy else "by nobody else"
         yield check(not busy, "in use", text, "nvidia-smi")
     topology = answer("nvidia-smi", "topo", "-m") or ""
-    if machine.num_gpus > 1 and topology:
-        rows = [line.split() for line in topology.splitlines() if line.startswith("GPU")]
-        links = {row[i] for row in rows for i in range(1, 1 + machine.num_gpus) if i < len(row)}
-        text = f"between GPUs: {', '.join(sorted(links - {'X'}))}"
+    rows = [line.split() for line in topology.splitlines() if line.startswith("GPU")]
+    if links := {word for row in rows for word in row[1 : 1 + machine.num_gpus]} - {"X"}:
+        text = f"between GPUs: {', '.join(sorted(links))}"
         slow = links & {"SYS", "NODE", "PHB"}
         if slow:
             text += ": no NVLink, so prefer dp or pp to tp"
@@ -117,13 +115,13 @@ def torch_and_driver(machine: Machine) -> Iterator[Finding]:
         return
     found = json.loads(said.splitlines()[-1])
     text = f"{found['torch']}, CUDA {found['cuda'] or 'none'}"
-    if not found["available"]:
+    if found["available"]:
+        yield ok("torch", f"{text}, NCCL {found['nccl']}")
+        text = "supported" if found["bf16"] else "not supported by this GPU: precision is fp16"
+        yield check(found["bf16"], "bf16", text, "")
+    else:
         fix = "install the torch that the driver of nvidia-smi supports: pytorch.org/get-started"
         yield fail("torch", f"{text}: sees no GPU, though nvidia-smi does", fix)
-        return
-    yield ok("torch", f"{text}, NCCL {found['nccl']}")
-    text = "supported" if found["bf16"] else "not supported by this GPU: precision is fp16"
-    yield check(found["bf16"], "bf16", text, "")
 
 
 def memory_and_files() -> Iterator[Finding]:
@@ -151,19 +149,15 @@ def disk(output_dir: Path) -> Iterator[Finding]:
     elif free < 4 * PROBE_BYTES:
         yield fail("disk", text, fix)
     else:
-        speed = _write_speed(folder)
+        data = os.urandom(PROBE_BYTES)
+        start = time.perf_counter()
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        speed = PROBE_BYTES / (time.perf_counter() - start)
         text += f", writes {speed / MIB:,.0f} MiB/s"
         yield check(free >= 20 * GIB and speed >= SLOW_DISK, "disk", text, fix)
-
-
-def _write_speed(folder: Path) -> float:
-    data = os.urandom(PROBE_BYTES)
-    start = time.perf_counter()
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return PROBE_BYTES / (time.perf_counter() - start)
 
 
 def building(machine: Machine) -> Iterator[Finding]:
@@ -225,22 +219,8 @@ def hub() -> Iterator[Finding]:
         yield warn("Hub", text, "HF_ENDPOINT=<a mirror>, or copy the cache of another machine")
 
 
-def show(findings: Sequence[Finding]) -> str:
-    """One line each, what to type below."""
-    width = max(len(finding.what) for finding in findings)
-    indent = " " * (7 + width)
-    lines = []
-    for finding in findings:
-        head = f"{finding.level:<4} {finding.what:<{width}}  "
-        lines += textwrap.wrap(head + finding.text, WIDTH, subsequent_indent=indent)
-        if finding.fix:
-            lines += textwrap.wrap(f"type: {finding.fix}", WIDTH, initial_indent=indent,
-                                   subsequent_indent=indent)  # fmt: skip
-    return "\n".join(lines)
-
-
 def main(output_dir: Path) -> int:
-    """Print the screen; 1 where something fails."""
+    """Print the screen, a line each and what to type below; 1 where something fails."""
     machine = detect_machine()
     looks: list[Iterator[Finding]] = [
         gpus(machine), torch_and_driver(machine), memory_and_files(), disk(output_dir),
@@ -248,7 +228,13 @@ def main(output_dir: Path) -> int:
     ]  # fmt: skip
     with ThreadPoolExecutor() as pool:  # several of them wait
         findings: list[Finding] = list(itertools.chain(*pool.map(list, looks)))
-    print(show(findings))
+    width = max(len(finding.what) for finding in findings)
+    indent = " " * (7 + width)
+    for level, what, text, fix in findings:
+        print(textwrap.fill(f"{level:<4} {what:<{width}}  {text}", WIDTH, subsequent_indent=indent))
+        if fix:
+            print(textwrap.fill(f"type: {fix}", WIDTH, initial_indent=indent,
+                                subsequent_indent=indent))  # fmt: skip
     levels = collections.Counter(finding.level for finding in findings)
     print(f"\n{levels['fail']} failed, {levels['warn']} to look at, {levels['ok']} ok")
     return 1 if levels["fail"] else 0

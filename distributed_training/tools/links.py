@@ -8,10 +8,13 @@ bandwidth, weighs relative errors, so that small messages count as much as large
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
+import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,18 +23,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 
 from distributed_training.parallel.agree import gather
-from distributed_training.plan.topology import show_axes
+from distributed_training.plan.topology import process_group, show_axes
 from distributed_training.predict.traffic import sent_bytes
 from distributed_training.records.display import short_path
 from distributed_training.records.record import plural, provenance, write_json
+from distributed_training.run import launch, rendezvous, worker
+from distributed_training.run.ranks import Process, current_process, single_process
+from distributed_training.settings.config import RENDEZVOUS_S
 from distributed_training.settings.errors import UserError
-from distributed_training.tools.measuring import Clock, Group, open_group
 
+BUDGET_S = 0.15  # for one figure
 # Operation -> times that it goes around a ring of all processes; a message goes to the next one.
 TURNS = {
     "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1,
@@ -45,7 +50,59 @@ SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes, for a link's latency a
 # By how much a link is worse than the best of its kind before it is called slow.
 SLOW_LATENCY = 3.0
 SLOW_RATE = 2.0
+HEADERS = ("operation", "latency us", "GB/s", "fit off by", "algorithm", "bus")
 FIX = "leave its host out, or see what else uses it: top, nvidia-smi, ethtool"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The processes that measure, and this one's device."""
+
+    process: Process
+    device: torch.device
+
+
+@contextlib.contextmanager
+def open_group() -> Iterator[Group]:
+    """Join the process group that the launcher describes, or make one of this process alone."""
+    process = current_process(os.environ) or single_process()
+    launch.prepare_environment(process.local_world_size)
+    device = worker.prepare(torch.cuda.device_count(), process)
+    store = rendezvous.meet(process, RENDEZVOUS_S)
+    # Three minutes: another rank may have failed.
+    with process_group(device, store, minutes=3):
+        yield Group(process=process, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds of a call on a device."""
+
+    device: torch.device
+    together: bool = False  # all processes take part in every call, and make equally many
+    budget_s: float = BUDGET_S  # for one figure
+
+    def wait(self) -> None:
+        """Until the device has done everything."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Of one call, the mean of as many as the budget allows."""
+        for _ in range(3):
+            call()
+        once = torch.tensor(self._time(call, 1), dtype=torch.float64)
+        if self.together:
+            dist.all_reduce(once, op=dist.ReduceOp.MAX)
+        return self._time(call, max(3, min(200, int(self.budget_s / float(once)))))
+
+    def _time(self, call: Callable[[], Any], count: int) -> float:
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        self.wait()
+        return (time.perf_counter() - start) / count
 
 
 def time_group(
@@ -136,41 +193,10 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def measure(group: Group, axes: dict[str, int], largest: int, budget_s: float) -> dict[str, Any]:
-    """Axis -> its size and `summarise` of its slowest group. Collective."""
-    used = {axis: size for axis, size in axes.items() if size > 1}
-    mesh = init_device_mesh(group.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
-    groups: dict[str, Any] = {axis: mesh.get_group(axis) for axis in used}
-    if len(groups) > 1:
-        groups["all"] = None
-    sizes = [4**power for power in range(5, 30) if 4**power <= largest]
-    clock = Clock(group.device, True, budget_s)
-    found = {}
-    for axis, members in groups.items():
-        entries = time_group(clock, members, sizes, TURNS)
-        found[axis] = {"members": entries[0]["members"], "operations": summarise(entries)}
-    return found
-
-
-def table(groups: dict[str, Any]) -> str:
-    """Of each group a row an operation."""
-    headers = ["operation", "latency us", "GB/s", "fit off by", "algorithm", "bus"]
-    lines = []
-    for axis, found in groups.items():
-        rows = []
-        for kind, row in found["operations"].items():
-            last = row["points"][-1]
-            rates = (row["bytes_per_s"], last["algorithm_bytes_per_s"], last["bus_bytes_per_s"])
-            rate, *largest = (f"{each / 1e9:.2f}".replace("inf", "-") for each in rates)
-            fit = f"{row['fit_error']:.0%}"
-            rows.append([kind, f"{1e6 * row['latency_s']:.0f}", rate, fit, *largest])
-        text = tabulate(rows, headers, disable_numparse=True, stralign="right")
-        lines += [f"{axis}, {found['members']} processes", "", text, ""]
-    return "\n".join(lines)
-
-
 def draw(groups: dict[str, Any], path: Path) -> None:
     """Seconds by size of each operation, both logarithmic: points, fit, the ring's law."""
+    from matplotlib.figure import Figure  # slow
+
     figure = Figure(figsize=(9, 5.4), layout="constrained")
     panels: Any = figure.subplots(2, 3, sharex=True, sharey=True)
     for axes, kind in zip(panels.flat, TURNS, strict=True):
@@ -191,19 +217,29 @@ def draw(groups: dict[str, Any], path: Path) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """This process's part; the exit code. Collective."""
+    groups = {}  # axis -> its size and `summarise` of its slowest group
     with open_group() as group:
         process = group.process
+        kind = group.device.type
         axes = mesh_of(options, process.world_size)
-        largest = (options.largest or LARGEST_MIB[group.device.type]) * 2**20
-        groups = measure(group, axes, largest, options.seconds)
+        used = {axis: size for axis, size in axes.items() if size > 1}
+        mesh = init_device_mesh(kind, tuple(used.values()), mesh_dim_names=tuple(used))
+        members: dict[str, Any] = {axis: mesh.get_group(axis) for axis in used}
+        if len(members) > 1:
+            members["all"] = None
+        largest = (options.largest or LARGEST_MIB[kind]) * 2**20
+        sizes = [4**power for power in range(5, 30) if 4**power <= largest]
+        clock = Clock(group.device, True, options.seconds)
+        for axis, those in members.items():
+            entries = time_group(clock, those, sizes, TURNS)
+            groups[axis] = {"members": entries[0]["members"], "operations": summarise(entries)}
     if process.rank > 0:
         return 0
-    on_gpu = group.device.type == "cuda"
-    backend = "nccl" if on_gpu else "gloo"
+    backend = "nccl" if kind == "cuda" else "gloo"
     record = {
         "what": "seconds of operations between processes, the slowest rank's",
         **provenance("python real_model_example.py links"),
-        "device": torch.cuda.get_device_name(group.device) if on_gpu else "cpu",
+        "device": torch.cuda.get_device_name(group.device) if kind == "cuda" else "cpu",
         "backend": backend,
         "world_size": process.world_size,
         "processes_a_node": process.local_world_size,
@@ -216,9 +252,18 @@ def main(options: argparse.Namespace) -> int:
     draw(groups, folder / "links.png")
     print(f"{show_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB;")
     print("fit: latency + sent bytes / GB/s; algorithm and bus bandwidth: largest tensor\n")
-    print(table(groups))
+    for axis, found in groups.items():
+        rows = []
+        for operation, row in found["operations"].items():
+            last = row["points"][-1]
+            rates = (row["bytes_per_s"], last["algorithm_bytes_per_s"], last["bus_bytes_per_s"])
+            rate, *of_largest = (f"{each / 1e9:.2f}".replace("inf", "-") for each in rates)
+            fit = (f"{1e6 * row['latency_s']:.0f}", rate, f"{row['fit_error']:.0%}")
+            rows.append([operation, *fit, *of_largest])
+        text = tabulate(rows, HEADERS, disable_numparse=True, stralign="right")
+        print(f"{axis}, {found['members']} processes\n\n{text}\n")
     if process.world_size > process.local_world_size:
-        slowest = min(group["operations"]["all_gather"]["bytes_per_s"] for group in groups.values())
+        slowest = min(found["operations"]["all_gather"]["bytes_per_s"] for found in groups.values())
         each = slowest / process.local_world_size
         print(f"between nodes, for plan: --network_gbit {8 * each / 1e9:.3g}")
     print(f"record and picture in {short_path(folder)}")

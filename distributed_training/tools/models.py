@@ -94,12 +94,19 @@ def generate(asked: argparse.Namespace) -> int:
     model, tokenizer, chat = load_model(asked.run, BEST if asked.best else LAST)
     model = model.eval().to(device)
     said = list[Message]()
+    mark = "> " if sys.stdin.isatty() else ""
+    if asked.prompt is None and mark:
+        print(f"Type {'a question' if chat else 'the beginning of a text'}; Ctrl-D ends.")
 
     @torch.inference_mode()
     def logits(ids: torch.Tensor, past: Past | None) -> torch.Tensor:
         return model(ids.to(device), past=past)
 
-    for text in _lines(chat) if asked.prompt is None else [asked.prompt]:
+    while asked.prompt is None or not said:
+        try:
+            text = input(mark) if asked.prompt is None else asked.prompt
+        except EOFError:
+            break
         said.append({"role": "user", "content": text})
         ids = continuation(
             logits, tokenizer.ask(said) if chat else tokenizer.begin(text),
@@ -116,17 +123,6 @@ def generate(asked: argparse.Namespace) -> int:
         print()
         said.append({"role": ASSISTANT, "content": answer.strip()})  # a dialogue goes on
     return 0
-
-
-def _lines(chat: bool) -> Iterator[str]:
-    asks = sys.stdin.isatty()
-    if asks:
-        print(f"Type {'a question' if chat else 'the beginning of a text'}; Ctrl-D ends.")
-    while True:
-        try:
-            yield input("> " if asks else "")
-        except EOFError:
-            return
 
 
 def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:

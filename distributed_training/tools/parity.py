@@ -204,15 +204,15 @@ def write_page(out: Path, runs: Sequence[compare.Run]) -> None:
     """parity.json, parity.html, and the table on the screen."""
     reference = runs[0].record
     assert reference is not None
+    config = reference.config
     layouts = runs[2:]
     good = sum(run.verdict == OK for run in layouts)
     heading = f"{good} of {plural(len(layouts), 'layout')} compute what one process computes."
     if bad := [run.name for run in layouts if run.verdict in BAD]:
         heading += f" These do not: {', '.join(bad)}."
-    config = reference.config
-    words = [f"{key} {config[key]}" for key in ("model", "dataset", "precision")]
     title = (
-        f"{', '.join(words)}; {reference.num_steps} steps of {reference.batch.global_batch_size} x "
+        f"model {config['model']}, dataset {config['dataset']}, precision {config['precision']}; "
+        f"{reference.num_steps} steps of {reference.batch.global_batch_size} x "
         f"{config['max_length']} tokens; {layouts[0].num_processes} processes on "
         f"{reference.machine['gpu_name'] or 'CPU'}"
     )
@@ -225,9 +225,8 @@ def write_page(out: Path, runs: Sequence[compare.Run]) -> None:
     notes = [f"{run.name} {run.verdict}: {run.why}" for run in layouts if run.why]
     rows = []
     for run in runs:
-        sizes = [
-            f"{max(run.apart[what].values()):.1e}" if run.apart else NOTHING for what in LIMITS
-        ]
+        sizes = [f"{max(each.values()):.1e}" for each in run.apart.values()]
+        sizes = sizes or [NOTHING] * len(LIMITS)
         rows.append([run.name, *sizes, f"{run.seconds:.0f}", run.verdict])
     headers = ["layout", *LIMITS, "seconds", "verdict"]
     table = Table(title="Differences", about=rule, headers=headers, rows=rows)
@@ -244,6 +243,5 @@ def write_page(out: Path, runs: Sequence[compare.Run]) -> None:
     ]  # fmt: skip
     about |= {"heading": heading, "rule": rule, "config": config, "machine": reference.machine}
     write_json(out / "parity.json", {**about, "runs": found})
-    texts = [textwrap.fill(text, WIDTH) for text in (title, *notes, heading)]
-    texts.insert(1, report.plain(table, WIDTH))
-    print("", *texts, f"wrote {short_path(out)}/parity.html and parity.json", sep="\n")
+    print(f"\n{report.terminal(section)}\n{textwrap.fill(heading, WIDTH)}")
+    print(f"wrote {short_path(out)}/parity.html and parity.json")

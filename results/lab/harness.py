@@ -41,7 +41,7 @@ from distributed_training.run import worker
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
-from distributed_training.tools import measuring
+from distributed_training.tools import links
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group(measuring.Group):
+class Group(links.Group):
     """The processes that all runs share."""
 
     folder: Path  # of all ranks and runs, so that a text is tokenised once; removed at the end
@@ -68,8 +68,8 @@ class Group(measuring.Group):
 
 @contextlib.contextmanager
 def open_group() -> Iterator[Group]:
-    """`measuring.open_group`, with a folder."""
-    with measuring.open_group() as group:
+    """`links.open_group`, with a folder."""
+    with links.open_group() as group:
         rank = group.process.rank
         folder = Path(from_rank_0(tempfile.mkdtemp() if rank == 0 else None))
         try:

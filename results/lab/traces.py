@@ -32,7 +32,7 @@ from distributed_training.records.record import provenance, write_json
 from distributed_training.run.profiling import SILENT
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
-from distributed_training.tools.measuring import Clock
+from distributed_training.tools.links import Clock
 from distributed_training.tools.overlap import STEP, Rank, Spans, clip, read_trace, union
 from results.lab import harness
 from results.lab.runs import read_plan

@@ -51,7 +51,7 @@ def test_a_comparison_over_seeds_has_all_its_tables(over_seeds):  # noqa: F811
     page = html("Side by side", "", sections)
     assert text.count("\n| zero2") == len(tables_of(page)) == 4
     assert page.count("<img") == 3
-    shown = terminal(over_seeds)
+    shown = terminal(sections[0])
     assert max(map(len, shown.splitlines())) <= 80
     assert "120,000 ± 28,284" in shown
 
@@ -65,8 +65,8 @@ def test_a_table_fits_the_terminal(width, monkeypatch):
         made_record(mesh=mesh, pipeline=pipeline, run_dir="runs/1-a"),
         made_record(status="interrupted", step=50, run_dir="runs/2-b", error="x " * 200),
     ]
-    (work,) = group_by_work(records)
-    text = terminal(work)
+    (section,) = build_sections(group_by_work(records))
+    text = terminal(section)
     assert max(map(len, text.splitlines())) <= width
     assert ("MFU" in text) == (width == 200)
     assert "interrupted 50/64" in text

@@ -12,7 +12,7 @@ import pytest
 from distributed_training.predict.constants import FITTED
 from distributed_training.predict.rates import cpu_rates, from_calibration, tiled
 from distributed_training.predict.speed import estimate_step
-from distributed_training.tools import calibrate, measuring
+from distributed_training.tools import calibrate, links
 from tests.conftest import heavy_pool
 from tests.plan.helpers import CPU_CALIBRATION, plan_for
 from tests.support import CPU_MACHINE
@@ -22,7 +22,7 @@ def of_all(_arguments):
     """What one of several processes finds, in next to no time for each figure."""
     calibrate.TOKENS = {"cpu": 16}
     calibrate.CALLS = 2
-    with measuring.open_group() as group:
+    with links.open_group() as group:
         return calibrate.calibrate(group, budget_s=0.0)
 
 

@@ -67,7 +67,8 @@ def test_a_torch_that_sees_no_gpu_fails(machine):
 def test_a_full_or_closed_disk_fails(tmp_path, monkeypatch):
     room = SimpleNamespace(free=2**40)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: room)
-    monkeypatch.setattr(doctor, "_write_speed", lambda _: 1e9)
+    monkeypatch.setattr(doctor, "PROBE_BYTES", 2**20)
+    monkeypatch.setattr(doctor, "SLOW_DISK", 0)
     runs = tmp_path / "runs"
     assert [f.level for f in doctor.disk(runs)] == ["ok"]
     room.free = 2**20
