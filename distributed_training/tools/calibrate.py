@@ -83,11 +83,12 @@ def attention(clock: Clock) -> dict[str, Any]:
     on_gpu = clock.device.type == "cuda"
     batch, heads, dtype = (16, 16, torch.bfloat16) if on_gpu else (2, 4, torch.float32)
     shape = (3, batch, heads, LENGTH, 64)
-    qkv: Any = torch.randn(shape, device=clock.device, dtype=dtype).requires_grad_().unbind()
+    drawn = torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True)
+    query, key, value = drawn.unbind()
 
     def both() -> None:
-        y = F.scaled_dot_product_attention(*qkv, is_causal=True)
-        torch.autograd.grad(y, qkv, torch.ones_like(y))
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(y, (query, key, value), torch.ones_like(y))
 
     flops = (1 + BACKWARD_ATTENTION) * 2 * batch * heads * LENGTH * LENGTH * 64
     return {"length": LENGTH, "flops_per_s": {"both": flops / clock.seconds(both)}}
