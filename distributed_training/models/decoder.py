@@ -29,10 +29,8 @@ same for a table that is indexed by position; rows dealt out by token."""
 
 class Linear(nn.Linear):
     """nn.Linear in the dtype of its input: fp32 weights are rounded at use (and their gradients
-    arrive in fp32), so that every strategy has the same arithmetic.
-
-    A block calls each of its own once, with [B, T, features]: parallel/zero_bubble.py counts on it.
-    """
+    arrive in fp32), so that every strategy has the same arithmetic. A block calls each of its own
+    once, with [B, T, features]: parallel/zero_bubble.py counts on it."""
 
     adds_bias = True  # not where the product is one term of a sum: who sums adds it
     # A function of (layer, x) in place of what follows. One for all layers: torch.compile shares a
@@ -77,8 +75,7 @@ class Decoder(nn.Module):
 
     A family's __init__ sets the modules below, in the order of its parameters, and those that
     `place` needs. The embedding has `size.padded_vocab_size` rows; padding is cut off the logits,
-    or masked, before anything sees them.
-    """
+    or masked, before anything sees them."""
 
     # What the first stage holds besides blocks.
     first_modules: ClassVar[tuple[str, ...]] = ("token_embedding",)
@@ -136,8 +133,7 @@ class Decoder(nn.Module):
 
     def place(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
         """What follows the lookup, [B, T, D] -> [B, T, D], of tokens from position `start` on."""
-        x = x if self.compute_dtype is None else x.to(self.compute_dtype)
-        return F.dropout(x, self.dropout, self.training)
+        return F.dropout(x.to(self.compute_dtype or x.dtype), self.dropout, self.training)
 
     @property
     def output_weight(self) -> torch.Tensor:

@@ -31,7 +31,6 @@ def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 class ChunkedCrossEntropy:
     """As summed_cross_entropy, of so many tokens at a time: the logits of others are not there.
-
     Their gradient is computed in the forward pass, with that of hidden states and output rows, as
     they would have to be computed again for it. So nothing but those two is kept: [B, T, D] and
     [P, D]. What calls it must not be compiled, or the gradient would go back to the backward pass.
@@ -48,11 +47,10 @@ class ChunkedCrossEntropy:
     ) -> torch.Tensor:
         if torch.is_grad_enabled():
             return _Chunked.apply(x, weight, targets, vocab_size, self.tokens, self.compute)
-        pieces = (tensor.split(self.tokens) for tensor in (x.flatten(0, -2), targets.flatten()))
-        losses = [
-            summed_cross_entropy(part, weight, own, vocab_size)
-            for part, own in zip(*pieces, strict=True)
-        ]
+        losses = []
+        parts = x.flatten(0, -2).split(self.tokens)
+        for part, own in zip(parts, targets.flatten().split(self.tokens), strict=True):
+            losses.append(summed_cross_entropy(part, weight, own, vocab_size))
         return torch.stack(losses).sum()
 
 

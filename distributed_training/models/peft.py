@@ -58,19 +58,15 @@ def save_adapters(
     tensors = to_peft(state, spec)
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
     save_file(tensors, folder / WEIGHTS_FILE, metadata=metadata)
-    modules = {".".join(name.split(".")[-4:-2]) for name in tensors}
     document = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
-        "target_modules": sorted(modules),
+        "target_modules": sorted({".".join(name.split(".")[-4:-2]) for name in tensors}),
         "fan_in_fan_out": spec.stores_transposed,
-        "bias": "none",
-        "inference_mode": True,
-    }
+    }  # fmt: skip
     (folder / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
 
 
@@ -79,8 +75,8 @@ def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, tor
     Face's, each gets all of A and its rows of B."""
     tensors = {}
     for name, a in state.items():
-        matrix = name.removesuffix(".adapter.a")
-        if matrix != name:
+        matrix, is_a, _ = name.partition(".adapter.a")
+        if is_a:
             for theirs, rows in spec.name_rows(matrix, state[f"{matrix}.adapter.b"]).items():
                 tensors[f"{PREFIX}{theirs}.lora_A.weight"] = a.clone()
                 tensors[f"{PREFIX}{theirs}.lora_B.weight"] = rows.contiguous()
@@ -121,8 +117,5 @@ def load_adapters(model: Decoder, spec: ModelSpec, folder: Path) -> None:
 def check_base(model: Decoder, trained_on: str | int | None, what: object) -> None:
     """Raise UserError unless a model's weights have the fingerprint that adapters came with."""
     if trained_on is not None and int(trained_on) != model.fingerprint():
-        raise UserError(
-            f"{what}: these adapters were trained beside other weights",
-            "the base has changed since",
-            "restore it",
-        )
+        what = f"{what}: these adapters were trained beside other weights"
+        raise UserError(what, "the base has changed since", "restore it")

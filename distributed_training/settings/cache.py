@@ -22,8 +22,7 @@ def keep_bytecode() -> None:
     """Where Python would compile torch's sources at every start, let it keep what it compiles in
     our cache, here and in processes started from here. Images often set PYTHONDONTWRITEBYTECODE, or
     are read-only: then compiling takes each process longer than importing does. Of the first one
-    most is done beside it, by other cores.
-    """
+    most is done beside it, by other cores."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or sys.pycache_prefix is not None:
         return

@@ -2,10 +2,8 @@
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: what is wrong, why, and what to type instead.
-
-    The command line prints it as one line and exits with code 2; it is never a traceback.
-    """
+    """A mistake the user can mend: what is wrong, why, and what to type instead. The command line
+    prints it as one line and exits with code 2; it is never a traceback."""
 
     exit_code = 2
 

@@ -55,8 +55,7 @@ GPUS = {entry["name"]: Gpu(**entry) for entry in _TABLE}
 
 def find_gpu(device_name: str | None) -> Gpu | None:
     """The entry for what nvidia-smi or CUDA calls a device; None for one that is not in the table,
-    as for parts of a chip (MIG) and laptops' chips.
-    """
+    as for parts of a chip (MIG) and laptops' chips."""
     words = (device_name or "").upper().replace("-", " ").split()
     if "MIG" in words or "LAPTOP" in words:
         return None
@@ -90,8 +89,7 @@ def known_gpu(name: str) -> Gpu:
     if found is not None:
         return found
     fix = f"{did_you_mean(text, GPUS)} or describe it: --gpu '{_EXAMPLE}'"
-    why = f"the table has {', '.join(GPUS)}"
-    raise UserError(f"GPU {shown(name)} is not known", why, fix.lstrip())
+    raise UserError(f"GPU {shown(name)} is not known", f"the table has {', '.join(GPUS)}", fix)
 
 
 def limited_to(gpu: Gpu, power_w: float | None) -> Gpu:

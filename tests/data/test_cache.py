@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,12 +25,9 @@ def awkward_text(seed, num_words):
 
 
 def hash_of(data):
-    digest = hashlib.sha256()
-    for samples in (data.train, data.validation):
-        for array in (samples.starts, samples.lengths):
-            digest.update(array.astype(np.int64).tobytes())
-    digest.update(data.train.tokens.astype(np.int64).tobytes())
-    return digest.hexdigest()[:16]
+    parts = [data.train.starts, data.train.lengths, data.validation.starts, data.validation.lengths]
+    arrays = [array.astype(np.int64).tobytes() for array in (*parts, data.train.tokens)]
+    return hashlib.sha256(b"".join(arrays)).hexdigest()[:16]
 
 
 @pytest.mark.parametrize(
@@ -55,12 +53,8 @@ def test_samples_are_those_of_earlier_releases(name, pack, expected, tokenizer, 
 
 def test_what_a_killed_process_left_is_done_anew(tokenizer, tmp_path, monkeypatch):
     expected = all_rows(prepare(tmp_path / "whole", tokenizer).train)
-
-    def kill(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_checksum", kill)  # all is written
+        patch.setattr(cache, "_checksum", Mock(side_effect=KeyboardInterrupt))  # all is written
         with pytest.raises(KeyboardInterrupt):
             prepare(tmp_path / "cache", tokenizer)
     (partial,) = cache_folders(tmp_path / "cache")
@@ -76,18 +70,15 @@ def test_what_a_killed_process_left_is_done_anew(tokenizer, tmp_path, monkeypatc
 MEMORY = """
 import sys
 from pathlib import Path
-from distributed_training.data.corpus import read_corpus
-from distributed_training.data.samples import prepare_data
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.settings.config import build_config
+from tests.data.test_samples import prepare, read_corpus
 
 def peak():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024  # of this program alone
 
-tokenizer, config = Tokenizer(EMBEDDED_DIR), build_config({})
-before = peak()
-data = prepare_data(read_corpus(sys.argv[1]), tokenizer, config, Path(sys.argv[2]))
+tokenizer, before = Tokenizer(EMBEDDED_DIR), peak()
+data = prepare(Path(sys.argv[2]), tokenizer, read_corpus(sys.argv[1]))
 print(before, peak(), len(data.train.tokens))
 """
 
@@ -97,7 +88,7 @@ def test_a_long_text_takes_little_memory(tmp_path):
     text = small_text().read_text()
     (tmp_path / "a.txt").write_text(text * (10_000_000 // len(text)))
     command = [sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / "cache"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = subprocess.check_output(command, text=True)
     before, peak, num_tokens = map(float, found.split())
     assert num_tokens > 2_000_000
     assert before < peak < 500, found  # MiB
@@ -105,11 +96,8 @@ def test_a_long_text_takes_little_memory(tmp_path):
 
 def test_a_cache_that_is_there_may_be_read_only(tokenizer, tmp_path, monkeypatch):
     first = prepare(tmp_path, tokenizer)
-
-    def locked(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(cache, "FileLock", locked)
+    denied = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(cache, "FileLock", Mock(side_effect=denied))
     assert prepare(tmp_path, tokenizer).fingerprint == first.fingerprint
     with refused("token cache", "cannot be written", "Permission denied", "output_dir"):
         prepare(tmp_path, tokenizer, make_corpus(seed=1))

@@ -10,17 +10,9 @@ from distributed_training.data.corpus import Source, fingerprint, read_corpus
 from distributed_training.data.pieces import RUNNING, TEXT
 from tests.support import refused
 
-ROWS = [
-    "",
-    " = Robert Boulter = \n",
-    "",
-    " Robert Boulter is an English film , television and theatre actor . \n",
-    " = = Career = = \n",
-    " = = = 2000 to 2005 = = = \n",
-    " In 2000 = a year = he had a role . \n",
-    " = Du Fu = \n",
-    " Du Fu was a Chinese poet . \n",
-]
+ROWS = ["", " = Robert Boulter = \n", "", " An English film , television and theatre actor . \n"]
+ROWS += [" = = Career = = \n", " = = = 2000 to 2005 = = = \n", " In 2000 = a year = a role . \n"]
+ROWS += [" = Du Fu = \n", " Du Fu was a Chinese poet . \n"]
 
 
 def texts_of(source, *, by_line=False):
@@ -42,30 +34,22 @@ def write(path, *lines):
     return str(path)
 
 
-def test_text_file_is_one_text(tmp_path):
-    path = write(tmp_path / "a.txt", "one", "", "two ä ☃")
-    corpus = read_corpus(path)
+def test_a_text_is_a_file_a_line_or_a_record(tmp_path):
+    """Blank ones are none; other ends of lines than LF and CRLF may be in a record."""
+    corpus = read_corpus(write(tmp_path / "a.txt", "one", "", "two ä ☃"))
+    assert (list(corpus), corpus["train"].form) == (["train"], RUNNING)
     assert texts_of(corpus["train"]) == ["one\n\ntwo ä ☃"]
     assert texts_of(corpus["train"], by_line=True) == ["one", "two ä ☃"]
-    assert list(corpus) == ["train"]
-    assert corpus["train"].form == RUNNING
-
-
-def test_jsonl_gives_its_records(tmp_path):
-    """But for blank ones; other ends of lines than LF and CRLF may be in a text."""
     rows = ['{"text": "1\\n2", "id": 1}', "", '{"text": "  "}', '{"text": "\\u2603\u2028b\x85"}\n']
     (tmp_path / "a.jsonl").write_bytes("\r\n".join(rows).encode())
-    corpus = read_corpus(str(tmp_path / "a.jsonl"))
-    texts = ["1\n2", "☃\u2028b\x85"]
-    assert texts_of(corpus["train"]) == texts_of(corpus["train"], by_line=True) == texts
-    assert corpus["train"].form == TEXT
+    source = read_corpus(str(tmp_path / "a.jsonl"))["train"]
+    assert source.form == TEXT
+    assert texts_of(source) == texts_of(source, by_line=True) == ["1\n2", "☃\u2028b\x85"]
 
 
 def test_folder_is_read_in_the_order_of_its_names(tmp_path):
     (tmp_path / "folder.txt").mkdir()
-    for name in (
-        "b.txt", "a.txt", "sub/c.txt", "ab.md", "picture.png", ".hidden.txt", ".git/d.txt",
-    ):  # fmt: skip
+    for name in ("b.txt", "a.txt", "sub/c.txt", "ab.md", "a.png", ".hidden.txt", ".git/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, name)
     write(tmp_path / "blank.txt", " ")
@@ -88,13 +72,15 @@ def test_unusable_folder_is_refused(files, words, tmp_path):
         texts_of(read_corpus(str(tmp_path))["train"])
 
 
-def test_unusable_path_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("a", "without an extension"), ("missing.txt", "does not exist"), ("zero.txt", "regular")],
+)
+def test_unusable_path_is_refused(name, words, tmp_path):
     (tmp_path / "zero.txt").symlink_to("/dev/zero")
     (tmp_path / "a").touch()
-    said = {"a": "without an extension", "missing.txt": "does not exist", "zero.txt": "regular"}
-    for name, words in said.items():
-        with refused("dataset", f"{tmp_path}/{name}", words):
-            read_corpus(str(tmp_path / name))
+    with refused("dataset", f"{tmp_path}/{name}", words):
+        read_corpus(str(tmp_path / name))
 
 
 def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch):
@@ -127,24 +113,20 @@ def test_embedded_corpora_are_this_pythons_own():
     assert sum(map(len, lines)) > 200_000
     assert len(lines) == len(set(lines)), "what validates would be in what trains"
     assert all(line[0].isupper() and line[-1] in ".:" for line in lines)
-    assert any(line.startswith("Assert statements are a convenient way to") for line in lines)
     assert not any("assert_stmt" in line or "if __debug__:" in line for line in lines)
 
 
 def test_fingerprint_is_of_texts_split_and_form(tmp_path):
-    def corpus_of(train, validation=None, form=RUNNING):
-        corpus = {"train": Source(form=form, texts=train)}
-        return corpus | (
-            {"validation": Source(form=RUNNING, texts=validation)} if validation else {}
-        )
+    def running(*texts, form=RUNNING):
+        return Source(form=form, texts=texts)
 
     corpora = [
-        corpus_of(("a", "b"), ("c",)),
-        corpus_of(("ab",), ("c",)),
-        corpus_of(("b", "a"), ("c",)),
-        corpus_of(("a", "b", "c")),
-        corpus_of(("a",), ("b", "c")),
-        corpus_of(("a", "b"), ("c",), form=TEXT),
+        {"train": running("a", "b"), "validation": running("c")},
+        {"train": running("ab"), "validation": running("c")},
+        {"train": running("b", "a"), "validation": running("c")},
+        {"train": running("a", "b", "c")},
+        {"train": running("a"), "validation": running("b", "c")},
+        {"train": running("a", "b", form=TEXT), "validation": running("c")},
         *(read_corpus(write(tmp_path / f"{text}.txt", text)) for text in ("one", "two")),
     ]
     assert len({*map(fingerprint, corpora)}) == len(corpora)

@@ -69,40 +69,31 @@ def test_lines_are_those_of_the_whole_text(text, sizes):
     assert lines == [line for line in text.splitlines() if line.strip()]
 
 
-def test_of_a_prompt_and_a_completion_the_completion_is_learnt():
+def question(text):
+    return Piece(text, in_loss=False, eos=False, ends=False)
+
+
+def test_of_records_the_answers_are_learnt():
     record = {"prompt": "2+2=", "completion": "4", "id": 7}
-    assert find_form(record, "here") == "prompt"
-    assert find_form({**record, "messages": []}, "here") == "prompt"
-    assert find_form({**record, "messages": [], "text": ""}, "here") == "text"
-    assert cut_record(record, "prompt", "here", None) == [
-        Piece("2+2=", in_loss=False, eos=False, ends=False),
-        Piece("4", in_loss=True, eos=True, ends=True),
-    ]
+    assert cut_record(record, "prompt", "here", None) == [question("2+2="), Piece("4")]
     assert cut_record({"prompt": "a", "completion": " "}, "prompt", "here", None) == []
-
-
-def test_of_a_chat_what_the_assistant_says_is_learnt():
-    assert find_form(CHAT, "here") == "messages"
-    assert find_form({**CHAT, "prompt": ""}, "here") == "messages"
-    first = "system: Be brief.\nuser: 2 + 2?\nassistant:"
     assert cut_record(CHAT, "messages", "here", None) == [
-        Piece(first, in_loss=False, eos=False, ends=False),
+        question("system: Be brief.\nuser: 2 + 2?\nassistant:"),
         Piece(" 4", in_loss=True, eos=True, ends=False),
-        Piece("user: 3 + 3?\nassistant:", in_loss=False, eos=False, ends=False),
+        question("user: 3 + 3?\nassistant:"),
         Piece(" 6", in_loss=True, eos=True, ends=True),
     ]
     assert cut_record({"messages": CHAT["messages"][:2]}, "messages", "here", None) == []
+    forms = [record, {**record, "messages": []}, {**record, "text": ""}, {**CHAT, "prompt": ""}]
+    found = [find_form(each, "here") for each in forms]
+    assert found == ["prompt", "prompt", "text", "messages"]
 
 
 @pytest.mark.parametrize(
     ("record", "form", "words"),
     [
         ([], "text", ['no "text" string', '{"text": "..."}']),
-        (
-            {"prompt": None, "completion": "b"},
-            "prompt",
-            ['no "prompt" string', '"completion": "..."'],
-        ),
+        ({"prompt": None}, "prompt", ['no "prompt" string', '"completion": "..."']),
         ({"messages": ["a"]}, "messages", ['a message has no "role" string']),
         ({"messages": [{"role": "user", "content": [1]}]}, "messages", ['no "content" string']),
     ],

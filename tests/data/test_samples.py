@@ -33,14 +33,9 @@ def make_corpus(num_texts=12, validation=True, seed=0):
 
 
 def prepare(tmp_path, tokenizer, corpus=None, **config):
-    settings = {
-        "dataset": "made",
-        "max_length": 16,
-        "num_samples": -1,
-        "eval_samples": -1,
-        **config,
-    }
-    return prepare_data(corpus or make_corpus(), tokenizer, build_config(settings), tmp_path)
+    settings = {"dataset": "made", "max_length": 16, "num_samples": -1, "eval_samples": -1}
+    built = build_config({**settings, **config})
+    return prepare_data(corpus or make_corpus(), tokenizer, built, tmp_path)
 
 
 def all_rows(samples):
@@ -115,9 +110,8 @@ def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_p
     np.testing.assert_array_equal(all_rows(part.validation)[0], all_rows(whole.validation)[0][:2])
     count = len(whole.train)
     assert len(prepare(tmp_path, tokenizer, num_samples=count).train) == count
-    with refused(
-        f"num_samples={count + 1}", f"gives {count} for training", f"at most {count}", "-1"
-    ):
+    said = (f"num_samples={count + 1}", f"gives {count} for training", f"at most {count}", "-1")
+    with refused(*said):
         prepare(tmp_path, tokenizer, num_samples=count + 1)
 
 
@@ -128,20 +122,15 @@ def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_p
 def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path):
     with refused("dataset='made' is too short", "16 tokens", " 0 for ", "smaller max_length"):
         prepare(tmp_path, tokenizer, in_memory(train, validation), pack=pack)
-
-
-def test_answers_that_nobody_sees_are_no_data(tokenizer, tmp_path):
-    corpus = jsonl(tmp_path, [{"prompt": "so long " * 50, "completion": " yes"}] * 9)
+    unseen = [{"prompt": "so long " * 50, "completion": " yes"}] * 9
     with refused("too short", "gives 0 for training"):
-        prepare(tmp_path / "cache", tokenizer, corpus, pack=False)
+        prepare(tmp_path / "cache", tokenizer, jsonl(tmp_path, unseen), pack=False)
 
 
 def test_ids_beyond_16_bits_survive(tokenizer, tmp_path, monkeypatch):
-    def encode(texts, marks):
-        return [np.full(40, 69_999, np.int32) for _ in texts]
-
+    ids = [np.full(40, 69_999, np.int32)]
     monkeypatch.setattr(tokenizer, "num_tokens", 70_000)
-    monkeypatch.setattr(tokenizer, "encode_batch", encode)
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts, marks: ids * len(texts))
     assert (all_rows(prepare(tmp_path, tokenizer).train)[0] == 69_999).any()
 
 

@@ -1,13 +1,134 @@
+"""Tokenizers: the shipped one, a model's own and its chat template, against transformers."""
+
+from __future__ import annotations
+
 import json
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Builder
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from distributed_training.data.corpus import read_prose
+from distributed_training.data.pieces import ChatTemplate
 from distributed_training.data.tokenizer import END_OF_TEXT, Tokenizer
+from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
+
+# As Qwen3's: each turn between marks, and thoughts shown in the last answer alone.
+TURNS = """{{ bos_token }}{%- for message in messages %}
+    {%- if message.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}
+    {{- '<|turn|>' + message.role + '\\n' }}
+    {%- if THOUGHT and message.role == 'assistant' and loop.last %}{{- '<none>\\n' }}{% endif %}
+    {{- message.content + '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|turn|>assistant\\n' }}{% endif %}"""
+FORGETFUL = TURNS.replace("THOUGHT", "true")
+PLAIN = TURNS.replace("THOUGHT", "false")
+SAID = [
+    {"role": "user", "content": "What is a list?"},
+    {"role": "assistant", "content": "A sequence <|end|>"},
+    {"role": "user", "content": "And a tuple?"},
+    {"role": "assistant", "content": "Another one"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Byte-level BPE of 400 tokens in tokenizer.json; a text begins with a token of its own."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    built = Builder(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    marks = ["<|begin|>", "<|stop|>", "<|turn|>", "<|end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=marks, initial_alphabet=alphabet)
+    built.train_from_iterator(read_prose()[:50], trainer)
+    built.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
+    built.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>",
+        "eos_token": {"content": "<|stop|>", "__type": "AddedToken"}, "chat_template": PLAIN,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_ids_are_those_of_transformers(folder):
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    text = "A list isn't a tuple: 2 + 2\n\n"
+    assert ours.begin(text) == theirs(text)["input_ids"]
+    assert ours.decode(ours.begin(text)) == text
+    assert (ours.eos_id, ours.num_tokens) == (theirs.eos_token_id, len(theirs))
+    asked = theirs.apply_chat_template(SAID[:3], add_generation_prompt=True)["input_ids"]
+    assert ours.ask(SAID[:3]) == asked
+    assert ours.end_of_answer == theirs.convert_tokens_to_ids("<|end|>")
+    (ids,) = ours.encode_batch(["a<|end|>b"])
+    assert ours.end_of_answer not in ids, "a text that mentions a mark has not the token"
+
+
+def learnt(pieces):
+    return [piece.text for piece in pieces if piece.in_loss]
+
+
+def test_of_a_conversation_the_answers_are_learnt():
+    template = ChatTemplate(PLAIN, "<|stop|>", "<|begin|>")
+    pieces = template.cut([*SAID, {"role": "user", "content": "Thanks"}], "here")
+    assert learnt(pieces) == ["A sequence <|end|><|end|>\n", "Another one<|end|>\n"]
+    assert "".join(piece.text for piece in pieces) == template.render(SAID)
+    assert [piece.ends for piece in pieces] == [False, False, False, True]
+    assert [piece.eos for piece in pieces] == [False, False, False, True]
+    assert not ChatTemplate(PLAIN, "<|end|>", "").cut(SAID, "here")[-1].eos, "ends with it already"
+    assert template.cut(SAID[:1], "here") == []
+
+    # Where the template rewrites earlier answers the last is learnt.
+    template = ChatTemplate(FORGETFUL, "<|stop|>", "")
+    pieces = template.cut(SAID, "here")
+    assert learnt(pieces) == ["<none>\nAnother one<|end|>\n"]
+    assert "".join(piece.text for piece in pieces) == template.render(SAID)
+
+
+def test_what_a_template_may_not_do_and_what_it_refuses():
+    with refused("a.jsonl line 3", "chat template", "no such role"):
+        said = [{"role": "refused", "content": ""}, *SAID]
+        ChatTemplate(PLAIN, "", "").cut(said, "a.jsonl line 3")
+    with refused("here", "unsafe"):
+        ChatTemplate("{{ messages.__class__.__mro__ }}", "", "").cut(SAID, "here")
+
+
+@pytest.mark.parametrize("form", ["messages", "prompt", "text"])
+def test_samples(form, folder, tmp_path):
+    said = SAID if form == "messages" else [SAID[0], {"role": "assistant", "content": "A list."}]
+    record = {form: {"messages": said, "prompt": said[0]["content"], "text": "A list."}[form]}
+    if form == "prompt":
+        record["completion"] = "A list."
+    tokenizer = Tokenizer(folder)
+    corpus = jsonl(tmp_path, [record] * 4)
+    data = prepare(tmp_path / "cache", tokenizer, corpus, max_length=200, pack=False)
+    assert tokenizer.talks(data.form) == (form != "text")
+    theirs = AutoTokenizer.from_pretrained(folder)
+    whole = theirs("A list.") if form == "text" else theirs.apply_chat_template(said)
+    expected = [*whole["input_ids"], tokenizer.eos_id]
+    inputs, targets = (rows[0].tolist() for rows in data.train.batch(np.array([0])))
+    assert inputs[: len(expected) - 1] == expected[:-1]
+    answer = [i for i in targets if i != -100]
+    assert answer[-1] == tokenizer.eos_id
+    assert (len(answer) == len(expected) - 1) == (form == "text")
+    assert tokenizer.decode(answer).endswith("A list." if form == "text" else "\n")
+
+
+def test_a_saved_folder_opens_in_transformers(folder, tmp_path):
+    Tokenizer(folder).save(tmp_path, chat=True)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.chat_template == PLAIN
+    assert Tokenizer(tmp_path).ask(SAID[:1]) == Tokenizer(folder).ask(SAID[:1])
+    assert Tokenizer(tmp_path).fingerprint == Tokenizer(folder).fingerprint
+
 
 SAMPLES = [
     "",

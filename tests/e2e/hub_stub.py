@@ -1,10 +1,7 @@
-"""A small stub of the Hugging Face Hub's HTTP endpoints on loopback.
-
-It answers what huggingface_hub and datasets ask to list a data set and to download a file (HEAD and
-GET on /<repo>/resolve/main/<file>, with /datasets/ in front for data sets), and keeps what is
-uploaded to a model, whole files in one commit, for whoever has the token TOKEN. `behaviour` says
-how it fails: it "refuses" every file with 404, "cuts off" a file's body half-way, or is "mute" and
-never answers.
+"""A small stub of the Hugging Face Hub's HTTP endpoints on loopback: what huggingface_hub and
+datasets ask to list a data set, to download a file, and to upload a model with the token TOKEN.
+`behaviour` says how it fails: it "refuses" every file with 404, "cuts off" a file's body half-way,
+or is "mute" and never answers.
 """
 
 from __future__ import annotations
@@ -44,30 +41,23 @@ class Hub:
 def serve(files: dict[str, bytes], behaviour: str = "serves") -> Iterator[Hub]:
     """Run a stub that serves `files` until the block ends."""
     hub = Hub(files, behaviour)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.closing.set()
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=10)
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield hub
+        finally:
+            hub.closing.set()
+            server.shutdown()
 
 
 def reaching(endpoint: str, home: Path, token: str = "") -> dict[str, Any]:
     """Options of `script` and `train` under which a run asks the Hub at `endpoint` and keeps what
     it gets in `home`."""
-    return {
-        "unset": [HIDDEN_HUB],
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(home),
-        "HF_TOKEN": token,
-        "NO_PROXY": "127.0.0.1",
-    }
+    asked = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": token}
+    return {"unset": [HIDDEN_HUB], **asked, "NO_PROXY": "127.0.0.1"}
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -40,7 +40,6 @@ COMMAND_LINES = {
         "--set num_samples=99999999 --num_gpus 2",
         ["num_samples=99999999", "small-text", "at most", "-1"],
     ),
-    "dataset missing": ("--set dataset={tmp}/none.txt --num_gpus 2", ["none.txt", "not exist"]),
     "dataset not UTF-8": (
         "--set dataset={tmp}/latin.txt --num_gpus 2",
         ["latin.txt", "UTF-8", "after 'caf'", "iconv"],
@@ -98,10 +97,9 @@ def test_damage_in_another_ranks_file_is_said_once(tmp_path):
     file.write_bytes(b"\0" * file.stat().st_size)
     result = train({**values, "resume": run_dir}, num_processes=2)
     assert result.returncode != 0
-    errors = our_errors(result.stderr)
-    assert len(errors) == 1, result.stderr[-3000:]
-    assert "is damaged" in errors[0]
-    assert "rank-00001.safetensors" in errors[0]
+    (line,) = our_errors(result.stderr)
+    assert "is damaged" in line
+    assert "rank-00001.safetensors" in line
 
 
 def test_a_python_without_the_packages_is_named():

@@ -13,18 +13,12 @@ from tests.pool import SCRIPT
 
 # Runs the script like `python SCRIPT ...`, then says whether torch came in.
 WITHOUT_TORCH = """
-import runpy, sys
-script = sys.argv[1]
+import atexit, runpy, sys
+heavy = {"torch", "deepspeed", "transformers", "datasets"}
+atexit.register(lambda: print("HEAVY", sorted(heavy & set(sys.modules))))
 sys.argv = sys.argv[1:]
-sys.path.insert(0, script.rpartition("/")[0])
-code = 0
-try:
-    runpy.run_path(script, run_name="__main__")
-except SystemExit as end:
-    code = end.code
-heavy = {"torch", "deepspeed", "transformers", "datasets"} & set(sys.modules)
-print("HEAVY", sorted(heavy))
-sys.exit(code)
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 

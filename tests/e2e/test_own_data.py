@@ -20,12 +20,11 @@ HELD_OUT = 12
 
 def write_example(folder: Path, name: str) -> dict:
     """The guide's file with its records many times, and values that learn it by heart."""
-    head, rows = "", EXAMPLES[name]
-    if name.endswith(".csv"):
-        head, _, rows = rows.partition("\n")
-        head += "\n"
-    (folder / name).write_text(head + 20 * rows)
-    (folder / f"held-out-{name}").write_text(head + HELD_OUT // 2 * rows)
+    lines = EXAMPLES[name].splitlines(keepends=True)
+    rows = lines[name.endswith(".csv") :]
+    head = lines[: -len(rows)]
+    (folder / name).write_text("".join(head + 20 * rows))
+    (folder / f"held-out-{name}").write_text("".join(head + HELD_OUT // 2 * rows))
     return {
         "dataset": folder / name, "validation_dataset": folder / f"held-out-{name}",
         "strategy": "dp", "num_samples": "auto", "pack": False, "max_length": 48, "epochs": 12,
@@ -45,11 +44,11 @@ def test_a_model_of_chats_answers(tmp_path):
     run_dir = record["run_dir"]
     asked = command("generate", run_dir, "--prompt", "And of Italy?", "--temperature", 0)
     assert asked.stdout == "assistant: Rome.\n"
-    lines = "What is the capital of France?\nAnd of Italy?\n"
     talk = [sys.executable, SCRIPT, "generate", run_dir, "--temperature", "0"]
+    lines = "What is the capital of France?\nAnd of Italy?\n"
     shell = {"text": True, "timeout": 60, "env": clean_environment()}
-    dialogue = subprocess.run(talk, input=lines, capture_output=True, **shell)
-    assert dialogue.stdout.startswith("assistant: Paris.\nassistant: ")
+    dialogue = subprocess.check_output(talk, input=lines, **shell)
+    assert dialogue.startswith("assistant: Paris.\nassistant: ")
     # The template that is exported gives the text that was trained on.
     theirs = transformers.AutoTokenizer.from_pretrained(Path(run_dir, "hf"))
     turns = CHAT["messages"][:3]
@@ -74,13 +73,13 @@ def test_a_model_of_prompts_completes_them(tmp_path):
 def test_the_loss_of_answers_is_the_same_under_every_layout(tmp_path):
     """Micro-batches and ranks hold unequal numbers of answers; what they are divided by is one."""
     values = write_example(tmp_path, "chats.jsonl") | {"epochs": 1, "generate": None}
-    curves = {}
+    expected = None
     for strategy, size, count in [("dp", 8, 1), ("zero2", 4, 2), ("pp", 4, 2), ("tp", 4, 2)]:
         runs = tmp_path / strategy
         own = {"strategy": strategy, "batch_size": size, "output_dir": runs}
         assert_ok(train({**values, **own}, num_processes=count))
         record = only_record(runs)
-        curves[strategy] = [loss for _, loss in record["loss_curve"]]
-        curves[strategy] += [row["loss"] for row in record["evaluations"]]
-    for strategy, losses in curves.items():
-        assert losses == pytest.approx(curves["dp"], abs=1e-4), strategy
+        losses = [loss for _, loss in record["loss_curve"]]
+        losses += [row["loss"] for row in record["evaluations"]]
+        expected = expected or pytest.approx(losses, abs=1e-4)
+        assert losses == expected, strategy

@@ -8,11 +8,9 @@ from collections import Counter
 import pytest
 
 from distributed_training.models import find_model
-from distributed_training.run.prepare import make_plan
-from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from results.lab.pages.drawing import stage_parameters
-from tests.support import CPU_MACHINE, refused
+from tests.support import refused, small_plan
 
 LLAMAS = [str(ROOT / "tests/models" / name) for name in ("grouped", "untied")]
 
@@ -28,13 +26,8 @@ def folder(tmp_path):
 
 
 def planned(model, tmp_path, **others):
-    config = build_config(
-        {
-            "model": str(model), "tokenizer": "embedded", "dataset": "embedded", "strategy": "dp",
-            "max_length": 32, "num_samples": 16, "output_dir": str(tmp_path / "runs"), **others,
-        }
-    )  # fmt: skip
-    return make_plan(config, CPU_MACHINE, num_processes=1, processes_here=1)
+    values = {"model": str(model), "tokenizer": "embedded", "dataset": "embedded", **others}
+    return small_plan(tmp_path / "runs", **values)
 
 
 def test_plans_of_folders(folder, tmp_path):

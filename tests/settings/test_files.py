@@ -21,38 +21,25 @@ def test_paths_that_the_system_refuses(text):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("name", "content", "words"),
     [
-        (b'{\n "epochs": 2,\n}', ["cannot be read as JSON", "line 3 column 1"]),
-        (b"", ["line 1 column 1"]),
-        (b"\xef\xbb\xbf{}", ["BOM"]),
-        (b'{"model": "\xff"}', ["cannot be read", "0xff"]),
-        (b"[" * 100_000, ["nested too deeply"]),
-        (b'{"model": "\\udc00"}', ["half a surrogate pair"]),
+        ("a", b'{\n "epochs": 2,\n}', ["cannot be read as JSON", "line 3 column 1"]),
+        ("a", b"\xef\xbb\xbf{}", ["BOM"]),
+        ("a", b'{"model": "\xff"}', ["cannot be read", "0xff"]),
+        ("a", b"[" * 100_000, ["nested too deeply"]),
+        ("a", b'{"model": "\\udc00"}', ["half a surrogate pair"]),
+        ("large", b"[1]", ["does not exist", "did you mean large.json?"]),
     ],
 )
-def test_what_is_not_json_is_named_with_its_place(content, words, tmp_path):
-    (tmp_path / "a.json").write_bytes(content)
-    with refused(f"preset {tmp_path / 'a.json'}", *words):
-        load_json(tmp_path / "a.json", "preset")
+def test_what_is_not_json_is_named_with_its_place(name, content, words, tmp_path):
+    (tmp_path / f"{name}.json").write_bytes(content)
+    file = tmp_path / f"{name}.json".replace("large", "larg")
+    with refused(f"preset {file}", *words):
+        load_json(file, "preset")
 
 
-def test_a_folder_and_a_missing_file(tmp_path):
-    (tmp_path / "large.json").write_text("[1]")
-    assert load_json(tmp_path / "large.json", "preset") == [1]
-    with refused("cannot be read"):
-        load_json(tmp_path, "preset")
-    with refused("larg.json does not exist", "did you mean large.json?"):
-        load_json(tmp_path / "larg.json", "preset")
-    with refused("does not exist", "there are none"):
-        load_json(tmp_path / "nowhere" / "x.json", "preset")
-
-
-def test_long_values_are_cut():
-    assert shown([1, None]) == "[1, None]"
-    assert shown("a" * 300) == f"'{'a' * 199} ... (302 characters)"
-
-
-def test_parts_of_an_error_are_joined_into_one_line():
+def test_errors_are_one_line_of_a_bearable_length():
     error = UserError("a is\nwrong.", " because\u2028of b. ", "type\tc")
     assert str(error) == "a is wrong; because of b; type c"
+    assert shown([1, None]) == "[1, None]"
+    assert shown("a" * 300) == f"'{'a' * 199} ... (302 characters)"

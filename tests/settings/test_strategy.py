@@ -16,54 +16,33 @@ from distributed_training.settings.strategies import (
 )
 from tests.support import named_strategy, own_json, refused
 
-# Engine, ZeRO stage, where optimizer state and parameters are kept: what DeepSpeed's words mean.
-NATIVE = ("native", 0, "none", "none")
+# Engine, ZeRO stage, where optimizer state and parameters are kept, whether no process holds all
+# parameters: what DeepSpeed's words mean.
 MEANS = {
-    "dp": NATIVE,
-    "zero1": ("deepspeed", 1, "none", "none"),
-    "zero2": ("deepspeed", 2, "none", "none"),
-    "zero3": ("deepspeed", 3, "none", "none"),
-    "offload": ("deepspeed", 2, "cpu", "none"),
-    "infinity": ("deepspeed", 3, "nvme", "nvme"),
-    **dict.fromkeys(("fsdp", "tp", "pp", "3d"), NATIVE),
-    "hybrid": ("deepspeed_pipeline", 1, "none", "none"),
+    "dp": ("native", 0, "none", "none", False),
+    "zero1": ("deepspeed", 1, "none", "none", False),
+    "zero2": ("deepspeed", 2, "none", "none", False),
+    "zero3": ("deepspeed", 3, "none", "none", True),
+    "offload": ("deepspeed", 2, "cpu", "none", False),
+    "infinity": ("deepspeed", 3, "nvme", "nvme", True),
+    **dict.fromkeys(("fsdp", "tp", "pp", "3d"), ("native", 0, "none", "none", True)),
+    "hybrid": ("deepspeed_pipeline", 1, "none", "none", True),
 }
-
-
-def given_json(tmp_path, document, strategy="zero2"):
-    """The strategy as loaded with `document` for its deepspeed_config."""
-    path = tmp_path / "given.json"
-    path.write_text(json.dumps(document))
-    return load_strategy(build_config({"strategy": strategy, "deepspeed_config": str(path)}))
 
 
 def test_strategies_in_the_folders_order_mean_what_they_say():
     assert list(list_strategies()) == [*MEANS, "local_sgd"]
-    for name, (engine, stage, *places) in MEANS.items():
+    for name, (engine, stage, optimizer, parameters, divided) in MEANS.items():
         strategy = named_strategy(name)
         assert (strategy.engine, strategy.zero_stage) == (engine, stage)
-        assert list(strategy.offload.values()) == places
+        assert strategy.offload == {"optimizer": optimizer, "param": parameters}
+        assert strategy.divides_parameters == divided
         assert (strategy_defaults(name), strategy_options(name)) == ({}, Options)
-        if engine == "native":
-            continue
-        # fp16 skips the same steps under every strategy: a scale that halves at each overflow.
-        fp16 = strategy.document["fp16"]
-        assert 2.0 ** fp16["initial_scale_power"] == INITIAL_LOSS_SCALE
-        assert (fp16["loss_scale_window"], fp16["hysteresis"]) == (LOSS_SCALE_WINDOW, 1)
-
-
-@pytest.mark.parametrize(
-    ("config", "divided"),
-    [
-        ({"strategy": "dp", "dp_replicate": 4}, False),
-        ({"strategy": "dp", "dp_shard": 2}, True),
-        ({"strategy": "tp", "dp_replicate": 2, "tp": 2}, True),
-        ({"strategy": "zero2"}, False),
-        ({"strategy": "zero3"}, True),
-    ],
-)
-def test_parameters_are_divided_along_all_axes_but_dp_replicate(config, divided):
-    assert load_strategy(build_config(config)).divides_parameters == divided
+        if engine != "native":
+            # fp16 skips the same steps under every strategy: a scale that halves at each overflow.
+            fp16 = strategy.document["fp16"]
+            assert 2.0 ** fp16["initial_scale_power"] == INITIAL_LOSS_SCALE
+            assert (fp16["loss_scale_window"], fp16["hysteresis"]) == (LOSS_SCALE_WINDOW, 1)
 
 
 @pytest.mark.parametrize(
@@ -73,24 +52,16 @@ def test_parameters_are_divided_along_all_axes_but_dp_replicate(config, divided)
         ("hybrid", own_json("zero1"), ("'optimizer state' but", "means 'layers over pp; ")),
         ("zero2", own_json("zero2", pipeline={"stages": 2}), ("ZeRO stage to 1 or 0",)),
         ("dp", own_json(), ("strategy='dp' would ignore", "deepspeed_config=", "to zero2")),
+        ("zero2", [], ("is not a JSON object",)),
+        ("zero2", {"zero_optimization": {"stage": 4}}, ("stage=4", "less than or equal to 3")),
+        ("zero2", {"zero_optimization": {"offload_param": {"device": "gpu"}}}, ("offload_param",)),
     ],
 )
-def test_json_of_another_strategy(strategy, document, words, tmp_path):
-    with refused(*words):
-        given_json(tmp_path, document, strategy)
-
-
-@pytest.mark.parametrize(
-    ("document", "words"),
-    [
-        ([], ("is not a JSON object",)),
-        ({"zero_optimization": {"stage": 4}}, ("stage=4", "less than or equal to 3")),
-        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, ("offload_param",)),
-    ],
-)
-def test_json_that_is_not_understood(document, words, tmp_path):
+def test_json_of_another_strategy_or_of_none(strategy, document, words, tmp_path):
+    path = tmp_path / "given.json"
+    path.write_text(json.dumps(document))
     with refused("given.json", *words):
-        given_json(tmp_path, document)
+        load_strategy(build_config({"strategy": strategy, "deepspeed_config": str(path)}))
 
 
 @pytest.fixture
@@ -112,28 +83,23 @@ def load_own(**config):
 
 
 def test_a_clone_may_add_strategies(folders):
-    mesh = {"mesh": {}}
-    folders(**{"10_ten": {"name": "ten", **mesh}, "9_nine": {"name": "nine", **mesh},
-               "without_number": {"name": "own", **mesh}})  # fmt: skip
-    assert list(list_strategies()) == ["nine", "ten", "own"]
-    assert load_own().engine == "native"
-
-
-def test_a_deepspeed_json_may_be_in_the_folder_beside_it_or_in_configs(folders):
+    """Their DeepSpeed JSON may be in the folder, beside it or in configs/."""
     inside = {"zero_optimization": {"stage": 1}}
-    root = folders(
-        a={"name": "inside", "deepspeed": inside, "defaults": {"batch_size": 2}},
-        b={"name": "beside", "deepspeed": "ds.json"},
-        c={"name": "shared", "deepspeed": "configs/ds_config_zero3.json"},
-    )
-    (root / "b" / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
-    found = {name: named_strategy(name) for name in ("inside", "beside", "shared")}
-    assert [strategy.zero_stage for strategy in found.values()] == [1, 2, 3]
-    assert [strategy.source for strategy in found.values()] == [
-        root / "a" / "config.json",
-        root / "b" / "ds.json",
-        ROOT / "configs" / "ds_config_zero3.json",
-    ]
+    root = folders(**{
+        "10_inside": {"name": "inside", "deepspeed": inside, "defaults": {"batch_size": 2}},
+        "9_beside": {"name": "beside", "deepspeed": "ds.json"},
+        "8_shared": {"name": "shared", "deepspeed": "configs/ds_config_zero3.json"},
+        "without_number": {"name": "own", "mesh": {}},
+    })  # fmt: skip
+    (root / "9_beside" / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    assert list(list_strategies()) == ["shared", "beside", "inside", "own"]
+    found = [named_strategy(name) for name in list_strategies()]
+    assert [strategy.zero_stage for strategy in found] == [3, 2, 1, 0]
+    assert [strategy.source for strategy in found] == [
+        ROOT / "configs" / "ds_config_zero3.json", root / "9_beside" / "ds.json",
+        root / "10_inside" / "config.json", root / "without_number" / "config.json",
+    ]  # fmt: skip
+    assert found[-1].engine == "native"
     assert strategy_defaults("inside") == {"batch_size": 2}
 
 
@@ -150,15 +116,16 @@ def test_a_deepspeed_json_may_be_in_the_folder_beside_it_or_in_configs(folders):
         ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp")),
         ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("takes 'deepspeed', not 'm",)),
         ({"name": "own", "deepspeed": {}, "engine": "native"}, ("takes 'mesh', not 'deepspeed'",)),
+        ({"name": "own", "mesh": {}, "engine": "engine.py"}, ("has no TRAITS", "write TRAITS = ")),
     ],
 )
 def test_a_folder_that_is_not_understood(document, words, folders):
-    folders(own=document)
+    (folders(own=document) / "own" / "engine.py").write_text("OPTIONS = {}")
     with refused(*words):
         load_own()
 
 
-ENGINE = """
+ENGINE = '''
 from distributed_training.settings.engines import Traits
 from distributed_training.settings.keys import Options, key
 
@@ -166,12 +133,14 @@ TRAITS = Traits(build="MyEngine", axes=("dp_replicate",))
 
 
 class OPTIONS(Options):
-    local_steps: int = key(4, help="", work=True)
+    local_steps: int = key(4, work=True)
+    """in one place"""
+    rate: float = key(1.0, work=True, help="or in another")
 
 
 class MyEngine:
     pass
-"""
+'''
 
 
 def test_an_engine_in_a_strategys_own_folder(folders):
@@ -181,13 +150,10 @@ def test_an_engine_in_a_strategys_own_folder(folders):
     strategy = load_own()
     assert (strategy.engine, strategy.traits.build) == ("engine.py", f"{file}:MyEngine")
     assert strategy.traits.axes == ("dp_replicate",)
-    assert list(read_keys(strategy_options("own"))) == ["local_steps"]
+    helps = {name: key.help for name, key in read_keys(strategy_options("own")).items()}
+    assert helps == {"local_steps": "in one place", "rate": "or in another"}
     engine = strategy.traits.load()
     assert engine.__name__ == "MyEngine"
     assert engine is strategy.traits.load(), "the file is run once"
     with refused("tp=2 cannot be set with strategy='own'", "it has the axes dp_replicate"):
         load_own(tp=2)
-    folders(none={"name": "without", "mesh": {}, "engine": "engine.py"})
-    (root / "none" / "engine.py").write_text("OPTIONS = {}")
-    with refused("engine.py has no TRAITS", "write TRAITS = "):
-        named_strategy("without")
