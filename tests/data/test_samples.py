@@ -143,10 +143,8 @@ def test_cache_and_fingerprint_are_of_content_and_settings(tokenizer, tmp_path, 
     first = prepare(cache, tokenizer)
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer, "encode_batch", None)
-        second = prepare(cache, tokenizer, eval_samples=1)
         cut_anew = [prepare(cache, tokenizer, **{key: 5}) for key in ("max_length", "num_samples")]
-    np.testing.assert_array_equal(all_rows(first.train)[0], all_rows(second.train)[0])
-    assert first.fingerprint == second.fingerprint
+        assert prepare(cache, tokenizer, eval_samples=1).fingerprint == first.fingerprint
     tokenizer.save(tmp_path / "fewer merges")
     file = tmp_path / "fewer merges" / "merges.txt"
     file.write_text(file.read_text().rstrip().rpartition("\n")[0] + "\n")
@@ -160,27 +158,20 @@ def test_cache_and_fingerprint_are_of_content_and_settings(tokenizer, tmp_path, 
     assert len({data.fingerprint for data in (first, *cut_anew, *others)}) == 7
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("train-ids.bin", lambda content: None),
-        ("validation-starts.bin", lambda content: content[:-9]),
-        ("train-ids.bin", lambda content: bytes([content[0] ^ 1]) + content[1:]),
-        ("meta.json", lambda content: content.replace(b"running", b"ranning")),
-    ],
-)
-def test_a_damaged_cache_is_rebuilt(name, damage, tokenizer, tmp_path, caplog):
+@pytest.mark.parametrize("name", ["train-ids.bin", "validation-starts.bin", "meta.json"])
+def test_a_damaged_cache_is_rebuilt(name, tokenizer, tmp_path, caplog):
     expected = all_rows(prepare(tmp_path, tokenizer, pack=False).train)[0]
     (folder,) = cache_folders(tmp_path)
     content = (folder / name).read_bytes()
-    (folder / name).unlink()
-    if damaged := damage(content):
-        (folder / name).write_bytes(damaged)
-    again = prepare(tmp_path, tokenizer, pack=False)
-    np.testing.assert_array_equal(all_rows(again.train)[0], expected)
-    assert (folder / name).read_bytes() == content
-    assert cache_folders(tmp_path) == [folder]
-    assert str(folder) in caplog.text
+    for damaged in (content[:-9], bytes([content[0] ^ 1]) + content[1:], None):
+        (folder / name).unlink()
+        if damaged is not None:
+            (folder / name).write_bytes(damaged)
+        again = prepare(tmp_path, tokenizer, pack=False)
+        np.testing.assert_array_equal(all_rows(again.train)[0], expected)
+        assert (folder / name).read_bytes() == content
+        assert cache_folders(tmp_path) == [folder]
+        assert str(folder) in caplog.text
 
 
 def test_two_runs_make_one_cache(tokenizer, tmp_path, monkeypatch):
@@ -194,8 +185,7 @@ def test_two_runs_make_one_cache(tokenizer, tmp_path, monkeypatch):
 
     monkeypatch.setattr(tokenizer, "encode_batch", slowly)
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(prepare, tmp_path, tokenizer) for _ in range(2)]
-    first, second = (all_rows(run.result().train) for run in runs)
+        first, second = pool.map(lambda _: all_rows(prepare(tmp_path, tokenizer).train), range(2))
     np.testing.assert_array_equal(first, second)
     assert len(calls) == 2, "one run tokenised the two splits"
     assert len(cache_folders(tmp_path)) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
@@ -55,20 +54,18 @@ COMMAND_LINES = {
     "tokenizer": ("--set tokenizer={tmp}/none --dry-run", ["tokenizer=", "vocab.json"]),
 }  # fmt: skip
 FILES = {
-    "file.txt": "text",
-    "broken.json": '{\n  "epochs": 2\n  "seed": 3\n}\n',
-    "key.json": '{"epoch": 2}',
-    "batch.json": json.dumps(
-        {"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 2}}
-    ),
+    "file.txt": b"text",
+    "latin.txt": b"caf\xe9 au lait\n",
+    "broken.json": b'{\n  "epochs": 2\n  "seed": 3\n}\n',
+    "key.json": b'{"epoch": 2}',
+    "batch.json": b'{"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 2}}',
 }
 
 
 @pytest.mark.parametrize("case", COMMAND_LINES)
 def test_command_line_is_refused_in_one_line(case, tmp_path):
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "latin.txt").write_bytes("caf\u00e9 au lait\n".encode("latin-1"))
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
     os.mkfifo(tmp_path / "pipe.txt")
     typed, words = COMMAND_LINES[case]
     arguments = typed.replace("{tmp}", str(tmp_path)).split()

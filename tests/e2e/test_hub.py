@@ -7,6 +7,7 @@ import io
 import json
 import time
 
+import pyarrow.parquet
 import pytest
 
 from distributed_training.data.hub import TOKENIZER_ID, WIKITEXT_FILES, WIKITEXT_ID
@@ -23,9 +24,6 @@ TRAIN_2 = functools.partial(train, num_processes=2)
 
 
 def parquet(rows: list[dict]) -> bytes:
-    import pyarrow
-    import pyarrow.parquet
-
     file = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     return file.getvalue()
@@ -104,10 +102,7 @@ def test_gpt2_is_fetched_with_its_tokenizer_and_weights(wikitext, gpt2, run, tmp
     auto = {"model": "gpt2", "dataset": "auto", "learning_rate": "auto"}
     with serve({**wikitext, **gpt2}) as hub:
         result = run(hub.endpoint, auto, "--dry-run")
-    assert_decided(
-        result, tokenizer="'gpt2'", weights="'pretrained'", dataset="'wikitext-2'",
-        learning_rate="5e-05",
-    )  # fmt: skip
+    assert_decided(result, tokenizer="'gpt2'", weights="'pretrained'", learning_rate="5e-05")
     assert "note:" not in result.stdout
     assert not (tmp_path / "runs").exists()
 

@@ -15,22 +15,17 @@ from tests.support import refused, small_plan
 LLAMAS = [str(ROOT / "tests/models" / name) for name in ("grouped", "untied")]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A Hugging Face folder of a size that no name stands for, without weights."""
-    folder = tmp_path / "four"
-    folder.mkdir()
-    config = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def planned(model, tmp_path, **others):
     values = {"model": str(model), "tokenizer": "embedded", "dataset": "embedded", **others}
     return small_plan(tmp_path / "runs", **values)
 
 
-def test_plans_of_folders(folder, tmp_path):
+def test_plans_of_folders(tmp_path):
+    """One of a size that no name stands for, without weights, and one with them."""
+    folder = tmp_path / "four"
+    folder.mkdir()
+    config = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
     plan = planned(folder, tmp_path)
     spec = plan.model
     assert (spec.label, spec.family, spec.weights_dir) == ("four", "gpt2", folder)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
 from distributed_training.settings.config import (
+    AUTO,
     KEYS,
     PRESETS_DIR,
     RunConfig,
@@ -46,16 +47,22 @@ def test_script_and_run_config_agree():
 
 
 def another_value(key):
-    for value in (*key.choices[::-1], 5, 0.5, not key.default, "elsewhere"):
+    for value in (*key.choices[::-1], 2, 5, 0.5, not key.default, "elsewhere"):
         with contextlib.suppress(UserError):
-            if value != key.default and build_config({key.name: value}):
+            if value not in (key.default, AUTO) and build_config({key.name: value}):
                 return value
+
+
+OTHER = {name: another_value(key) for name, key in KEYS.items()} | {
+    "model": "gpt2", "dataset": "embedded", "tokenizer": "gpt2", "weights": "random",
+    "strategy": "dp", "pipeline_cut": "1,1", "lora_targets": "qkv",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEYS)
 def test_every_key_reaches_its_field_and_the_work(name, tmp_path):
     """From everywhere, under every name."""
-    other = another_value(KEYS[name])
+    other = OTHER[name]
     changed = build_config({name: other})
     assert changed.to_user_words() == {**RunConfig().to_user_words(), name: other}
     assert with_values(RunConfig(), **{name: other}, typed=changed.typed) == changed
