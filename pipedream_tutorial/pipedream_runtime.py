@@ -123,62 +123,45 @@ def _check_writable(option: str, path: Path) -> None:
 
 def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
     """The schedules that every one of the given sizes allows; the others are named on stderr."""
+    p = config["num_stages"]
     fitting = []
     for name in trainable():
         try:
             for m in config["num_microbatches"]:
-                schedule, _ = schedule_for_training(
-                    name, config["num_stages"], m, config["num_batches"]
-                )
-                if config["layers_per_stage"]:
-                    layers_of_a_stage(config["layers_per_stage"], schedule.stages_per_rank)
+                schedule, _ = schedule_for_training(name, p, m, config["num_batches"])
+                layers_of_a_stage(config["layers_per_stage"] or 0, schedule.stages_per_rank)
             fitting.append(name)
         except UserError as error:
-            if os.environ.get("RANK") is None:  # the process that starts the stages
+            if os.environ.get("RANK", "0") == "0":  # said once
                 print(f"note: left out: {name}: {error}", file=sys.stderr)
     return fitting
 
 
-def main() -> NoReturn:
-    start(sys.argv[1:])
-
-
 def start(arguments: list[str]) -> NoReturn:
-    """Start the stages, or be one where torchrun has started this process."""
+    """Start the stages, with go_on again and again without the schedules that failed; or be one of
+    them where torchrun has started this process."""
     config = read_config(arguments)
+    code = 0
     if this_rank(os.environ, config["num_stages"]) is not None:
-        be_stage(config, arguments)
-    sys.exit(launch_all(config, arguments))
-
-
-def launch_all(config: Mapping[str, Any], arguments: list[str]) -> int:
-    """Start the stages; with go_on again and again, without the schedules that failed."""
+        run_worker(partial(run_stage, config, arguments), config["num_stages"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # What the stages need is imported once, here.
     import pipedream.runtime.session  # noqa: F401
 
-    schedules = list(config["schedule"])
-    code = 0
     with tempfile.TemporaryDirectory() as folder:
         begun = Path(folder, "case")
         os.environ[CASE] = str(begun)
         while True:
             begun.write_text("")
-            ended = launch(partial(be_stage, config, arguments), config["num_stages"])
+            ended = launch(partial(run_stage, config, arguments), config["num_stages"])
             failed = begun.read_text()
             failed = "search" if failed.startswith(FOUND) else failed
-            if ended != 1 or not config["go_on"] or failed not in schedules[1:]:
-                return ended or code
-            schedules.remove(failed)
-            config = config | {"schedule": schedules}
-            arguments = [*arguments, f"--schedule={','.join(schedules)}"]
+            if ended != 1 or not config["go_on"] or failed not in config["schedule"][1:]:
+                sys.exit(ended or code)
+            config["schedule"].remove(failed)
+            arguments = [*arguments, f"--schedule={','.join(config['schedule'])}"]
             print(f"note: {failed} failed; starting again without it", file=sys.stderr, flush=True)
             code = 1
-
-
-def be_stage(config: Mapping[str, Any], arguments: list[str]) -> NoReturn:
-    """In a process of its own: run its stage, and exit."""
-    run_worker(partial(run_stage, config, arguments), config["num_stages"])
 
 
 def run_stage(config: Mapping[str, Any], arguments: list[str], rank: int) -> None:
@@ -191,4 +174,4 @@ def run_stage(config: Mapping[str, Any], arguments: list[str], rank: int) -> Non
 
 
 if __name__ == "__main__":
-    main_with_errors(main)
+    main_with_errors(lambda: start(sys.argv[1:]))

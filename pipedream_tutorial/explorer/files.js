@@ -115,7 +115,7 @@ function meanDurations({ schedule, starts, ends }) {
 }
 
 // Median time, in ms, from the end of an operation to the start of the one on another rank that
-// takes its result in, over those that had nothing else to do (runtime/prediction.py).
+// takes its result in, over those that had nothing else to do (runtime/record.py).
 function sendingTime({ schedule, starts, ends }) {
   const gaps = schedule.orders.flatMap((order, rank) =>
     order.flatMap((item, index) =>

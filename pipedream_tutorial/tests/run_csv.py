@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,17 +67,16 @@ def run(csv: Path, rank: int, world: int) -> dict[str, Any]:
     return {"apart": apart, "ran": ran}
 
 
-def main() -> NoReturn:
+def main(rank: int) -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     found = {name: run(folder / f"{name}.csv", rank, world) for name in names}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-    sys.exit(0)
 
 
 if __name__ == "__main__":

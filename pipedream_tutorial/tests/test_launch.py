@@ -112,7 +112,6 @@ def test_torchrun_ends_the_others_and_names_the_killed_stage():
 
 FAILING = """
 import os, sys
-sys.argv = ["pipedream_runtime.py", *sys.argv[1:]]
 import pipedream_runtime
 import pipedream.train.trainer
 whole = pipedream.train.trainer.StageTrainer.backward
@@ -121,7 +120,7 @@ def backward(self, microbatch, gradient=None):
         raise ValueError("boom in microbatch 5")
     return whole(self, microbatch, gradient)
 pipedream.train.trainer.StageTrainer.backward = backward
-pipedream_runtime.main()
+pipedream_runtime.start(sys.argv[1:])
 """
 
 
@@ -149,7 +148,7 @@ def run_stage(config, arguments, rank):
             raise ValueError("boom in " + name)
     Path("ran").write_text(" ".join(config["schedule"]))
 pipedream_runtime.run_stage = run_stage
-pipedream_runtime.main()
+pipedream_runtime.start(sys.argv[1:])
 """
 
 

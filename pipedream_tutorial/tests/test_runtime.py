@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 from pipedream.errors import UserError
-from pipedream.runtime.channels import Peer
 from pipedream.runtime.session import build_cases
-from pipedream.runtime.stage import Clock
+from pipedream.runtime.stage import Clock, Peer
 from pipedream.runtime.workload import Workload, on_gpus
 from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.schedules.ops import Op
@@ -210,7 +209,7 @@ def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
         log.append(("post", number))
         return FakeWork(log, number)
 
-    monkeypatch.setattr("pipedream.runtime.channels.dist.irecv", irecv)
+    monkeypatch.setattr("pipedream.runtime.stage.dist.irecv", irecv)
     peer = Peer(1, None, None)
     sent = [Op("F", 1, i) for i in (3, 0, 2, 1)]
     peer.expect(sent, torch.zeros(2, dtype=torch.float64), depth)

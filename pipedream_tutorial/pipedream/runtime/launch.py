@@ -62,9 +62,9 @@ def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
     return rank
 
 
-def launch(stage: Callable[[], NoReturn], num_stages: int) -> int:
-    """Run `stage` in a process for each; the exit code for the whole. What is imported here need
-    not be imported there.
+def launch(body: Callable[[int], None], num_stages: int) -> int:
+    """Run `body` with each rank in a process of its own; the exit code for the whole. What is
+    imported here need not be imported there.
 
     0 if all ended well. At the first process that did not, the others are killed and the last
     thing on stderr is one line that names the stage and says what happened: code 2 for what the
@@ -81,7 +81,7 @@ def launch(stage: Callable[[], NoReturn], num_stages: int) -> int:
         with socket.create_server(("127.0.0.1", 0), backlog=num_stages) as listener:
             port = listener.getsockname()[1]
             for rank in range(num_stages):
-                worker = context.Process(target=_be, args=(stage, rank, num_stages, port))
+                worker = context.Process(target=_be, args=(body, rank, num_stages, port))
                 worker.start()
                 workers.append(worker)
             _store = dist.TCPStore(
@@ -112,7 +112,7 @@ def launch(stage: Callable[[], NoReturn], num_stages: int) -> int:
     return 2 if code == 2 else 1
 
 
-def _be(stage: Callable[[], NoReturn], rank: int, num_stages: int, port: int) -> NoReturn:
+def _be(body: Callable[[int], None], rank: int, num_stages: int, port: int) -> NoReturn:
     """In a new process: what torchrun sets, and the store that it would serve."""
     os.setsid()  # Ctrl-C reaches the one that started us alone, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -123,7 +123,7 @@ def _be(stage: Callable[[], NoReturn], rank: int, num_stages: int, port: int) ->
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
     }  # fmt: skip
-    stage()
+    run_worker(body, num_stages)
 
 
 def _end_with_parent() -> None:

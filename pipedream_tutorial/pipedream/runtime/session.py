@@ -4,16 +4,17 @@ are found on the way."""
 from __future__ import annotations
 
 import datetime
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipedream.errors import UserError
-from pipedream.runtime.channels import connect, connection_to, exchange, gather_weights
 from pipedream.runtime.launch import CASE
 from pipedream.runtime.record import (
     Case,
@@ -24,13 +25,14 @@ from pipedream.runtime.record import (
     write_trace,
     write_whole,
 )
-from pipedream.runtime.stage import Station
+from pipedream.runtime.stage import Station, connect, connection_to
 from pipedream.runtime.workload import Config, Workload, bits, on_gpus
 from pipedream.schedules.catalogue import FOUND, schedule_for_training
 from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order
+from pipedream.train.trainer import Weights
 
 
 def build_cases(config: Config) -> list[Case]:
@@ -87,6 +89,41 @@ def _found(case: Case, config: Config, calibrated_on: MeasuredRun | None) -> Cas
         words = search(costs, case.num_microbatches, case.memory).words
     schedule = as_schedule(exchange(words)[0], case.name)
     return replace(case, schedule=repeat(schedule, config["num_batches"]))
+
+
+def exchange(value: Any) -> list[Any]:
+    """What every rank gives, by rank: as JSON, for what one process unpickles it also runs."""
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    with connection_to("the other stages"):
+        dist.all_gather(sizes, torch.tensor([len(own)]))
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        padded[: len(own)] = own
+        texts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(texts, padded)
+    both = zip(texts, sizes, strict=True)
+    return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in both]
+
+
+def gather_weights(own: Mapping[int, Weights]) -> list[Weights]:
+    """On rank 0 every stage's weights, of all ranks; on the others nothing."""
+    forms: list[Any] = [
+        [stage, name, list(w.shape), str(w.dtype).removeprefix("torch.")]
+        for stage, weights in own.items()
+        for name, w in weights.items()
+    ]
+    of_all = exchange(forms)
+    if dist.get_rank() > 0:
+        for stage, name, _, _ in forms:
+            dist.send(own[stage][name].contiguous(), 0)
+        return []
+    found = dict(own)
+    for rank, theirs in enumerate(of_all[1:], 1):
+        for stage, name, shape, dtype in theirs:
+            weight = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.recv(weight, rank)
+            found.setdefault(stage, {})[name] = weight
+    return [weights for _, weights in sorted(found.items())]
 
 
 def run_session(config: Config, outputs: Mapping[str, str | None], command: str, rank: int) -> None:
