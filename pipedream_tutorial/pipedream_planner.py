@@ -29,83 +29,74 @@ from pipedream.plan.profile import (
 from pipedream.plan.replicated import full_speed_in_flight, simulate_plan
 
 CONFIG: dict[str, Any] = {
-    # A profile's path (it ends in .json), or a model to measure here: gpt2, gpt2-medium.
-    "profile": "profiles/gpt2_cpu.json",
-    # Workers to spread the layers over.
-    "workers": 8,
-    # Bytes a second between any two workers: 1.25e8 is 1 Gbit/s. None: sending takes no time.
-    "bandwidth": 1.25e8,
-    # Several workers may run the same stage, each with its own microbatches.
-    "replication": True,
-    # True: as PipeDream's formula, even where fewer are as fast or faster.
-    "use_all_workers": False,
-    # Synchronising m replicas sends this * (m - 1) / m of the weights' bytes. 2: ring all-reduce
-    # over links that send and receive at once; 4: PipeDream's constant, one way at a time.
-    "sync_factor": 2,
-    # Microbatches to simulate the plan with.
-    "num_microbatches": 128,
-    # The rest is for measuring: where, in which type, sequences a microbatch, tokens a sequence,
-    # CPU threads, counted runs of each layer (a third as many go before them), the JSON to write.
-    "device": "cpu",
-    "dtype": "float32",
-    "batch": 1,
-    "sequence": 256,
-    "threads": 1,
-    "repeats": 9,
-    "save_profile": None,
+    "profile": "profiles/gpt2_cpu.json",  # a profile's .json, or gpt2 or gpt2-medium to measure it
+    "workers": 8,  # workers to spread the layers over
+    # 1.25e8 is 1 Gbit/s.
+    "bandwidth": 1.25e8,  # bytes a second between any two workers; None: sending takes no time
+    "replication": True,  # several workers may run the same stage
+    # As PipeDream's formula:
+    "use_all_workers": False,  # True: even where fewer are as fast or faster
+    # 2: ring all-reduce over links that send and receive at once; 4: PipeDream's, one at a time.
+    "sync_factor": 2,  # synchronising m replicas sends this * (m - 1) / m of the weights' bytes
+    "num_microbatches": 128,  # microbatches to simulate
+    # The rest is for measuring. A third as many runs go before those that count.
+    "device": "cpu",  # where to measure
+    "dtype": "float32",  # type of what is measured
+    "batch": 1,  # sequences a microbatch, to measure
+    "sequence": 256,  # tokens a sequence, to measure
+    "threads": 1,  # CPU threads to measure with
+    "repeats": 9,  # counted runs of each layer's passes
+    "save_profile": None,  # JSON to write the measured profile to
 }
 
 RULES: dict[str, Rule] = {
-    "profile": Rule(kind=str, text="a profile's .json, or gpt2 or gpt2-medium to measure it"),
-    "workers": Rule(kind=int, low=1, high=64, text="workers to spread the layers over"),
-    "bandwidth": Rule(
-        kind=Fraction, above=0, high=1e14, none=True,
-        text="bytes a second between any two workers; None: sending takes no time",
-    ),
-    "replication": Rule(kind=bool, text="several workers may run the same stage"),
-    "use_all_workers": Rule(kind=bool, text="True: even where fewer are as fast or faster"),
-    "sync_factor": Rule(
-        kind=Fraction, low=0, high=100,
-        text="synchronising m replicas sends this * (m - 1) / m of the weights' bytes",
-    ),
-    "num_microbatches": Rule(kind=int, low=1, high=512, text="microbatches to simulate"),
-    "device": Rule(kind=str, choices=("cpu", "cuda"), text="where to measure"),
-    "dtype": Rule(kind=str, choices=("float32", "bfloat16"), text="type of what is measured"),
-    "batch": Rule(kind=int, low=1, high=1024, text="sequences a microbatch, to measure"),
-    "sequence": Rule(kind=int, low=1, high=1024, text="tokens a sequence, to measure"),
-    "threads": Rule(kind=int, low=1, high=256, text="CPU threads to measure with"),
-    "repeats": Rule(kind=int, low=1, high=1000, text="counted runs of each layer's passes"),
-    "save_profile": Rule(kind=str, none=True, text="JSON to write the measured profile to"),
-}  # fmt: skip
+    "profile": Rule(kind=str),
+    "workers": Rule(kind=int, low=1, high=64),
+    "bandwidth": Rule(kind=Fraction, above=0, high=1e14, none=True),
+    "replication": Rule(kind=bool),
+    "use_all_workers": Rule(kind=bool),
+    "sync_factor": Rule(kind=Fraction, low=0, high=100),
+    "num_microbatches": Rule(kind=int, low=1, high=512),
+    "device": Rule(kind=str, choices=("cpu", "cuda")),
+    "dtype": Rule(kind=str, choices=("float32", "bfloat16")),
+    "batch": Rule(kind=int, low=1, high=1024),
+    "sequence": Rule(kind=int, low=1, high=1024),
+    "threads": Rule(kind=int, low=1, high=256),
+    "repeats": Rule(kind=int, low=1, high=1000),
+    "save_profile": Rule(kind=str, none=True),
+}
 
 
 def main() -> None:
     config = parse_arguments(CONFIG, RULES, "PipeDream's partitioner.", script=__file__)
     profile = get_profile(config)
     layers = profile.layers
+    workers = config["workers"]
+    bandwidth = config["bandwidth"]
     network = {
-        "bandwidth": inf if config["bandwidth"] is None else config["bandwidth"],
+        "bandwidth": inf if bandwidth is None else bandwidth,
         "sync_factor": config["sync_factor"],
     }
-    workers = config["workers"]
-    plan = plan_pipeline(
-        layers,
-        num_workers=workers,
-        replication=config["replication"],
-        use_all_workers=config["use_all_workers"],
-        **network,
+
+    def planned(**options: bool) -> Plan:
+        return plan_pipeline(layers, num_workers=workers, **options, **network)
+
+    plan = planned(replication=config["replication"], use_all_workers=config["use_all_workers"])
+    speed = "links of no time" if bandwidth is None else f"{float(bandwidth):g} bytes/s"
+    print(
+        f"{profile.model}, {len(layers)} layers, microbatches of {profile.batch} x "
+        f"{profile.sequence} tokens, {profile.dtype}\n"
+        f"measured on {profile.device}, CPU threads: {profile.threads}, torch {profile.torch}\n"
+        f"{workers} workers, {speed}, sync factor {config['sync_factor']}\n"
     )
-    print_header(profile, config)
     print_stages(plan, layers)
-    everything = len(layers) - 1
+    last = len(layers) - 1
     print_comparison(
         {
             "this plan": plan,
-            "data parallelism": make_plan(layers, [(everything, workers)], **network),
-            "straight pipeline": plan_pipeline(
-                layers, num_workers=workers, replication=False, use_all_workers=False, **network
-            ),
-            "one worker": make_plan(layers, [(everything, 1)], **network),
+            "data parallelism": make_plan(layers, [(last, workers)], **network),
+            "straight pipeline": planned(replication=False),
+            "one worker": make_plan(layers, [(last, 1)], **network),
         }
     )
     print_simulation(plan, config["num_microbatches"])
@@ -134,17 +125,18 @@ def measure_gpt2(config: dict[str, Any]) -> Profile:
     import torch
     from pipedream.train.models import GPT2_SIZES, gpt2_layer_names, gpt2_layers
 
-    name, batch, sequence = config["profile"], config["batch"], config["sequence"]
+    name = config["profile"]
     if name not in GPT2_SIZES:
         raise UserError(f"profile={name!r} is no .json and no model", nearest(name, GPT2_SIZES))
     if config["device"] == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but torch finds no GPU", "set device to cpu")
-    device, dtype = torch.device(config["device"]), getattr(torch, config["dtype"])
+    device = torch.device(config["device"])
     size = GPT2_SIZES[name]
     torch.set_num_threads(config["threads"])
     torch.manual_seed(0)
-    modules = [layer.to(device, dtype) for layer in gpt2_layers(size)]
-    text = torch.randint(size.vocabulary, (batch, sequence + 1), device=device)
+    modules = [layer.to(device, getattr(torch, config["dtype"])) for layer in gpt2_layers(size)]
+    shape = config["batch"], config["sequence"] + 1
+    text = torch.randint(size.vocabulary, shape, device=device)
     layers = measure_profile(
         list(zip(gpt2_layer_names(size), modules, strict=True)),
         text[:, :-1],
@@ -156,40 +148,26 @@ def measure_gpt2(config: dict[str, Any]) -> Profile:
         model=name,
         device=device_name(device),
         torch=torch.__version__,
-        dtype=config["dtype"],
-        batch=batch,
-        sequence=sequence,
-        threads=config["threads"],
         command=shlex.join(["python", *sys.argv]),
         layers=tuple(layers),
-    )
-
-
-def print_header(profile: Profile, config: dict[str, Any]) -> None:
-    """What is planned for, and on what it was measured."""
-    bandwidth = config["bandwidth"]
-    speed = "links of no time" if bandwidth is None else f"{float(bandwidth):g} bytes/s"
-    print(
-        f"{profile.model}, {len(profile.layers)} layers, microbatches of {profile.batch} x "
-        f"{profile.sequence} tokens, {profile.dtype}\n"
-        f"measured on {profile.device}, CPU threads: {profile.threads}, torch {profile.torch}\n"
-        f"{config['workers']} workers, {speed}, sync factor {config['sync_factor']}\n"
+        **{key: config[key] for key in ("dtype", "batch", "sequence", "threads")},
     )
 
 
 def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
     """A line a stage, then the bottleneck and NOAM."""
     rows = [["stage", "layers", "workers", "in flight", "compute s", "weights MiB", "sent MiB"]]
-    for place, (stage, in_flight) in enumerate(
-        zip(plan.stages, full_speed_in_flight(plan.replicas), strict=True)
-    ):
-        first, last = layers[stage.first].name, layers[stage.last].name
+    needed = full_speed_in_flight(plan.replicas)
+    for place, stage in enumerate(plan.stages):
+        own = layers[stage.first].name
+        if stage.last > stage.first:
+            own += f" .. {layers[stage.last].name}"
         rows.append(
             [
                 str(place),
-                first if stage.first == stage.last else f"{first} .. {last}",
+                own,
                 str(stage.replicas),
-                str(in_flight),
+                str(needed[place]),
                 f"{float(stage.compute_s):.4f}",
                 f"{float(stage.weight_bytes) / 2**20:.1f}",
                 f"{float(stage.sent_bytes) / 2**20:.2f}",
@@ -197,15 +175,14 @@ def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
         )
     print_table(rows)
     print(f"\nbottleneck: {plan.bottleneck}")
-    needed = full_speed_in_flight(plan.replicas)[0]
-    also = f"; this plan needs {needed} to run at full speed" if needed > plan.noam else ""
+    also = f"; this plan needs {needed[0]} to run at full speed" if needed[0] > plan.noam else ""
     print(f"NOAM {plan.noam} (PipeDream's count in flight on an input worker{also})\n")
 
 
 def print_comparison(plans: dict[str, Plan]) -> None:
     """Predicted period and throughput of each, and how often that of the last one it is."""
     rows = [["predicted", "workers", "replicas", "period s", "microbatches/s", "speed-up"]]
-    base = list(plans.values())[-1].throughput
+    *_, base = plans.values()
     for name, plan in plans.items():
         rows.append(
             [
@@ -214,7 +191,7 @@ def print_comparison(plans: dict[str, Plan]) -> None:
                 "-".join(map(str, plan.replicas)),
                 f"{float(plan.period_s):.4f}",
                 f"{float(plan.throughput):.3f}",
-                f"{float(plan.throughput / base):.2f}",
+                f"{float(plan.throughput / base.throughput):.2f}",
             ]
         )
     print_table(rows)
@@ -225,19 +202,14 @@ def print_simulation(plan: Plan, num_microbatches: int) -> None:
     rows = [["simulated", "in flight", "period s", "of predicted", "utilisation"]]
     for busy, title in [(True, "links carry one message at a time"), (False, "links only delay")]:
         run = simulate_plan(plan, num_microbatches, busy_links=busy)
-        period = run.period_s
-        rows.append(
-            [
-                title,
-                "-".join(map(str, run.in_flight)),
-                "-" if period is None else f"{float(period):.4f}",
-                "-" if period is None else f"{float(period / plan.period_s):.1%}",
-                f"{float(run.utilisation):.1%}",
-            ]
-        )
+        period = ["-", "-"]
+        if run.period_s is not None:
+            period = [f"{float(run.period_s):.4f}", f"{float(run.period_s / plan.period_s):.1%}"]
+        in_flight = "-".join(map(str, run.in_flight))
+        rows.append([title, in_flight, *period, f"{float(run.utilisation):.1%}"])
     print(f"\n{num_microbatches} microbatches, in 1F1B, round robin over a stage's workers:\n")
     print_table(rows)
-    if rows[1][2] == "-" or rows[2][2] == "-":
+    if any("-" in row for row in rows):
         print("\n-: too short a run to see it repeat; raise num_microbatches")
     slow = [str(k) for k, stage in enumerate(plan.stages) if stage.sync_s > stage.compute_s]
     if slow:

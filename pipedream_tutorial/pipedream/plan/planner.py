@@ -29,7 +29,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from operator import itemgetter
 
 from pipedream.errors import UserError
 from pipedream.plan.profile import Layer, Number
@@ -83,9 +82,24 @@ class Plan:
         return sum(self.replicas)
 
     @property
+    def terms(self) -> dict[str, Fraction]:
+        """Seconds a microbatch of all that may set the pace."""
+        found = {}
+        for place, stage in enumerate(self.stages):
+            found[f"compute of stage {place}"] = stage.compute_s / stage.replicas
+            found[f"weight sync of stage {place}"] = stage.sync_s / stage.replicas
+            found[f"link between stages {place} and {place + 1}"] = stage.link_s
+        return found
+
+    @property
     def period_s(self) -> Fraction:
         """Seconds from one finished microbatch to the next, once the pipeline is full."""
-        return max(max(stage.period_s, stage.link_s) for stage in self.stages)
+        return max(self.terms.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The first term that is as long as the period."""
+        return max(self.terms, key=self.terms.__getitem__)
 
     @property
     def throughput(self) -> Fraction:
@@ -97,19 +111,9 @@ class Plan:
         """PipeDream's number of microbatches that an input worker has in flight."""
         return math.ceil(Fraction(self.num_workers, self.replicas[0]))
 
-    @property
-    def bottleneck(self) -> str:
-        """The first term that is as long as the period, in words."""
-        for place, stage in enumerate(self.stages):
-            terms = [
-                (stage.compute_s / stage.replicas, f"compute of stage {place}"),
-                (stage.sync_s / stage.replicas, f"weight sync of stage {place}"),
-                (stage.link_s, f"link between stages {place} and {place + 1}"),
-            ]
-            for seconds, text in terms:
-                if seconds == self.period_s:
-                    return text
-        raise AssertionError("the period is one of its own terms")
+
+Cuts = tuple[tuple[int, int], ...]
+"""(last layer, replicas) of each stage, first stage first."""
 
 
 def plan_pipeline(
@@ -135,85 +139,12 @@ def plan_pipeline(
             f"{num_workers} workers cannot each have a stage of {len(layers)} layers",
             f"give at most {len(layers)} workers, or allow replication or idle workers",
         )
-    best = _best_cuts(layers, num_workers, bandwidth, replication, sync_factor)
-    final = len(layers) - 1
-    counts = [num_workers] if use_all_workers else range(1, num_workers + 1)
-    usable = [m for m in counts if (final, m) in best]
-    workers = min(usable, key=lambda m: best[final, m][0])
-    cuts: list[tuple[int, int]] = []
-    last = final
-    while last >= 0:
-        _, before, replicas = best[last, workers]
-        cuts.append((last, replicas))
-        last = before
-        workers = workers - replicas
-    return make_plan(layers, cuts[::-1], bandwidth=bandwidth, sync_factor=sync_factor)
-
-
-def make_plan(
-    layers: Sequence[Layer],
-    cuts: Sequence[tuple[int, int]],
-    *,
-    bandwidth: Number,
-    sync_factor: Number = SYNC_FACTOR,
-) -> Plan:
-    """The plan with the given stages: (last layer, replicas) of each, first stage first."""
-    firsts = [0, *(last + 1 for last, _ in cuts)]
-    return Plan(
-        stages=tuple(
-            _stage(layers, first, last, bandwidth, sync_factor, replicas)
-            for first, (last, replicas) in zip(firsts, cuts, strict=False)
-        )
-    )
-
-
-def _stage(
-    layers: Sequence[Layer],
-    first: int,
-    last: int,
-    bandwidth: Number,
-    sync_factor: Number,
-    replicas: int,
-) -> Stage:
-    def total(field: str) -> Fraction:
-        own = (Fraction(getattr(layer, field)) for layer in layers[first : last + 1])
-        return sum(own, Fraction(0))
-
-    def seconds(size: Fraction) -> Fraction:
-        return Fraction(0) if bandwidth == math.inf else size / Fraction(bandwidth)
-
-    weights = total("weight_bytes")
-    sent = Fraction(layers[last].activation_bytes if last < len(layers) - 1 else 0)
-    return Stage(
-        first=first,
-        last=last,
-        replicas=replicas,
-        forward_s=total("forward_s"),
-        backward_s=total("backward_s"),
-        weight_bytes=weights,
-        sent_bytes=sent,
-        sync_s=seconds(Fraction(sync_factor) * Fraction(replicas - 1, replicas) * weights),
-        link_s=seconds(2 * sent),
-    )
-
-
-def _best_cuts(
-    layers: Sequence[Layer],
-    num_workers: int,
-    bandwidth: Number,
-    replication: bool,
-    sync_factor: Number,
-) -> dict[tuple[int, int], tuple[Fraction, int, int]]:
-    """(j, m) -> A(j, m), the last layer of the stage before (-1: none), the last stage's workers.
-
-    Pairs that no plan fits are left out.
-    """
     most = num_workers if replication else 1
-    best: dict[tuple[int, int], tuple[Fraction, int, int]] = {}
+    best: dict[tuple[int, int], tuple[Fraction, Cuts]] = {}  # (j, m) -> A(j, m) and its stages
     links: list[Fraction] = []
     for j in range(len(layers)):
         own = {
-            (i, r): _stage(layers, i, j, bandwidth, sync_factor, r)
+            (i, r): _stage(layers, i, j, r, bandwidth, sync_factor)
             for i in range(j + 1)
             for r in range(1, most + 1)
         }
@@ -227,6 +158,58 @@ def _best_cuts(
                 for r in range(1, min(m - 1, most) + 1)
                 if (i, m - r) in best
             ]
-            if found:
-                best[j, m] = min(found, key=itemgetter(0))  # of equal ones the first
-    return best
+            if found:  # of equal ones the first
+                shortest, i, r = min(found, key=lambda choice: choice[0])
+                before = best[i, m - r][1] if i >= 0 else ()
+                best[j, m] = shortest, (*before, (j, r))
+    final = len(layers) - 1
+    counts = [num_workers] if use_all_workers else range(1, num_workers + 1)
+    _, cuts = min(
+        (best[final, m] for m in counts if (final, m) in best), key=lambda choice: choice[0]
+    )
+    return make_plan(layers, cuts, bandwidth=bandwidth, sync_factor=sync_factor)
+
+
+def make_plan(
+    layers: Sequence[Layer],
+    cuts: Sequence[tuple[int, int]],
+    *,
+    bandwidth: Number,
+    sync_factor: Number = SYNC_FACTOR,
+) -> Plan:
+    """The plan with the given stages: (last layer, replicas) of each, first stage first."""
+    stages = []
+    first = 0
+    for last, replicas in cuts:
+        stages.append(_stage(layers, first, last, replicas, bandwidth, sync_factor))
+        first = last + 1
+    return Plan(stages=tuple(stages))
+
+
+def _stage(
+    layers: Sequence[Layer],
+    first: int,
+    last: int,
+    replicas: int,
+    bandwidth: Number,
+    sync_factor: Number,
+) -> Stage:
+    def total(field: str) -> Fraction:
+        own = (Fraction(getattr(layer, field)) for layer in layers[first : last + 1])
+        return sum(own, Fraction(0))
+
+    weight_bytes = total("weight_bytes")
+    sent_bytes = Fraction(layers[last].activation_bytes if last < len(layers) - 1 else 0)
+    s_per_byte = 0 if bandwidth == math.inf else 1 / Fraction(bandwidth)
+    synced = Fraction(sync_factor) * Fraction(replicas - 1, replicas) * weight_bytes
+    return Stage(
+        first=first,
+        last=last,
+        replicas=replicas,
+        forward_s=total("forward_s"),
+        backward_s=total("backward_s"),
+        weight_bytes=weight_bytes,
+        sent_bytes=sent_bytes,
+        sync_s=synced * s_per_byte,
+        link_s=2 * sent_bytes * s_per_byte,
+    )

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -56,33 +56,29 @@ class Profile:
     layers: tuple[Layer, ...]
 
 
-Check = tuple[Callable[[Any], bool], str]
-"""Whether a value will do, and what to give instead."""
+Rules = dict[str, tuple[Callable[[Any], bool], str]]
+"""key -> whether a value will do, and what to give instead."""
 
-_TEXT: Check = (lambda v: isinstance(v, str) and v.isprintable(), "one line of text")
-_COUNT: Check = (lambda v: type(v) is int and v >= 1, "a whole number from 1 on")
+_TEXT = (lambda v: isinstance(v, str) and v.isprintable(), "one line of text")
+_COUNT = (lambda v: type(v) is int and v >= 1, "a whole number from 1 on")
 # The bounds keep what is computed from amounts finite, too.
-_AMOUNT: Check = (
+_AMOUNT = (
     lambda v: type(v) in (int, float) and (v == 0 or 1e-18 <= v <= 1e18),
     "0, or a number from 1e-18 to 1e18",
 )
-_LAYER = {field.name: _AMOUNT for field in dataclasses.fields(Layer)} | {"name": _TEXT}
-_PROFILE = {field.name: _TEXT for field in dataclasses.fields(Profile)} | {
-    "batch": _COUNT,
-    "sequence": _COUNT,
-    "threads": _COUNT,
-    "layers": (lambda v: isinstance(v, list) and len(v) > 0, "a list of one layer or more"),
-}
+_LAYERS = (lambda v: isinstance(v, list) and len(v) > 0, "a list of one layer or more")
+_LAYER: Rules = {field.name: _AMOUNT for field in dataclasses.fields(Layer)} | {"name": _TEXT}
+_PROFILE: Rules = {field.name: _TEXT for field in dataclasses.fields(Profile)}
+_PROFILE |= dict.fromkeys(("batch", "sequence", "threads"), _COUNT) | {"layers": _LAYERS}
 
 
 def load_profile(path: Path) -> Profile:
     """Read and check a profile's JSON. Raises UserError that names the file and the key."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", "give the path of a profile's JSON") from None
-    except (ValueError, RecursionError) as error:  # no text, no JSON, or nested deeply
-        raise UserError(f"{path}: {error}", "give the path of a profile's JSON") from None
+    except (OSError, ValueError, RecursionError) as error:  # no text, no JSON, or nested deeply
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: {reason}", "give the path of a profile's JSON") from None
     values = _checked(found, _PROFILE, str(path))
     layers = [
         Layer(**_checked(entry, _LAYER, f"{path}: layers[{place}]"))
@@ -91,7 +87,7 @@ def load_profile(path: Path) -> Profile:
     return Profile(**values | {"layers": tuple(layers)})
 
 
-def _checked(found: object, rules: Mapping[str, Check], where: str) -> dict[str, Any]:
+def _checked(found: object, rules: Rules, where: str) -> dict[str, Any]:
     """All keys are there and no others, each with a value that will do; else UserError."""
     if not isinstance(found, dict):
         raise UserError(f"{where} is {_shown(found)}", f"write an object with {', '.join(rules)}")
@@ -106,6 +102,11 @@ def _checked(found: object, rules: Mapping[str, Check], where: str) -> dict[str,
     return found
 
 
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
 def save_profile(profile: Profile, path: Path) -> None:
     """Write what load_profile reads, one line a layer. Its numbers have to be int or float."""
     values = dataclasses.asdict(profile)
@@ -115,44 +116,40 @@ def save_profile(profile: Profile, path: Path) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
 def measure_profile(
     layers: Sequence[tuple[str, torch.nn.Module]],
     example: torch.Tensor,
     *,
-    targets: torch.Tensor | None = None,
-    repeats: int = 10,
-    warmup: int = 3,
+    targets: torch.Tensor,
+    repeats: int,
+    warmup: int,
 ) -> list[Layer]:
     """Time each layer's forward and backward pass where its weights and `example` are.
 
     `example` is the first layer's input, one microbatch; each layer's output is the next one's
-    input. `targets`, if given, is the last layer's second argument, and what it returns is a loss.
-    Seconds are medians of `repeats` after `warmup` more that are not counted, rounded to 0.1 us.
-    Each repeat goes through all layers, so that what else the machine does in between slows one
-    repeat of every layer rather than every repeat of one.
+    input. The last layer takes `targets` as well and returns a loss. Seconds are medians of
+    `repeats` after `warmup` more that are not counted, rounded to 0.1 us. Each repeat goes through
+    all layers, so that what else the machine does in between slows one repeat of every layer rather
+    than every repeat of one.
     """
     sweeps = [_sweep(layers, example, targets) for _ in range(warmup + repeats)]
-    return [
-        Layer(
-            name=name,
-            forward_s=round(statistics.median(forward_s for forward_s, _, _ in once), 7),
-            backward_s=round(statistics.median(backward_s for _, backward_s, _ in once), 7),
-            activation_bytes=once[0][2],
-            weight_bytes=sum(weight.nbytes for weight in module.parameters()),
+    found = []
+    for (name, module), once in zip(layers, zip(*sweeps[warmup:], strict=True), strict=True):
+        forward_s, backward_s, sizes = zip(*once, strict=True)
+        found.append(
+            Layer(
+                name=name,
+                forward_s=round(statistics.median(forward_s), 7),
+                backward_s=round(statistics.median(backward_s), 7),
+                activation_bytes=sizes[0],
+                weight_bytes=sum(weight.nbytes for weight in module.parameters()),
+            )
         )
-        for (name, module), once in zip(layers, zip(*sweeps[warmup:], strict=True), strict=True)
-    ]
+    return found
 
 
 def _sweep(
-    layers: Sequence[tuple[str, torch.nn.Module]],
-    example: torch.Tensor,
-    targets: torch.Tensor | None,
+    layers: Sequence[tuple[str, torch.nn.Module]], example: torch.Tensor, targets: torch.Tensor
 ) -> list[tuple[float, float, int]]:
     """For each layer once: seconds of its forward and its backward pass, bytes of its output.
 
@@ -169,18 +166,16 @@ def _sweep(
     found = []
     x = example.detach()
     for place, (_, module) in enumerate(layers):
-        extra = (targets,) if targets is not None and place == len(layers) - 1 else ()
+        inputs = (x, targets) if place == len(layers) - 1 else (x,)
         # Nobody waits for the gradient of the model's input, so it is not computed.
         x.requires_grad_(place > 0)
         started = clock()
-        output = module(x, *extra)
+        output = module(*inputs)
         forward_s = clock() - started
-        backward_s = 0.0
-        if output.requires_grad:
-            gradient = torch.ones_like(output)
-            started = clock()
-            torch.autograd.backward(output, gradient)
-            backward_s = clock() - started
+        gradient = torch.ones_like(output)
+        started = clock()
+        torch.autograd.backward(output, gradient)
+        backward_s = clock() - started
         for tensor in (x, *module.parameters()):
             tensor.grad = None
         x = output.detach()

@@ -27,6 +27,8 @@ from fractions import Fraction
 from itertools import chain
 from operator import mul
 
+from pipedream_simple import in_turn
+
 from pipedream.plan.planner import Plan, Stage
 from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule
 from pipedream.simulate.simulator import Costs, Timeline, simulate
@@ -51,11 +53,9 @@ def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -
     for stage, (count, ahead) in enumerate(zip(replicas, in_flight, strict=True)):
         for replica in range(count):
             mine = range(replica, m, count)
-            line = [Op(FORWARD, stage, i) for i in mine[:ahead]]
-            for place, i in enumerate(mine):
-                line.append(Op(BACKWARD, stage, i))
-                line += [Op(FORWARD, stage, i) for i in mine[place + ahead : place + ahead + 1]]
-            lines.append(line)
+            forwards = [Op(FORWARD, stage, i) for i in mine]
+            backwards = [Op(BACKWARD, stage, i) for i in mine]
+            lines.append(in_turn(forwards, backwards, ahead - 1))
     stages = tuple(range(len(replicas)))
     return Schedule(name="1f1b-rr", orders=tuple(map(tuple, lines)), chains=(stages,))
 
