@@ -131,17 +131,11 @@ def test_a_saved_folder_opens_in_transformers(folder, tmp_path):
 
 
 SAMPLES = [
-    "",
-    " ",
-    "Hello world",
-    "  two  spaces\n\nand\tlines\r\n",
+    "", " ", "Hello world", "  two  spaces\n\nand\tlines\r\n", "don't WE'LL 123456 1e-5 a_b_c",
     "def f(x: int) -> int:\n    return x ** 2  # it's 100% fine, isn't it?",
-    "naïve café — “quotes” … ½ №5",
-    "日本語 العربية עברית ไทย हिन्दी",
+    "naïve café — “quotes” … ½ №5", "日本語 العربية עברית ไทย हिन्दी", "\x00\x01\x7f\x85",
     "🙂👩‍👩‍👧 e\u0301 \u00a0\u2028\ufeff",
-    "\x00\x01\x7f\x85",
-    "don't WE'LL 123456 1e-5 a_b_c",
-]
+]  # fmt: skip
 
 
 @settings(max_examples=100, deadline=None)

@@ -21,10 +21,8 @@ SHAPE = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "vocab_size": 300, "max_position_embeddings": 64,
 }  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
 OPTIONS = {
     "gpt2": ("GPT2", {}),
@@ -95,11 +93,9 @@ def test_logits_loss_gradients_and_exports_equal_transformers(name, tmp_path):
     assert_near(again(inputs).logits, logits)
     assert again.config.eos_token_id == 7
     assert again.config.architectures == [type(again).__name__]
-    for (key, parameter), grad in zip(
-        reference.named_parameters(), found.parameters(), strict=True
-    ):
+    for parameter, grad in zip(reference.parameters(), found.parameters(), strict=True):
         assert_near(grad, parameter.grad)
-        assert parameter.grad.norm() > 0, key
+        assert parameter.grad.norm() > 0
 
 
 def test_weights_in_several_files_and_in_16_bit(tmp_path):
@@ -219,9 +215,7 @@ PARAMETERS = {
 def test_sizes_that_are_known_without_a_download():
     known = {**gpt2.HUB_IDS, **llama.HUB_IDS}
     assert {name: find_model(name).size.num_parameters for name in known} == PARAMETERS
-    by_id = find_model("Qwen/Qwen3-0.6B")
-    assert by_id == find_model("Qwen3-0.6B")
-    assert (by_id.label, by_id.hub_id) == ("Qwen3-0.6B", "Qwen/Qwen3-0.6B")
+    assert find_model("Qwen/Qwen3-0.6B") == find_model("Qwen3-0.6B")
 
 
 def test_counts_by_hand():

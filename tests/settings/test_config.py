@@ -1,14 +1,15 @@
 """CONFIG, presets and texts become a RunConfig, or one line that says what to type instead."""
 
 import contextlib
+import functools
 import json
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from distributed_training.settings.config import (
     AUTO,
@@ -107,16 +108,13 @@ def test_a_strategys_defaults_decide_what_config_leaves_open(config, overrides, 
 
 
 class OwnOptions(Options):
-    rank: Annotated[int, Field(ge=1, le=64)] = key(8, help="", work=True)
-    mode: Literal["a", "Bb"] = key("a", help="", work=False)
+    rank: int = key(8, work=True)
+    mode: Literal["a", "Bb"] = key("a", work=False)
 
 
 def test_an_engine_adds_keys_of_its_own(tmp_path):
-    def build(config, **more):
-        return build_config(
-            config, options=lambda name: OwnOptions if name == "dp" else Options, **more
-        )
-
+    options = {"dp": OwnOptions, "tp": Options}.get
+    build = functools.partial(build_config, options=options)
     preset = write(tmp_path / "p.json", {"rank": 4})
     built = build({"strategy": "dp"}, preset=preset, overrides=["mode=bb"])
     assert built.engine_options == {"rank": 4, "mode": "Bb"}
