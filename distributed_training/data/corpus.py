@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,7 @@ class Source:
             for blocks in itertools.chain(map(on_disk.read_blocks, self.files), in_memory):
                 yield from cut(blocks)
         else:
-            for where, record in _read_records(self.files):
+            for where, record in on_disk.read_records(*self.files):
                 yield from pieces.cut_record(record, self.form, where, chat)
 
     def digest(self) -> str:
@@ -150,13 +150,9 @@ def _find_source(path: Path, what: str) -> Source:
 
 def _find_form(files: tuple[Path, ...], what: str) -> Source:
     """Records, all of the form of the first."""
-    for where, record in _read_records(files):
+    for where, record in on_disk.read_records(*files):
         return Source(form=pieces.find_form(record, where), files=files)
     raise UserError(f"{what} contains no text")
-
-
-def _read_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:
-    return itertools.chain.from_iterable(map(on_disk.read_records, files))
 
 
 def read_embedded() -> list[str]:

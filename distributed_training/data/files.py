@@ -79,9 +79,10 @@ def split_lines(blocks: Iterable[str]) -> Iterator[str]:
     yield "".join(held)
 
 
-def read_records(path: Path) -> Iterator[tuple[str, Any]]:
+def read_records(*paths: Path) -> Iterator[tuple[str, Any]]:
     """(where it is, record) of each line or row. Raises UserError for what cannot be parsed."""
-    return {".jsonl": _read_jsonl, ".csv": _read_csv}.get(path.suffix, _read_table)(path)
+    for path in paths:
+        yield from {".jsonl": _read_jsonl, ".csv": _read_csv}.get(path.suffix, _read_table)(path)
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
+import math
 import pkgutil
 import re
 from dataclasses import asdict, dataclass
@@ -145,17 +147,43 @@ class ModelSpec:
         return _load(self.family).build(self.size, dropout=dropout, seed=seed)
 
     def load(self, model: Decoder, folder: Path) -> None:
-        """Copy the weights in `folder` into `model`; raise UserError where they do not fit."""
-        from distributed_training.models.weights import load_weights
-
+        """Copy the weights in `folder`, in Hugging Face's format, into `model`, in fp32; raise
+        UserError where they do not fit."""
         self.check_weights(folder)
-        load_weights(model, _load(self.family), folder)
+        files: list[Any] = [safe_open(file, "pt") for file in weight_files(folder)]
+        stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118, no dict
+        for ours, values in model.state_dict().items():
+            rest = values.shape[1:]
+            transposed = self.stores_transposed and ours.startswith("blocks.")
+            for name, part in _load(self.family).to_hf(ours, values, self.size).items():
+                shape = [part.numel() // math.prod(rest), *rest]
+                if transposed:
+                    shape.reverse()
+                if name not in stored:  # as of a model that was saved without its output layer
+                    name = name.partition(".")[2]
+                tensor = stored[name].get_tensor(name) if name in stored else None
+                if tensor is None or list(tensor.shape) != shape or not tensor.is_floating_point():
+                    found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                    why = f"{name} ({ours} here) is {found} and should be a float {shape}"
+                    raise UserError(f"weights {folder}: shapes differ", why)
+                part.copy_((tensor.t() if transposed else tensor).reshape(part.shape))
 
     def save(self, state: dict[str, torch.Tensor], folder: Path, *, eos_token_id: int) -> None:
-        """Write full fp32 `state` (names of the model, on the CPU) to `folder`."""
-        from distributed_training.models.weights import save_weights
+        """Write full fp32 `state` (names of the model, on the CPU) as a folder that transformers
+        opens."""
+        from safetensors.torch import save_file
 
-        save_weights(state, _load(self.family), self.size, folder, eos_token_id)
+        family = _load(self.family)
+        tensors = {}
+        for ours, values in state.items():
+            transposed = self.stores_transposed and ours.startswith("blocks.")
+            for name, part in family.to_hf(ours, values, self.size).items():
+                rows = part.reshape(-1, *values.shape[1:])
+                tensors[name] = (rows.t() if transposed else rows).contiguous()
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        document = {**family.to_config(self.size, eos_token_id), "dtype": "float32"}
+        (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
     @property
     def has_weights(self) -> bool:
