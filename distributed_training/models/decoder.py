@@ -105,14 +105,19 @@ class Decoder(nn.Module):
         input_ids[:, t], the fp32 sum of the loss over those other than IGNORE_INDEX. The ids follow
         those of the `past`, if any, and become part of it. Stages but the first take hidden states
         [B, T, D], and stages but the last return them."""
-        words = {} if past is None else {"past": past}  # compiled blocks are called with x alone
+        x = self.hidden(x, past)
+        return self.leave(x, targets) if self.is_last else x
+
+    def hidden(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+        """Token ids, or hidden states, of a stage -> what its last block returns, [B, T, D]."""
+        words = {} if past is None else {"past": past}
         if self.is_first:
             x = self.enter(x, past.length if past else 0)
         for block in self.blocks.values():
             x = block(x, **words)
         if past is not None:
             past.length += x.shape[1]
-        return self.leave(x, targets) if self.is_last else x
+        return x
 
     def enter(self, ids: torch.Tensor, start: int = 0) -> torch.Tensor:
         """What precedes the blocks, [B, T] -> [B, T, D], of tokens from position `start` on."""
