@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
-from pipedream.errors import UserError, errors_in_one_line, main_with_errors
+from pipedream.errors import errors_in_one_line, main_with_errors
 from pipedream.simulate.comparison import Case
 
 with errors_in_one_line():  # matplotlib may be missing
@@ -89,12 +89,6 @@ def main() -> None:
         num_batches=1,
         **{key: config[key] for key in SHARED},
     )
-    scale = case.stage_scale
-    if scale is not None and len(scale) % case.num_stages:
-        raise UserError(
-            f"stage_scale has {len(scale)} values for {case.num_stages} stages",
-            f"give {case.num_stages}, such as {','.join(['1'] * case.num_stages)}",
-        )
     work = grids.Work(case=case, weight_size=config["weight_size"])
     folder = Path(config["output"])
     folder.mkdir(parents=True, exist_ok=True)

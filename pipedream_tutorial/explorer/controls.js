@@ -1,5 +1,158 @@
-// Menus, sliders and switches. Each reads the state and writes one key of it.
+// What the reader has chosen: what is accepted, how it is written into the address, the timeline that
+// follows from it; and the menus, sliders and switches, each of which writes one key of it.
 "use strict";
+
+const START = {
+  schedule: "1f1b", other: "", p: 4, m: 8, v: 2,
+  n: 0, // batches in a row; 0: one, or four where a schedule has no flush
+  F: "1", I: "1", W: "1", c: "0", saving: "0", scale: [], K: 0,
+  recompute: false, kept: "1/20", cut: false, moves: [], csv: "", path: false, arrows: false,
+  held: true, versions: false, stale: false, byVersion: false, gradients: false, rate: "1",
+  zoom: 1, level: 0, solved: [],
+};
+// What is accepted: whole numbers from ... to, or numbers from 0, or `above` 0, to `most`.
+const RULES = {
+  p: { name: "num_stages", whole: [1, 16] }, m: { name: "num_microbatches", whole: [1, 64] },
+  v: { name: "chunks", whole: [1, 8] }, n: { name: "num_batches", whole: [1, 8] },
+  K: { name: "memory", whole: [1, 64], orNone: true },
+  zoom: { name: "zoom", whole: [1, 32] }, level: { name: "level", whole: [0, 6] },
+  F: { name: "forward", above: true }, I: { name: "input_gradient", above: true },
+  W: { name: "weight_gradient" }, c: { name: "communication" },
+  saving: { name: "overlap_saving", most: 1 }, kept: { name: "recompute", most: 1 },
+  scale: { name: "stage_scale", above: true, most: 1000 },
+  rate: { name: "learning_rate", above: true, most: 100 },
+};
+const MOST_CELLS = 15000; // Python has no such limit; a page should answer at once.
+
+// The choices with the number of batches that they mean.
+function resolved(chosen) {
+  const names = [chosen.schedule, chosen.other].filter(Boolean);
+  return { ...chosen, n: chosen.n || (names.every((name) => policyOf(name).flushes) ? 1 : 4) };
+}
+
+// A value as the scripts accept it; RuleError, in the command line's words, for what they refuse.
+function accepted(key, given) {
+  const { name, whole, orNone, above, most = 1e6 } = RULES[key];
+  const text = String(given).trim();
+  const value = Fraction.parse(text);
+  if (orNone && /^(none|0)$/i.test(text)) return 0;
+  const number = value?.toNumber();
+  let kind = `a whole number from ${whole?.join(" to ")}${orNone ? ", or None" : ""}`;
+  if (whole && value?.d === 1n && number >= whole[0] && number <= whole[1]) return number;
+  if (!whole) {
+    const fits = value && number <= most && value.d < 10n ** 9n;
+    if (fits && (above ? number > 0 : number >= 0)) return text;
+    kind = `a number ${above ? `above 0, ${most} at most` : `from 0 to ${most}`}, such as 2, 0.5 or 1/3`;
+  }
+  throw new RuleError(`${name}=${text || "''"} is not accepted; ${name} is ${kind}`);
+}
+
+// Factors as the command line takes them: none, or as many for each rank.
+function acceptedList(text, p) {
+  if (/^(none)?$/i.test(text.trim())) return [];
+  const list = text.split(",").map((one) => accepted("scale", one));
+  if (list.length % p === 0) return list;
+  const fix = `give ${p}, such as stage_scale=${range(p).fill(1)}, or a multiple of ${p}, one a chunk`;
+  throw new RuleError(`stage_scale has length ${list.length} for ${p} stages; ${fix}`);
+}
+
+function acceptedChoice(key, text) {
+  const names = [...Object.keys(SCHEDULES), "search", ...(key === "schedule" ? ["csv"] : [])];
+  if (names.includes(text) || (key === "other" && !text)) return text;
+  throw new RuleError(`${key}=${text} is not accepted; ${key} is one of ${names.join(", ")}`);
+}
+
+function toHash(chosen) {
+  const written = (value) => {
+    if (Array.isArray(value)) return value.map(written).join("_");
+    if (typeof value === "boolean") return value ? "1" : "0";
+    return typeof value === "object" ? Object.values(value).join(".") : String(value); // a move
+  };
+  const parts = Object.keys(START).map((key) => [key, written(chosen[key])]);
+  return "#" + new URLSearchParams(parts.filter(([key, text]) => text !== written(START[key])));
+}
+
+// {chosen, refused}: what is not accepted is left at its usual value, and refused says why.
+function fromHash(hash) {
+  const chosen = { ...START };
+  const refused = [...new URLSearchParams(hash.slice(1))].map(([key, text]) => refusal(() => {
+    if (!(key in START)) throw new RuleError(`the address has the unknown key ${key}`);
+    chosen[key] = readValue(key, text);
+  }));
+  if (chosen.schedule === "csv" && !chosen.csv) chosen.schedule = START.schedule;
+  return { chosen, refused: refused.filter(Boolean) };
+}
+
+function readValue(key, plain) {
+  if (key === "schedule" || key === "other") return acceptedChoice(key, plain);
+  if (typeof START[key] === "boolean") return plain === "1";
+  if (key === "csv") return plain;
+  if (!Array.isArray(START[key])) return accepted(key, plain);
+  const list = plain ? plain.split("_") : [];
+  if (key === "moves") return list.map(readMove);
+  return list.map((one) => accepted(key === "solved" ? "level" : key, one));
+}
+
+function readMove(text) {
+  const [rank, from, to] = text.split(".").map(Number);
+  if ([rank, from, to].every((n) => Number.isInteger(n) && n >= 0)) return { rank, from, to };
+  throw new RuleError(`moves=${text} is not accepted; a move is rank.from.to`);
+}
+
+// The choices after a change. Moves name places in an order, so they go when that is another one.
+function changed(chosen, patch) {
+  const next = { ...chosen, ...patch };
+  const keys = ["schedule", "p", "m", "v", "n", "cut", "recompute", "csv"];
+  if (next.schedule === "search") keys.push("F", "I", "W", "c", "K", "scale");
+  const [before, after] = [resolved(chosen), resolved(next)];
+  if (!("moves" in patch) && keys.some((key) => after[key] !== before[key])) next.moves = [];
+  if (next.scale.length % next.p) { // one a rank, or the same number for each
+    next.scale = range(next.p).map((rank) => next.scale[rank] ?? "1");
+  }
+  return next;
+}
+
+const searched = { key: "", found: null }; // the last search: a move or a switch needs no other
+
+// What the search finds for these choices: {words, length, bound, tried, unit}.
+function searchedFor(chosen) {
+  const key = JSON.stringify(["F", "I", "W", "c", "p", "m", "K", "scale"].map((name) => chosen[name]));
+  if (key !== searched.key) {
+    const problem = buildProblem(chosen);
+    const tries = Math.min(12000, Math.floor(7e5 / (chosen.p * chosen.m))); // a quarter of a second
+    searched.found = { ...search(problem, tries), unit: problem.tick };
+    searched.key = key;
+  }
+  return searched.found;
+}
+
+// All batches, before anything was moved: flushing schedules again and again, the others without a
+// pause.
+function wholeSchedule(name, chosen) {
+  const { p, m, n, v, cut, recompute, kept } = chosen;
+  const count = p * m * n * 3 * (name === "interleaved" ? v : 1);
+  if (count > MOST_CELLS) {
+    throw new RuleError(`about ${count} operations are too many for a page; take fewer batches`);
+  }
+  if (recompute && name === "search") throw new RuleError("search has no recomputation; switch it off");
+  let schedule;
+  if (name === "search") schedule = asSchedule(searchedFor(chosen).words);
+  else if (name === "csv") schedule = fromCsv(chosen.csv);
+  else schedule = SCHEDULES[name].build(p, policyOf(name).flushes ? m : m * n, v);
+  if (policyOf(name).flushes) schedule = repeat(schedule, n);
+  if (cut) schedule = cutBackwards(schedule);
+  return recompute ? recomputed(schedule, kept) : schedule;
+}
+
+// {timeline, policy, use, batchSize, numbers}; RuleError says what does not go.
+function run(name, chosen, moves = []) {
+  const schedule = moves.reduce(moved, wholeSchedule(name, chosen));
+  const timeline = simulate(schedule, buildCosts(schedule, chosen));
+  const policy = policyOf(name);
+  const batchSize = schedule.numMicrobatches / chosen.n;
+  const use = weightUse(schedule, policy, batchSize);
+  return { timeline, policy, batchSize, use, numbers: summary(timeline, use) };
+}
 
 // key: [name, help, ends of the slider where RULES has none]
 const SLIDERS = {

@@ -9,7 +9,7 @@ const WRITTEN_PAIR = /^\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B$/;
 function toCsv({ orders, copies, ops }) {
   if (copies > 1) throw new RuleError("a CSV cannot say that there are two copies of the model");
   if (ops.some((op) => op.kind === "R")) throw new RuleError("a CSV has no operation that recomputes");
-  return orders.map((order) => order.map((item) => item.text).join() + "\r\n").join("");
+  return orders.map((order) => order.map(itemText).join() + "\r\n").join("");
 }
 
 function fromCsv(text) {
@@ -20,7 +20,7 @@ function fromCsv(text) {
   });
   while (orders.length && !orders.at(-1).length) orders.pop();
   if (!orders.length) throw new RuleError("it holds no operation; write cells such as 0F0 and 0B0");
-  const ops = orders.flat(2).flatMap((item) => item.parts);
+  const ops = orders.flat(2);
   const schedule = new Schedule(orders, 1 + Math.max(...ops.map((op) => op.stage)));
   checkOnceAndWhole(schedule, 1 + Math.max(...ops.map((op) => op.microbatch)));
   simulate(repeat(schedule, 2), buildCosts(schedule, { F: 1, I: 1, W: 1, c: 0 }));
@@ -29,9 +29,9 @@ function fromCsv(text) {
 
 function parseItem(cell, where) {
   const pair = WRITTEN_PAIR.exec(cell);
-  if (pair) return new Pair(parseItem(pair[1], where), parseItem(pair[2], where));
+  if (pair) return [...parseItem(pair[1], where), ...parseItem(pair[2], where)];
   const op = WRITTEN.exec(cell);
-  if (op) return new Op(op[2], Number(op[1]), Number(op[3]));
+  if (op) return [buildOp(op[2], Number(op[1]), Number(op[3]))];
   throw new RuleError(`${where}: "${cell.slice(0, 40)}" is no operation; write 2F0 or 2B0`);
 }
 
@@ -55,8 +55,7 @@ function checkOnceAndWhole({ ops, places, numStages }, m) {
   }
 }
 
-const FIRST_PID = { measured: 2000, predicted: 1000 };
-const MOST_RANKS = 1000;
+const FIRST_PID = { measured: 2000, predicted: 1000 }; // of rank 0, of 1000 at most
 
 // {group, schedule, starts, ends (ms, by rank in the rank's order), durations: mean ms}.
 function readTrace(text) {
@@ -69,42 +68,42 @@ function readTrace(text) {
   const slices = (document.traceEvents ?? []).filter((e) => e.ph === "X" && e.cat === "compute");
   slices.sort((a, b) => a.ts - b.ts || a.dur - b.dur);
   for (const [group, first] of Object.entries(FIRST_PID)) {
-    const own = slices.filter(({ pid }) => pid >= first && pid < first + MOST_RANKS);
+    const own = slices.filter(({ pid }) => pid >= first && pid < first + 1000);
     const numRanks = 1 + Math.max(...own.map(({ pid }) => pid - first));
-    if (own.length) return readRun(group, range(numRanks).map((r) => own.filter((e) => e.pid === first + r)));
+    const lines = own.length && range(numRanks).map((rank) => own.filter(({ pid }) => pid === first + rank));
+    if (lines) return { group, ...readRun(lines, own[0].ts) };
   }
   throw new RuleError("it holds no run of a pipeline; give a file that --trace wrote");
 }
 
-// lines: slices by rank.
-function readRun(group, lines) {
-  const orders = lines.map((line) =>
-    line.map(({ args }) => {
-      const ops = (args.parts ?? [args]).map((op) => new Op(op.kind, op.stage, op.microbatch));
-      return ops.length === 2 ? new Pair(...ops) : ops[0];
-    }),
+// lines: slices by rank; the first one starts at `first`.
+function readRun(lines, first) {
+  const bySlice = (read) => lines.map((line) => line.map(read));
+  const orders = bySlice(({ args }) =>
+    (args.parts ?? [args]).map(({ kind, stage, microbatch }) => buildOp(kind, stage, microbatch)),
   );
-  const stages = orders.flat(1).flatMap((item) => item.parts.map((op) => op.stage));
-  const schedule = new Schedule(orders, 1 + Math.max(...stages));
-  const first = Math.min(...lines.flat().map((e) => e.ts));
-  const starts = lines.map((line) => line.map((e) => (e.ts - first) / 1000));
-  const ends = lines.map((line) => line.map((e) => (e.ts + e.dur - first) / 1000));
-  return { group, schedule, starts, ends, durations: meanDurations({ schedule, starts, ends }) };
+  const run = {
+    schedule: new Schedule(orders, 1 + Math.max(...orders.flat(2).map((op) => op.stage))),
+    starts: bySlice(({ ts }) => (ts - first) / 1000),
+    ends: bySlice(({ ts, dur }) => (ts + dur - first) / 1000),
+  };
+  return { ...run, durations: meanDurations(run) };
 }
 
 // In ms: means of a rank's whole share, each rank's factor on them, and the sending time. A backward
 // pass that is not cut is halved between I and W.
 function meanDurations({ schedule, starts, ends }) {
-  const rounded = (value) => Math.round(value * 100) / 100;
   const mean = (numbers) => sum(numbers) / numbers.length;
+  const rounded = (value) => Math.round(value * 100) / 100;
+  const positive = (value) => Math.max(0.01, rounded(value));
   const lasts = ends.map((line, rank) => line.map((end, k) => end - starts[rank][k]));
   const share = (kind) => {
-    const own = schedule.orders.flatMap((order, rank) => lasts[rank].filter((_, k) => order[k].kind === kind));
+    const alone = (item) => item.length === 1 && item[0].kind === kind;
+    const own = schedule.orders.flatMap((order, rank) => lasts[rank].filter((_, k) => alone(order[k])));
     return own.length ? mean(own) * schedule.stagesPerRank : null;
   };
   const half = (share("B") ?? 0) / 2;
   const busy = lasts.map(sum);
-  const positive = (value) => Math.max(0.01, rounded(value));
   return {
     F: positive(share("F") ?? 1),
     I: positive(share("I") ?? half),
@@ -135,22 +134,21 @@ function sendingTime({ schedule, starts, ends }) {
 
 function attachFiles() {
   byId("save-csv").onclick = () => attempt(save);
-  const open = async (file, load) => {
+  const open = async ([file], load) => {
     if (!file) return;
     const text = await file.text();
-    attempt(() => load(text, file.name));
+    attempt(() => (load ?? (file.name.endsWith(".json") ? loadTrace : loadCsv))(text, file.name));
   };
   for (const [id, load] of [["load-csv", loadCsv], ["load-trace", loadTrace]]) {
     byId(id).onchange = async () => {
-      await open(byId(id).files[0], load);
+      await open(byId(id).files, load);
       byId(id).value = "";
     };
   }
   document.addEventListener("dragover", (event) => event.preventDefault());
   document.addEventListener("drop", (event) => {
     event.preventDefault();
-    const [file] = event.dataTransfer.files;
-    open(file, file?.name.endsWith(".json") ? loadTrace : loadCsv);
+    open(event.dataTransfer.files);
   });
 }
 
@@ -185,14 +183,13 @@ function loadCsv(text, name) {
 // The trace's own orders and mean durations are what is simulated; one unit is a millisecond.
 function loadTrace(text, name) {
   const trace = readTrace(text);
-  const { durations: { scale, ...times }, schedule, group } = trace;
-  const units = Object.fromEntries(Object.entries(times).map(([key, time]) => [key, String(time)]));
-  const patch = {
-    ...fixedBy(schedule), ...units, scale: scale.every((factor) => factor === 1) ? [] : scale.map(String),
-  };
+  const { F, I, W, c, scale } = trace.durations;
+  const patch = fixedBy(trace.schedule);
+  for (const [key, time] of Object.entries({ F, I, W, c })) patch[key] = String(time);
+  patch.scale = scale.every((factor) => factor === 1) ? [] : scale.map(String);
   measured = trace;
   store.change(patch);
-  const what = `${name}: the ${group} run lies under its simulation, which takes the trace's orders`;
+  const what = `${name}: the ${trace.group} run lies under its simulation, which takes the trace's orders`;
   say(`${what} and mean durations, in ms.`, "same");
 }
 

@@ -99,12 +99,10 @@ function exactGradients(weights, { x, wanted }, batchSize) {
 function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
   const { schedule, sequence } = timeline;
   const task = buildTask();
-  const stages = range(schedule.numStages);
   const versions = buildModel(schedule.numStages).map((own) => [own]); // by stage, oldest first
-  const flights = stages.map(() => []); // by stage and microbatch: what its passes left
-  const added = stages.map(() => []); // gradients that wait for the update
-  const results = [];
-  for (const { kind, stage, microbatch: i } of sequence.flatMap(([r, k]) => schedule.orders[r][k].parts)) {
+  const flights = versions.map(() => []); // by stage and microbatch: what its passes left
+  const added = versions.map(() => []); // gradients that wait for the update
+  for (const { kind, stage, microbatch: i } of sequence.flatMap(([r, k]) => schedule.orders[r][k])) {
     const latest = versions[stage].at(-1);
     if (kind === "F") {
       const weights = policy.stashed ? versions[stage][use.get(stage).forward.get(i)] : latest;
@@ -112,9 +110,10 @@ function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
     }
     const flight = flights[stage][i];
     if (kind === "B" || kind === "I") {
-      const ends = stage === stages.length - 1 ? lossOf(flight.y, task(i).wanted, batchSize) : null;
-      const dy = ends ? ends.dy : flights[stage + 1][i].dx;
-      Object.assign(flight, stageBackward(policy.stashed ? flight.weights : latest, flight, dy), ends);
+      const behind = flights[stage + 1]?.[i];
+      if (!behind) Object.assign(flight, lossOf(flight.y, task(i).wanted, batchSize));
+      const weights = policy.stashed ? flight.weights : latest;
+      Object.assign(flight, stageBackward(weights, flight, behind ? behind.dx : flight.dy));
     }
     if (kind !== "B" && kind !== "W") continue;
     flight.latest = latest;
@@ -124,24 +123,24 @@ function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
       versions[stage].push({ U: step("U"), V: step("V") });
       added[stage] = [];
     }
-    const own = stages.map((each) => flights[each][i]);
-    if (own.every((each) => each?.latest)) results[i] = compareGradients(own, task(i), batchSize);
   }
-  const median = (pick) => {
-    const sorted = results.map(pick).sort((a, b) => a - b);
-    return sorted[Math.floor(sorted.length / 2)];
-  };
+  const results = range(schedule.numMicrobatches).map((i) =>
+    compareGradients(flights.map((own) => own[i]), task(i), batchSize),
+  );
+  const median = (values) => values.sort((a, b) => a - b)[Math.floor(values.length / 2)];
   return {
-    perStage: stages.map((stage) => median((result) => result.perStage[stage])),
-    whole: median((result) => result.whole),
-    newest: median((result) => result.newest),
+    perStage: versions.map((_, stage) => median(results.map((result) => result.perStage[stage]))),
+    whole: median(results.map((result) => result.whole)),
+    newest: median(results.map((result) => result.newest)),
     losses: results.map((result) => result.loss),
   };
 }
 
+// Relative errors of a microbatch's gradients.
 function compareGradients(flights, batch, batchSize) {
   const at = (key) => exactGradients(flights.map((own) => own[key]), batch, batchSize).gradients;
-  const [computed, exact] = [flights.map((flight) => flight.gradients), at("weights")];
+  const computed = flights.map((flight) => flight.gradients);
+  const exact = at("weights");
   return {
     perStage: computed.map((own, stage) => relativeError([own], [exact[stage]])),
     whole: relativeError(computed, exact),
@@ -152,16 +151,8 @@ function compareGradients(flights, batch, batchSize) {
 
 // Norm of the difference by the norm of the exact ones; Infinity where that is no number.
 function relativeError(found, exact) {
-  let [off, norm] = [0, 0];
-  exact.forEach((own, stage) => {
-    for (const name of ["U", "V"]) {
-      own[name].forEach((value, k) => {
-        off += (found[stage][name][k] - value) ** 2;
-        norm += value ** 2;
-      });
-    }
-  });
-  const error = Math.sqrt(off / norm);
+  const [one, other] = [found, exact].map((stages) => stages.flatMap(({ U, V }) => [...U, ...V]));
+  const error = Math.hypot(...one.map((value, k) => value - other[k])) / Math.hypot(...other);
   return Number.isFinite(error) ? error : Infinity;
 }
 

@@ -24,22 +24,30 @@ function summary(timeline, use) {
   };
 }
 
-// By rank: [time in ticks, microbatches of its whole share whose activations it holds from then on].
-// A forward pass adds them when it starts; they go when the backward pass ends, or W where that is
-// cut in two. Where there is an R, only `kept` stays when the forward pass ends; R adds the rest.
-function heldActivations({ schedule, starts, ends }) {
-  const gone = 1 - schedule.kept;
+// By rank: [time in ticks, value from then on], where the value changes: what `firstOf` says of
+// the rank, and what `pointsOf` says of its items, [time, value]. Of several points at one time the last counts.
+function stepsByRank({ schedule, starts, ends }, firstOf, pointsOf) {
   return schedule.orders.map((order, rank) => {
-    let held = 0;
-    const points = order.flatMap(({ parts }, index) => {
-      const again = ({ stage, microbatch }) => schedule.places.has(keyOf("R", stage, microbatch));
-      const begin = parts.map((op) => ({ F: 1, R: gone })[op.kind] ?? 0);
-      const end = parts.map((op) => ({ F: again(op) ? -gone : 0, B: -1, W: -1 })[op.kind] ?? 0);
-      const before = (held += sum(begin) / schedule.stagesPerRank);
-      held += sum(end) / schedule.stagesPerRank;
-      return [[starts[rank][index], before], [ends[rank][index], held]];
-    });
-    return changes(points, 0);
+    const points = order.flatMap((item, k) => pointsOf(item, starts[rank][k], ends[rank][k], rank));
+    const steps = [...new Map([[0, firstOf(rank)], ...points])];
+    return steps.filter(([, value], k) => value !== steps[k - 1]?.[1]);
+  });
+}
+
+// Microbatches of its whole share whose activations a rank holds. A forward pass adds them when it
+// starts; they go when the backward pass ends, or W where that is cut in two. Where there is an R,
+// only `kept` stays when the forward pass ends; R adds the rest.
+function heldActivations(timeline) {
+  const { kept, stagesPerRank, places, orders } = timeline.schedule;
+  const gone = 1 - kept;
+  const held = orders.map(() => 0);
+  return stepsByRank(timeline, () => 0, (item, start, end, rank) => {
+    const again = ({ stage, microbatch }) => places.has(keyOf("R", stage, microbatch));
+    const begin = item.map((op) => ({ F: 1, R: gone })[op.kind] ?? 0);
+    const after = item.map((op) => ({ F: again(op) ? -gone : 0, B: -1, W: -1 })[op.kind] ?? 0);
+    const during = held[rank] + sum(begin) / stagesPerRank;
+    held[rank] = during + sum(after) / stagesPerRank;
+    return [[start, during], [end, held[rank]]];
   });
 }
 
@@ -49,41 +57,23 @@ function peakActivations(timeline) {
   return heldActivations(timeline).map((line) => rounded(Math.max(...line.map(([, held]) => held))));
 }
 
-// By rank: [time in ticks, weight versions of its whole share kept from then on].
-function liveVersions({ schedule, ends }, use) {
-  return schedule.orders.map((order, rank) => {
-    const kept = new Map(order.flatMap(({ parts }) => parts.map((op) => [op.stage, 1])));
-    const share = 1 / schedule.stagesPerRank;
-    const first = kept.size * share;
-    const points = order.flatMap(({ parts }, index) =>
-      parts.map((op) => {
-        kept.set(op.stage, use.get(op.stage).live.get(op.text));
-        return [ends[rank][index], sum([...kept.values()]) * share];
-      }),
-    );
-    return changes(points, first);
+// Weight versions of its whole share that a rank keeps.
+function liveVersions(timeline, use) {
+  const { orders, stagesPerRank } = timeline.schedule;
+  const kept = orders.map((order) => new Map(order.flat().map((op) => [op.stage, 1])));
+  const onRank = (rank) => sum([...kept[rank].values()]) / stagesPerRank;
+  return stepsByRank(timeline, onRank, (item, start, end, rank) => {
+    for (const op of item) kept[rank].set(op.stage, use.get(op.stage).live.get(op.text));
+    return [[end, onRank(rank)]];
   });
 }
 
-// By rank: [time in ticks, how many updates behind the newest microbatch's weights were].
-function stalenessSteps({ schedule, ends }, use) {
-  return schedule.orders.map((order, rank) => {
-    const points = order.flatMap(({ parts }, index) =>
-      parts
-        .filter(({ kind }) => kind === "B" || kind === "W")
-        .map((op) => [ends[rank][index], use.get(op.stage).staleness.get(op.microbatch)]),
-    );
-    return changes(points, 0);
+// How many updates behind the newest microbatch's weights were.
+function stalenessSteps(timeline, use) {
+  return stepsByRank(timeline, () => 0, (item, start, end) => {
+    const updates = item.filter(({ kind }) => kind === "B" || kind === "W");
+    return updates.map((op) => [end, use.get(op.stage).staleness.get(op.microbatch)]);
   });
-}
-
-// Only where the value changes; of several points at one time the last.
-function changes(points, first) {
-  const found = [];
-  for (const [time, value] of new Map([[0, first], ...points])) {
-    if (!found.length || found.at(-1)[1] !== value) found.push([time, value]);
-  }
-  return found;
 }
 
 // The items that fix the makespan, first to last, as {rank, index}.

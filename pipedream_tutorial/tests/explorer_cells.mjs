@@ -11,10 +11,10 @@ for (const [, path] of page.matchAll(/<script src="([^"]+)"/g)) {
   runInThisContext(readFileSync(new URL(path, TUTORIAL), "utf8"), { filename: path });
 }
 const {
-  RuleError, SCHEDULES, criticalPath, evaluate, fromCsv, judge, readTrace, run, searchedFor,
+  RuleError, SCHEDULES, criticalPath, evaluate, fromCsv, itemText, judge, readTrace, run, searchedFor,
   toCsv, gradients,
 } = runInThisContext(`({
-  RuleError, SCHEDULES, criticalPath, evaluate, fromCsv, judge, readTrace, run, searchedFor,
+  RuleError, SCHEDULES, criticalPath, evaluate, fromCsv, itemText, judge, readTrace, run, searchedFor,
   toCsv, gradients: { buildModel, buildTask, exactGradients, trainAlong, WIDTH, ROWS },
 })`);
 
@@ -29,19 +29,20 @@ const answer = {
   run({ name, chosen }) {
     const { timeline, numbers, use } = run(name, chosen);
     const path = criticalPath(timeline).map(
-      ({ rank, index }) => timeline.schedule.orders[rank][index].text,
+      ({ rank, index }) => itemText(timeline.schedule.orders[rank][index]),
     );
     const { idle, span, peakActivations, peakVersions, staleness, mixed } = numbers;
     return {
-      tick: timeline.exactTick.toString(),
-      cells: timeline.schedule.orders.map((order) => order.map((item) => item.text).join()),
+      tick: timeline.tick,
+      c: timeline.c,
+      cells: timeline.schedule.orders.map((order) => order.map(itemText).join()),
       starts: timeline.starts,
       ends: timeline.ends,
       floats: [...idle.ranks, ...span.ranks, idle.share, span.share, ...peakActivations],
       versions: peakVersions,
       staleness,
       mixed,
-      forward: [...use].map(([stage, own]) => [stage, [...own.forward]]),
+      forward: [...use.values()].map((own) => [...own.forward]),
       path,
     };
   },

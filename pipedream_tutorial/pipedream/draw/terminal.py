@@ -49,39 +49,37 @@ def choose_scale(timeline: Timeline, columns: int, max_blocks: int = 3) -> Scale
     """The most readable scale that shows the whole timeline in `max_blocks` lines a rank.
 
     In this order: numbers with gaps or without, on as few lines as possible; letters alone on one
-    line. Where nothing fits, numbers with gaps, and the end is not shown.
+    line. Where nothing fits, numbers with gaps, and the end is not shown. The text of every event
+    of the median duration or more fits into its columns.
     """
-    with_gap, tight, letters = (
-        _fit(timeline, columns, max_blocks, numbers=numbers, gap=gap)
-        for numbers, gap in ((True, 1), (True, 0), (False, 0))
-    )
-    candidates = [with_gap, tight, letters] if letters.blocks == 1 else [with_gap, tight]
-    whole = [s for s in candidates if timeline.makespan * s.rate <= s.width * s.blocks]
-    return min(whole, key=lambda s: (not s.numbers, s.blocks, -s.gap), default=with_gap)
-
-
-def _fit(timeline: Timeline, columns: int, max_blocks: int, *, numbers: bool, gap: int) -> Scale:
-    """Columns such that the text of every event of the median duration or more fits, and as few
-    blocks of equal width as it takes, up to `max_blocks`."""
     label = _labels(timeline.schedule)
     lasting = sorted(
-        (event.end - event.start, len(label(event.item)) if numbers else 1)
+        (event.end - event.start, len(label(event.item)))
         for event in timeline.all_events()
         if event.end > event.start
     )
     typical = lasting[(len(lasting) - 1) // 2][0]
-    rate = max((text + gap) / duration for duration, text in lasting if duration >= typical)
     unit = timeline.tick
-    # A tick far below a column would stretch the grid: columns are rounded then.
-    exact = rate * unit * 2 > 1
-    if exact:
-        rate = math.ceil(rate * unit) / unit
-    per_unit = int(rate * unit) if exact else 1
-    units = math.ceil(timeline.makespan * rate / per_unit)
-    units_per_block = max(1, columns // per_unit)
-    blocks = min(max_blocks, math.ceil(units / units_per_block))
-    width = min(units_per_block, math.ceil(units / blocks)) * per_unit
-    return Scale(rate, exact, numbers, gap, blocks, width)
+    scales = []
+    for numbers, gap in ((True, 1), (True, 0), (False, 0)):
+        rate = max(
+            ((text if numbers else 1) + gap) / duration
+            for duration, text in lasting
+            if duration >= typical
+        )
+        # A tick far below a column would stretch the grid: columns are rounded then.
+        exact = rate * unit * 2 > 1
+        if exact:
+            rate = math.ceil(rate * unit) / unit
+        per_unit = int(rate * unit) if exact else 1
+        units = math.ceil(timeline.makespan * rate / per_unit)
+        units_per_block = max(1, columns // per_unit)
+        blocks = min(max_blocks, math.ceil(units / units_per_block))
+        width = min(units_per_block, math.ceil(units / blocks)) * per_unit
+        if numbers or blocks == 1:
+            scales.append(Scale(rate, exact, numbers, gap, blocks, width))
+    whole = [s for s in scales if timeline.makespan * s.rate <= s.width * s.blocks]
+    return min(whole, key=lambda s: (not s.numbers, s.blocks, -s.gap), default=scales[0])
 
 
 def _labels(schedule: Schedule) -> Callable[[Item], str]:
