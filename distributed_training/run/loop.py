@@ -60,12 +60,21 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
 
 
 class NonFiniteError(RunError):
-    """A step whose loss or gradients are not finite."""
+    """A step whose loss or gradients are not finite, in a run that has `saved` these checkpoints
+    and has passed a step over before, or 0."""
 
-    def __init__(self, step: int, what: str, fix: str) -> None:
+    def __init__(self, step: int, what: str, saved: list[Path], passed_over: int) -> None:
+        fix = "nothing was saved before; lower learning_rate, or look for a bad sample"
+        if passed_over:
+            what += f", after step {passed_over} was passed over"
+            fix = "lower learning_rate"
+        elif saved:
+            fix = f"{saved[-1].name} is whole; to pass the batch over, go on from there with"
+            fix += " --resume auto --on_nonfinite rollback"
         super().__init__(what, fix=fix)
         self.step = step
         self.what = what
+        self.rolls_back_to = None if passed_over or not saved else saved[-1]
 
 
 def has_fault(result: StepResult, config: RunConfig) -> bool:
@@ -315,32 +324,20 @@ class Trainer:
         if skips and too_many:
             what += f", as in the {SKIPS_IN_A_ROW} steps before"
         self._finish_saving()
-        return self._nonfinite(step, what)
+        return NonFiniteError(step, what, self._saved_until(step), self._passed_over)
 
-    def _nonfinite(self, step: int, what: str) -> NonFiniteError:
-        saved = self._saved_checkpoints()
-        fix = "nothing was saved before; lower learning_rate, or look for a bad sample"
-        if saved:
-            fix = f"{saved[-1].name} is whole; to pass the batch over, go on from there with"
-            fix += " --resume auto --on_nonfinite rollback"
-        if self._passed_over:
-            what += f", after step {self._passed_over} was passed over"
-            fix = "lower learning_rate"
-        return NonFiniteError(step, what, fix)
-
-    def _saved_checkpoints(self) -> list[Path]:
-        """Of steps that this run has taken, as rank 0 sees them: later ones, which whoever resumed
-        passed over, are there until the next save. Collective."""
+    def _saved_until(self, step: int) -> list[Path]:
+        """Checkpoints of steps that this run has taken, as rank 0 sees them: later ones, which
+        whoever resumed passed over, are there until the next save. Collective."""
         folders = from_rank_0(list(map(str, list_checkpoints(self.plan.run_dir))))
-        return [Path(folder) for folder in folders if Path(folder).name <= name_of(self.step)]
+        return [Path(folder) for folder in folders if Path(folder).name <= name_of(step)]
 
     def _roll_back(self, error: NonFiniteError) -> None:
         """Go back to the last checkpoint and leave out the batch of the step that failed, where
         that is asked for and has not been done before; else raise the error. Collective."""
-        saved = self._saved_checkpoints()
-        if self.plan.config.on_nonfinite != "rollback" or self._passed_over or not saved:
+        if self.plan.config.on_nonfinite != "rollback" or error.rolls_back_to is None:
             raise error
-        self.restore(saved[-1])
+        self.restore(error.rolls_back_to)
         self._passed_over = error.step
         self.display.note(f"{error.what}; back at step {self.step}, to pass that batch over")
         self._begin_training()
@@ -419,7 +416,9 @@ class Trainer:
             folder, row = self.saver.finish()
         except FloatingPointError as error:
             step = self.saver.step
-            raise self._nonfinite(step, f"step {step} is not saved: {error}") from None
+            what = f"step {step} is not saved: {error}"
+            saved = self._saved_until(step)
+            raise NonFiniteError(step, what, saved, self._passed_over) from None
         self.history.saves.append(row)
         self.write_record()
         waited = "" if row["copied"] else "; training waited: memory has no room for a copy"

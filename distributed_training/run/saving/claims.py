@@ -130,17 +130,14 @@ def _kernel() -> str:
 
 
 def _is_renewed(run_dir: Path) -> bool:
-    before = _renewed_at(run_dir)
+    before = None
     end = time.monotonic() + RENEWED_S
     while time.monotonic() < end:
+        # On a network disk the time is asked for anew when a file is opened.
+        with contextlib.suppress(OSError), open(run_dir / OWNER_FILE, "rb") as file:
+            renewed_at = os.fstat(file.fileno()).st_mtime_ns
+            if before not in (None, renewed_at):
+                return _read(run_dir) is not None  # not where it was released
+            before = renewed_at
         time.sleep(0.5)
-        if _renewed_at(run_dir) != before:
-            return _read(run_dir) is not None  # not where it was released
     return False
-
-
-def _renewed_at(run_dir: Path) -> int:
-    """On a network disk the time is asked for anew when a file is opened."""
-    with contextlib.suppress(OSError), open(run_dir / OWNER_FILE, "rb") as file:
-        return os.fstat(file.fileno()).st_mtime_ns
-    return 0
