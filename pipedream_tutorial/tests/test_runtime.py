@@ -3,6 +3,8 @@
 import json
 import sys
 import time
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,35 +47,27 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = torch.load(weights)
+    cases = json.loads(record.read_text())["cases"]
     versions = {
         (case["schedule"], case["num_microbatches"]): case["measured"]["peak_versions"]
-        for case in json.loads(record.read_text())["cases"]
+        for case in cases
     }
-    cases = {(s, m) for s in SCHEDULES for m in MICROBATCHES}
-    assert found.keys() == versions.keys() == cases
-    for (name, m), stages in found.items():
-        _check_against_one_process(name, p, m, stages, versions[name, m])
-
-
-def _check_against_one_process(name, p, m, stages, peak_versions):
-    threads = torch.get_num_threads()
+    assert found.keys() == versions.keys() == set(product(SCHEDULES, MICROBATCHES))
     torch.set_num_threads(1)  # as in the processes: another number may sum in another order
-    try:
+    for (name, m), stages in found.items():
         alone = train(name, num_stages=p, num_microbatches=m, **TRAINING)
-    finally:
-        torch.set_num_threads(threads)
-    schedule, policy = schedule_for_training(name, p, m, TRAINING["num_batches"])
-    v = schedule.stages_per_rank
-    initial = build_stages(p * v, TRAINING["layers_per_stage"] // v, seed=TRAINING["seed"])
-    for ours, theirs, module in zip(stages, alone.weights, initial, strict=True):
-        before = dict(module.named_parameters())
-        assert ours.keys() == theirs.keys() == before.keys()
-        for key, tensor in ours.items():
-            assert torch.equal(tensor, theirs[key]), (name, p, m, key)
-            assert not torch.equal(tensor, before[key]), "nothing was learnt"
-    uses = weight_use(schedule, policy, m)
-    assert peak_versions == [uses[stage].peak_versions for stage in range(p * v)]
-    assert peak_versions == alone.peak_versions
+        schedule, policy = schedule_for_training(name, p, m, TRAINING["num_batches"])
+        v = schedule.stages_per_rank
+        initial = build_stages(p * v, TRAINING["layers_per_stage"] // v, seed=TRAINING["seed"])
+        for ours, theirs, module in zip(stages, alone.weights, initial, strict=True):
+            before = dict(module.named_parameters())
+            assert ours.keys() == theirs.keys() == before.keys()
+            for key, tensor in ours.items():
+                assert torch.equal(tensor, theirs[key]), (name, m, key)
+                assert not torch.equal(tensor, before[key]), "nothing was learnt"
+        uses = weight_use(schedule, policy, m)
+        assert versions[name, m] == alone.peak_versions
+        assert alone.peak_versions == [uses[stage].peak_versions for stage in range(p * v)]
 
 
 @pytest.mark.timeout(120)
@@ -89,7 +83,6 @@ def test_benchmark_on_a_tiny_model(tmp_path):
     assert "emulated" not in done.stdout
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["emulated_ms"] == {"forward": 0, "backward": 0}
-    assert record["versions"]["torch"] == torch.__version__
     assert record["calibration"]["num_microbatches"] == 2
     assert record["workload"] in done.stdout
     names = [(case["schedule"], case["num_microbatches"]) for case in record["cases"]]
@@ -100,8 +93,8 @@ def test_benchmark_on_a_tiny_model(tmp_path):
         assert case["measured"]["weights_equal"] is True
         assert case["measured"]["peak_versions"] == case["predicted"]["peak_versions"]
     trace = json.loads((tmp_path / "trace.json").read_text())
-    computed = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"] == "compute"]
-    assert len(computed) == 2 * 2 * 2 * 4 * 2  # groups, stages, F and B, m, batches
+    computed = sum(e.get("cat") == "compute" for e in trace["traceEvents"])
+    assert computed == 2 * 2 * 2 * 4 * 2  # groups, stages, F and B, m, batches
     assert trace["otherData"]["results used before they were there"]["measured"] == 0
 
 
@@ -145,18 +138,13 @@ def test_blocks_are_cut_evenly_or_not_at_all():
         Workload(config | {"num_stages": 3}, device)
 
 
-@pytest.mark.parametrize(
-    ("device", "gpus", "expected"),
-    [("auto", 4, True), ("auto", 3, False), ("auto", 0, False), ("cuda", 5, True),
-     ("cpu", 8, False)],
-)  # fmt: skip
-def test_stages_run_on_gpus_where_there_is_one_for_each(device, gpus, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert on_gpus({"device": device, "num_stages": 4}) == expected
-    if device == "cuda":
-        wanted = "a GPU for each of 6 stages, and this machine has 5; set"
-        with pytest.raises(UserError, match=wanted):
-            on_gpus({"device": device, "num_stages": 6})
+def test_stages_run_on_gpus_where_there_is_one_for_each(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    cases = [("auto", 5, True), ("auto", 6, False), ("cuda", 4, True), ("cpu", 2, False)]
+    for device, stages, expected in cases:
+        assert on_gpus({"device": device, "num_stages": stages}) == expected
+    with pytest.raises(UserError, match="a GPU for each of 6 stages, and this machine has 5; set"):
+        on_gpus({"device": "cuda", "num_stages": 6})
 
 
 def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):
@@ -191,14 +179,6 @@ def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):
         assert clock.read(marks[0]) - marks[0][0] > 49_000_000  # handed over at once, then 50 ms
 
 
-class FakeWork:
-    def __init__(self, log, number):
-        self.log, self.number = log, number
-
-    def wait(self):
-        self.log.append(("wait", self.number))
-
-
 @pytest.mark.parametrize("depth", [0, 1, 2, 9])
 def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
     log = []
@@ -207,7 +187,7 @@ def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
         number = sum(1 for what, _ in log if what == "post")
         buffer.fill_(number)
         log.append(("post", number))
-        return FakeWork(log, number)
+        return SimpleNamespace(wait=lambda: log.append(("wait", number)))
 
     monkeypatch.setattr("pipedream.runtime.stage.dist.irecv", irecv)
     peer = Peer(1, None, None)

@@ -13,18 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def final_weights(name: str, p: int, m: int, num_batches: int, lr: float) -> list[torch.Tensor]:
-    result = train(
-        name, num_stages=p, num_microbatches=m, layers_per_stage=2, learning_rate=lr,
-        num_batches=num_batches, seed=3,
-    )  # fmt: skip
-    return [w.detach() for own in result.weights for w in own.values()]
-
-
-def middle_stage(module: nn.Module, policy: str = "flush", batch_size: int = 2, **more: Any) -> Any:
+def one_stage(module: nn.Module, stage: int, num_stages: int, policy: str, **more: Any) -> Any:
     return StageTrainer(
-        module, POLICIES[policy], stage=1, num_stages=3, batch_size=batch_size, num_microbatches=2,
-        learning_rate=0.1, **more,
+        module, POLICIES[policy], stage=stage, num_stages=num_stages, batch_size=1,
+        num_microbatches=2, learning_rate=0.1, **more,
     )  # fmt: skip
 
 
@@ -39,7 +31,11 @@ def test_microbatched_equals_full_batch(p: int, m: int) -> None:
         nn.functional.cross_entropy(model(task.inputs[rows]), task.targets[rows]).backward()
         optimizer.step()
     expected = torch.cat([w.detach().flatten() for w in model.parameters()])
-    found = torch.cat([w.flatten() for w in final_weights("1f1b", p, m, 4, 0.3)])
+    result = train(
+        "1f1b", num_stages=p, num_microbatches=m, layers_per_stage=2, learning_rate=0.3,
+        num_batches=4, seed=3,
+    )  # fmt: skip
+    found = torch.cat([w.detach().flatten() for own in result.weights for w in own.values()])
     assert float((found - expected).norm() / expected.norm()) < 1e-12
 
 
@@ -49,10 +45,7 @@ def test_microbatched_equals_full_batch(p: int, m: int) -> None:
 def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept: bool) -> None:
     """The module that it came with does not hold it; in place it stays."""
     (module,) = build_stages(1, 1, seed=1)
-    trainer = StageTrainer(
-        module, POLICIES[policy], stage=0, num_stages=1, batch_size=1, num_microbatches=2,
-        learning_rate=0.1, loss=nn.functional.cross_entropy,
-    )  # fmt: skip
+    trainer = one_stage(module, 0, 1, policy)
     assert all(parameter.is_meta for parameter in trainer.module.parameters())
     assert not any(parameter.is_meta for parameter in module.parameters())
     first = weakref.ref(next(iter(trainer.weights.values())))
@@ -66,7 +59,7 @@ def test_two_halves_cost_no_more_than_a_whole_pass() -> None:
     x = torch.randn(8, 32, dtype=torch.float64)
 
     def products(cut: bool) -> int:
-        trainer = middle_stage(build_stages(3, 2, seed=0)[1], cut=cut)
+        trainer = one_stage(build_stages(3, 2, seed=0)[1], 1, 3, "flush", cut=cut)
         with CountProducts() as counter:
             trainer.forward(0, x)
             trainer.backward(0, x)

@@ -88,17 +88,18 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
                 "127.0.0.1", port, is_master=True, wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
-        while not any(worker.exitcode for worker in workers):
-            running = [worker.sentinel for worker in workers if worker.exitcode is None]
-            if not running:
-                return 0
+        codes: list[Any] = [None] * num_stages
+        while None in codes and not any(codes):
+            running = [w.sentinel for w, code in zip(workers, codes, strict=True) if code is None]
             multiprocessing.connection.wait(running)
-        codes = [worker.exitcode for worker in workers]
+            codes = [worker.exitcode for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
         for worker in workers:
             worker.join()
+    if not any(codes):
+        return 0
     failed, code = next((rank, code) for rank, code in enumerate(codes) if code)
     if code < 0:  # else it has said why
         what = f"was killed by {signal.Signals(-code).name}"
