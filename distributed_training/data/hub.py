@@ -127,8 +127,7 @@ def check_push(repo_id: str) -> None:
 
 
 def fetch_all(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> list[Path]:
-    """Paths of files in the Hub's cache, downloaded first unless all are there; OSError with one
-    line on why when they are not available."""
+    """Paths of files in the Hub's cache, downloaded unless all are there; OSError in one line."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError

@@ -51,8 +51,7 @@ class Samples:
         )
 
     def batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets), each int64 [len(indices), seq_len]; padding, and what is not learnt,
-        has no target."""
+        """(inputs, targets), int64 [len(indices), seq_len]; none where nothing is to be learnt."""
         inputs = np.full((len(indices), self.seq_len), self.padding_id, dtype=np.int64)
         targets = np.full_like(inputs, IGNORE_INDEX)
         for row, index in enumerate(indices):
@@ -103,8 +102,7 @@ def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_
 
 
 def cut_samples(folder: Path, tokenizer: Tokenizer, config: RunConfig) -> Data:
-    """The samples of a folder of the cache; UserError where the text is too short or has fewer
-    samples than asked for."""
+    """The samples of a folder of the cache; UserError where they are fewer than asked for."""
     form, splits = load_tokens(folder)
     seq_len = config.max_length
     train, *rest = (_cut(tokens, config, tokenizer.eos_id) for tokens in splits.values())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import math
 import pkgutil
 import re
 from dataclasses import asdict, dataclass
@@ -156,7 +155,7 @@ class ModelSpec:
             rest = values.shape[1:]
             transposed = self.stores_transposed and ours.startswith("blocks.")
             for name, part in _load(self.family).to_hf(ours, values, self.size).items():
-                shape = [part.numel() // math.prod(rest), *rest]
+                shape = [part.numel() // rest.numel(), *rest]
                 if transposed:
                     shape.reverse()
                 if name not in stored:  # as of a model that was saved without its output layer
@@ -169,8 +168,7 @@ class ModelSpec:
                 part.copy_((tensor.t() if transposed else tensor).reshape(part.shape))
 
     def save(self, state: dict[str, torch.Tensor], folder: Path, *, eos_token_id: int) -> None:
-        """Write full fp32 `state` (names of the model, on the CPU) as a folder that transformers
-        opens."""
+        """Write full fp32 `state`, on the CPU, as a folder that transformers opens."""
         from safetensors.torch import save_file
 
         family = _load(self.family)

@@ -55,8 +55,7 @@ class Linear(nn.Linear):
 
 
 class Past:
-    """Keys and values of the tokens that a whole model has seen, a text first and then one by one,
-    so that each passes through it once."""
+    """Keys and values of the tokens that a whole model has seen, each of which passed it once."""
 
     def __init__(self) -> None:
         self.length = 0

@@ -203,7 +203,7 @@ class RunConfig(Options):
     # Keys that CONFIG left open and the strategy's defaults decided.
     from_defaults: tuple[str, ...] = Field(default=(), strict=False)
     has_preset: bool = False
-    # Keys that somebody set: on the command line, in a preset, or in CONFIG, but to its default.
+    # Keys that somebody set: typed, in a preset, or in CONFIG to another value than the default.
     typed: tuple[str, ...] = Field(default=(), strict=False)
 
     def to_user_words(self) -> dict[str, Any]:

@@ -83,8 +83,7 @@ def load_code(file: Path, what: str) -> ModuleType:
 
 
 def parse_json(text: str) -> Any:
-    """What JSON says; ValueError for what is none, is nested too deeply, or has half a character,
-    which no file can hold."""
+    """What JSON says; ValueError for what is none, nested too deeply, or has half a character."""
     try:
         value = json.loads(text)
         if "\\ud" in text or "\\uD" in text:

@@ -50,8 +50,8 @@ def key(
     group: str = "Options of a strategy's own engine",
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """Declare such a field, with its help in it or as a string below it; `work`: whether two runs
-    must agree in it, to be compared."""
+    """Declare such a field, its help in it or as a string below it; `work`: whether it must agree
+    between two runs that are compared."""
     extra: Any = {"work": work, "group": group, "aliases": aliases}
     return Field(default=default, description=help, json_schema_extra=extra)
 
@@ -116,8 +116,7 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
 
 
 def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str) -> dict[str, Any]:
-    """The values under their keys' own names, the last of each; UserError for a name that no key
-    has and for a key under two names."""
+    """The last value under each key's own name; UserError for a name of no key, or two of one."""
     known = _all_names(keys.values())
     found: dict[str, Any] = {}
     names: dict[str, str] = {}

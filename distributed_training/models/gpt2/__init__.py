@@ -65,8 +65,7 @@ _NAMES = {
 
 
 class _Config(BaseModel, strict=True, populate_by_name=True):
-    """A config.json, with GPT2Config's defaults. The same tensors can make another function: our
-    model computes the published one only."""
+    """A config.json, with GPT2Config's defaults; our model computes the published function only."""
 
     model_type: Literal["gpt2"]
     vocab_size: PositiveInt = 50257
