@@ -18,14 +18,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
 from distributed_training.data.corpus import Corpus, Source, fingerprint
-from distributed_training.data.pieces import Piece
+from distributed_training.data.pieces import ANSWERS, Piece
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -39,14 +38,6 @@ _AHEAD = 2  # batches in work while one is written
 _LONG = 20_000_000  # bytes that are worth a line
 _THREADS = 64  # of the tokenizer at most; with so many it takes 0.7 GiB
 logger = logging.getLogger(__name__)
-
-
-class Tokens(NamedTuple):
-    """A split, mapped from disk."""
-
-    ids: np.ndarray  # of all texts in a row, end-of-text after each
-    starts: np.ndarray  # where each text starts, and the end: int64 [num_texts + 1]
-    loss_mask: np.ndarray | None = None  # whether each id is learnt; None: all are
 
 
 def tokenise(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Path:
@@ -85,17 +76,18 @@ def _checksum(folder: Path) -> bytes:
     return str(found).encode()
 
 
-def load_tokens(folder: Path) -> tuple[str, dict[str, Tokens]]:
-    """(form of the texts, splits) of a folder that is whole."""
+def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
+    """(form of the texts, splits) of a folder that is whole. A split has `ids` of all texts in a
+    row, end-of-text after each; `starts` of texts, and the end, int64 [num_texts + 1]; and
+    `loss_mask`, whether each id is learnt, where not all are."""
     meta = json.loads((folder / _META).read_bytes())
-    splits = {}
+    splits: list[dict[str, np.ndarray]] = []
     for split, dtypes in meta["splits"].items():
-        arrays: dict[str, Any] = {}
+        splits.append({})
         for part, dtype in dtypes.items():
             file = folder / f"{split}-{part}.bin"
             there = file.exists()  # not where a split has no text
-            arrays[part] = np.memmap(file, dtype, "r") if there else np.empty(0, dtype)
-        splits[split] = Tokens(**arrays)
+            splits[-1][part] = np.memmap(file, dtype, "r") if there else np.empty(0, dtype)
     return meta["form"], splits
 
 
@@ -119,7 +111,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     ) as bar:
         for split, source in corpus.items():
             dtypes = {"ids": ids_dtype, "starts": "int64"}
-            if source.has_answers:
+            if source.form in ANSWERS:
                 dtypes["loss_mask"] = "bool"
             splits[split] = dtypes
             for arrays in _tokenise_split(source, read(source), tokenizer, bar):
@@ -137,7 +129,7 @@ def _tokenise_split(
 ) -> Iterator[dict[str, np.ndarray]]:
     """What follows in each file of a split, by part; the next batches are in work meanwhile."""
     yield {"starts": np.zeros(1)}
-    templated = source.has_answers and tokenizer.chat is not None  # has its marks
+    templated = source.form in ANSWERS and tokenizer.chat is not None  # has its marks
     bos = [] if templated else tokenizer.bos_ids
     begins = True
     length = 0

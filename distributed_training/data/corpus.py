@@ -38,11 +38,6 @@ class Source:
     texts: tuple[str, ...] = ()
 
     @property
-    def has_answers(self) -> bool:
-        """Whether only a part of each record is learnt."""
-        return self.form in pieces.ANSWERS
-
-    @property
     def num_bytes(self) -> int:
         """About as long as the text is; Parquet is compressed."""
         return sum(file.stat().st_size for file in self.files) + sum(map(len, self.texts))

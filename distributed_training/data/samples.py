@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distributed_training.data.cache import Tokens, load_tokens, tokenise
+from distributed_training.data.cache import load_tokens, tokenise
 from distributed_training.data.corpus import Corpus
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ def cut_samples(folder: Path, tokenizer: Tokenizer, config: RunConfig) -> Data:
     """The samples of a folder of the cache; UserError where they are fewer than asked for."""
     form, splits = load_tokens(folder)
     seq_len = config.max_length
-    train, *rest = (_cut(tokens, config, tokenizer.eos_id) for tokens in splits.values())
+    train, *rest = (_cut(split, config, tokenizer.eos_id) for split in splits)
     if rest:
         validation = rest[0]
     else:
@@ -132,17 +132,18 @@ def cut_samples(folder: Path, tokenizer: Tokenizer, config: RunConfig) -> Data:
     return Data(train, validation, fingerprint, cache=folder.name, form=form)
 
 
-def _cut(tokens: Tokens, config: RunConfig, padding_id: int) -> Samples:
+def _cut(split: dict[str, np.ndarray], config: RunConfig, padding_id: int) -> Samples:
     """A split as blocks without padding, or as one sample per text; those in which nothing is
     learnt, such as a prompt that fills the whole sample, are left out."""
-    ids, texts, loss_mask = tokens
+    ids = split["ids"]
+    loss_mask = split.get("loss_mask")
     seq_len = config.max_length
     if config.pack:  # what does not fill a block is left out
         starts = np.arange(0, max(0, len(ids) - seq_len), seq_len)
         lengths = np.broadcast_to(np.int64(seq_len), len(starts))
     else:
-        lengths = np.minimum(np.diff(texts) - 1, seq_len)
-        starts = texts[:-1][lengths > 0]
+        lengths = np.minimum(np.diff(split["starts"]) - 1, seq_len)
+        starts = split["starts"][:-1][lengths > 0]
         lengths = lengths[lengths > 0]
     if loss_mask is None or len(starts) == 0:
         return Samples(ids, starts, lengths, seq_len, padding_id, lengths)
