@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pipedream_simple as simple
-from pipedream_simple import NOTES, number, percent, table_head, table_line
+from pipedream_simple import number, percent
 
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
 from pipedream.draw.terminal import LEGEND, bold, draw, listed, print_wrapped, use_colour, width
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Schedule, save_csv
+from pipedream.schedules.ops import save_csv
 from pipedream.simulate.comparison import (
     Case,
     Refused,
@@ -83,20 +83,22 @@ def main() -> None:
     config = parse_arguments(CONFIG, RULES, about, script=__file__, extra=EXTRA)
     name = config["schedule"]
     case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
+    rows: Iterable[Row | Refused]
     if name == "all":
         for option in EXTRA:
             if config[option] is not None:
                 fix = "add --set schedule=1f1b or another"
                 raise UserError(f"--{option} writes one schedule", fix)
-        rows: Iterable[Row | Refused] = compare(case)
-        print_heading(case)
+        rows = compare(case)
+        print_heading(case, case.num_stages, case.num_microbatches)
     else:
         if name == "search":
             named = measure_search(config["memory"] or case.num_stages, config["prove"], case)
         else:
             named = measure(name, case) if name in SCHEDULES else measure_csv(Path(name), case)
         export(named, config)
-        print_heading(case, named.batch.schedule)
+        schedule = named.batch.schedule  # a file's has its own sizes
+        print_heading(case, schedule.num_ranks, schedule.num_microbatches)
         rows = [named]
     if config["verbose"] or (config["verbose"] is None and name != "all"):
         print_wrapped("", LEGEND)
@@ -120,11 +122,9 @@ def options_of_script(config: dict[str, Any], script: str) -> dict[str, Any] | N
         with suppress(UserError):
             found = parse_arguments(config, {key: RULES[key] for key in config}, "", script=script)
             name = found["schedule"]
-            known = name == "all" or name in simple.SCHEDULES
-            if name in simple.SCHEDULES:
-                sizes = (found[key] for key in ("num_stages", "num_microbatches", "chunks"))
-                build_schedule(name, *sizes)
-            if known and not found["steps"]:
+            if name in simple.SCHEDULES:  # UserError for sizes that it does not take
+                build_schedule(name, found["num_stages"], found["num_microbatches"])
+            if name in ("all", *simple.SCHEDULES) and not found["steps"]:
                 return found
     sys.argv[1:1] = [f"--{key}={value}" for key, value in config.items() if key != "steps"]
     return None
@@ -132,44 +132,30 @@ def options_of_script(config: dict[str, Any], script: str) -> dict[str, Any] | N
 
 def export(row: Row, config: dict[str, Any]) -> None:
     """Write the files that --csv and --trace ask for."""
+    schedule = row.batch.schedule
     if config["csv"] is not None:
-        check_csv(row, config)
-        save_csv(row.batch.schedule, Path(config["csv"]))
+        if config["recompute"] is not None:
+            what = "a CSV has no operation that recomputes"
+            raise UserError(what, "write the order with recompute=none")
+        if len(schedule.chains) > 1:
+            what = f"{row.name} keeps two copies of the model, which a CSV cannot say"
+            raise UserError(what, "write another schedule")
+        if not row.flushes:
+            raise UserError(
+                f"{row.name} does not flush, and a CSV has no operation that updates weights",
+                "add --set schedule=1f1b, the same order with a flush",
+            )
+        save_csv(schedule, Path(config["csv"]))
     if config["trace"] is not None:
-        trace = trace_document(
-            predicted=row.stream, policy=row.policy, batch_size=row.batch.schedule.num_microbatches
-        )
+        m = schedule.num_microbatches
+        trace = trace_document(predicted=row.stream, policy=row.policy, batch_size=m)
         Path(config["trace"]).write_text(json.dumps(trace))
     for option in EXTRA:
         if config[option] is not None:
             print(f"wrote {config[option]}", file=sys.stderr)
 
 
-def check_csv(row: Row, config: dict[str, Any]) -> None:
-    """UserError for what a CSV cannot say."""
-    if config["recompute"] is not None:
-        raise UserError(
-            "a CSV has no operation that recomputes", "write the order with recompute=none"
-        )
-    if len(row.batch.schedule.chains) > 1:
-        raise UserError(
-            f"{row.name} keeps two copies of the model, which a CSV cannot say",
-            "write another schedule",
-        )
-    if not row.flushes:
-        raise UserError(
-            f"{row.name} does not flush, and a CSV has no operation that updates weights",
-            "add --set schedule=1f1b, the same order with a flush",
-        )
-
-
-def print_heading(case: Case, schedule: Schedule | None = None) -> None:
-    """The sizes and durations that all of it is for; a file's schedule has its own sizes."""
-    p = case.num_stages
-    m = case.num_microbatches
-    if schedule is not None:
-        p = schedule.num_ranks
-        m = schedule.num_microbatches
+def print_heading(case: Case, p: int, m: int) -> None:
     scale = case.stage_scale and f", stages times {' '.join(map(number, case.stage_scale))}"
     print_wrapped(
         "",
@@ -195,80 +181,72 @@ def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> 
     else:
         drawn[orders] = row.title
         print(draw(timeline, width(), colour=use_colour(), max_blocks=3 if row.flushes else 2))
-    print_figures(row, case)
-
-
-def print_figures(row: Row, case: Case) -> None:
-    """What one schedule comes to, each by rank or by stage."""
     one = row.batch_idle
-    many = row.stream_idle
-    print_wrapped(
-        "  one batch    ",
+    tell(
+        "one batch",
         f"time {number(row.batch.makespan)}, utilisation {percent(1 - one.makespan_fraction)}, "
         f"bubble {percent(one.makespan_fraction)} (within the ranks' own spans "
         f"{percent(one.span_fraction)})",
     )
-    print(
-        f"  {case.num_batches} batches".ljust(15) + f"time {number(row.stream_makespan)}, "
-        f"utilisation {percent(1 - many.makespan_fraction)}"
-    )
-    print_closed_form(row, case)
-    print_wrapped(
-        "  activations  ", f"microbatches held at most: {listed(row.peak_activations, 'rank')}"
-    )
-    print_wrapped("  weights      ", row.policy.text)
-    print_wrapped(
-        " " * 15,
+    used = percent(1 - row.stream_idle.makespan_fraction)
+    tell(f"{case.num_batches} batches", f"time {number(row.stream_makespan)}, utilisation {used}")
+    tell_what_is_known(row, case)
+    tell("activations", f"microbatches held at most: {listed(row.peak_activations, 'rank')}")
+    tell("weights", row.policy.text)
+    tell(
+        "",
         f"versions kept at most: {listed(row.peak_versions, 'stage')}; "
         f"updates behind at most: {listed(row.staleness, 'stage')}",
     )
 
 
-def print_closed_form(row: Row, case: Case) -> None:
-    """What the formula gives for one batch, beside what the simulation gave."""
-    known = closed_form(row.name, case)
-    begin = "  closed form  "
+def tell(label: str, text: str) -> None:
+    print_wrapped(f"  {label:<13}", text)
+
+
+def tell_what_is_known(row: Row, case: Case) -> None:
+    """What the formula gives for one batch, beside what the simulation gave; of an order that was
+    searched for, whether a shorter one is possible."""
     if row.bound is not None:
-        shortest = row.batch.makespan == row.bound
-        print_wrapped(
-            "  minimised    ",
-            "one batch's time; of equally short orders the longest span of a rank, which is "
-            "what further batches take at most",
+        tell(
+            "minimised",
+            "one batch's time; of equally short orders the longest span of a rank, which is what "
+            "further batches take at most",
         )
-        print_wrapped(
-            "  shorter      ",
-            f"not possible in this memory: {number(row.bound)} is the least"
-            if shortest
-            else f"perhaps: no order in this memory takes less than {number(row.bound)}",
-        )
+        least = number(row.bound)
+        if row.batch.makespan == row.bound:
+            tell("shorter", f"not possible in this memory: {least} is the least")
+        else:
+            tell("shorter", f"perhaps: no order in this memory takes less than {least}")
         return
+    known = closed_form(row.name, case)
     if known is None:
-        print(begin + "none with uneven stages, communication, overlap, R, reordering or a file")
+        text = "none with uneven stages, communication, overlap, R, reordering or a file"
+        print(f"  closed form  {text}")
         return
     form, sizes = known
     if not form.idle_holds(sizes):
-        print_wrapped(begin, f"{form.idle_text}: holds for {form.range_text}, not here")
+        tell("closed form", f"{form.idle_text}: holds for {form.range_text}, not here")
         return
-    print_wrapped(
-        begin,
+    tell(
+        "closed form",
         f"a rank idles for {number(form.makespan_idle(sizes))}, simulated "
         f"{number(max(row.batch_idle.makespan))}; rank 0 within its own span "
         f"{number(form.span_idle(sizes, 0))}, simulated {number(row.batch_idle.span[0])}",
     )
-    published = f"{form.published} (arXiv {form.source})"
-    print_wrapped(" " * 15, f"{form.idle_text}; as published: {published}")
+    tell("", f"{form.idle_text}; as published: {form.published} (arXiv {form.source})")
 
 
 def print_comparison(rows: Iterable[Row | Refused], case: Case) -> None:
     """All schedules in one table, each as soon as it is there; for those that are not possible the
     reason."""
     mixed = False
-    print(table_head(case.num_batches))
+    print(simple.table_head(case.num_batches))
     for row in rows:
         if isinstance(row, Refused):
             print_wrapped(f"{row.title:<24}", f"not possible: {row.reason}")
             continue
-        line = table_line(
+        line = simple.table_line(
             row.title,
             row.batch.makespan,
             row.batch_idle.makespan_fraction,
@@ -281,10 +259,8 @@ def print_comparison(rows: Iterable[Row | Refused], case: Case) -> None:
         )
         print(line + "*" * row.mixed, flush=True)
         mixed = mixed or row.mixed
-    for note in NOTES:
+    for note in (*simple.NOTES, *[MIXED] * mixed):
         print_wrapped("", note)
-    if mixed:
-        print_wrapped("", MIXED)
 
 
 MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."

@@ -23,8 +23,9 @@ FOLDER = Path(__file__).resolve().parent.parent
 """The tutorial's own."""
 
 # Short enough that no exponent or digit string can make the arithmetic on it slow.
-_NUMBER = re.compile(r"[+-]?(\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?", re.ASCII | re.I)
-_QUOTIENT = re.compile(r"([+-]?\d{1,15})/(\d{1,15})", re.ASCII)
+_NUMBER = re.compile(
+    r"[+-]?((\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?|\d{1,15}/\d{1,15})", re.ASCII | re.I
+)
 _WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
     ("false", "no", "off", "0"), False
 )
@@ -60,10 +61,8 @@ class Rule:
 
     def check(self, key: str, value: object) -> Any:
         """`value` as `kind`, whether typed (text) or from CONFIG; else UserError."""
-        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
-            if self.none:
-                return None
-            raise self._error(key, value)
+        if self.none and (value is None or str(value).strip().lower() == "none"):
+            return None
         if not self.many:
             return self._check_one(key, value)
         parts: object = value
@@ -75,15 +74,17 @@ class Rule:
 
     def _check_one(self, key: str, value: object) -> Any:
         found = _convert(self.kind, value)
-        if isinstance(found, str):
-            # 1F1B is 1f1b
-            found = {choice.lower(): choice for choice in self.choices}.get(found.lower(), found)
-            accepted = not self.choices or found in self.choices
+        if found is None:
+            accepted = False
+        elif self.choices:
+            found = {name.lower(): name for name in self.choices}.get(found.lower(), found)
+            accepted = found in self.choices  # 1F1B is 1f1b
             if self.or_file and not accepted:
                 accepted = found.lower().endswith(self.or_file) or Path(found).is_file()
+        elif self.kind is not str:
+            accepted = self.low <= found <= self.high and found > self.above
         else:
-            within = found is not None and self.low <= found <= self.high
-            accepted = within and found > self.above
+            accepted = True
         if not accepted:
             raise self._error(key, value)
         return found
@@ -123,15 +124,12 @@ def _convert(kind: type, value: object) -> Any:
     if kind is str:
         # Surrogates, bytes of the command line that are no text, cannot be printed.
         return text if isinstance(value, str) and text and text.isprintable() else None
-    quotient = _QUOTIENT.fullmatch(text)
-    if quotient and int(quotient[2]):
-        number = Fraction(int(quotient[1]), int(quotient[2]))
-    elif _NUMBER.fullmatch(text):
-        number = Fraction(text)
-    else:
+    try:
+        number = Fraction(text) if _NUMBER.fullmatch(text) else None
+    except ZeroDivisionError:
         return None
-    if kind is int:
-        return int(number) if number.denominator == 1 else None
+    if number is None or (kind is int and number.denominator > 1):
+        return None
     return kind(number)
 
 
@@ -177,30 +175,33 @@ def parse_arguments(
     value that its rule does not accept; --help prints all keys and exits with 0.
     """
     extra = extra or {}
-    comments = dict(re.findall(r'(?m)^    "(\w+)": .*  # (.*)$', Path(script).read_text()))
     for key in config:
         if key not in rules:
             raise UserError(f"CONFIG has the unknown key {_shown(key)}", nearest(str(key), rules))
     for key in rules:
         if key not in config:
             raise UserError(f"CONFIG has no key {key!r}", "write it back into the script's CONFIG")
+    comments = dict(re.findall(r'(?m)^    "(\w+)": .*  # (.*)$', Path(script).read_text()))
+    lines = ["keys of CONFIG (--set key=value, or --key value):"]
+    for key, default in config.items():
+        meaning = rules[key].text or comments.get(key, "")
+        text = f"{meaning} ({rules[key].describe()}; default {_shown(default)})"
+        lines += [f"  {key}", textwrap.indent(textwrap.fill(text, 78), " " * 6)]
     parser = _Parser(
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_list_keys(config, rules, comments),
+        epilog="\n".join(lines),
     )
-    parser.add_argument(
-        "--set", action="append", default=[], dest="changes", metavar="KEY=VALUE",
-        help="change a key of CONFIG; may be repeated",
-    )  # fmt: skip
+    text = "change a key of CONFIG; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
     for name, text in extra.items():
         parser.add_argument(f"--{name}", metavar="PATH", help=text)
     for key in config:
+        written = (key + "={}").format
         parser.add_argument(
-            f"--{key}", action="append", dest="changes", help=argparse.SUPPRESS,
-            type=(key + "={}").format,
-        )  # fmt: skip
+            f"--{key}", action="append", dest="set", help=argparse.SUPPRESS, type=written
+        )
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -208,7 +209,7 @@ def parse_arguments(
         hint = RENAMED.get(name.removeprefix("--")) or nearest(name, known)
         raise UserError(f"unknown argument {_shown(name)}", hint)
     merged = dict(config)
-    for change in given.changes:
+    for change in given.set:
         key, equals, value = change.partition("=")
         key = key.strip()
         if not equals:
@@ -224,18 +225,6 @@ def parse_arguments(
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message, "--help lists what can be given")
-
-
-def _list_keys(
-    config: Mapping[str, Any], rules: Mapping[str, Rule], comments: Mapping[str, str]
-) -> str:
-    lines = ["keys of CONFIG (--set key=value, or --key value):"]
-    for key, default in config.items():
-        meaning = rules[key].text or comments.get(key, "")
-        text = f"{meaning} ({rules[key].describe()}; default {_shown(default)})"
-        lines += [f"  {key}", *textwrap.wrap(text, 84, initial_indent=" " * 6,
-                                             subsequent_indent=" " * 6)]  # fmt: skip
-    return "\n".join(lines)
 
 
 def _shown(value: object) -> str:
