@@ -58,6 +58,15 @@ python real_model_example.py generate {local} --prompt "The value of"
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
     """Write README.md of `folder`, a run's hf/ or best/: YAML for the Hub, then what was trained on
     what, how, with which losses. `repo_id`: where on the Hub it will be."""
+    from huggingface_hub import ModelCardData  # slow to import
+
+    published = r.config["weights"] == "pretrained"
+    front = ModelCardData(  # without license and language where they are not known
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=find_model(r.config["model"]).hub_id if published else None,
+        **_PUBLISHED_DATA.get(r.config["dataset"], {}),
+    )
     steps = r.step
     best = ""
     if folder.name == BEST and r.best is not None:
@@ -73,7 +82,7 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
     local = Path("runs", folder.parent.name, folder.name)
     text = _TEXT.format(
         r=r,
-        front=_front_matter(r),
+        front=front.to_yaml(),
         dataset=last_part(r.config["dataset"]),
         weights=last_part(r.config["weights"]),
         best=best,
@@ -90,16 +99,3 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
         local=shlex.quote(str(local)),
     )  # fmt: skip
     (folder / CARD).write_text(text, encoding="utf-8")
-
-
-def _front_matter(r: Record) -> str:
-    """License and language are left out where they are not known."""
-    from huggingface_hub import ModelCardData  # slow to import
-
-    published = r.config["weights"] == "pretrained"
-    return ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        base_model=find_model(r.config["model"]).hub_id if published else None,
-        **_PUBLISHED_DATA.get(r.config["dataset"], {}),
-    ).to_yaml()

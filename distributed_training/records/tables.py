@@ -6,6 +6,7 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,6 @@ class Number:
         if self.spread and len(found) > 1:
             text += f" ± {self.show(statistics.stdev(found))}"
         return text
-
-
-def step_s(r: Record) -> float | None:
-    """Of the median step."""
-    return r.performance.get("step_time_s", {}).get("p50")
 
 
 def predicted(name: str) -> Value:
@@ -108,7 +104,9 @@ SETTINGS: dict[str, Callable[..., str]] = {
     "dataset": lambda r: last_part(r.config["dataset"]),
 }
 TOKENS_PER_S = Number(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, spread=True)
-MS_A_STEP = Number(step_s, _milliseconds, spread=True)
+MS_A_STEP = Number(
+    lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, spread=True
+)
 MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds, NOTHING)
 # What was measured. GPU memory is what PyTorch's allocator reserved: "allocated" leaves out the
 # buffers of CUDA graphs.
@@ -194,7 +192,13 @@ class Comparison:
         found = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
         for layout in self.layouts:
             found += [f"{layout.name} {r.status}: {r.error}" for r in layout.records if r.error]
-            found += [f"{layout.name} {note}" for r in layout.records if (note := overfitting(r))]
+            for r in layout.records:
+                seen = [row for row in r.evaluations if row["loss"] is not None]
+                least = min(seen, key=itemgetter("loss"), default={})
+                if seen and seen[-1]["loss"] > 1.01 * least["loss"]:
+                    was = f"was {least['loss']:.3f} after step {least['step']}"
+                    now = f"now {seen[-1]['loss']:.3f}"
+                    found.append(f"{layout.name} overfitted: its validation loss {was}, {now}")
         works = [record.work for record in self.records]
         if differ := [key for key in differing(works) if key != "seed"]:
             found.append(f"The runs did not do the same work: they differ in {', '.join(differ)}.")
@@ -236,16 +240,6 @@ def common_settings(records: Sequence[Record]) -> dict[str, str]:
     """The columns of SETTINGS in which all agree."""
     differ = differing([{name: cell(r) for name, cell in SETTINGS.items()} for r in records])
     return {name: cell(records[0]) for name, cell in SETTINGS.items() if name not in differ}
-
-
-def overfitting(r: Record) -> str:
-    """Where the validation loss was lowest, if it has risen since."""
-    seen = [(row["loss"], row["step"]) for row in r.evaluations if row["loss"] is not None]
-    lowest, step = min(seen, default=(0, 0))
-    if not seen or seen[-1][0] <= 1.01 * lowest:
-        return ""
-    last = seen[-1][0]
-    return f"overfitted: its validation loss was {lowest:.3f} after step {step}, now {last:.3f}"
 
 
 def status(r: Record) -> str:

@@ -99,11 +99,9 @@ class Rank:
         return minus(self.communicating, self.computing)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds a step: of the step itself, of computing, of communication, of the part of it
-        that is exposed, and of neither."""
-        begin, end = self.window
+        """Seconds a step: of the step itself, of its parts, and of neither."""
         parts = {
-            "step": end - begin,
+            "step": length([self.window]),
             "computing": length(self.computing),
             "communicating": length(self.communicating),
             "exposed": length(self.exposed),
@@ -113,11 +111,8 @@ class Rank:
 
 
 def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
-    """What a rank did within its traced steps. Raises UserError for a trace without steps.
-
-    On a GPU, which works behind the process, the steps are taken to last from its first work to its
-    last.
-    """
+    """What a rank did within its traced steps; on a GPU, which works behind the process, they are
+    taken to last from its first work to its last. Raises UserError for a trace without steps."""
     shift = trace.get("baseTimeNanoseconds", 0) / 1000
     events = [
         {**event, "span": (event["ts"] + shift, event["ts"] + event["dur"] + shift)}

@@ -45,9 +45,7 @@ PLAIN: compare.Values = {
     **OPEN, "strategy": "dp", "pipeline_schedule": AUTO, "compile": False, "cuda_graphs": False,
     "gradient_compression": "none",
 }  # fmt: skip
-
-
-Figures = dict[str, dict[str, float | None]]  # what of LIMITS -> where -> number
+Figures = dict[str, float | None]  # where -> number
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -133,10 +131,8 @@ def judge(run: compare.Run, reference: compare.Run, again: compare.Run) -> None:
     if run.why:
         run.verdict = run.status
         return
-    theirs = figures(reference)
-    for what, ours in figures(run).items():
-        both = ours | theirs[what]
-        run.apart[what] = {w: _apart(ours.get(w), theirs[what].get(w)) for w in both}
+    for what, ours, theirs in zip(LIMITS, figures(run), figures(reference), strict=False):
+        run.apart[what] = {w: _apart(ours.get(w), theirs.get(w)) for w in ours | theirs}
     run.apart["weights"] = _apart_in_state(run, reference)
     works = [each.record.work for each in (run, reference) if each.record]
     if other := differing(works):
@@ -158,8 +154,8 @@ def judge(run: compare.Run, reference: compare.Run, again: compare.Run) -> None:
         run.verdict = "differs" if beyond else OK
 
 
-def figures(run: compare.Run) -> Figures:
-    """What the steps and evaluations of a run say; None: not finite or skipped."""
+def figures(run: compare.Run) -> tuple[Figures, Figures]:
+    """(losses, gradient norms) of a run's steps and evaluations; None: not finite or skipped."""
     assert run.record is not None
     lines = (folder_of(run) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
@@ -167,7 +163,7 @@ def figures(run: compare.Run) -> Figures:
     for row in run.record.evaluations:
         losses[f"loss of the evaluation after step {row['step']}"] = row["loss"]
     norms = {f"gradient norm of step {row['step']}": row["grad_norm"] for row in steps}
-    return {"loss": losses, "gradient norm": norms}
+    return losses, norms
 
 
 def _apart(one: float | None, other: float | None) -> float:

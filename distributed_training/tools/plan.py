@@ -64,7 +64,13 @@ def run(
         return scaling.run(arguments, build)
     cluster = _cluster(arguments)
     if arguments.calibrate:
-        _calibrate(arguments, cluster, script)
+        if arguments.cluster is not None:
+            raise UserError("--calibrate measures this machine", fix="leave out --cluster")
+        count = cluster.num_processes
+        file = calibration_file(cluster.machine.gpu_name or f"cpu-x{count}")
+        # With all processes that are planned for; they need torch.
+        if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
+            raise UserError("measuring this machine failed", fix="see what is printed above")
         cluster = _cluster(arguments)
     config = choose_model(build(None), cluster.machine, [])
     if config.batch_size == AUTO:
@@ -87,7 +93,21 @@ def run(
     if len(fitting) > SHOWN and not arguments.all:
         hidden = len(fitting) - SHOWN
         print(f"{hidden} more that fit and {len(choices) - len(fitting)} that do not: --all")
-    for text in (_legend(cluster), why_first(fitting[0], fitting[1:])):
+    legend = (
+        "GiB of the fullest process: all, state, activations, and other (copies, buffers, CUDA and "
+        "NCCL); likely: how much quicker and slower such runs were. "
+    )
+    rates = cluster.rates
+    if rates is None:
+        legend += "This GPU is not in the table: --gpu describes it."
+    elif rates.measured_at:
+        legend += f"Times go by what was measured here on {rates.measured_at[:10]}."
+    else:
+        legend += "Times are estimated from datasheets, the host's part guessed."
+    if cluster.nodes > 1 and rates is not None:
+        gbit = 8 * rates.network_bytes / 1e9
+        legend += f" Between nodes each GPU has {gbit:g} Gbit/s: --network_gbit sets it."
+    for text in (legend, why_first(fitting[0], fitting[1:])):
         print(textwrap.fill(text, WIDTH))
     print()
     typed = []
@@ -102,16 +122,6 @@ def run(
         path.write_text(batch_script(fitting[0], cluster, script, typed), encoding="utf-8")
         print(f"wrote {path}")
     return 0
-
-
-def _calibrate(arguments: argparse.Namespace, cluster: Cluster, script: Path) -> None:
-    """Measure with all processes that are planned for, in a process of its own: it needs torch."""
-    if arguments.cluster is not None:
-        raise UserError("--calibrate measures this machine", fix="leave out --cluster")
-    count = cluster.num_processes
-    file = calibration_file(cluster.machine.gpu_name or f"cpu-x{count}")
-    if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
-        raise UserError("measuring this machine failed", fix="see what is printed above")
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
@@ -133,23 +143,6 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         raise UserError("--network_gbit is more than 0")
     rates = dataclasses.replace(cluster.rates, network_bytes=gbit * 1e9 / 8)
     return dataclasses.replace(cluster, rates=rates)
-
-
-def _legend(cluster: Cluster) -> str:
-    rates = cluster.rates
-    if rates is None:
-        speeds = "This GPU is not in the table: --gpu describes it."
-    elif rates.measured_at:
-        speeds = f"Times go by what was measured here on {rates.measured_at[:10]}."
-    else:
-        speeds = "Times are estimated from datasheets, the host's part guessed."
-    if cluster.nodes > 1 and rates is not None:
-        gbit = 8 * rates.network_bytes / 1e9
-        speeds += f" Between nodes each GPU has {gbit:g} Gbit/s: --network_gbit sets it."
-    return (
-        "GiB of the fullest process: all, state, activations, and other (copies, buffers, "
-        "CUDA and NCCL); likely: how much quicker and slower such runs were. " + speeds
-    )
 
 
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:

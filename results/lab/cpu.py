@@ -20,7 +20,7 @@ import checkout
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.record import Record, provenance, write_json
 from distributed_training.records.report import find_records
-from distributed_training.records.tables import step_s
+from distributed_training.records.tables import MS_A_STEP
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.parser import Parser
 
@@ -39,7 +39,7 @@ def entry(record: Record, timed: bool) -> dict[str, Any]:
         "processes": record.world_size,
         "config": asked,
         "peak_host_bytes": record.memory["peak_host_bytes"],
-        "step_time_s": step_s(record) if timed else None,
+        "step_time_s": MS_A_STEP.value(record) if timed else None,
     }
 
 

@@ -63,14 +63,12 @@ def test_losses_that_were_not_finite_are_gaps_and_without_any_there_is_no_line()
 def test_equal_records_give_equal_files_and_without_results_none(tmp_path):
     """Otherwise each regeneration would change the files that are committed."""
     folder = tmp_path / "new" / "plots"
-    nothing = build_sections([of_runs(made_record(finished=False))])
-    assert save_plots(nothing, folder) == []
+    assert save_plots(build_sections([of_runs(made_record(finished=False))]), folder) == []
     assert not folder.exists()
     names = save_plots(build_sections([of_runs(made_record())] * 2), folder)
     assert names == ["loss-1.png", "throughput-1.png", "loss-2.png", "throughput-2.png"]
     first, _, second, _ = [(folder / name).read_bytes() for name in names]
     assert first == second
-    assert first.startswith(b"\x89PNG")
 
 
 def test_curves_are_means_over_the_seeds(over_seeds):  # noqa: F811

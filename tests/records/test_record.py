@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import platform
 import subprocess
@@ -13,6 +14,7 @@ from distributed_training.records.record import (
     LOST,
     METRICS_FILE,
     RECORD_FILE,
+    Record,
     append_metrics,
     git_commit,
     is_alive,
@@ -23,16 +25,9 @@ from distributed_training.records.record import (
     truncate_metrics,
     write_json,
 )
-from tests.support import refused, started
-
-
-def test_a_record_starts_as_running_and_is_on_disk(tmp_path):
-    record = started(tmp_path)
-    assert json.loads((tmp_path / RECORD_FILE).read_text()) == record.values
-    state = load_record(tmp_path)
-    assert (state.status, state.error, state.finished_at) == ("running", None, None)
-    assert (state.hostname, state.pid) == (platform.node(), os.getpid())
-    assert datetime.fromisoformat(state.started_at).tzinfo == timezone.utc
+from distributed_training.settings.files import ROOT
+from results.lab.pages.columns import COLUMNS, table
+from tests.support import record_values, refused, started
 
 
 @pytest.mark.parametrize(
@@ -50,11 +45,16 @@ def test_what_is_no_record_is_refused(text, words, tmp_path):
         load_record(tmp_path)
 
 
-def test_a_run_is_alive_while_it_says_so_and_its_process_is_there(tmp_path):
+def test_a_record_is_on_disk_and_its_run_alive_while_it_says_so_and_its_process_is_there(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass
     record = started(tmp_path)
-    assert is_alive(load_record(tmp_path))
+    assert json.loads((tmp_path / RECORD_FILE).read_text()) == record.values
+    state = load_record(tmp_path)
+    assert (state.status, state.error, state.finished_at) == ("running", None, None)
+    assert (state.hostname, state.pid) == (platform.node(), os.getpid())
+    assert datetime.fromisoformat(state.started_at).tzinfo == timezone.utc
+    assert is_alive(state)
     for key, value in (
         ("status", "failed"), ("pid", process.pid), ("pid", None), ("hostname", "another-host"),
         ("started_at", "2020-01-01T00:00:00+00:00"),  # the number is another process's now
@@ -67,14 +67,10 @@ def test_a_run_is_alive_while_it_says_so_and_its_process_is_there(tmp_path):
 def test_writing_replaces_whole_files(tmp_path, monkeypatch):
     """What is renamed is complete, and until then the old file is there."""
     renamed = []
-
-    def read(*paths):
-        renamed.append([json.loads(path.read_text()) for path in paths])
-
     write_json(tmp_path / "a.json", {"x": 1})
-    monkeypatch.setattr("os.replace", read)
+    monkeypatch.setattr("os.replace", lambda *files: renamed.extend(f.read_text() for f in files))
     write_json(tmp_path / "a.json", {"x": 2})
-    assert renamed == [[{"x": 2}, {"x": 1}]]
+    assert list(map(json.loads, renamed)) == [{"x": 2}, {"x": 1}]
 
 
 def test_run_folders_are_named_and_never_shared(tmp_path, monkeypatch):
@@ -114,14 +110,12 @@ def test_a_diverged_run_has_a_record_that_is_json(tmp_path):
     nan, inf = float("nan"), float("inf")
     start_record(tmp_path, loss_curve=[[1, nan], (2, 0.5)], memory={"peak": -inf})
     append_metrics(tmp_path, [{"step": 1, "loss": nan, "grad_norm": inf}])
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    values = json.loads((tmp_path / RECORD_FILE).read_text(), parse_constant=refuse)
-    assert values["loss_curve"] == [[1, None], [2, 0.5]]
-    assert values["memory"] == {"peak": None}
-    row = json.loads((tmp_path / METRICS_FILE).read_text(), parse_constant=refuse)
+    record, row = (
+        json.loads((tmp_path / name).read_text(), parse_constant=pytest.fail)
+        for name in (RECORD_FILE, METRICS_FILE)
+    )
+    assert record["loss_curve"] == [[1, None], [2, 0.5]]
+    assert record["memory"] == {"peak": None}
     assert row == {"step": 1, "loss": None, "grad_norm": None}
 
 
@@ -162,3 +156,35 @@ def test_a_cause_stays_where_a_full_disk_had_no_room_to_note_it(tmp_path):
     (tmp_path / FAULTS_FILE).unlink()
     mark_stopped(tmp_path, "failed", "a process ended somehow", consequence=True)
     assert load_record(tmp_path).error == "rank 1: no room"
+
+
+def test_every_published_record_loads_and_fills_a_table():
+    """What was published loads as the schema says."""
+    documents = [json.loads(path.read_text()) for path in ROOT.glob("results/records/**/*.json")]
+    published = [values for values in documents if "schema_version" in values]
+    assert len(published) > 80
+    records = [Record.model_validate(values) for values in published]
+    for record, values in zip(records, published, strict=True):
+        batch = record.batch
+        cut = batch.micro_batch_size * batch.num_microbatches * batch.num_replicas
+        assert cut == batch.global_batch_size
+        assert math.prod(record.mesh.values()) == values["world_size"]
+        samples = min(batch.global_batch_size, record.data["num_train_samples"])
+        tokens = samples * values["config"]["max_length"] * record.data["real_token_share"]
+        seconds = record.performance["step_time_s"]["p50"]
+        assert record.performance["tokens_per_s"] * seconds == pytest.approx(tokens)
+    assert len(table(records, list(COLUMNS)).splitlines()) == len(records) + 2
+
+
+def test_version_1_is_read_by_its_names_and_nothing_is_lost():
+    old = record_values(schema_version=1, of_then=[1])
+    old["topology"] = {"dp_replicate": 1, "dp_shard": 4}  # the earliest had no tp and pp
+    batch = old["batch"]
+    batch["grad_accum_steps"], batch["dp_size"] = (
+        batch.pop(name) for name in ("num_microbatches", "num_replicas")
+    )
+    del old["mesh"]
+    record = Record.model_validate(old)
+    assert record.mesh == {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1}
+    assert (record.batch.num_microbatches, record.batch.num_replicas) == (2, 4)
+    assert Record.model_validate_json(record.model_dump_json()).of_then == [1]

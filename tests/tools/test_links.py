@@ -24,11 +24,6 @@ from tests.conftest import assert_ok, heavy_pool, light_pool
 from tests.support import refused
 
 
-def test_a_line_is_found_exactly():
-    points = [(size, 2e-5 + size / 5e9) for size in (2**10, 2**16, 2**24)]
-    assert fit_line(points) == pytest.approx((2e-5, 5e9, 0))
-
-
 @pytest.mark.parametrize(
     ("points", "latency"),
     [
@@ -37,7 +32,7 @@ def test_a_line_is_found_exactly():
         ([(10, 1e-3), (1000, 1.0)], 0.0),  # smaller is much quicker
     ],
 )
-def test_neither_figure_is_below_zero(points, latency):
+def test_neither_latency_nor_rate_is_below_zero(points, latency):
     found, rate, _ = fit_line(points)
     assert found == pytest.approx(latency)
     assert rate > 0
@@ -82,21 +77,15 @@ def test_four_processes_measure_every_group_of_their_mesh(tmp_path):
     assert (tmp_path / "links.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("typed", [("--num_gpus", "1"), ("--largest", "0")])
-def test_refusals(typed):
-    shown = light_pool().script(["links", *typed])
-    assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
-
-
-def test_a_mesh_that_does_not_divide_the_processes_is_refused():
+def test_refusals():
+    for typed in (("--num_gpus", "1"), ("--largest", "0")):
+        shown = light_pool().script(["links", *typed])
+        assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
     with refused("does not divide 3 processes"):
         mesh_of(argparse.Namespace(pp=1, dp_shard=1, tp=2), 3)
 
 
-QUICK = Link(ranks=(0, 1), hosts=("a", "a"), latency_s=30e-6, bytes_per_s=2e9)
-
-
-def test_every_pair_of_three_processes_is_measured():
+def test_every_pair_of_three_processes_is_measured_and_of_many_a_chain():
     result = heavy_pool().script(["doctor", "--nodes"], num_processes=3)
     assert_ok(result)
     summary, *links = result.stdout.splitlines()[:4]
@@ -105,11 +94,10 @@ def test_every_pair_of_three_processes_is_measured():
              for line in links]  # fmt: skip
     assert [(int(match[1]), int(match[2])) for match in found] == [(0, 1), (0, 2), (1, 2)]
     assert all(float(match[4]) > 0.01 for match in found)
-
-
-def test_many_processes_are_measured_in_a_chain():
-    assert pairs(3) == [(0, 1), (0, 2), (1, 2)]
     assert pairs(16) == list(itertools.pairwise(range(16)))
+
+
+QUICK = Link(ranks=(0, 1), hosts=("a", "a"), latency_s=30e-6, bytes_per_s=2e9)
 
 
 @pytest.mark.parametrize(

@@ -30,59 +30,51 @@ def ticks(spans):
     return {tick for begin, end in spans for tick in range(begin, end)}
 
 
-def shares(rank):
-    return {name: round(1e6 * seconds * rank.steps) for name, seconds in rank.seconds().items()}
+def check(rank, computing, talking, step):
+    """Seconds a step against ticks."""
+    assert {name: round(1e6 * each * rank.steps) for name, each in rank.seconds().items()} == {
+        "step": step,
+        "computing": len(computing),
+        "communicating": len(talking),
+        "exposed": len(talking - computing),
+        "neither": step - len(computing | talking),
+    }
 
 
-def test_on_a_gpu_kernels_of_all_streams_hide_those_of_nccl():
-    rng = random.Random(2)
-    for _ in range(100):
-        work, copies, sums, gathers = ([*drawn(rng), (0, 1)] for _ in range(4))
-        events = [event("ampere_sgemm", span, thread=rng.choice((7, 9))) for span in work]
-        events += [event("Memcpy HtoD", span, "gpu_memcpy") for span in copies]
-        events += [event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", span) for span in sums]
-        events += [event("ncclDevKernel_AllGather_RING_LL(x)", span) for span in gathers]
-        # What the process does meanwhile counts for nothing, its steps but for their number.
-        events += [event("aten::mm", (0, 500), "cpu_op"), event("nccl:all_reduce", (0, 500), "x")]
-        events += [event(f"ProfilerStep#{n}", (0, 9), "user_annotation") for n in (5, 6)]
-        rng.shuffle(events)
-        rank = read_trace({"traceEvents": events, "baseTimeNanoseconds": 5_000}, 0)
-        computing, talking = ticks(work + copies), ticks(sums + gathers)
-        assert shares(rank) == {
-            "step": max(computing | talking) + 1,
-            "computing": len(computing),
-            "communicating": len(talking),
-            "exposed": len(talking - computing),
-            "neither": max(computing | talking) + 1 - len(computing | talking),
-        }
-        assert {kind: length(spans) for kind, spans in rank.by_kind.items()} == {
-            "all-reduce": len(ticks(sums)),
-            "all-gather": len(ticks(gathers)),
-        }
-        assert rank.window[0] == 5
+@pytest.mark.parametrize("seed", range(50))
+def test_on_a_gpu_kernels_of_all_streams_hide_those_of_nccl(seed):
+    rng = random.Random(seed)
+    work, copies, sums, gathers = ([*drawn(rng), (0, 1)] for _ in range(4))
+    events = [event("ampere_sgemm", span, thread=rng.choice((7, 9))) for span in work]
+    events += [event("Memcpy HtoD", span, "gpu_memcpy") for span in copies]
+    events += [event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", span) for span in sums]
+    events += [event("ncclDevKernel_AllGather_RING_LL(x)", span) for span in gathers]
+    # What the process does meanwhile counts for nothing, its steps but for their number.
+    events += [event("aten::mm", (0, 500), "cpu_op"), event("nccl:all_reduce", (0, 500), "x")]
+    events += [event(f"ProfilerStep#{n}", (0, 9), "user_annotation") for n in (5, 6)]
+    rng.shuffle(events)
+    rank = read_trace({"traceEvents": events, "baseTimeNanoseconds": 5_000}, 0)
+    computing, talking = ticks(work + copies), ticks(sums + gathers)
+    check(rank, computing, talking, max(computing | talking) + 1)
+    found = {kind: length(spans) for kind, spans in rank.by_kind.items()}
+    assert found == {"all-reduce": len(ticks(sums)), "all-gather": len(ticks(gathers))}
+    assert rank.window[0] == 5
 
 
-def test_without_a_gpu_operators_of_all_threads_hide_those_of_gloo():
-    rng = random.Random(3)
-    for _ in range(100):
-        here, there, compiled, waits, sums = (drawn(rng) for _ in range(5))
-        events = [event("aten::addmm", span, "cpu_op", 1) for span in here]
-        events += [event("aten::mm", span, "cpu_op", 2) for span in there]
-        events += [event("## Call CompiledFxGraph f0", span, "cpu_op", 3) for span in compiled]
-        events += [event("_c10d_functional::wait_tensor", span, "cpu_op", 3) for span in waits]
-        events += [event("gloo:all_reduce", span, "user_annotation", 4) for span in sums]
-        events += [event("autograd::engine::evaluate_function", (0, 70), "cpu_op", 1)]
-        events += [event("ProfilerStep#5", (10, 60), "user_annotation", 1), {"ph": "M"}]
-        rank, step = read_trace({"traceEvents": events}, 0), set(range(10, 60))
-        computing = (ticks(here + there) | (ticks(compiled) - ticks(waits))) & step
-        talking = ticks(sums) & step
-        assert shares(rank) == {
-            "step": 50,
-            "computing": len(computing),
-            "communicating": len(talking),
-            "exposed": len(talking - computing),
-            "neither": len(step - computing - talking),
-        }
+@pytest.mark.parametrize("seed", range(50))
+def test_without_a_gpu_operators_of_all_threads_hide_those_of_gloo(seed):
+    rng = random.Random(seed)
+    here, there, compiled, waits, sums = (drawn(rng) for _ in range(5))
+    events = [event("aten::addmm", span, "cpu_op", 1) for span in here]
+    events += [event("aten::mm", span, "cpu_op", 2) for span in there]
+    events += [event("## Call CompiledFxGraph f0", span, "cpu_op", 3) for span in compiled]
+    events += [event("_c10d_functional::wait_tensor", span, "cpu_op", 3) for span in waits]
+    events += [event("gloo:all_reduce", span, "user_annotation", 4) for span in sums]
+    events += [event("autograd::engine::evaluate_function", (0, 70), "cpu_op", 1)]
+    events += [event("ProfilerStep#5", (10, 60), "user_annotation", 1), {"ph": "M"}]
+    step = set(range(10, 60))
+    computing = (ticks(here + there) | (ticks(compiled) - ticks(waits))) & step
+    check(read_trace({"traceEvents": events}, 0), computing, ticks(sums) & step, 50)
 
 
 def test_operations_by_name():
