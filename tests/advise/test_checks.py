@@ -7,22 +7,12 @@ import shutil
 import subprocess
 import sysconfig
 import time
-from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from distributed_training.advise import checks
-from distributed_training.advise.checks import (
-    built_extensions,
-    check_disk,
-    check_extensions,
-    check_gpus,
-    check_memory,
-    check_packages,
-    check_settings,
-    check_shared_memory,
-)
 from distributed_training.advise.cluster import this_machine
 from distributed_training.advise.rank import what_fits
 from distributed_training.models.gpt2 import SIZES
@@ -50,20 +40,23 @@ def suggest(plan):
 
 
 def check_fit(plan):
-    check_memory(predict(plan, None), suggest)
+    checks.check_memory(predict(plan, None), suggest)
 
 
 def with_gpus(**changes):
     return dataclasses.replace(GPU_MACHINE, **changes)
 
 
+SMALL = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
+
+
 def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
     for strategy in ("dp", "zero3", "offload"):  # which swap no parameters
-        check_settings(draft(tmp_path, strategy, model="gpt2-xl"))
-    check_settings(draft(tmp_path, "infinity", model="gpt2-tiny"))
-    check_settings(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
+        checks.check_settings(draft(tmp_path, strategy, model="gpt2-xl"))
+    checks.check_settings(draft(tmp_path, "infinity", model="gpt2-tiny"))
+    checks.check_settings(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
     with refused("model='gpt2-medium' needs a GPU", "overwrites", "set model to gpt2-tiny"):
-        check_settings(draft(tmp_path, "infinity", model="gpt2-medium"))
+        checks.check_settings(draft(tmp_path, "infinity", model="gpt2-medium"))
 
 
 def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
@@ -72,28 +65,27 @@ def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name)
     )
-    check_packages(draft(tmp_path, "fsdp"))
+    checks.check_packages(draft(tmp_path, "fsdp"))
     with refused("deepspeed is not installed", "'zero1' needs it", "-r requirements.txt"):
-        check_packages(draft(tmp_path, "zero1"))
+        checks.check_packages(draft(tmp_path, "zero1"))
     with refused("log_to='mlflow' needs it", "pip install mlflow"):
-        check_packages(draft(tmp_path, "fsdp", log_to="mlflow"))
+        checks.check_packages(draft(tmp_path, "fsdp", log_to="mlflow"))
 
 
 def test_no_more_processes_than_gpus(tmp_path):
-    check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=4))
-    check_gpus(draft(tmp_path, machine=CPU_MACHINE, num_processes=64))
+    checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=4))
+    checks.check_gpus(draft(tmp_path, machine=CPU_MACHINE, num_processes=64))
     # Those on other machines do not count.
-    check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=8, here=4))
+    checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=8, here=4))
     with refused("5 processes", "has 4 GPUs", "--num_gpus 4"):
-        check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=5))
+        checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=5))
     with refused("has 1 GPU;"):
-        check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=1), num_processes=2))
+        checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=1), num_processes=2))
 
 
 def test_what_is_predicted_must_fit_the_gpu(tmp_path):
     """gpt2-xl: 1.5576e9 parameters at 16 bytes are 23.2 GiB; over 4 GPUs zero3 needs 5.8."""
-    small = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
-    xl = {"model": "gpt2-xl", "precision": "bf16", "machine": small, "num_processes": 4}
+    xl = {"model": "gpt2-xl", "precision": "bf16", "machine": SMALL, "num_processes": 4}
     with refused("gpt2-xl under dp needs", "Small has 16.0 GiB", "set strategy=", "--force"):
         check_fit(draft(tmp_path, "dp", **xl))
     for strategy in ("zero3", "offload"):
@@ -106,8 +98,7 @@ def test_what_is_predicted_must_fit_the_gpu(tmp_path):
 @pytest.mark.parametrize("strategy", ["zero2", "pp"])
 def test_what_a_refusal_suggests_fits(strategy, tmp_path):
     """A batch too large by far, on four GPUs of 16 GiB."""
-    small = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
-    words = {"machine": small, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
+    words = {"machine": SMALL, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
     uncut = {"micro_batch_size": 64}
     large = draft(tmp_path, strategy, **uncut, **words)
     suggested = suggest(large)
@@ -156,14 +147,9 @@ def test_host_memory_boundary_is_the_prediction(strategy, machine, per_parameter
 
 
 def free_disk(monkeypatch, num_bytes):
-    asked = []
-
-    def disk_usage(folder):
-        asked.append(Path(folder))
-        return SimpleNamespace(free=num_bytes)
-
-    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    return asked
+    usage = Mock(return_value=SimpleNamespace(free=num_bytes))
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    return usage
 
 
 @pytest.mark.parametrize(
@@ -178,21 +164,21 @@ def free_disk(monkeypatch, num_bytes):
 def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
     needed = per_parameter * SIZES["gpt2"].num_parameters
     asked = free_disk(monkeypatch, needed)
-    check_disk(draft(tmp_path, model="gpt2", **config))
-    assert asked == [tmp_path]  # the nearest folder that exists
+    checks.check_disk(draft(tmp_path, model="gpt2", **config))
+    asked.assert_called_once_with(tmp_path)  # the nearest folder that exists
     if needed:
         free_disk(monkeypatch, needed - 1)
         with refused(f"{tmp_path} has", "GiB free", "checkpoint_every to 0"):
-            check_disk(draft(tmp_path, model="gpt2", **config))
+            checks.check_disk(draft(tmp_path, model="gpt2", **config))
 
 
 def test_deepspeed_without_gpus_needs_shared_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path)
     free_disk(monkeypatch, 64 * 2**20)  # a container's own
     with refused("64 MiB free", "132 MiB", "--shm-size=1g"):
-        check_shared_memory(draft(tmp_path, "zero2"))
-    check_shared_memory(draft(tmp_path, "zero2", GPU_MACHINE))
-    check_shared_memory(draft(tmp_path, "dp"))
+        checks.check_shared_memory(draft(tmp_path, "zero2"))
+    checks.check_shared_memory(draft(tmp_path, "zero2", GPU_MACHINE))
+    checks.check_shared_memory(draft(tmp_path, "dp"))
 
 
 def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
@@ -201,13 +187,13 @@ def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
     here = draft(tmp_path, "infinity", model="gpt2", checkpoint_every=0)
     free_disk(monkeypatch, 23 * SIZES["gpt2"].num_parameters)  # 4 for runs, 20 for offload
     with refused(f"{tmp_path / 'runs'} and {tmp_path / 'offload'}", "GiB free"):
-        check_disk(here)
+        checks.check_disk(here)
     free_disk(monkeypatch, 24 * SIZES["gpt2"].num_parameters)
-    check_disk(here)
+    checks.check_disk(here)
 
 
 def test_extensions_that_are_built():
-    """By their names in DeepSpeed, which reduces through shared memory where there are no GPUs."""
+    """By their names in DeepSpeed, which has its own reduction where there are no GPUs."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
@@ -220,18 +206,18 @@ def test_extensions_that_are_built():
     }.items():
         names = [builder().name for builder in builders]
         strategy = named_strategy(name)
-        assert built_extensions(strategy, CPU_MACHINE) == names
-        assert built_extensions(strategy, GPU_MACHINE) == names[:-1]
+        assert checks.built_extensions(strategy, CPU_MACHINE) == names
+        assert checks.built_extensions(strategy, GPU_MACHINE) == names[:-1]
 
 
 def test_no_compiler(tmp_path, monkeypatch):
     """DeepSpeed compiles its own all-reduce, whatever the strategy, where there is no GPU."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    check_extensions(draft(tmp_path, "fsdp"))
-    check_extensions(draft(tmp_path, "zero3", GPU_MACHINE))
+    checks.check_extensions(draft(tmp_path, "fsdp"))
+    checks.check_extensions(draft(tmp_path, "zero3", GPU_MACHINE))
     for strategy, machine in (("offload", GPU_MACHINE), ("zero3", CPU_MACHINE)):
         with refused("no no-such-compiler", "apt-get install g++", "dp, fsdp"):
-            check_extensions(draft(tmp_path, strategy, machine))
+            checks.check_extensions(draft(tmp_path, strategy, machine))
 
 
 def make_lock(folder):
@@ -248,14 +234,14 @@ def test_a_stale_lock_is_found_in_torchs_cache_unless_a_build_runs(tmp_path, mon
     version = sysconfig.get_python_version().replace(".", "")
     cache = tmp_path / ".cache" / "torch_extensions"
     make_lock(cache / "py27_cpu" / "cpu_adam")  # another Python's is not ours
-    check_extensions(draft(tmp_path, "offload"))
+    checks.check_extensions(draft(tmp_path, "offload"))
     folder = cache / f"py{version}_cpu" / "cpu_adam"
     make_lock(folder)
     build = subprocess.Popen(["sleep", "60"], cwd=folder)
     try:
-        check_extensions(draft(tmp_path, "offload"))
+        checks.check_extensions(draft(tmp_path, "offload"))
     finally:
         build.kill()
         build.wait()
     with refused(str(folder / "lock"), "no process here builds"):
-        check_extensions(draft(tmp_path, "offload"))
+        checks.check_extensions(draft(tmp_path, "offload"))

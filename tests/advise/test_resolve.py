@@ -107,12 +107,10 @@ def test_missing_weights_are_pointed_out(stocked_hub, monkeypatch):
 
 def test_learning_rate_follows_the_weights():
     for rate, config in {
-        3e-3: {"model": "gpt2-tiny"},
-        3e-4: {"model": "gpt2"},
-        5e-5: {"model": "gpt2", "weights": "some/folder"},
-        0.0: {"model": "gpt2", "learning_rate": 0.0},
-    }.items():
-        assert decide(**config)[0].config.learning_rate == rate
+        3e-3: {"model": "gpt2-tiny"}, 3e-4: {}, 5e-5: {"weights": "some/folder"},
+        2e-4: {"lora_rank": 4}, 0.0: {"learning_rate": 0.0},
+    }.items():  # fmt: skip
+        assert decide(**{"model": "gpt2", **config})[0].config.learning_rate == rate
 
 
 OLD = gpu(compute_capability=(7, 5), gpu_name="Old")

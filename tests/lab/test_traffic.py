@@ -1,4 +1,5 @@
-"""Formulas for bytes on the wire: against the published counts, and as READMEs quote them."""
+"""Formulas for bytes on the wire: against published counts, and as documents quote them; tables of
+smaller and fewer exchanges."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed_training.advise.make import draft_plan
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.plan.topology import Topology
-from distributed_training.predict.traffic import Formulas, sent_bytes
+from distributed_training.predict.traffic import Formulas, sent_by_axis, sent_bytes
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.strategies import load_strategy
+from distributed_training.settings.strategies import load_strategy, strategy_options
+from results.lab import exchanges, slow_links
+from results.lab.exchanges import PLAN
 from results.lab.traffic import Traffic
 from tests.support import CPU_MACHINE, cpu_topology
 
@@ -46,17 +49,6 @@ def test_published_counts_are_what_the_formulas_say(name, tmp_path, monkeypatch)
         total = formulas_of(config, case["processes"], rank["rank"]).total()
         expected = {" ".join(key): bytes_ for key, bytes_ in total.items() if bytes_}
         assert {key: row["tensor_bytes"] for key, row in rank["counted"].items()} == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "members", "expected"),
-    [
-        ("all_reduce", 4, 150), ("all_gather", 4, 75), ("reduce_scatter", 2, 50),
-        ("send", 2, 100), ("all_reduce", 1, 0),
-    ],
-)  # fmt: skip
-def test_shares_of_a_ring(kind, members, expected):
-    assert sent_bytes(kind, 100, members) == expected
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +126,27 @@ def test_worked_examples(folder, said, processes, rank, axes, words):
             sent += sent_bytes(kind, tensor_bytes, 2 if axis == "pp" else mesh[axis])
     text = " ".join((ROOT / "strategies" / folder / "README.md").read_text().split())
     assert said.format(sent / (2**20 if "MiB" in said else 2**30)) in text
+
+
+LOSSES, TIMES = (
+    json.loads((ROOT / f"results/records/{name}/gpt2-tiny.json").read_text())
+    for name in ("cpu-exchanges", "cpu-slow-links")
+)
+
+
+def test_the_tables_are_the_runs():
+    assert LOSSES["after_training"] == exchanges.summarise(LOSSES["runs"])
+    assert LOSSES["cases"] == PLAN["cases"]
+    assert TIMES["seconds_a_step"] == slow_links.summarise(TIMES["rates"])
+    assert TIMES["cases"] == {name: PLAN["cases"][name] for name in slow_links.CASES}
+    assert LOSSES["base"] == TIMES["base"] == PLAN["common"]
+
+
+@pytest.mark.parametrize("name", PLAN["cases"])
+def test_bytes_are_the_formulas(name):
+    config = build_config({**PLAN["common"], **PLAN["cases"][name]}, options=strategy_options)
+    sent = sum(sent_by_axis(draft_plan(config, CPU_MACHINE, 2, 2)).values())
+    assert {found["sent_bytes_a_step"] for found in LOSSES["runs"][name].values()} == {sent}
+    if name in slow_links.CASES:
+        for cases in TIMES["rates"].values():  # the interface counts headers, too
+            assert 1.03 < cases[name]["counted_bytes"] / sent < 1.07
