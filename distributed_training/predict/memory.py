@@ -188,13 +188,26 @@ class _Process(Formulas):
     def _while_computing(self) -> dict[str, float]:
         parts = self._state()
         blocks, logits = self._activations()
+        zero_stage = self.strategy.zero_stage
         # Those that stay are in DDP's buckets, in ZeRO-3's flat buffer, or of micro-batches before.
-        in_buffer = self.has_buckets or self.strategy.zero_stage == 3
-        if not in_buffer and self.micro_batches == 1:
+        if not self.has_buckets and zero_stage != 3 and self.micro_batches == 1:
             parts["gradients"] = 0
-        # Buckets fill when the loss has gone backward, and its logits are gone.
-        parts["buffers"] += max(0, self._zero_buckets() - logits)
-        return parts | {"activations": blocks + self._end_bytes(), "logits": logits}
+        if zero_stage in (1, 2) and self.pp == 1:
+            # DeepSpeed's two buckets of gradients, of which one fills while the other is reduced,
+            # when the loss has gone backward, and its logits are gone.
+            bucket = min(self._zero_option("reduce_bucket_size", 5e8), self.learning)
+            parts["buffers"] += max(0, 2 * self.width * bucket - logits)
+        # Around the blocks: on the last stage input and output of the last norm, the gradient of
+        # one, and of the output layer's weight; on the first the embedding's gradient.
+        embedding = 0 if self.frozen else self.embedding
+        if self.last:
+            blocks += self.hidden * (self.between + 2) + self.width * embedding
+        if self.pp > 1:
+            # torch has a buffer for each message of a step that this process receives.
+            blocks += self.edges * self.micro_batches * self.hidden * self.between
+            if self.first:
+                blocks += 4 * embedding
+        return parts | {"activations": blocks, "logits": logits}
 
     def _at_the_update(self) -> dict[str, float]:
         """All gradients and what the update itself needs."""
@@ -210,14 +223,20 @@ class _Process(Formulas):
             parts["buffers"] += (4 + self.width) * self.learning / self.shards
         return parts
 
+    def _zero_option(self, name: str, default: float) -> float:
+        return float(self.strategy.document["zero_optimization"].get(name, default))
+
     def _state(self) -> dict[str, float]:
         """Parameters, gradients, optimizer state, their copies and the buffers that stay."""
         config = self.config
         state = _state_of(self)
         parts: dict[str, float] = {part: state.get(part, 0) for part in COMPONENTS}
-        if self.strategy.traits.rounded_weights:
-            parts["copies"] = self._gathered_by_zero3()
-        elif self.pp > 1:
+        if self.strategy.zero_stage == 3:
+            # What it has of other processes' parameters, or of those on the host or a disk.
+            most = min(self._zero_option("stage3_max_live_parameters", 1e9), self.parameters)
+            share = 1 if self.strategy.fetches_parameters else 1 - 1 / self.shards
+            parts["copies"] = self.width * most * share
+        elif self.pp > 1 and not self.strategy.traits.rounded_weights:
             # What counts as parameters above: shards, and what is gathered or rounded.
             shard = (self.width if self.frozen else 4) * self.parameters / self.shards
             parts["copies"] = parts["parameters"] - shard
@@ -230,7 +249,7 @@ class _Process(Formulas):
             parts["copies"] = self.width * (self.around + blocks)
             each = self.learning / num_blocks if self.frozen else block
             parts["buffers"] = 4 * each  # whole gradients on their way to a reduce-scatter
-        elif self.width == 2:
+        elif self.width == 2 and not self.strategy.traits.rounded_weights:
             # Rounded weights, kept for the backward pass where it does not round them again.
             rounded = self.parameters
             if self.frozen:
@@ -241,38 +260,6 @@ class _Process(Formulas):
         if self.has_buckets and self.micro_batches > 1:
             parts["buffers"] += parts["gradients"]  # summed beside the buckets until the last one
         return parts
-
-    def _gathered_by_zero3(self) -> float:
-        """What ZeRO-3 has of other processes' parameters, or of those on the host or a disk."""
-        strategy = self.strategy
-        if strategy.zero_stage < 3:
-            return 0
-        most = strategy.document["zero_optimization"].get("stage3_max_live_parameters", 1e9)
-        share = 1 if strategy.fetches_parameters else 1 - 1 / self.shards
-        return self.width * min(most, self.parameters) * share
-
-    def _zero_buckets(self) -> float:
-        """DeepSpeed's two buckets of gradients: one fills while the other is reduced."""
-        strategy = self.strategy
-        if strategy.zero_stage not in (1, 2) or self.pp > 1:
-            return 0
-        bucket = strategy.document["zero_optimization"].get("reduce_bucket_size", 5e8)
-        return 2 * self.width * float(min(bucket, self.learning))
-
-    def _end_bytes(self) -> float:
-        """Around the blocks: on the last stage input and output of the last norm, the gradient of
-        one, and of the output layer's weight; messages of a pipeline; on the first the embedding's
-        gradient."""
-        embedding = 0 if self.frozen else self.embedding
-        found = 0.0
-        if self.last:
-            found = self.hidden * (self.between + 2) + self.width * embedding
-        if self.pp > 1:
-            # torch has a buffer for each message of a step that this process receives.
-            found += self.edges * self.micro_batches * self.hidden * self.between
-            if self.first:
-                found += 4 * embedding
-        return found
 
     def block_bytes(self, checkpointing: str) -> float:
         """What one block keeps of one micro-batch for its backward pass."""

@@ -88,10 +88,18 @@ class Work(Shapes):
         step_host, waits = self._host_step(process)
         launching = 0.0
         if not graph:
-            blocks = max(process.num_blocks for process in self.processes)
+            blocks = max(each.num_blocks for each in self.processes)
             launching = self._host_block() * blocks * self.micro_batches + step_host
         gpu = phase + data + update
-        offload, disk = self._away()
+        # Seconds of an optimizer on the host, and of files.
+        offload = 0.0
+        disk = 0.0
+        share = max(each.learning for each in self.processes) / self.shards
+        if self.strategy.swaps_to_disk:
+            together = share * min(self.node_size, self.plan.num_processes)  # one disk a node
+            disk = SWAPPED_BYTES * together / rates.disk_bytes
+        elif self.strategy.steps_on_host:
+            offload = rates.host_adam_s * (share * min(self.node_size, self.shards))
         total = gpu + launching if rates.on_host else max(gpu, launching)
         total += waits
         total += offload + disk
@@ -278,17 +286,6 @@ class Work(Shapes):
             return seconds
         beside = min(seconds, computing)  # of each micro-batch's passes
         return FITTED.interference * beside + seconds - beside
-
-    def _away(self) -> tuple[float, float]:
-        """Seconds of an optimizer on the host, and of files."""
-        share = max(process.learning for process in self.processes) / self.shards
-        if self.strategy.swaps_to_disk:
-            together = share * min(self.node_size, self.plan.num_processes)  # one disk a node
-            return 0.0, SWAPPED_BYTES * together / self.rates.disk_bytes
-        if self.strategy.steps_on_host:
-            together = share * min(self.node_size, self.shards)
-            return self.rates.host_adam_s * together, 0.0
-        return 0.0, 0.0
 
     def _launching(self) -> dict[tuple[str, int], float]:
         """Seconds in which the host launches each kind of operation of each stage."""

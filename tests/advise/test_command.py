@@ -20,18 +20,9 @@ from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 
 OWN = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 FIELDS = [
-    "strategy",
-    "axes",
-    "schedule",
-    "micro_batch_size",
-    "num_microbatches",
-    "fits",
-    "memory_bytes",
-    "step_time_s",
-    "tokens_per_s",
-    "likely_s",
-    "likely_bytes",
-]
+    "strategy", "axes", "schedule", "micro_batch_size", "num_microbatches", "fits", "memory_bytes",
+    "step_time_s", "tokens_per_s", "likely_s", "likely_bytes",
+]  # fmt: skip
 
 
 def plan(monkeypatch, *words):
