@@ -168,15 +168,6 @@ function recomputed(schedule, kept) {
   return schedule.withOrders(orders, Fraction.parse(kept).toNumber());
 }
 
-class DeadlockError extends RuleError {
-  // circle: [{rank, text of its next operation, need}], each rank waiting for the next one.
-  constructor(circle) {
-    const steps = circle.map(({ rank, text, need }) => `rank ${rank} is at ${text}, which needs ${need}`);
-    super(`deadlock: ${steps.join("; ")}`);
-    this.circle = circle;
-  }
-}
-
 // Durations as fractions, by a stage's place in the model. `scale` has a factor for each equal share
 // of the layers, a stage the mean of what it has of each; with v stages a rank a stage is 1/v of the
 // work.
@@ -253,7 +244,8 @@ function simulate(schedule, costs) {
   return { schedule, costs, tick: tick.toNumber(), c, starts, ends, bounds, sequence, last };
 }
 
-// Follow what each stuck rank waits for until a rank comes up again.
+// Follow what each stuck rank waits for until a rank comes up again. The error's cause is the circle:
+// [{rank, text of its next operation, need}].
 function deadlock(schedule, ends, done) {
   const path = [];
   let rank = schedule.orders.findIndex((order, r) => ends[r].length < order.length);
@@ -264,7 +256,9 @@ function deadlock(schedule, ends, done) {
     path.push({ rank, text, need });
     ({ rank } = schedule.places.get(need));
   }
-  return new DeadlockError(path.slice(path.findIndex((step) => step.rank === rank)));
+  const circle = path.slice(path.findIndex((step) => step.rank === rank));
+  const steps = circle.map((at) => `rank ${at.rank} is at ${at.text}, which needs ${at.need}`);
+  return new RuleError(`deadlock: ${steps.join("; ")}`, { cause: circle });
 }
 
 function moved(schedule, { rank, from, to }) {
@@ -283,10 +277,11 @@ function judge(timeline, move, memory = Infinity) {
   try {
     after = simulate(moved(schedule, move), costs);
   } catch (error) {
-    if (!(error instanceof DeadlockError)) throw error;
-    const [{ text, need }] = error.circle;
-    if (error.circle.length === 1) return illegal(`${text} needs ${need}, which this rank would run later.`);
-    const steps = error.circle.map((at) => `Rank ${at.rank} is at ${at.text} and needs ${at.need}.`);
+    const circle = error.cause;
+    if (!circle) throw error;
+    const [{ text, need }] = circle;
+    if (circle.length === 1) return illegal(`${text} needs ${need}, which this rank would run later.`);
+    const steps = circle.map((at) => `Rank ${at.rank} is at ${at.text} and needs ${at.need}.`);
     return illegal(`the ranks would wait for each other. ${steps.join(" ")}`);
   }
   const held = peakActivations(after)[move.rank];

@@ -79,7 +79,7 @@ class Browser:
         message = json.loads(line)
         method, parameters = message.get("method"), message.get("params", {})
         if method == "Runtime.exceptionThrown":
-            self.errors.append(parameters["exceptionDetails"]["exception"]["description"])
+            self.errors.append(str(parameters["exceptionDetails"]))
         if method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
             self.errors.append(parameters["entry"]["text"])
         if method == "Runtime.consoleAPICalled" and parameters["type"] == "error":
@@ -88,19 +88,16 @@ class Browser:
 
     def open(self, path, hash_="", *, width=1000, height=900, dark=False):
         """Load a file anew in a window of this size."""
-        self.resize(width, height, dark)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height,
+                  deviceScaleFactor=1, mobile=False)  # fmt: skip
         self.open_url(path.as_uri() + hash_)
 
     def open_url(self, url):
         self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && window.explorer !== undefined")
-
-    def resize(self, width, height, dark):
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.send("Emulation.setEmulatedMedia", features=[scheme])
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height,
-                  deviceScaleFactor=1, mobile=False)  # fmt: skip
 
     def js(self, expression):
         """The value of an expression, a promise's result too."""

@@ -10,13 +10,7 @@ for (const [, path] of page.matchAll(/<script src="([^"]+)"/g)) {
   if (path.endsWith("/main.js")) continue; // needs a document
   runInThisContext(readFileSync(new URL(path, TUTORIAL), "utf8"), { filename: path });
 }
-const {
-  RuleError, SCHEDULES, criticalPath, evaluate, fromCsv, itemText, judge, readTrace, run, searchedFor,
-  toCsv, gradients,
-} = runInThisContext(`({
-  RuleError, SCHEDULES, criticalPath, evaluate, fromCsv, itemText, judge, readTrace, run, searchedFor,
-  toCsv, gradients: { buildModel, buildTask, exactGradients, trainAlong, WIDTH, ROWS },
-})`);
+// What a script declares, such as run and SCHEDULES, is there for every later one, and for this one.
 
 const answer = {
   // The formula of a rank's idle time: where it holds, beside what is simulated.
@@ -68,11 +62,10 @@ const answer = {
   },
 
   exact({ numStages, microbatch, batchSize }) {
-    const { WIDTH, ROWS } = gradients;
-    const model = gradients.buildModel(numStages);
-    const { x, wanted } = gradients.buildTask()(microbatch);
+    const model = buildModel(numStages);
+    const { x, wanted } = buildTask()(microbatch);
     const plain = ({ U, V }) => ({ U: [...U], V: [...V] });
-    const { gradients: found, loss } = gradients.exactGradients(model, { x, wanted }, batchSize);
+    const { gradients: found, loss } = exactGradients(model, { x, wanted }, batchSize);
     return {
       sizes: { WIDTH, ROWS }, weights: model.map(plain), x: [...x], wanted: [...wanted],
       gradients: found.map(plain), loss,
@@ -80,7 +73,7 @@ const answer = {
   },
 
   train({ name, chosen, learningRate }) {
-    return gradients.trainAlong(run(name, chosen), learningRate);
+    return trainAlong(run(name, chosen), learningRate);
   },
 };
 
