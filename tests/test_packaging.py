@@ -85,12 +85,9 @@ def test_what_the_tutorial_imports_is_in_its_requirements_as_here():
 )
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
 def test_what_is_declared_is_pinned_once_within_its_range(declared, file, python):
+    here = {"python_version": python}
     wanted, pinned = (
-        [
-            each
-            for each in found
-            if not each.marker or each.marker.evaluate({"python_version": python})
-        ]
+        [each for each in found if not each.marker or each.marker.evaluate(here)]
         for found in (requirements(declared), listed(file))
     )
     ranges = {canonicalize_name(each.name): each.specifier for each in wanted}

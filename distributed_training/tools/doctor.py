@@ -189,12 +189,11 @@ def launching() -> Iterator[Finding]:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
+        reachable = not address.startswith("127.")
+        text = f"{name} is {address}" + ("" if reachable else ": other nodes could not reach it")
+        yield check(reachable, "host", text, "on several nodes give --rdzv_endpoint an address")
     except OSError:
         yield warn("host", f"the name {name} does not resolve", f"add {name} to /etc/hosts")
-        return
-    reachable = not address.startswith("127.")
-    text = f"{name} is {address}" + ("" if reachable else ": other nodes could not reach it")
-    yield check(reachable, "host", text, "on several nodes give --rdzv_endpoint an address")
     up = [n for n, stats in psutil.net_if_stats().items() if stats.isup and n != "lo"]
     text = f"interfaces {', '.join(sorted(up)) or 'none'}"
     if set_to := os.environ.get("NCCL_SOCKET_IFNAME"):

@@ -72,14 +72,10 @@ def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_diffe
 
 
 def test_a_run_that_did_not_end_says_how_far_it_came():
-    here = {"status": "running", "hostname": platform.node(), "pid": None}
-    for changes, shown in (
-        ({}, "ok"),
-        ({"status": "interrupted", "step": 12}, "interrupted 12/64"),
-        ({**here, "hostname": "elsewhere", "step": 3}, "running 3/64"),
-        ({**here, "step": 3}, "killed 3/64"),
-    ):
-        assert status(made_record(**changes)) == shown
+    here = {"status": "running", "hostname": platform.node(), "pid": None, "step": 3}
+    assert status(made_record(status="interrupted", step=12)) == "interrupted 12/64"
+    assert status(made_record(**here)) == "killed 3/64"
+    assert status(made_record(**{**here, "hostname": "elsewhere"})) == "running 3/64"
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,6 @@ def test_throughput_and_mfu_by_hand():
     ("name", "peak"),
     [
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA RTX 6000 Ada Generation", 364.2e12),
         # These only begin like a known one.
         ("Quadro RTX 6000", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of one
