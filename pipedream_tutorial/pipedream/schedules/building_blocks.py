@@ -76,14 +76,18 @@ def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
     """(slot, the I that it belongs to) of each W: in the free slots, those of I_UP first."""
     taken = {slot: kind for kind, line in enumerate(own) for slot in line}
     waiting = {I_UP: 0, I_DOWN: 0}
-    for slot in range(max(taken) + 1 + len(taken)):
+    left = 2 * len(own[I_UP])
+    slot = own[I_UP][0]
+    while left:
         kind = taken.get(slot)
         if kind in waiting:
             waiting[kind] += 1
-        elif kind is None and any(waiting.values()):
+        elif kind is None and (waiting[I_UP] or waiting[I_DOWN]):
             first = I_UP if waiting[I_UP] else I_DOWN
             waiting[first] -= 1
+            left -= 1
             yield slot, first
+        slot += 1
 
 
 def _pull(slots: Slots) -> None:
@@ -151,6 +155,11 @@ class _Line:
         for slot in range(earliest, old):
             if self.kinds[slot] is None:
                 self.kinds[old], self.kinds[slot] = None, kind
+                if self.with_weights:  # then no other W moves
+                    by = {W: (-1, -1), I_UP: (0, 1), I_DOWN: (0, 1)}.get(kind, (1, 0))
+                    self.held[slot:old] = [held + by[0] for held in self.held[slot:old]]
+                    self.waiting[slot:old] = [count + by[1] for count in self.waiting[slot:old]]
+                    return slot
                 if self._replay(slot, old, limit):
                     return slot
                 self.kinds[old], self.kinds[slot] = kind, None

@@ -107,8 +107,9 @@ class Schedule:
     def known(self) -> dict[Key, set[int]]:
         """(kind, stage) -> the microbatches that some rank runs it for."""
         found: dict[Key, set[int]] = defaultdict(set)
-        for kind, stage, i in self.ops():
-            found[kind, stage].add(i)
+        for own in self.runs:
+            for key, line in own.items():
+                found[key].update(line)
         return dict(found)
 
     @cached_property

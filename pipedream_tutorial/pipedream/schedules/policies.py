@@ -100,12 +100,11 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
     backward: dict[int, int] = {}
     staleness: dict[int, int] = {}
     in_use: dict[int, int] = {}  # version -> microbatches in flight that run with it
-    live: list[tuple[Op, int]] = []
+    live: list[int] = []
     updates = 0
-    upcoming = [op.microbatch for op in ops if op.kind == FORWARD]
+    upcoming = [i for kind, _, i in ops if kind == FORWARD]
     to_do = Counter(i // m for i in upcoming)
-    for op in ops:
-        kind, _, i = op
+    for kind, _, i in ops:
         if kind == FORWARD:
             version = forward[i] = policy.forward_version(updates, i, m, p)
             if version > updates:
@@ -121,10 +120,15 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             in_use[version] -= 1
             if not in_use[version]:
                 del in_use[version]
-            staleness[i] = (i if policy.per_microbatch else i // m) - version
-            to_do[i // m] -= 1
-            if policy.per_microbatch or to_do[i // m] == 0:
+            if policy.per_microbatch:
+                staleness[i] = i - version
                 updates += 1
+            else:
+                batch = i // m
+                staleness[i] = batch - version
+                to_do[batch] -= 1
+                if not to_do[batch]:
+                    updates += 1
         kept = 1
         if policy.stashed:  # the newest, those in use, and those that are still to be read
             oldest = updates
@@ -132,5 +136,10 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
                 oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)
             # None in use is newer than the one to be read next: it stands in `in_use` or is added.
             kept = updates + 1 - oldest + len(in_use) - (oldest in in_use)
-        live.append((op, kept))
-    return WeightUse(forward=forward, backward=backward, staleness=staleness, live=tuple(live))
+        live.append(kept)
+    return WeightUse(
+        forward=forward,
+        backward=backward,
+        staleness=staleness,
+        live=tuple(zip(ops, live, strict=True)),
+    )

@@ -50,24 +50,24 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
         )
     ranks = schedule.ranks()
     wanted = Needs(schedule)
-    programs: list[list[Step]] = []
+    programs = []
     for rank, order in enumerate(schedule.flat):
-        actions: list[Action] = []
+        steps: list[Step] = []
         for op in order:
-            needs = [need for need in wanted.of(op) if ranks[need] != rank]
-            actions += [Action(RECV, need, ranks[need]) for need in needs]
-            actions.append(Action(RUN, op, rank))
+            for need in wanted.of(op):
+                peer = ranks[need]
+                if peer == rank:
+                    continue
+                receive = Action(RECV, need, peer)
+                before = steps[-1] if steps else ()
+                if paired and len(before) == 1 and before[0][::2] == (SEND, peer):
+                    steps[-1] = (*before, receive)
+                else:
+                    steps.append((receive,))
+            steps.append((Action(RUN, op, rank),))
             peer = rank + 1 if op.kind == FORWARD else rank - 1
             if op.kind != WEIGHT_GRADIENT and 0 <= peer < schedule.num_ranks:
-                actions.append(Action(SEND, op, peer))
-        steps: list[Step] = []
-        for action in actions:
-            before = steps[-1] if steps else ()
-            sent = paired and len(before) == 1 and before[0].kind == SEND
-            if sent and action.kind == RECV and action.peer == before[0].peer:
-                steps[-1] = (*before, action)
-            else:
-                steps.append((action,))
+                steps.append((Action(SEND, op, peer),))
         programs.append(steps)
     return programs
 
@@ -79,8 +79,7 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
     rank of the circle is at.
     """
     left = [deque(program) for program in programs]
-    # Of a rank's step, the actions that have not ended.
-    posted: list[list[Action]] = [[] for _ in programs]
+    posted: list[list[Action]] = [[] for _ in programs]  # of a rank's step, what has not ended
     sent: dict[tuple[int, int], deque[Op]] = defaultdict(deque)  # (sender, receiver) -> messages
     ended: list[Action] = []
     going = True
@@ -108,23 +107,14 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
                     through = Action(SEND, action.op, rank)
                     posted[action.peer].remove(through)
                     ended.append(through)
+
+    def follow(rank: int) -> tuple[Op, str, int] | None:
+        if not posted[rank]:
+            return None
+        action = posted[rank][0]
+        late = action.kind == RECV and action.op in sent[action.peer, rank]  # behind another
+        return action.op, str(action), rank if late else action.peer
+
     if any(posted):
-        raise _deadlock(posted, sent)
+        raise DeadlockError(next(r for r, actions in enumerate(posted) if actions), follow)
     return ended
-
-
-def _deadlock(
-    posted: Sequence[Sequence[Action]], sent: dict[tuple[int, int], deque[Op]]
-) -> DeadlockError:
-    """Follow from a rank that waits to the one it waits for, until one comes up again."""
-    rank = next(r for r, actions in enumerate(posted) if actions)
-    path: dict[int, Action] = {}
-    while rank not in path and posted[rank]:
-        action = path[rank] = posted[rank][0]
-        late = action.kind == RECV and action.op in sent[action.peer, rank]
-        rank = rank if late else action.peer
-    circle = list(path.items())
-    if rank in path:  # otherwise the chain ends at a rank that has nothing left to do
-        circle = circle[list(path).index(rank) :]
-    text = "; ".join(f"rank {r} is at {action}" for r, action in circle)
-    return DeadlockError([action.op for _, action in circle], f"deadlock: {text}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from pipedream.errors import UserError
@@ -78,10 +79,9 @@ class Row:
         batch = self.batch.schedule
         if self.flushes:
             return simulate(repeat(batch, self.num_batches), self.batch.costs)
-        schedule = build_schedule(
-            self.name, batch.num_ranks, batch.num_microbatches * self.num_batches
-        )
-        if any(op.kind == RECOMPUTE for op in batch.ops()):
+        count = batch.num_microbatches * self.num_batches
+        schedule = build_schedule(self.name, batch.num_ranks, count)
+        if any(kind == RECOMPUTE for kind, _ in batch.known):
             schedule = recomputed(schedule, batch.kept)
         return simulate(schedule, self.batch.costs)
 
@@ -104,11 +104,6 @@ class Row:
     def stream_idle(self) -> Idle:
         return idle_in_a_row(self.batch, self._ends, self.num_batches)
 
-    @property
-    def _fullest(self) -> Schedule:
-        """Where most is held: a batch that ends in a flush is as the one before it."""
-        return (self.batch if self.flushes else self.stream).schedule
-
     @cached_property
     def steady_idle(self) -> Fraction:
         """Share of all ranks' time that is idle when batch follows batch for ever, 0 to 1: fill and
@@ -117,15 +112,15 @@ class Row:
         busy = (1 - self.batch_idle.makespan_fraction) * self.batch.makespan
         return 1 - 2 * busy / (four - two)
 
+    @property
+    def _fullest(self) -> Schedule:
+        """Where most is held: a batch that ends in a flush is as the one before it."""
+        return (self.batch if self.flushes else self.stream).schedule
+
     @cached_property
     def peak_activations(self) -> tuple[Fraction, ...]:
         """By rank, in microbatches of a rank's share of the layers; over the stream."""
         return peak_activations(self._fullest)
-
-    @property
-    def _stages(self) -> list[int]:
-        """In the model's order, those of a second copy after the first."""
-        return [stage for chain in self._fullest.chains for stage in chain]
 
     @cached_property
     def _use(self) -> dict[int, WeightUse]:
@@ -135,22 +130,32 @@ class Row:
         return weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
 
     @cached_property
+    def _versions(self) -> dict[int, int]:
+        """stage -> weight versions kept at most; in the model's order, a second copy's after the
+        first's."""
+        use = self._use
+        stages = chain(*self._fullest.chains)
+        return {stage: use[stage].peak_versions if use else 1 for stage in stages}
+
+    @property
     def peak_versions(self) -> tuple[int, ...]:
         """By stage, in the model's order."""
-        return tuple(self._use[s].peak_versions if self._use else 1 for s in self._stages)
+        return tuple(self._versions.values())
 
     @property
     def staleness(self) -> tuple[int, ...]:
         """By stage likewise: most updates between a microbatch's weights and its own update."""
-        return tuple(max(self._use[s].staleness.values()) if self._use else 0 for s in self._stages)
+        if self.flushes:
+            return (0,) * len(self._versions)
+        return tuple(max(self._use[stage].staleness.values()) for stage in self._versions)
 
     @property
     def weight_copies(self) -> tuple[Fraction, ...]:
         """By rank: parameters kept, in units of a rank's share of the model. Two copies of the
         model (Chimera, DualPipe) count as two."""
-        v = self._fullest.stages_per_rank
-        kept = dict(zip(self._stages, self.peak_versions, strict=True))
-        return tuple(Fraction(sum(map(kept.__getitem__, own)), v) for own in self._fullest.stages())
+        fullest = self._fullest
+        held = (sum(map(self._versions.__getitem__, own)) for own in fullest.stages())
+        return tuple(Fraction(count, fullest.stages_per_rank) for count in held)
 
     @property
     def mixed(self) -> bool:
@@ -174,17 +179,17 @@ def compare(case: Case) -> Iterator[Row | Refused]:
 
 
 def _rows(case: Case) -> Iterator[Row | Refused]:
-    before: Row | None = None
+    same_order: Row | None = None  # PipeDream's ways of keeping weights differ in these alone
     for name, entry in SCHEDULES.items():
-        if before is not None and SCHEDULES[before.name].build is entry.build:
-            # PipeDream's ways of keeping weights differ in these alone.
-            row = replace(before, name=name, title=entry.title, policy=POLICIES[entry.policy])
-            vars(row)["stream"] = before.stream
-            yield row
-            continue
         try:
-            before = measure(name, case)
-            yield before
+            if same_order is None or SCHEDULES[same_order.name].build is not entry.build:
+                row = same_order = measure(name, case)
+            else:
+                policy = POLICIES[entry.policy]
+                row = replace(same_order, name=name, title=entry.title, policy=policy)
+                vars(row)["stream"] = same_order.stream
+            _ = row.staleness  # refuses too few microbatches for 2BW
+            yield row
         except UserError as error:
             yield Refused(name=name, title=entry.title, reason=str(error))
 

@@ -1,11 +1,11 @@
-"""What a timeline costs: idle time, activations, the critical path."""
+"""What a timeline costs: idle time, activations, weight versions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain
 from typing import TypeVar
 
 from pipedream.schedules.ops import (
@@ -55,6 +55,21 @@ def idle_in_a_row(timeline: Timeline, last_ends: Sequence[int], count: int) -> I
     )
 
 
+Amounts = tuple[Fraction | int, ...]
+
+
+def _changes(schedule: Schedule) -> dict[str, Amounts]:
+    """By kind of operation: by how much it changes what is held, one step after the other."""
+    gone = 1 - schedule.kept
+    return {
+        FORWARD: (1, -gone) if gone else (1,),
+        INPUT_GRADIENT: (0,),
+        WEIGHT_GRADIENT: (-1,),
+        BACKWARD: (-1,),
+        RECOMPUTE: (gone,),
+    }
+
+
 def activation_steps(schedule: Schedule) -> list[list[tuple[Op, Fraction | int]]]:
     """By rank: after each operation, how many stages' activations of a microbatch it holds.
 
@@ -64,29 +79,23 @@ def activation_steps(schedule: Schedule) -> list[list[tuple[Op, Fraction | int]]
     adds the rest. One stage of a schedule with v stages a rank holds 1/v of what a whole rank's
     share would.
     """
-    gone = 1 - schedule.kept
-    change: dict[str, Fraction | int]
-    change = {FORWARD: 1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1, BACKWARD: -1, RECOMPUTE: gone}
+    changes = _changes(schedule)
     found = []
     for order in schedule.flat:
-        steps = [(op, change[op[0]]) for op in order]
-        if gone:
-            again = ([(op, -gone)] if op.kind == FORWARD else [] for op, _ in steps)
-            steps = [
-                step for pair in zip(steps, again, strict=True) for step in (pair[0], *pair[1])
-            ]
-        held = accumulate(added for _, added in steps)
+        steps = [(op, by) for op in order for by in changes[op[0]]]
+        held = accumulate(by for _, by in steps)
         found.append([(op, count) for (op, _), count in zip(steps, held, strict=True)])
     return found
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Most activations that each rank holds, in units of one microbatch on a rank's whole share."""
-    v = schedule.stages_per_rank
-    return tuple(
-        Fraction(max((held for _, held in steps), default=0)) / v
-        for steps in activation_steps(schedule)
-    )
+    changes = _changes(schedule)
+    peaks = []
+    for order in schedule.flat:
+        held = accumulate(chain.from_iterable([changes[kind] for kind, _, _ in order]))
+        peaks.append(Fraction(max(held, default=0)) / schedule.stages_per_rank)
+    return tuple(peaks)
 
 
 Time = TypeVar("Time", int, Fraction)
@@ -104,17 +113,15 @@ def held_activations(
 
     Counted from the start of a forward pass or R to the end of the pass that frees them.
     """
-    v = schedule.stages_per_rank
     found = {}
     for rank, steps in enumerate(activation_steps(schedule)):
-        points = [(zero, Fraction(0))]
+        points: list[tuple[Time, Fraction | int]] = [(zero, 0)]
         before = None
         for op, count in steps:
-            start, end = times[op]
             begins = op.kind in (FORWARD, RECOMPUTE) and op != before
-            points.append((start if begins else end, Fraction(count) / v))
+            points.append((times[op][0 if begins else 1], count))
             before = op
-        found[rank] = _changes(points)
+        found[rank] = _where_it_changes(points, schedule.stages_per_rank)
     return found
 
 
@@ -128,20 +135,24 @@ def live_versions(
 
     Every stage starts with one version; an operation changes their number when it ends.
     """
-    v = schedule.stages_per_rank
     found = {}
     for rank, stages in enumerate(schedule.stages()):
         kept = dict.fromkeys(stages, 1)
         after = {op: count for stage in stages for op, count in use[stage].live}
-        points = [(zero, Fraction(len(kept), v))]
+        points: list[tuple[Time, Fraction | int]] = [(zero, len(kept))]
         for op in schedule.flat[rank]:
             kept[op.stage] = after[op]
-            points.append((times[op][1], Fraction(sum(kept.values()), v)))
-        found[rank] = _changes(points)
+            points.append((times[op][1], sum(kept.values())))
+        found[rank] = _where_it_changes(points, schedule.stages_per_rank)
     return found
 
 
-def _changes(points: Sequence[tuple[Time, Fraction]]) -> list[tuple[Time, Fraction]]:
-    """Only where the value changes; of several points at one time the last."""
-    steps = list(dict(points).items())
-    return steps[:1] + [b for a, b in pairwise(steps) if a[1] != b[1]]
+def _where_it_changes(
+    points: Iterable[tuple[Time, Fraction | int]], v: int
+) -> list[tuple[Time, Fraction]]:
+    """In units of a rank's whole share of v stages; of several points at one time the last."""
+    found: list[tuple[Time, Fraction]] = []
+    for time, count in dict(points).items():
+        if not found or found[-1][1] != Fraction(count, v):
+            found.append((time, Fraction(count, v)))
+    return found

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,9 +47,22 @@ Number = int | str | Fraction
 class DeadlockError(RuntimeError):
     """The orders can never all run: some operations wait for each other in a circle."""
 
-    def __init__(self, cycle: list[Op], text: str) -> None:
-        super().__init__(text)
-        self.cycle = cycle
+    def __init__(self, rank: int, follow: Callable[[int], tuple[Op, str, int] | None]) -> None:
+        """`follow` tells what a rank is at (the operation, and in words) and for which rank it
+        waits; None for one that has nothing left to do, which ends the way."""
+        path: dict[int, tuple[Op, str]] = {}
+        while rank not in path:
+            found = follow(rank)
+            if found is None:
+                rank = next(iter(path))
+                break
+            op, text, following = found
+            path[rank] = op, text
+            rank = following
+        circle = list(path.items())[list(path).index(rank) :]
+        text = "; ".join(f"rank {r} is at {text}" for r, (_, text) in circle)
+        super().__init__(f"deadlock: {text}")
+        self.cycle = [op for _, (op, _) in circle]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,17 +152,13 @@ class Timeline:
         times = {t: t * self.tick for line in (*self.starts, *self.ends) for t in line}
         lines = zip(self.schedule.orders, self.starts, self.ends, strict=True)
         return tuple(
-            tuple(
-                Event(rank, item, times[start], times[end])
-                for item, start, end in zip(*line, strict=True)
-            )
+            tuple(Event(rank, i, times[s], times[e]) for i, s, e in zip(*line, strict=True))
             for rank, line in enumerate(lines)
         )
 
     def all_events(self) -> list[Event]:
         """Events of all ranks by start, then end, then rank."""
-        flat = [event for events in self.events for event in events]
-        return sorted(flat, key=lambda event: (event.start, event.end, event.rank))
+        return sorted(chain(*self.events), key=lambda event: (event.start, event.end, event.rank))
 
 
 class Needs:
@@ -169,11 +179,12 @@ class Needs:
             return [Op(FORWARD, self.before[stage], i)] if stage in self.before else []
         if kind == WEIGHT_GRADIENT:
             return [Op(INPUT_GRADIENT, stage, i)]
-        if kind == RECOMPUTE:
-            return [Op(FORWARD, stage, i)]
         again = Op(RECOMPUTE, stage, i)
-        found = [again if again in self else Op(FORWARD, stage, i)]
-        if stage in self.after:
+        if op == again or again not in self:
+            found = [Op(FORWARD, stage, i)]
+        else:
+            found = [again]
+        if kind != RECOMPUTE and stage in self.after:
             half = Op(INPUT_GRADIENT, self.after[stage], i)
             found.append(half if half in self else half._replace(kind=BACKWARD))
         return found
@@ -186,50 +197,56 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     one that no rank runs or that is there twice.
     """
     _check_once_and_whole(schedule)
-    tick, starts, ends = _run(schedule, costs, [0] * schedule.num_ranks)
-    return Timeline(schedule=schedule, costs=costs, tick=tick, starts=starts, ends=ends)
+    return _run(schedule, costs, [0] * schedule.num_ranks)
 
 
 def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
     """When each rank ends the last of `count` batches, in ticks: the same orders again and again,
     a rank's next batch as soon as its own work is done. What `repeat` gives, without its length."""
+    now = timeline
     free = [0] * len(timeline.ends)
-    starts, ends = timeline.starts, timeline.ends
-    for left in range(count - 1, 0, -1):
-        now = _last(ends, free)
+    for left in reversed(range(count)):
+        lines = list(zip(free, now.starts, now.ends, strict=True))
+        free = [ends[-1] if ends else before for before, _, ends in lines]
         # Once a batch starts a step after the one before, so do all: no rank that was kept by its
         # own work is freer now, and none that waited for data is free too late for them.
-        lines = [(f, line[0], n) for f, line, n in zip(free, starts, now, strict=True) if line]
-        step = next(end - before for before, start, end in lines if start == before)
+        own = [(before, starts[0], ends[-1]) for before, starts, ends in lines if ends]
+        step = next(end - before for before, start, end in own if start == before)
         if all(
             end - step == start if start == before else end - step <= start
-            for before, start, end in lines
+            for before, start, end in own
         ):
-            return [end + left * step if line else end for end, line in zip(now, ends, strict=True)]
-        free = now
-        _, starts, ends = _run(timeline.schedule, timeline.costs, free)
-    return _last(ends, free)
-
-
-def _last(ends: Sequence[Sequence[int]], free: Sequence[int]) -> list[int]:
-    return [line[-1] if line else before for line, before in zip(ends, free, strict=True)]
+            return [
+                end + left * step if line else end for end, line in zip(free, now.ends, strict=True)
+            ]
+        if left:
+            now = _run(timeline.schedule, timeline.costs, free)
+    return free
 
 
 _Results = dict[int, int]
 """Microbatch -> when an operation's result was there, in ticks."""
 
 
-_Rules = dict[
-    tuple[object, ...], tuple[int, list[tuple[int, _Results, int]], list[tuple[int, _Results]]]
-]
-"""Of one rank, kind of item -> how long it lasts; the results that it takes in, for which operation
-of the item and with what time to send; the results that it gives."""
+class _Rule(NamedTuple):
+    """For one kind of item on a rank."""
+
+    lasts: int
+    takes: list[tuple[int, _Results, int]]
+    """For which operation of the item (0, or 1 in a pair), what, and the time to send it."""
+    gives: list[tuple[int, _Results]]
 
 
-def _run(
-    schedule: Schedule, costs: Costs, free: Sequence[int]
-) -> tuple[Fraction, list[list[int]], list[list[int]]]:
-    """The tick, and by rank starts and ends, where rank r is free from free[r] on."""
+_Kind = tuple[object, ...]
+"""An item without its microbatches."""
+
+
+def _kind(item: Item) -> _Kind:
+    return item[:2] if isinstance(item, Op) else tuple(op[:2] for op in item)
+
+
+def _run(schedule: Schedule, costs: Costs, free: Sequence[int]) -> Timeline:
+    """Where rank r is free from free[r] ticks on."""
     tick, rules = _rules(schedule, costs)
     starts: list[list[int]] = [[] for _ in free]
     ends: list[list[int]] = [[] for _ in free]
@@ -245,11 +262,11 @@ def _run(
         ranks.reverse()
     if any(len(done) < len(order) for done, order in zip(ends, schedule.orders, strict=True)):
         raise _stuck(schedule, [len(done) for done in ends])
-    return tick, starts, ends
+    return Timeline(schedule=schedule, costs=costs, tick=tick, starts=starts, ends=ends)
 
 
 def _advance(
-    order: Sequence[Item], rules: _Rules, now: int, starts: list[int], ends: list[int]
+    order: Sequence[Item], rules: dict[_Kind, _Rule], now: int, starts: list[int], ends: list[int]
 ) -> Iterator[None]:
     """Run a rank's items; comes back where it has to wait."""
     for item in order:
@@ -273,19 +290,15 @@ def _advance(
             results[numbers[place]] = now
 
 
-def _kind(item: Item) -> tuple[object, ...]:
-    """Without its microbatches."""
-    return item[:2] if isinstance(item, Op) else tuple(op[:2] for op in item)
-
-
-def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[_Rules]]:
-    """The tick, and by rank the rule of each kind of item."""
+def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind, _Rule]]]:
+    """The tick, and the rules of each rank."""
     wanted = Needs(schedule)
     position = schedule.position()
-    kinds = [
-        {item[:2] if len(item) == 3 else _kind(item): item for item in order}
-        for order in schedule.orders
-    ]
+    first_two = itemgetter(0, 1)
+    kinds = []
+    for order in schedule.orders:
+        some = dict(zip(map(first_two, order), order, strict=True)).values()  # and all pairs
+        kinds.append({_kind(item): item for item in some})
     lasts = {kind: costs.duration(item, position) for own in kinds for kind, item in own.items()}
     times = [costs.communication, *lasts.values()]
     scale = math.lcm(*(time.denominator for time in times))
@@ -295,22 +308,19 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[_Rules]]:
     def results(op: Op) -> _Results:  # B and I give the same
         return ended[BACKWARD if op.kind == INPUT_GRADIENT else op.kind, op.stage]
 
-    rules: list[_Rules] = []
-    for own, stages in zip(kinds, schedule.stages(), strict=True):
-        rules.append({})
-        for kind, item in own.items():
-            takes = [
-                (
-                    place,
-                    results(need),
-                    int(0 if need.stage in stages else costs.communication / tick),
-                )
-                for place, op in enumerate(item.parts)
-                for need in wanted.of(op)
-            ]
-            gives = list(enumerate(map(results, item.parts)))
-            rules[-1][kind] = int(lasts[kind] / tick), takes, gives
-    return tick, rules
+    def rule(item: Item, stages: Sequence[int]) -> _Rule:
+        takes = []
+        for place, op in enumerate(item.parts):
+            for need in wanted.of(op):
+                delay = 0 if need.stage in stages else int(costs.communication / tick)
+                takes.append((place, results(need), delay))
+        gives = list(enumerate(map(results, item.parts)))
+        return _Rule(int(lasts[_kind(item)] / tick), takes, gives)
+
+    return tick, [
+        {kind: rule(item, stages) for kind, item in own.items()}
+        for own, stages in zip(kinds, schedule.stages(), strict=True)
+    ]
 
 
 def _check_once_and_whole(schedule: Schedule) -> None:
@@ -319,7 +329,7 @@ def _check_once_and_whole(schedule: Schedule) -> None:
     for (kind, stage), there in schedule.known.items():
         lines = [own.get((kind, stage), []) for own in schedule.runs]
         if sum(map(len, lines)) > len(there):
-            (i, _), *_ = Counter(chain(*lines)).most_common()
+            ((i, _),) = Counter(chain(*lines)).most_common(1)
             raise ValueError(f"{stage}{kind}{i} is in the orders twice")
     if all(kind == FORWARD for kind, _ in schedule.known):  # an order of forward passes alone
         return
@@ -333,8 +343,7 @@ def _check_once_and_whole(schedule: Schedule) -> None:
 
 
 def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
-    """What a rank waits for that none runs; else follow what each stuck rank waits for until a
-    rank comes up again."""
+    """What a rank waits for that none runs; else the circle in which they wait."""
     wanted = Needs(schedule)
     for op in schedule.ops():
         for need in wanted.of(op):
@@ -343,17 +352,14 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
     ranks = schedule.ranks()
     lines = list(zip(schedule.orders, ended, strict=True))
     done = {op for order, count in lines for item in order[:count] for op in item.parts}
-    rank = next(r for r, (order, count) in enumerate(lines) if count < len(order))
-    path: dict[int, tuple[Op, Op]] = {}
-    while rank not in path:
+
+    def follow(rank: int) -> tuple[Op, str, int]:
         item = schedule.orders[rank][ended[rank]]
-        path[rank] = next(
-            (op, need) for op in item.parts for need in wanted.of(op) if need not in done
-        )
-        rank = ranks[path[rank][1]]
-    circle = list(path.items())[list(path).index(rank) :]
-    text = "; ".join(f"rank {r} is at {op}, which needs {need}" for r, (op, need) in circle)
-    return DeadlockError([op for _, (op, _) in circle], f"deadlock: {text}")
+        waits = ((op, need) for op in item.parts for need in wanted.of(op) if need not in done)
+        op, need = next(waits)
+        return op, f"{op}, which needs {need}", ranks[need]
+
+    return DeadlockError(next(r for r, (o, count) in enumerate(lines) if count < len(o)), follow)
 
 
 def load_order(path: Path) -> Schedule:
