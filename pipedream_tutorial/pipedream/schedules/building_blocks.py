@@ -24,6 +24,8 @@ from pipedream.schedules.orders import named
 
 SLOTS = 6
 F_DOWN, F_UP, I_UP, I_DOWN, W = range(5)
+CHANGES = {F_DOWN: (1, 0), F_UP: (1, 0), I_UP: (0, 1), I_DOWN: (0, 1), W: (-1, -1), None: (0, 0)}
+"""What a slot's operation adds to the activations held, and to the W that wait."""
 
 Slots = list[list[list[int]]]
 """rank -> F_DOWN ... (and W in the first pass) -> the slots of microbatches 0, 1, ..."""
@@ -156,9 +158,9 @@ class _Line:
             if self.kinds[slot] is None:
                 self.kinds[old], self.kinds[slot] = None, kind
                 if self.with_weights:  # then no other W moves
-                    by = {W: (-1, -1), I_UP: (0, 1), I_DOWN: (0, 1)}.get(kind, (1, 0))
-                    self.held[slot:old] = [held + by[0] for held in self.held[slot:old]]
-                    self.waiting[slot:old] = [count + by[1] for count in self.waiting[slot:old]]
+                    by_held, by_waiting = CHANGES[kind]
+                    self.held[slot:old] = [held + by_held for held in self.held[slot:old]]
+                    self.waiting[slot:old] = [w + by_waiting for w in self.waiting[slot:old]]
                     return slot
                 if self._replay(slot, old, limit):
                     return slot
@@ -173,13 +175,11 @@ class _Line:
         end = len(self.kinds)
         for slot in range(begin, len(self.kinds)):
             kind = self.kinds[slot]
-            if kind == W or (kind is None and waiting and not self.with_weights):
-                held -= 1
-                waiting -= 1
-            elif kind in (I_UP, I_DOWN):
-                waiting += 1
-            elif kind is not None:
-                held += 1
+            if kind is None and waiting and not self.with_weights:
+                kind = W
+            by_held, by_waiting = CHANGES[kind]
+            held += by_held
+            waiting += by_waiting
             if slot >= changed and (held, waiting) == (self.held[slot], self.waiting[slot]):
                 end = slot
                 break
