@@ -120,6 +120,27 @@ def test_a_stage_that_raises_ends_the_others_and_is_named():
     assert "stage 2" not in done.stderr
 
 
+NO_PICKLE = """
+import pickle, sys
+class Refused(pickle.Unpickler):
+    def __init__(self, *args, **kwargs):
+        raise RuntimeError("unpickled")
+pickle.Unpickler = Refused
+pickle.load = pickle.loads = Refused
+import pipedream_runtime
+pipedream_runtime.start(sys.argv[1:])
+"""
+
+
+@pytest.mark.timeout(90)
+def test_stages_unpickle_nothing(tmp_path):
+    """What one process unpickles it also runs: results, found orders and weights go otherwise."""
+    arguments = ["--device=cpu", "--num_stages=2", "--schedule=zb-h1,search", *FAST]
+    weights = ["--num_microbatches=2", "--weights", str(tmp_path / "weights.pt")]
+    done = run(["-c", NO_PICKLE, *arguments, *weights], start=[sys.executable])
+    assert done.returncode == 0, done.stderr
+
+
 STAGES = """
 import os, sys
 from pathlib import Path

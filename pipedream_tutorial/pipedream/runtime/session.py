@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,16 @@ def build_cases(config: Config) -> list[Case]:
     Raises UserError for what cannot be trained, and for a search that has no durations to go by.
     """
     cases = []
-    for name in config["schedule"]:
-        limits = (config["memory"] or [config["num_stages"]]) if name == "search" else [None]
-        for limit in limits:
-            for m in config["num_microbatches"]:
-                schedule, policy = _orders_of("1f1b" if limit else name, config, m)
-                case = Case(
-                    name=f"{FOUND}{limit}" if limit else name,
-                    num_microbatches=m,
-                    schedule=schedule,
-                    policy=policy,
-                    memory=limit,
-                )
-                cases.append(case)
+    searched = [("1f1b", limit) for limit in config["memory"] or [config["num_stages"]]]
+    for wanted in config["schedule"]:
+        runs = searched if wanted == "search" else [(wanted, None)]
+        for (orders, limit), m in product(runs, config["num_microbatches"]):
+            schedule, policy = _orders_of(orders, config, m)
+            name = f"{FOUND}{limit}" if limit else wanted
+            case = Case(
+                name=name, num_microbatches=m, schedule=schedule, policy=policy, memory=limit
+            )
+            cases.append(case)
     first = cases[0]
     if any(case.memory for case in cases) and (first.memory or not first.schedule.cuts_backward):
         what = "nothing runs" if first.memory else f"{first.name} does not cut its backward passes"
@@ -66,17 +64,15 @@ def build_cases(config: Config) -> list[Case]:
 
 def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
     """The orders over all batches of a schedule that has a name, or of a CSV's."""
-    p = config["num_stages"]
-    num_batches = config["num_batches"]
     if not name.lower().endswith(".csv"):
-        return schedule_for_training(name, p, m, num_batches)
+        return schedule_for_training(name, config["num_stages"], m, config["num_batches"])
     batch = load_order(Path(name))
-    if (batch.num_ranks, batch.num_microbatches) != (p, m):
+    if (batch.num_ranks, batch.num_microbatches) != (config["num_stages"], m):
         raise UserError(
             f"{name} has {batch.num_ranks} ranks and {batch.num_microbatches} microbatches",
             f"set num_stages={batch.num_ranks} and num_microbatches={batch.num_microbatches}",
         )
-    return repeat(batch, num_batches), POLICIES["flush"]
+    return repeat(batch, config["num_batches"]), POLICIES["flush"]
 
 
 def _found(case: Case, config: Config, calibrated_on: MeasuredRun | None) -> Case:
