@@ -51,7 +51,7 @@ class Samples:
         )
 
     def batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets), int64 [len(indices), seq_len]; none where nothing is to be learnt."""
+        """(inputs, targets), each int64 [len(indices), seq_len]; targets are what is learnt."""
         inputs = np.full((len(indices), self.seq_len), self.padding_id, dtype=np.int64)
         targets = np.full_like(inputs, IGNORE_INDEX)
         for row, index in enumerate(indices):

@@ -85,7 +85,7 @@ class Tokenizer:
         return hashlib.sha256(contents).hexdigest()
 
     def encode_batch(self, texts: list[str], *, marks: bool = False) -> list[np.ndarray]:
-        """One int32 array of ids per text; special tokens are none but, with `marks`, its own."""
+        """One int32 array of ids per text; with `marks`, special tokens that it has are such."""
         bpe = self._with_marks if marks else self._bpe
         # "Fast" leaves out where in the text each token is, which takes as long as all the rest.
         found = bpe.encode_batch_fast(texts, add_special_tokens=False)

@@ -30,7 +30,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def expand_home(key: str, text: str) -> str:
-    """Text that may be a path, `~` expanded; UserError where no system could be asked for it."""
+    """Text that may be a path, `~` expanded; UserError where asking for it would fail: no such
+    user, a name that is too long, a folder that may not be entered."""
     try:
         path = Path(text).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -83,9 +83,8 @@ def known_gpu(name: str) -> Gpu:
         return parse_as(Gpu, document, "--gpu", f"write {_EXAMPLE}")
     if limited := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
         return limited_to(known_gpu(limited[1]), float(limited[2]))
-    by_name = {known.lower(): gpu for known, gpu in GPUS.items()}
-    text = name.strip().lower().replace(" ", "-").replace("_", "-")
-    found = by_name.get(text) or find_gpu(name)
+    text = name.strip().replace(" ", "-").replace("_", "-")
+    found = find_gpu(text)
     if found is not None:
         return found
     fix = f"{did_you_mean(text, GPUS)} or describe it: --gpu '{_EXAMPLE}'"
