@@ -157,7 +157,8 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
     assert isinstance(plan.config.learning_rate, float)
     assert plan.config.max_length <= plan.size.num_positions
     requested = plan.requested.to_user_words()
-    assert [key for key in words if requested[key] not in ("auto", words[key])] == []
+    decided = {key for key in words if requested[key] not in ("auto", words[key])}
+    assert decided <= {"eval_samples"}  # with model=auto, which is gpt2-tiny without a GPU
     if plan.strategy.name == "infinity":
         assert plan.offload_dir.name == plan.run_dir.name
         assert machine.num_gpus or words["model"] == "gpt2-tiny"
