@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipedream.draw import page
 from pipedream.draw.grids import Work, durations_text, rank_axis
@@ -175,7 +175,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
         ax.set_xlim(counts[0] / 1.15, counts[-1] * (counts[-1] / counts[0]) ** 0.56)
         ax.set_xticks(counts)
         ax.minorticks_off()
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
+        ax.xaxis.set_major_formatter(lambda x, _: number(x))
         ax.set_xlabel("microbatches in a batch, m", fontsize=TEXT)
         panel_title(ax, f"Idle share of the {text}")
         log_axis(ax, smallest, 0.3, [0.0] * (0 in shares) + ticks, "0%")
@@ -190,7 +190,7 @@ def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], ze
     ax.set_yscale("symlog", linthresh=smallest, linscale=below)
     ax.set_yticks(ticks)
     ax.minorticks_off()
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g}%" if y else zero))
+    ax.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%" if y else zero)
     ax.grid(axis="y", color="#E0E0E0")
 
 

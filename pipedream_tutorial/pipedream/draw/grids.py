@@ -15,7 +15,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from pipedream.draw import page
 from pipedream.draw.page import EDGE, TEXT, Colour, number, percent
@@ -170,7 +170,7 @@ def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
     ax.set_ylabel("rank", fontsize=TEXT)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=most_times, integer=True))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda time, _: number(time)))
+    ax.xaxis.set_major_formatter(lambda time, _: number(time))
 
 
 def _write_labels(
