@@ -109,19 +109,17 @@ def _options(plan: Plan, typed: Sequence[str]) -> list[str]:
 def as_dict(choice: Prediction) -> dict[str, Any]:
     """A layout for programs: `memory_bytes` is component -> bytes by rank."""
     plan = choice.plan
-    batch = plan.batch
     places = choice.memory.by_place
     each = plan.num_processes // len(places)
+    by_rank = {part: [place[part] for place in places for _ in range(each)] for part in places[0]}
     return {
         "strategy": plan.strategy.name,
         "axes": plan.mesh,
         "schedule": plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None,
-        "micro_batch_size": batch.micro_batch_size,
-        "num_microbatches": batch.num_microbatches,
+        "micro_batch_size": plan.batch.micro_batch_size,
+        "num_microbatches": plan.batch.num_microbatches,
         "fits": choice.fits,
-        "memory_bytes": {
-            part: [place[part] for place in places for _ in range(each)] for part in places[0]
-        },
+        "memory_bytes": by_rank,
         "step_time_s": choice.step and choice.step.seconds,
         "tokens_per_s": choice.tokens_per_s,
         "likely_s": choice.likely_s,

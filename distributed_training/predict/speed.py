@@ -60,12 +60,12 @@ class Work(Shapes):
         self.rates = rates
         self.node_size = plan.processes_here
         self.eager = 1.0 if plan.config.compile else FITTED.elementwise.eager
-        self.processes = formulas_by_place(plan)
 
     def estimate(self) -> StepTime:
         """Of all that a step does."""
         rates = self.rates
         graph = self.config.cuda_graphs is True  # one launch a step
+        processes = formulas_by_place(self.plan)
         costs = self.operations()
         orders = find_orders(self.plan)
         ranks = self.plan.layout.ranks
@@ -80,7 +80,7 @@ class Work(Shapes):
         elif self.pp > 1 and not graph:  # the host of each stage launches its operations
             phase = length_of(simulate(orders, seconds, ranks, message, self._launching()))
         slowest = busy.index(max(busy))
-        process = self.processes[slowest]
+        process = processes[slowest]
         spent = np.sum([costs[kind, stage] for kind, stage, _ in orders[slowest]], axis=0).tolist()
         computing = sum(spent)
         data = self._data_parallel(process, computing)
@@ -88,13 +88,13 @@ class Work(Shapes):
         step_host, waits = self._host_step(process)
         launching = 0.0
         if not graph:
-            blocks = max(each.num_blocks for each in self.processes)
+            blocks = max(each.num_blocks for each in processes)
             launching = self._host_block() * blocks * self.micro_batches + step_host
         gpu = phase + data + update
         # Seconds of an optimizer on the host, and of files.
         offload = 0.0
         disk = 0.0
-        share = max(each.learning for each in self.processes) / self.shards
+        share = max(each.learning for each in processes) / self.shards
         if self.strategy.swaps_to_disk:
             together = share * min(self.node_size, self.plan.num_processes)  # one disk a node
             disk = SWAPPED_BYTES * together / rates.disk_bytes

@@ -100,10 +100,30 @@ def search_orders(
         gives["F", stage] = ("F", stage + 1), apart
         gives["I", stage + 1] = ("I", stage), apart
     gives["F", last] = gives.pop(at_once)
+
+    def held_by(words: Words) -> int | None:
+        """Blocks that a process holds activations of at most; None where an operation comes before
+        what it needs."""
+        ahead = dict.fromkeys(words, 0)  # how often each was done
+        held = most = 0
+        for step in words:
+            kind, stage = step
+            ahead[step] += 1
+            if kind == "F":
+                held += blocks[stage]
+                most = max(most, held)
+                continue
+            if kind == "W":
+                held -= blocks[stage]
+            source = "I" if kind == "W" and stage != last else "F"
+            if ahead[step] > ahead[source, stage]:
+                return None
+        return most
+
     busy = [sum(took[step] for step in words) for words in best]
     kept = min(p + MORE_HELD, m)
     room = [
-        max(_held(words, blocks) or 0, kept * (blocks[rank] + blocks[-1 - rank]))
+        max(held_by(words) or 0, kept * (blocks[rank] + blocks[-1 - rank]))
         for rank, words in enumerate(best)
     ]
     draw = random.Random(0).random
@@ -123,7 +143,7 @@ def search_orders(
         for place in range(at, len(old), period)[:periods]:
             if 0 <= place + by < len(new):
                 new.insert(place + by, new.pop(place))
-        held = None if new == old else _held(new, blocks)
+        held = None if new == old else held_by(new)
         if held is None or held > room[rank]:
             continue
         orders[rank] = new
@@ -189,23 +209,3 @@ def _length(
             return None
         waiting = still
     return max(clock)
-
-
-def _held(words: Words, blocks: Sequence[int]) -> int | None:
-    """Blocks that a process holds activations of at most; None where an operation comes before
-    what it needs."""
-    ahead = dict.fromkeys(words, 0)  # how often each was done
-    held = most = 0
-    for step in words:
-        kind, stage = step
-        ahead[step] += 1
-        if kind == "F":
-            held += blocks[stage]
-            most = max(most, held)
-            continue
-        if kind == "W":
-            held -= blocks[stage]
-        source = "I" if kind == "W" and stage != len(blocks) - 1 else "F"
-        if ahead[step] > ahead[source, stage]:
-            return None
-    return most

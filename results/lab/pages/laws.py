@@ -10,7 +10,7 @@ from distributed_training.advise.cluster import cluster_of, lay_out_on
 from distributed_training.advise.make import draft_plan
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict.memory import STATE, block_bytes, estimate_state
+from distributed_training.predict.memory import STATE, Held, estimate_state
 from distributed_training.predict.predict import predict
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
@@ -103,7 +103,8 @@ def activations() -> str:
                 activation_checkpointing=mode, **config,
             )  # fmt: skip
             tokens = plan.batch.micro_batch_size * plan.config.max_length
-            cells.append(f"{block_bytes(plan) / tokens / plan.size.hidden_size:.1f}")
+            kept = Held(plan, 0).block_bytes(mode)
+            cells.append(f"{kept / tokens / plan.size.hidden_size:.1f}")
         rows.append([name, *cells])
     modes = [f"`{mode}`" for mode in ("none", "selective", "full")]
     return markdown_table(rows, ["`activation_checkpointing`", *modes])
