@@ -42,8 +42,8 @@ def find_sources(plan: Plan) -> Plan:
     if dataset in (AUTO, WIKITEXT):
         note = "WikiText-2 is not available ({}): training on the embedded corpus, the sources and "
         note += "help topics of this Python"
-        named = (WIKITEXT, hub.WIKITEXT_COMMAND) if dataset == WIKITEXT else None
-        there = _fetch("dataset", hub.fetch_wikitext, named, note, notes)
+        refuse = partial(hub.cannot_fetch, "dataset", WIKITEXT, command=hub.WIKITEXT_COMMAND)
+        there = _fetch(hub.fetch_wikitext, refuse if dataset == WIKITEXT else None, note, notes)
         dataset = WIKITEXT if there else EMBEDDED
     rate = config.learning_rate
     if rate == AUTO:
@@ -147,7 +147,8 @@ def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> t
     note = f"{whose}'s tokenizer is not available ({{}}): using the small one that is shipped; "
     note += "perplexities compare only with runs that do the same"
     by_name = asked != AUTO or config.weights == "pretrained"
-    found = _fetch("tokenizer", fetch, (repo_id, command) if by_name else None, note, notes)
+    refuse = partial(hub.cannot_fetch, "tokenizer", repo_id, command=command)
+    found = _fetch(fetch, refuse if by_name else None, note, notes)
     return (repo_id, found) if found else (EMBEDDED, EMBEDDED_DIR)
 
 
@@ -173,23 +174,22 @@ def _choose_weights(
         return "random", None
     note = "pretrained weights are not available ({}): weights are random, so this trains from "
     note += "scratch instead of fine-tuning"
-    command = f"hf download {hub_id}"
-    named = (f"pretrained ({model})", command) if asked == "pretrained" else None
+    what = f"pretrained ({model})"
+    refuse = partial(hub.cannot_fetch, "weights", what, command=f"hf download {hub_id}")
     fetch = partial(hub.fetch_weights, hub_id)
-    found = _fetch("weights", fetch, named, note, notes)
+    found = _fetch(fetch, refuse if asked == "pretrained" else None, note, notes)
     return ("pretrained" if found else "random"), found
 
 
 def _fetch(
-    key: str, fetch: Callable[[], Any], named: tuple[str, str] | None, note: str, notes: list[str]
+    fetch: Callable[[], Any], refuse: Callable[..., UserError] | None, note: str, notes: list[str]
 ) -> Any:
-    """What `fetch` finds; else None and a note, or UserError where it was asked for by name:
-    `named` is then the value and the command that downloads it.
-    """
+    """What `fetch` finds; else None and a note, or what `refuse` makes of why not, where it was
+    asked for by name."""
     try:
         return fetch()
     except OSError as error:
-        if named is not None:
-            raise hub.cannot_fetch(key, named[0], error, named[1]) from None
+        if refuse is not None:
+            raise refuse(error=error) from None
         notes.append(note.format(error))
         return None
