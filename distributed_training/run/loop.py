@@ -137,8 +137,7 @@ class Trainer:
         self.disk: dict[str, int] = {}  # its traffic while training; empty: not counted
         self.sample: str | None = None  # text of the trained model
         self.saver = checkpoint.Saver(self.plan, self.topology)
-        chat = self.tokenizer.talks(self.data.form)
-        self._model = (self.engine, self.plan, self.tokenizer, chat)  # for export.py
+        self._chat = self.tokenizer.talks(self.data.form)
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._flushed_at = time.monotonic()
         self._stopping = Stopping(self.display.say)
@@ -153,9 +152,7 @@ class Trainer:
     def run(self) -> int:
         """Train to the end, or until a signal, whose number is given; else 0. Collective."""
         if self.step == 0:
-            self.history.sample_before = export.generate_sample(
-                *self._model, self.display, "before"
-            )
+            self.history.sample_before = self._sample("before")
         before = disk_bytes()
         stop = 0
         self.profile = Profile(self.plan, self.topology, self.step, self.display)
@@ -193,11 +190,45 @@ class Trainer:
             if self.topology.rank == 0:
                 written = export.in_thread(export.copy_folder, self.plan.run_dir / BEST, last)
         elif config.export:
-            written = export.export(*self._model, last, self.saver.weights(self.step))
-        self.sample = export.generate_sample(*self._model, self.display, "after")
+            written = self._export(last, self.saver.weights(self.step))
+        self.sample = self._sample("after")
         if written is not None:
             written.result()
             self.display.say(f"exported {short_path(last)} (Hugging Face's format)")
+
+    def _sample(self, when: str) -> str | None:
+        """The text after CONFIG's prompt, also shown; None where it has none. Of conversations the
+        prompt is what a user says. Collective."""
+        config = self.plan.config
+        tokenizer = self.tokenizer
+        if config.generate is None:
+            return None
+        eos_id = tokenizer.eos_id
+        prompt = tokenizer.begin(config.generate) or [eos_id]
+        if self._chat:
+            eos_id = tokenizer.end_of_answer
+            prompt = tokenizer.ask([{"role": "user", "content": config.generate}])
+        # The split of a window over tp may append tokens, which need positions, too.
+        context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
+        # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
+        ids = export.continuation(
+            self.engine.logits, prompt, num_tokens=60, context=context, eos_id=eos_id,
+            seed=config.seed, past=self.engine.past(),
+            agree=lambda choice: dist.broadcast(choice, src=0),
+        )  # fmt: skip
+        sample = tokenizer.decode([*prompt, *ids])
+        self.display.sample(f"sample {when} training:", sample)
+        return sample
+
+    def _export(
+        self, folder: Path, weights: dict[str, torch.Tensor] | None = None
+    ) -> Future[None] | None:
+        """Begin to write the model, gathered here unless its `weights` are given. Collective."""
+        state = weights or self.engine.full_state()
+        if state is None:  # rank 0 has it
+            return None
+        about = (self.engine.base_fingerprint, self.plan, self.tokenizer, self._chat)
+        return export.in_thread(export.write_folder, state, *about, folder)
 
     def _train_one_step(self) -> int:
         """One step and what is due after it; the signal to stop for, the same on every rank."""
@@ -375,7 +406,8 @@ class Trainer:
             self.history.best = row
             self._finish_saving()
             self.at(f"exporting step {self.step}")
-            export.export(*self._model, self.plan.run_dir / BEST).result()
+            if written := self._export(self.plan.run_dir / BEST):
+                written.result()
 
     def _end_epoch(self) -> None:
         """The epoch of the last step is over and has been evaluated."""

@@ -74,11 +74,7 @@ def exported(monkeypatch):
     """Steps whose best weights are exported; nothing is written."""
     steps = []
 
-    def export(engine, *_):
-        steps.append(engine.step)
-        return SimpleNamespace(result=lambda: None)
-
-    monkeypatch.setattr(loop.export, "export", export)
+    monkeypatch.setattr(Trainer, "_export", lambda trainer, _: steps.append(trainer.step))
     return steps
 
 
@@ -151,8 +147,7 @@ def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
     engine = CountingEngine(at_step=lambda step: done.append(step) if step == 5 else None)
     engine.eval_step = lambda *_: torch.tensor(1.0 / (1 + engine.step))
     trainer = make_trainer(engine, checkpoint_every=4, keep_best=True)
-    best = SimpleNamespace(result=lambda: done.append("best"))
-    monkeypatch.setattr(loop.export, "export", lambda *_: best)
+    monkeypatch.setattr(Trainer, "_export", lambda *_: done.append("best"))
     trainer.run()
     finished = [before for before, after in itertools.pairwise(done) if after != "finished"]
     assert [what for what in done if what != "finished"] == [4, 5, "best", 8, "best", "best", 12]

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.engines.base import Engine
 from distributed_training.models import peft
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.plan.plan import Plan
 from distributed_training.records.card import write_card
-from distributed_training.records.display import Display, short_path
+from distributed_training.records.display import short_path
 from distributed_training.records.record import RECORD_FILE, load_record
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import publish
@@ -69,52 +67,8 @@ def continuation(
         yield ids[-1]
 
 
-def generate_sample(
-    engine: Engine, plan: Plan, tokenizer: Tokenizer, chat: bool, display: Display, when: str
-) -> str | None:
-    """The text after CONFIG's prompt, also shown; None where it has none. With `chat` the model was
-    trained on conversations, and the prompt is what a user says. Collective."""
-    if plan.config.generate is None:
-        return None
-    tp = plan.mesh["tp"]
-    eos_id = tokenizer.end_of_answer if chat else tokenizer.eos_id
-    prompt = tokenizer.begin(plan.config.generate) or [eos_id]
-    if chat:
-        prompt = tokenizer.ask([{"role": "user", "content": plan.config.generate}])
-    # The split of a window over tp may append tokens, which need positions, too.
-    context = plan.size.num_positions // tp * tp
-    # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
-    ids = continuation(
-        engine.logits, prompt, num_tokens=60, context=context, eos_id=eos_id,
-        seed=plan.config.seed, past=engine.past(),
-        agree=lambda choice: dist.broadcast(choice, src=0),
-    )  # fmt: skip
-    sample = tokenizer.decode([*prompt, *ids])
-    display.sample(f"sample {when} training:", sample)
-    return sample
-
-
-def export(
-    engine: Engine,
-    plan: Plan,
-    tokenizer: Tokenizer,
-    chat: bool,
-    folder: Path,
-    weights: dict[str, torch.Tensor] | None = None,
-) -> Future[None]:
-    """Begin to write the model as `folder`, all of it or nothing, over an older one: its `weights`,
-    gathered here where they are not given. Collective."""
-    state = weights or engine.full_state()
-    fingerprint = engine.base_fingerprint
-
-    def write() -> None:
-        if state is not None:
-            write_folder(state, fingerprint, plan, tokenizer, chat, folder)
-
-    return in_thread(write)
-
-
 def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
+    """What is written while training or its end goes on."""
     pool = ThreadPoolExecutor(1)
     written = pool.submit(write, *arguments)
     pool.shutdown(wait=False)
