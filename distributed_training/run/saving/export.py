@@ -1,4 +1,4 @@
-"""What a trained model leaves: a sample of its text, folders in Hugging Face's format, the Hub."""
+"""What a trained model leaves: its text, folders in Hugging Face's format, the Hub."""
 
 from __future__ import annotations
 
