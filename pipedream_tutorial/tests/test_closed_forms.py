@@ -19,13 +19,8 @@ RANKS = range(1, 9)
 
 def simulated(name: str, c: Case, overlap_saving: Fraction = Fraction(0)) -> Idle:
     schedule = build_schedule(name, c.p, c.m, c.v)
-    costs = build_costs(
-        schedule,
-        forward=c.f,
-        input_gradient=c.i,
-        weight_gradient=c.w,
-        overlap_saving=overlap_saving,
-    )
+    durations = {"forward": c.f, "input_gradient": c.i, "weight_gradient": c.w}
+    costs = build_costs(schedule, overlap_saving=overlap_saving, **durations)
     return idle(simulate(schedule, costs))
 
 
@@ -35,26 +30,23 @@ def makespan_idle(name: str, c: Case) -> Fraction:
     return value
 
 
-def random_durations(rng: random.Random) -> tuple[Fraction, Fraction, Fraction]:
-    f, i, w = (Fraction(rng.randint(1, 24), rng.randint(1, 6)) for _ in range(3))
-    return (f, i, w) if rng.randrange(8) else (f, f, f)
-
-
 def cases(
     name: str, fits: Callable[[Case], bool] = lambda c: True, ranks: range = RANKS, each: int = 2
 ) -> Iterator[Case]:
     """Sizes the schedule takes, and random durations of any ratio for which `fits` is true."""
     rng = random.Random(name)
     for p in ranks:
-        for m in sorted(
-            {1, 2, 3, p - 1, p, p + 1, p + 2, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p} - {0}
-        ):
+        sizes = {1, 2, 3, p - 1, p, p + 1, p + 2, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p} - {0}
+        for m in sorted(sizes):
             for v in (1, 2, 3) if SCHEDULES[name].chunks else (1,):
                 try:
                     build_schedule(name, p, m, v)
                 except UserError:
                     continue
-                drawn = (Case(p, m, v, *random_durations(rng)) for _ in range(60))
+                drawn = []
+                for _ in range(60):
+                    times = [Fraction(rng.randint(1, 24), rng.randint(1, 6)) for _ in range(3)]
+                    drawn.append(Case(p, m, v, *(times if rng.randrange(8) else times[:1] * 3)))
                 yield from islice(filter(fits, drawn), each)
 
 

@@ -8,7 +8,6 @@ whose numbers differ from run to run, only the words are compared.
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -92,34 +91,18 @@ def differences(output: str, kind: str, text: str) -> list[str]:
     return missing
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A folder with everything linked in, where files may be written."""
-    for path in FOLDER.iterdir():
-        if path.name not in ("figures", ".venv") and not path.name.startswith("."):
-            (tmp_path / path.name).symlink_to(path)
-    return tmp_path
-
-
 def run_block(block: Block, folder: Path) -> list[str]:
     """What is wrong with a block, run in the folder."""
     trained = any(kind == "trained" for kind, _ in block.texts)
     command = block.command if trained else shorter(block.command)
-    inherited = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        [shutil.which("bash") or "bash", "-e", "-o", "pipefail", "-c", command],
-        cwd=folder,
-        env={
-            **inherited,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        ["bash", "-e", "-o", "pipefail", "-c", command], cwd=folder, env=environment,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=540,
-    )
+    )  # fmt: skip
     wrong = [
         f"{block.command}does not print\n{part}"
         for kind, text in block.texts
@@ -132,7 +115,10 @@ def run_block(block: Block, folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-def test_commands_run_and_print_what_the_pages_say(copy: Path) -> None:
+def test_commands_run_and_print_what_the_pages_say(tmp_path: Path) -> None:
+    for path in FOLDER.iterdir():  # everything linked in, where files may be written
+        if path.name not in ("figures", ".venv") and not path.name.startswith("."):
+            (tmp_path / path.name).symlink_to(path)
     blocks = [block for page in PAGES for block in blocks_of(page)]
     assert len(blocks) >= 17
     assert sum(len(block.texts) for block in blocks) >= 17
@@ -148,7 +134,7 @@ def test_commands_run_and_print_what_the_pages_say(copy: Path) -> None:
     chains.sort(key=lambda chain: not any(kind == "trained" for kind, _ in chain[0].texts))
 
     def run_chain(chain: list[Block]) -> list[str]:
-        return [text for block in chain for text in run_block(block, copy)]
+        return [text for block in chain for text in run_block(block, tmp_path)]
 
     with ThreadPoolExecutor(2) as pool:
         wrong = [text for found in pool.map(run_chain, chains) for text in found]

@@ -65,10 +65,8 @@ def test_small_orders_are_as_the_papers_draw_them(name_and_sizes: tuple[str, int
 def test_dualpipe_is_dualpipe_v_on_half_the_ranks() -> None:
     """Same times, if a message takes none: mirrored ranks do the same at the same time."""
     for p, m in ((2, 4), (4, 8), (6, 14), (8, 24)):
-        both, folded = (
-            build_schedule("dualpipe", p, m),
-            build_schedule("dualpipe-v", p // 2, m // 2),
-        )
+        both = build_schedule("dualpipe", p, m)
+        folded = build_schedule("dualpipe-v", p // 2, m // 2)
         durations = {"forward": 3, "input_gradient": 2, "weight_gradient": "5/4"}
         found = simulate(both, build_costs(both, overlap_saving="1/3", **durations))
         doubled = {key: 2 * Fraction(value) for key, value in durations.items()}
@@ -96,25 +94,14 @@ def test_what_a_schedule_does_not_take_is_refused(name: str, p: int, m: int, wor
         build_schedule(name, p, m)
 
 
-def gpipe_makespan(
-    forward: tuple[Fraction, ...], backward: tuple[Fraction, ...], m: int, communication: Fraction
-) -> Fraction:
-    """GPipe on uneven stages: each half fills once and then runs at its slowest stage's pace.
-
-    Durations by stage, of whole backward passes; every hop there and back is paid once.
-    """
-    fill = sum(forward, Fraction(0)) + sum(backward, Fraction(0))
-    paced = (m - 1) * (max(forward) + max(backward))
-    return fill + paced + 2 * (len(forward) - 1) * communication
-
-
 def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
+    """Each half fills once and then runs at its slowest stage's pace; every hop is paid once."""
     rng = random.Random(1)
     for _ in range(150):
         p, m = rng.randint(1, 7), rng.randint(1, 12)
         f, b, c = drawn(rng, p), drawn(rng, p), drawn(rng, 1)[0] * rng.randint(0, 1)
-        t = uneven(build_schedule("gpipe", p, m), f, b, c)
-        assert t.makespan == gpipe_makespan(f, b, m, c)
+        expected = sum(f) + sum(b) + (m - 1) * (max(f) + max(b)) + 2 * (p - 1) * c
+        assert uneven(build_schedule("gpipe", p, m), f, b, c).makespan == expected
 
 
 def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
@@ -131,35 +118,20 @@ def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
         }
 
 
-def one_f_one_b_makespan(c: Case, communication: Fraction) -> Fraction:
-    """1F1B on even stages with a time to send: p microbatches pay for one more round trip.
-
-    Stage 0 has at most p microbatches on the way, so from any m on the next p microbatches cost
-    2 (p-1) hops however well sending overlaps computing: 2 c (p-1) / p each.
-    """
-    hops = 2 * (c.p + c.m - 2 - -(-(c.m - 1) // c.p))
-    return (c.m + c.p - 1) * c.total + hops * communication
-
-
 def test_1f1b_pays_for_a_round_trip_every_p_microbatches() -> None:
+    """Stage 0 has at most p microbatches on the way, so from any m on the next p microbatches cost
+    2 (p-1) hops however well sending overlaps computing: 2 c (p-1) / p each."""
     rng = random.Random(4)
     for p in range(1, 8):
         times = {}
         f, b, c = drawn(rng, 3)
         for m in range(1, 3 * p + 3):
             times[m] = uneven(build_schedule("1f1b", p, m), (f,) * p, (b,) * p, c).makespan
-            assert times[m] == one_f_one_b_makespan(Case(p, m, 1, f, b, Fraction(0)), c)
-        # From any m on, whatever c is: 2c (p-1) / p a microbatch, exact over p of them.
-        for m in range(1, 2 * p + 3):
-            assert times[m + p] - times[m] == p * (f + b) + 2 * c * (p - 1)
-        if p > 2:  # but not one by one: some cost two hops, one in p none
+            hops = 2 * (p + m - 2 - -(-(m - 1) // p))
+            assert times[m] == (m + p - 1) * (f + b) + hops * c
+        if p > 2:  # not one by one: some cost two hops, one in p none
             steps = {times[m + 1] - times[m] for m in range(1, 3 * p + 2)}
             assert steps == {f + b, f + b + 2 * c}
-
-
-def in_a_row(s: Schedule, k: int, c: Case) -> Fraction:
-    costs = build_costs(s, forward=c.f, input_gradient=c.i, weight_gradient=c.w)
-    return simulate(repeat(s, k), costs).makespan
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v"])
@@ -173,7 +145,9 @@ def test_the_next_batch_fills_the_end_of_a_zero_bubble_schedule(name: str) -> No
             c = Case(p, m, 2, f, *((f, f) if name == "zb-v" else (i, w)))
             one = m * c.total + form.makespan_idle(c)
             further = m * c.total + form.span_idle(c, 0)
+            costs = build_costs(s, forward=c.f, input_gradient=c.i, weight_gradient=c.w)
             for k in (1, 2, 3):
-                assert in_a_row(s, k, c) == one + (k - 1) * further
+                found = simulate(repeat(s, k), costs).makespan
+                assert found == one + (k - 1) * further
             less += further < one
     assert less >= 4
