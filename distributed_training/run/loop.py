@@ -79,7 +79,7 @@ class NonFiniteError(RunError):
 
 def has_fault(result: StepResult, config: RunConfig) -> bool:
     """Whether this rank's gradients are not finite. Overflow of fp16, after which the loss scale
-    falls, is none; DeepSpeed gives -1 for such a norm, and with bf16 leaves the update out."""
+    falls, is none; an engine may give -1 for such a norm and leave the update out."""
     if result.skipped:
         return config.precision != "fp16"
     return result.grad_norm is not None and not 0 <= float(result.grad_norm) < math.inf
