@@ -72,6 +72,10 @@ def _peak(r: Record) -> float | None:
     return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
 
 
+def _predicted_peak(r: Record) -> float | None:
+    return predicted("peak_bytes" if r.machine["gpu_name"] else "host_bytes")(r)
+
+
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f}"
 
@@ -128,11 +132,7 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
 }
 PREDICTED = {  # what -> heading, measured, predicted
     "time": ("ms", MS_A_STEP, MS_PREDICTED),
-    "memory": (
-        "peak",
-        Number(_peak, gib),
-        Number(lambda r: predicted(f"{'peak' if r.machine['gpu_name'] else 'host'}_bytes")(r), gib),
-    ),
+    "memory": ("peak", Number(_peak, gib), Number(_predicted_peak, gib)),
 }
 
 

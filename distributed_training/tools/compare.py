@@ -154,9 +154,7 @@ def plan_runs(
         foreign = set().union(*own) - keys  # that only the engines of other strategies have
         layout.update((key, value) for key, value in typed.items() if key not in foreign)
     processes = requested_processes(str(arguments.num_gpus or plan.num_gpus), detect_machine(), {})
-    command = [sys.executable, str(script)]
-    if arguments.max_restarts:
-        command.append(f"--max_restarts={arguments.max_restarts}")
+    command = [sys.executable, str(script), f"--max_restarts={arguments.max_restarts}"]
     if arguments.preset:
         command.append(f"--preset={arguments.preset}")
     if arguments.force:
