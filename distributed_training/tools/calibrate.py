@@ -120,7 +120,7 @@ def in_step(call: Callable[[], Any]) -> float:
 
 def of_training(found: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """On CPUs: seconds that parts of a model take, and the bytes a second of element-wise work
-    that they mean by predict/kernels.py. Caches, and processes beside it, are in them."""
+    that they mean by predict/speed.py. Caches, and processes beside it, are in them."""
     words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
     plan = draft_plan(build_config(words, options=strategy_options), machine, 1, 1)
     model: Decoder = plan.model.build(dropout=0.0, seed=1)
