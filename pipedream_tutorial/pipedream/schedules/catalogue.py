@@ -12,40 +12,36 @@ from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """What a schedule is called, how it is built, and when weights change under it."""
 
+    title: str
     build: Callable[..., Schedule]
     """From (p, m), or (p, m, v) where `chunks` is set."""
     policy: str = "flush"
     """A key of policies.POLICIES."""
     chunks: bool = False
-    title: str
 
 
 SCHEDULES: dict[str, Entry] = {
-    "naive": Entry(build=orders.naive, title="Naive"),
-    "gpipe": Entry(build=orders.gpipe, title="GPipe"),
-    "1f1b": Entry(build=orders.one_f_one_b, title="1F1B with flush"),
-    "eager-1f1b": Entry(build=orders.eager_1f1b, title="Eager 1F1B"),
-    "pipedream": Entry(build=orders.one_f_one_b, policy="stash", title="PipeDream"),
-    "pipedream-vertical": Entry(
-        build=orders.one_f_one_b, policy="vertical", title="PipeDream, vertical sync"
-    ),
-    "pipedream-no-stash": Entry(
-        build=orders.one_f_one_b, policy="in-place", title="PipeDream, no stashing"
-    ),
-    "pipedream-2bw": Entry(build=orders.one_f_one_b, policy="2bw", title="PipeDream-2BW"),
-    "interleaved": Entry(build=orders.interleaved_1f1b, chunks=True, title="Interleaved 1F1B"),
-    "zb-h1": Entry(build=orders.zb_h1, title="ZB-H1"),
-    "zb-h2": Entry(build=orders.zb_h2, title="ZB-H2"),
-    "zb-v": Entry(build=orders.zb_v, title="ZB-V"),
-    "v-half": Entry(build=building_blocks.v_half, title="V-Half"),
-    "v-min": Entry(build=building_blocks.v_min, title="V-Min"),
-    "dualpipe-v": Entry(build=orders.dualpipe_v, title="DualPipeV"),
-    "dualpipe": Entry(build=orders.dualpipe, title="DualPipe"),
-    "chimera": Entry(build=orders.chimera, title="Chimera"),
+    "naive": Entry("Naive", orders.naive),
+    "gpipe": Entry("GPipe", orders.gpipe),
+    "1f1b": Entry("1F1B with flush", orders.one_f_one_b),
+    "eager-1f1b": Entry("Eager 1F1B", orders.eager_1f1b),
+    "pipedream": Entry("PipeDream", orders.one_f_one_b, policy="stash"),
+    "pipedream-vertical": Entry("PipeDream, vertical sync", orders.one_f_one_b, policy="vertical"),
+    "pipedream-no-stash": Entry("PipeDream, no stashing", orders.one_f_one_b, policy="in-place"),
+    "pipedream-2bw": Entry("PipeDream-2BW", orders.one_f_one_b, policy="2bw"),
+    "interleaved": Entry("Interleaved 1F1B", orders.interleaved_1f1b, chunks=True),
+    "zb-h1": Entry("ZB-H1", orders.zb_h1),
+    "zb-h2": Entry("ZB-H2", orders.zb_h2),
+    "zb-v": Entry("ZB-V", orders.zb_v),
+    "v-half": Entry("V-Half", building_blocks.v_half),
+    "v-min": Entry("V-Min", building_blocks.v_min),
+    "dualpipe-v": Entry("DualPipeV", orders.dualpipe_v),
+    "dualpipe": Entry("DualPipe", orders.dualpipe),
+    "chimera": Entry("Chimera", orders.chimera),
 }
 
 

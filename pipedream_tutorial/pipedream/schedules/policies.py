@@ -89,22 +89,21 @@ def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int,
     own: dict[int, list[Op]] = {}
     for op in schedule.ops():
         own.setdefault(op[1], []).append(op)
-    num_stages = len(schedule.chains[0])
-    return {
-        stage: _stage_use(ops, policy, batch_size, num_stages) for stage, ops in sorted(own.items())
-    }
+    p = len(schedule.chains[0])
+    return {stage: _stage_use(own[stage], policy, batch_size, p) for stage in sorted(own)}
 
 
 def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     staleness: dict[int, int] = {}
-    in_use: dict[int, int] = {}  # version -> microbatches in flight that run with it
-    live: list[int] = []
+    in_use: Counter[int] = Counter()  # version -> microbatches in flight that run with it
+    live: list[tuple[Op, int]] = []
     updates = 0
-    upcoming = [i for kind, _, i in ops if kind == FORWARD]
+    upcoming = [op.microbatch for op in ops if op.kind == FORWARD]
     to_do = Counter(i // m for i in upcoming)
-    for kind, _, i in ops:
+    for op in ops:
+        kind, _, i = op
         if kind == FORWARD:
             version = forward[i] = policy.forward_version(updates, i, m, p)
             if version > updates:
@@ -112,7 +111,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
                     f"microbatch {i} would run with version {version} before there is one",
                     f"take {p - 1} microbatches a batch or more",
                 )
-            in_use[version] = in_use.get(version, 0) + 1
+            in_use[version] += 1
         elif kind != WEIGHT_GRADIENT:
             backward[i] = forward[i] if policy.stashed else updates
         if kind in (BACKWARD, WEIGHT_GRADIENT):
@@ -120,26 +119,17 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             in_use[version] -= 1
             if not in_use[version]:
                 del in_use[version]
-            if policy.per_microbatch:
-                staleness[i] = i - version
+            batch = i // m
+            staleness[i] = (i if policy.per_microbatch else batch) - version
+            to_do[batch] -= 1
+            if policy.per_microbatch or not to_do[batch]:
                 updates += 1
-            else:
-                batch = i // m
-                staleness[i] = batch - version
-                to_do[batch] -= 1
-                if not to_do[batch]:
-                    updates += 1
         kept = 1
         if policy.stashed:  # the newest, those in use, and those that are still to be read
             oldest = updates
             if len(forward) < len(upcoming):
                 oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)
-            # None in use is newer than the one to be read next: it stands in `in_use` or is added.
-            kept = updates + 1 - oldest + len(in_use) - (oldest in in_use)
-        live.append(kept)
-    return WeightUse(
-        forward=forward,
-        backward=backward,
-        staleness=staleness,
-        live=tuple(zip(ops, live, strict=True)),
-    )
+            older = sum(version < oldest for version in in_use)  # none is newer than the newest
+            kept = updates + 1 - oldest + older
+        live.append((op, kept))
+    return WeightUse(forward=forward, backward=backward, staleness=staleness, live=tuple(live))
