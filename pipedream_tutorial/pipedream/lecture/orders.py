@@ -117,8 +117,7 @@ def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
     for rank, line in enumerate(lines):
         found = {(op.kind, op.microbatch) for op in line}
         for told, ops in (("lacks", wanted - found), ("should not have", found - wanted)):
-            if ops:
-                kind, i = min(ops)
+            for kind, i in sorted(ops):
                 raise WrongAnswer(f"with p={p}, m={m} the order of rank {rank} {told} {kind}{i}")
     schedule = straight("yours", lines)
     try:
@@ -131,8 +130,10 @@ def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
 def _line(written: Sequence[str] | None, rank: int, kinds: str) -> list[Op]:
     if written is None:
         raise WrongAnswer(f"the order of rank {rank} is missing: the function returns nothing")
-    ops = [re.fullmatch(rf"([{kinds}])(\d+)", str(one)) for one in written]
-    for one, op in zip(written, ops, strict=True):
+    ops = []
+    for one in written:
+        op = re.fullmatch(rf"([{kinds}])(\d+)", str(one))
         if op is None:
             raise WrongAnswer(f"{one!r} is no operation; write such as {kinds[0]}0")
-    return [Op(op[1], rank, int(op[2])) for op in ops if op is not None]
+        ops.append(Op(op[1], rank, int(op[2])))
+    return ops

@@ -96,7 +96,8 @@ def search(
         tries = max(200, min(20_000, 4_000_000 // (3 * p * m)))
     limits = _limits(problem)
     starts = [greedy(problem, limit) for limit in limits]
-    starts += [pattern(problem, limit) for limit in limits]
+    for own in limits:  # ZB-H1 and ZB-H2, and what lies between
+        starts.append([zero_bubble(m, ahead - 1, memory - ahead) for ahead in own])
     starts.sort(key=lambda words: score(problem, words))
     bound = lower_bound(problem)
     best = starts[0]
@@ -137,22 +138,20 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
         word = words[rank]
         own = ends[rank]
         durations = problem.durations[rank]
-        before = ends[rank - 1]["F"] if rank else None
-        after = ends[rank + 1]["I"] if rank + 1 < p else None
+        sources = {
+            "F": ends[rank - 1]["F"] if rank else None,
+            "I": ends[rank + 1]["I"] if rank + 1 < p else None,
+        }
         now = free[rank]
         at = place[rank]
         while at < len(word):
             kind = word[at]
-            if kind == "F" and before is not None:
-                i = len(own["F"])
-                if i >= len(before):
+            source = sources.get(kind)
+            if source is not None:
+                i = len(own[kind])
+                if i >= len(source):
                     break
-                now = max(now, before[i] + c)
-            elif kind == "I" and after is not None:
-                i = len(own["I"])
-                if i >= len(after):
-                    break
-                now = max(now, after[i] + c)
+                now = max(now, source[i] + c)
             now += durations[kind]
             own[kind].append(now)
             at += 1
@@ -205,13 +204,6 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
         )
     )
     return every[:: 1 + len(every) // 40]  # of long lists a few, evenly
-
-
-def pattern(problem: Problem, limits: Sequence[int]) -> Words:
-    """ZB-H1 and ZB-H2, and what lies between: a rank runs its limit of F, then I and F in turn, and
-    puts W off for as long as its memory allows."""
-    m = problem.num_microbatches
-    return [zero_bubble(m, limit - 1, problem.memory - limit) for limit in limits]
 
 
 def greedy(problem: Problem, limits: Sequence[int]) -> Words:
@@ -356,10 +348,6 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[Words | None,
         return None, bound
     words = []
     for rank in range(p):
-        own = [
-            (solver.value(at), "FIW".index(kind), kind)
-            for (kind, r, _), at in start.items()
-            if r == rank
-        ]
-        words.append("".join(kind for _, _, kind in sorted(own)))
+        steps = [(solver.value(start[k, rank, i]), "FIW".index(k)) for k in "FIW" for i in range(m)]
+        words.append("".join("FIW"[kind] for _, kind in sorted(steps)))
     return words, bound
