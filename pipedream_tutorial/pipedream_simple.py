@@ -11,10 +11,11 @@ search, training, CSV files and traces (python -m pipedream --help).
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from shutil import get_terminal_size
@@ -111,19 +112,17 @@ def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
     """Rank r has stage r, and in a V also stage 2p - 1 - r, written in small letters."""
     orders = []
     for r, word in enumerate(words):
+        word = list(word)
         second = 2 * len(words) - 1 - r
-        orders.append(numbered((x.upper(), r if x.isupper() else second) for x in word))
+        steps = {x: (x.upper(), r if x.isupper() else second) for x in set(word)}
+        orders.append(numbered(steps[x] for x in word))
     return orders
 
 
 def numbered(steps: Iterable[tuple[str, int]]) -> Order:
     """Operations from (kind, stage): each kind takes a stage's microbatches in turn."""
-    done: Counter[tuple[str, int]] = Counter()
-    order = []
-    for step in steps:
-        order.append((*step, done[step]))
-        done[step] += 1
-    return order
+    turn: dict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
+    return [(*step, next(turn[step])) for step in steps]
 
 
 def interleaved(p: int, m: int, v: int) -> list[Order]:
