@@ -208,7 +208,7 @@ class Trainer:
         if self._chat:
             eos_id = tokenizer.end_of_answer
             prompt = tokenizer.ask([{"role": "user", "content": config.generate}])
-        # The split of a window over tp may append tokens, which need positions, too.
+        # The split of a window over processes may append tokens, which need positions, too.
         context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
         # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
         ids = export.continuation(
