@@ -196,8 +196,8 @@ def load_csv(path: Path) -> Schedule:
         orders.pop()
     schedule = straight(path.stem, orders)
     rank_of: dict[int, int] = {}
-    for rank, stages in enumerate(schedule.stages()):
-        for stage in stages:
+    for rank, order in enumerate(schedule.flat):
+        for _, stage, _ in order:
             if rank_of.setdefault(stage, rank) != rank:
                 raise UserError(
                     f"{path} runs stage {stage} on ranks {rank_of[stage]} and {rank}",
