@@ -4,9 +4,7 @@ python tests/browser.py figures/explorer.png   takes the README's picture of exp
 """
 
 import base64
-import fcntl
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,8 +18,6 @@ FLAGS = [
     "--remote-debugging-pipe", "--hide-scrollbars", "--disable-dev-shm-usage",
 ]  # fmt: skip
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-
 SHOWN = "#schedule=search&K=5&c=1&other=zb-h1&arrows=1"
 
 
@@ -34,21 +30,11 @@ class Browser:
     """One page. `errors` holds uncaught exceptions and what it wrote to the console as errors."""
 
     def __init__(self, profile):
-        to_browser, ours = os.pipe()
-        theirs, from_browser = os.pipe()
-        self.out, self.back = os.fdopen(ours, "wb", 0), os.fdopen(theirs, "rb", 0)
-
-        def wire():  # Chromium reads from 3 and writes to 4
-            held = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser, from_browser)]
-            os.dup2(held[0], 3)
-            os.dup2(held[1], 4)
-
-        self.process = subprocess.Popen(
-            [find_browser(), *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-            close_fds=False, preexec_fn=wire, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        command = [find_browser(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        self.process = subprocess.Popen(  # Chromium reads from 3 and writes to 4
+            ["sh", "-c", 'exec "$0" "$@" 3<&0 4>&1 >/dev/null', *command], bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        os.close(to_browser)
-        os.close(from_browser)
         self.number, self.waiting, self.errors, self.session = 0, b"", [], None
         targets = self.send("Target.getTargets")["targetInfos"]
         page = next(target["targetId"] for target in targets if target["type"] == "page")
@@ -63,7 +49,7 @@ class Browser:
         message = {"id": self.number, "method": method, "params": parameters}
         if self.session:
             message["sessionId"] = self.session
-        self.out.write(json.dumps(message).encode() + b"\0")
+        self.process.stdin.write(json.dumps(message).encode() + b"\0")
         while True:
             answer = self.read()
             if answer.get("id") == self.number:
@@ -72,7 +58,7 @@ class Browser:
 
     def read(self):
         while b"\0" not in self.waiting:
-            arrived = self.back.read(1 << 16)
+            arrived = self.process.stdout.read(1 << 16)
             assert arrived, "the browser has ended"
             self.waiting += arrived
         line, _, self.waiting = self.waiting.partition(b"\0")
@@ -110,8 +96,8 @@ class Browser:
     def wait(self, expression):
         self.until(lambda: self.js(expression), expression)
 
-    def until(self, holds, what="", limit_s=20):
-        end = time.monotonic() + limit_s
+    def until(self, holds, what=""):
+        end = time.monotonic() + 20
         while not holds():
             assert time.monotonic() < end, f"never true: {what}"
             time.sleep(0.02)
@@ -137,9 +123,7 @@ class Browser:
 
     def close(self):
         self.process.kill()
-        self.process.wait()
-        self.out.close()
-        self.back.close()
+        self.process.communicate()
 
 
 def main():

@@ -25,24 +25,16 @@ from pipedream.simulate.measures import activation_steps, peak_activations
 from pipedream.simulate.search import as_schedule, build_problem, lower_bound
 from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
 
-HERE = Path(__file__).resolve().parent
-NODE = shutil.which("node")
-
 pytestmark = pytest.mark.skipif(
-    NODE is None and "CI" not in os.environ, reason="node, which runs the engine, is not installed"
+    shutil.which("node") is None and "CI" not in os.environ,
+    reason="node, which runs the engine, is not installed",
 )
 
 
 def ask(questions):
-    done = subprocess.run(
-        ["node", HERE / "explorer_cells.mjs"],
-        input=json.dumps(questions),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    command = ["node", Path(__file__).with_name("explorer_cells.mjs")]
+    text = subprocess.check_output(command, input=json.dumps(questions), text=True, timeout=60)
+    return json.loads(text)
 
 
 def chosen(p=4, m=8, v=2, n=1, durations=(1, 1, 1, 0), scale=(), saving=0, kept=None):

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -42,14 +43,9 @@ def case_of(**changes: Any) -> Case:
     return Case(**values | {key: Fraction(values[key]) for key in durations})
 
 
-class Drawn(NamedTuple):
-    """A picture, and every text painted on it: the box in pixels that it takes, and its size."""
-
-    figure: Figure
-    texts: list[tuple[str, tuple[float, ...], float]]
-
-
-def watched(make: Callable[[], Figure]) -> Drawn:
+def watched(make: Callable[[], Figure]) -> Figure:
+    """A picture on which no two texts share a pixel, none leaves the page, and none is too small
+    to read."""
     texts: list[tuple[str, tuple[float, ...], float]] = []
     original, begin = Text.draw, Figure.draw
 
@@ -67,11 +63,21 @@ def watched(make: Callable[[], Figure]) -> Drawn:
         patch.setattr(Text, "draw", spy)
         patch.setattr(Figure, "draw", start)
         figure = make()
-    return Drawn(figure, texts)
+    boxes = np.array([box for _, box, _ in texts])
+    assert min(size for _, _, size in texts) >= LEAST
+    width, height = figure.canvas.get_width_height(physical=True)
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, 2] <= width).all()
+    assert (boxes[:, 3] <= height).all()
+    low = np.maximum(boxes[:, None, :2], boxes[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
+    shared = np.argwhere(np.triu((high - low > 0.5).all(axis=2), k=1))
+    assert [(texts[a][0], texts[b][0]) for a, b in shared] == []
+    return figure
 
 
 @pytest.fixture(scope="module")
-def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Drawn]:
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
     """All pictures of the shipped CONFIG."""
     path = tmp_path_factory.mktemp("shipped") / "picture.png"
     work = Work(case=case_of(), weight_size=Fraction(1))
@@ -128,9 +134,9 @@ def timelines_of(name: str, case: Case) -> list[Timeline]:
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_rectangles_are_the_timeline(shipped: dict[str, Drawn], name: str) -> None:
+def test_rectangles_are_the_timeline(shipped: dict[str, Figure], name: str) -> None:
     timelines = timelines_of(name, case_of())
-    panels = [ax for ax in shipped[name].figure.axes if rectangles(ax)]
+    panels = [ax for ax in shipped[name].axes if rectangles(ax)]
     assert len(panels) == len(timelines)
     for ax, timeline in zip(panels, timelines, strict=True):
         assert drawn_cells(ax) == expected_cells(timeline)
@@ -143,9 +149,9 @@ def test_rectangles_are_the_timeline(shipped: dict[str, Drawn], name: str) -> No
                 assert to_hex(r.get_facecolor()) == to_hex(colour(ops[str(r.get_gid())]))
 
 
-def test_utilisation_is_the_measures(shipped: dict[str, Drawn]) -> None:
+def test_utilisation_is_the_measures(shipped: dict[str, Figure]) -> None:
     case = case_of()
-    ax = shipped["utilization_comparison"].figure.axes[0]
+    ax = shipped["utilization_comparison"].axes[0]
     widths = [float(r.get_width()) for r in rectangles(ax)]
     diamonds = [float(line.get_xdata()[0]) for line in ax.get_lines()]
     names = [label.get_text() for label in ax.get_yticklabels()]
@@ -163,14 +169,14 @@ def test_utilisation_is_the_measures(shipped: dict[str, Drawn]) -> None:
     assert [row[1] for row in drawn] == sorted(row[1] for row in drawn)
 
 
-def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(shipped: dict[str, Drawn]) -> None:
+def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> None:
     case = case_of()
     counts = [1, 2, 4, 8, 16, 32, 64]
     curves = idle_curves(AGAINST_M, case, counts, counts)
     assert sum(len(curve.closed) for curve in curves) > 40
     for curve in curves:
         assert curve.closed.items() <= curve.simulated.items()
-    for which, ax in enumerate(shipped["bubble_vs_microbatches"].figure.axes):
+    for which, ax in enumerate(shipped["bubble_vs_microbatches"].axes):
         points = [line for line in ax.get_lines() if line.get_linestyle() == "None"]
         lines = [line for line in ax.get_lines() if line.get_linestyle() != "None"]
         assert len(points) == len(lines) == len(curves)
@@ -185,32 +191,11 @@ def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(shipped: dict[s
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_are_their_timelines(tmp_path: Path, name: str) -> None:
     picture = STEPS[name]()
-    drawn = watched(lambda: draw_picture(picture, tmp_path / "step.png"))
-    check_texts(drawn)
-    axes = drawn.figure.axes
+    axes = watched(lambda: draw_picture(picture, tmp_path / "step.png")).axes
     for ax, panel in zip(axes, picture.panels, strict=True):
         assert drawn_cells(ax) == expected_cells(panel.timeline)
     if picture.rows:
         assert tuple(label.get_text() for label in axes[0].get_yticklabels()) == picture.rows
-
-
-def test_no_text_lies_on_another(shipped: dict[str, Drawn]) -> None:
-    for drawn in shipped.values():
-        check_texts(drawn)
-
-
-def check_texts(drawn: Drawn) -> None:
-    """No two texts share a pixel, none leaves the page, none is too small to read."""
-    boxes = np.array([box for _, box, _ in drawn.texts])
-    assert min(size for _, _, size in drawn.texts) >= LEAST
-    width, height = drawn.figure.canvas.get_width_height(physical=True)
-    assert (boxes[:, :2] >= 0).all()
-    assert (boxes[:, 2] <= width).all()
-    assert (boxes[:, 3] <= height).all()
-    low = np.maximum(boxes[:, None, :2], boxes[None, :, :2])
-    high = np.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
-    shared = np.argwhere(np.triu((high - low > 0.5).all(axis=2), k=1))
-    assert [(drawn.texts[a][0], drawn.texts[b][0]) for a, b in shared] == []
 
 
 def test_script_writes_every_picture(
@@ -218,16 +203,11 @@ def test_script_writes_every_picture(
 ) -> None:
     """As few stages and microbatches as can be, and no text on another."""
 
-    def watching(make: Callable[[Work], Figure]) -> Callable[[Work], Figure]:
-        def made(work: Work) -> Figure:
-            drawn = watched(lambda: save(make(work), tmp_path / "picture.png"))
-            check_texts(drawn)
-            return drawn.figure
-
-        return made
+    def small(work: Work, make: Callable[[Work], Figure]) -> Figure:
+        return watched(lambda: save(make(work), tmp_path / "picture.png"))
 
     for name, make in list(PICTURES.items()):
-        monkeypatch.setitem(PICTURES, name, watching(make))
+        monkeypatch.setitem(PICTURES, name, partial(small, make=make))
     out = tmp_path / "new" / "folder"
     sizes = ["--set", "num_stages=2", "--num_microbatches", "2", "--output", str(out)]
     monkeypatch.setattr(sys, "argv", ["pipedream_visual.py", *sizes])
