@@ -169,7 +169,7 @@ def test_utilisation_is_the_measures(shipped: dict[str, Figure]) -> None:
     assert [row[1] for row in drawn] == sorted(row[1] for row in drawn)
 
 
-def test_bubble_points_are_simulated_and_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> None:
+def test_bubble_points_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> None:
     case = case_of()
     counts = [1, 2, 4, 8, 16, 32, 64]
     curves = idle_curves(AGAINST_M, case, counts, counts)

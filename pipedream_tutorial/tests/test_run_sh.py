@@ -1,6 +1,5 @@
 """run.sh on copies that need next to nothing: no network is there to install from."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -44,20 +43,16 @@ def copy(tmp_path):
 @pytest.fixture
 def run(tmp_path, copy):
     """Runs the copy: (exit code, stdout, stderr). `scripts` are its PATH beside TOOLS."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in TOOLS:
+        (tools / tool).symlink_to(shutil.which(tool))
 
     def run(*arguments: str, scripts: dict[str, str], **more: str) -> tuple[int, str, str]:
-        tools = tmp_path / "tools"
-        tools.mkdir(exist_ok=True)
-        for tool in TOOLS:
-            if not (tools / tool).exists():
-                (tools / tool).symlink_to(shutil.which(tool))
         for name, text in scripts.items():
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
-        inherited = {
-            k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "CONDA_PREFIX")
-        }
-        env = {**inherited, "PATH": str(tools), "PYTORCH_CPU_INDEX": "file:///nowhere", **more}
+        env = {"PATH": str(tools), "PYTORCH_CPU_INDEX": "file:///nowhere", **more}
         done = subprocess.run(
             ["bash", str(copy / "run.sh"), *arguments],
             capture_output=True, text=True, env=env, cwd="/", timeout=120,
