@@ -127,7 +127,7 @@ class Pool:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "arguments").write_bytes(arguments)
-            (folder / "result").touch()
+            (folder / "result").write_bytes(pickle.dumps(None))
             job |= {"folder": name, "num_processes": num_processes, "limit_s": limit_s}
             self.server.stdin.write(json.dumps(job) + "\n")
             self.server.stdin.flush()
@@ -209,7 +209,13 @@ def _work(job: dict[str, Any], rank: int, port: int) -> None:
             os.environ.update({name: str(value) for name, value in ranks.items()})
             os.environ.update(LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1")
         os.chdir(job.get("cwd", ROOT))
-        code = _run_script(job["argv"]) if "argv" in job else _call(job["function"], folder, rank)
+        if "argv" in job:
+            run_script(*job["argv"])
+        else:
+            _call(job["function"], folder, rank)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -219,23 +225,19 @@ def _work(job: dict[str, Any], rank: int, port: int) -> None:
         os._exit(code)
 
 
-def _run_script(argv: list[str]) -> int:
-    sys.argv = argv
-    sys.path.insert(0, str(Path(argv[0]).parent))  # as `python FILE` does
-    try:
-        runpy.run_path(argv[0], run_name="__main__")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
+def run_script(script: str, *arguments: str) -> None:
+    """As `python FILE ARGUMENTS` does, in this process; SystemExit has the exit code."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
 
 
-def _call(name: str, folder: Path, rank: int) -> int:
+def _call(name: str, folder: Path, rank: int) -> None:
     module, _, function = name.partition(":")
     arguments = pickle.loads((folder / "arguments").read_bytes())
     result = getattr(importlib.import_module(module), function)(arguments)
     if rank == 0:
         (folder / "result").write_bytes(pickle.dumps(result))
-    return 0
 
 
 if __name__ == "__main__":

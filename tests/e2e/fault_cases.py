@@ -1,6 +1,6 @@
 """What processes of the fault tests run: the script, with something that goes wrong on the way.
 
-tests.pool calls these on every rank; each returns the script's exit code to rank 0's caller.
+tests.pool calls these on every rank; each ends with the script's exit code.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from distributed_training.parallel.gradients import local_part
 from distributed_training.run import watch, worker
 from distributed_training.run.loop import Trainer
 from distributed_training.run.saving import checkpoint
-from tests.e2e.support import run_script
+from tests.pool import run_script
 
 
-def with_bad_gradient(job: dict[str, Any]) -> int:
+def with_bad_gradient(job: dict[str, Any]) -> None:
     """On rank 1, in each of `steps`, a gradient (of `name`, native engines) or the loss (DeepSpeed)
     becomes NaN; on all ranks where DDP has made their gradients equal."""
     rank, calls, update = int(os.environ["RANK"]), [], native.NativeEngine.update
@@ -46,10 +46,10 @@ def with_bad_gradient(job: dict[str, Any]) -> int:
             return run(self, batch, scale * factor) * factor
 
         engine._run = bad_run
-    return run_script(job["arguments"])
+    run_script(*job["arguments"])
 
 
-def without_step(job: dict[str, Any]) -> int:
+def without_step(job: dict[str, Any]) -> None:
     """The batch of step `step` is left out."""
     right = Trainer.__post_init__
 
@@ -58,10 +58,10 @@ def without_step(job: dict[str, Any]) -> int:
         self._passed_over = job["step"]
 
     Trainer.__post_init__ = init
-    return run_script(job["arguments"])
+    run_script(*job["arguments"])
 
 
-def with_rank_1_stopped(job: dict[str, Any]) -> int:
+def with_rank_1_stopped(job: dict[str, Any]) -> None:
     """In step 5 of rank 1 something stops; limits are short."""
     # On a busy machine a living thread may be silent for seconds.
     watch.BEAT_S, watch.LOST_S, watch.SLOW_S = 0.5, 10.0 if job["how"] == "frozen" else 60.0, 5.0
@@ -79,10 +79,10 @@ def with_rank_1_stopped(job: dict[str, Any]) -> int:
         return right(self, batch)
 
     native.NativeEngine.train_step = train_step
-    return run_script(job["arguments"])
+    run_script(*job["arguments"])
 
 
-def with_full_disk(job: dict[str, Any]) -> int:
+def with_full_disk(job: dict[str, Any]) -> None:
     """The second checkpoint finds no room: on the disk itself, or by a limit of this process."""
     right, calls = checkpoint.Saver.begin, []
 
@@ -97,10 +97,10 @@ def with_full_disk(job: dict[str, Any]) -> int:
         return right(*arguments, **options)
 
     checkpoint.Saver.begin = save
-    return run_script(job["arguments"])
+    run_script(*job["arguments"])
 
 
-def with_ctrl_c_in_a_library(job: dict[str, Any]) -> int:
+def with_ctrl_c_in_a_library(job: dict[str, Any]) -> None:
     """It comes before training, where a library turns it into an error of its own."""
 
     def build_engine(*_: Any) -> None:
@@ -110,4 +110,4 @@ def with_ctrl_c_in_a_library(job: dict[str, Any]) -> int:
             raise ValueError("could not determine the shape")  # noqa: B904
 
     worker.build_engine = build_engine
-    return run_script(job["arguments"])
+    run_script(*job["arguments"])

@@ -14,7 +14,7 @@ from distributed_training.run import watch
 from distributed_training.run.loop import Trainer
 from distributed_training.run.saving import disks
 from tests.e2e.nodes import Node, unplug
-from tests.e2e.support import run_script
+from tests.pool import run_script
 
 
 def enter(node: Node) -> None:
@@ -26,7 +26,7 @@ def enter(node: Node) -> None:
     os.environ.update(TMPDIR=str(node.own), HOME=str(node.own))
 
 
-def with_torchrun(job: dict[str, Any]) -> int:
+def with_torchrun(job: dict[str, Any]) -> None:
     """torchrun's agent on the node of this number, which goes on alone where the other one stays
     away; its processes run `_unplugged`, below."""
     from torch.distributed import run as torchrun
@@ -49,7 +49,6 @@ def with_torchrun(job: dict[str, Any]) -> int:
     rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500", f"--rdzv_conf={limits}"]
     elastic = ["--nnodes=1:2", "--max_restarts=1", "--nproc_per_node=1"]
     torchrun.main([*rendezvous, *elastic, __file__, *job["arguments"]])
-    return 0
 
 
 def _unplugged() -> None:
@@ -67,16 +66,16 @@ def _unplugged() -> None:
         right(self)
 
     Trainer._update = update
-    run_script(sys.argv[1:])
+    run_script(*sys.argv[1:])
 
 
-def on_each_node(job: dict[str, Any]) -> int:
+def on_each_node(job: dict[str, Any]) -> None:
     """The script on each node, but for a `missing` one, where nothing is typed; with `ends_at`,
     SIGTERM comes to the first in that step."""
     disks.SHARED_WITHIN_S = 1.0
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):
-        return 0
+        return
     enter(job["nodes"][rank])
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=job["nodes"][0].name)
     right = Trainer._update
@@ -87,7 +86,7 @@ def on_each_node(job: dict[str, Any]) -> int:
         right(self)
 
     Trainer._update = update
-    return run_script(job["arguments"])
+    run_script(*job["arguments"])
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,26 +17,13 @@ from pathlib import Path
 
 import psutil
 
-from tests.conftest import clean_environment, settings
-from tests.pool import ROOT, SCRIPT
+from tests.conftest import clean_environment, heavy_pool, settings
+from tests.pool import GRACE_S, ROOT, SCRIPT
 from tests.ports import free_port
 
 MARK = "E2E_RUN"  # names the background run that a process belongs to
 H200 = "NVIDIA H200, 143771, 9.0"
 T4_8GIB = "Tesla T4, 8192, 7.5"
-
-
-def run_script(arguments: list[str]) -> int:
-    """The script in this process, which ends with its exit code where that is not 0."""
-    sys.argv = [str(SCRIPT), *arguments]
-    try:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(int(end.code))
-    return 0
 
 
 def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:
@@ -81,6 +66,22 @@ def fake_nvidia_smi(folder: Path, *gpus: str) -> str:
     script.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(rows) + "\nEND\n")
     script.chmod(0o755)
     return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def run_case(case: str, values: dict[str, object], num_processes: int = 2, **job: object) -> str:
+    """What all processes say of a case of fault_cases.py or node_cases.py that fails; else ""."""
+    job["arguments"] = [str(SCRIPT), *settings(values)]
+    grace_s = 240 if "nodes" in job else GRACE_S
+    try:
+        heavy_pool().call(f"tests.e2e.{case}", job, num_processes=num_processes, grace_s=grace_s)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def final_weights(run_dir: Path) -> bytes:
+    """What a run has exported."""
+    return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
 def run_folders(output_dir: Path) -> list[Path]:
@@ -139,14 +140,6 @@ def processes_with(variable: str, value: str) -> list[psutil.Process]:
             if process.environ().get(variable) == value:
                 found.append(process)
     return found
-
-
-def send(process: subprocess.Popen, signum: signal.Signals) -> None:
-    """Ctrl-C goes to the terminal's whole foreground group; SIGTERM to the one process."""
-    if signum == signal.SIGINT:
-        os.killpg(process.pid, signum)
-    else:
-        process.send_signal(signum)
 
 
 def wait_for(

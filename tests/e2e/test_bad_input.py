@@ -49,6 +49,16 @@ COMMAND_LINES = {
         "--set dataset=me/none --dry-run", ["'me/none'", "neither a path nor", "Hub"],
     ),
     "weights": ("--set weights={tmp}/none --dry-run", ["weights=", "config.json", "hf/"]),
+    "skip where the engine updates by itself": (
+        "--on_nonfinite skip", ["on_nonfinite='skip'", "zero2", "rollback"],
+    ),
+    "push without a token": ("--push user/tiny --dry-run", ["needs a token", "hf auth login"]),
+    "push to no name": (
+        "--push a/b/c --dry-run", ["push='a/b/c' is no name of a model", "user/name"],
+    ),
+    "push of nothing": (
+        "--push user/tiny --export false --dry-run", ["export=False", "set export=True"],
+    ),
     "tokenizer": ("--set tokenizer={tmp}/none --dry-run", ["tokenizer=", "vocab.json"]),
 }  # fmt: skip
 FILES = {

@@ -11,13 +11,15 @@ import time
 
 import pytest
 
-from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, script, settings, train
+from tests.conftest import SMALL, assert_ok, only_record, script, train
 from tests.e2e.support import (
     assert_refused,
+    final_weights,
     launcher_command,
     left_over,
     metrics,
     processes_with,
+    run_case,
     run_folders,
     running,
     wait_for,
@@ -30,10 +32,8 @@ LONG = {**SMALL, "strategy": "dp", "num_samples": 1200, "epochs": 80, "checkpoin
 @pytest.mark.parametrize("how", ["frozen", "hangs", "fails"])
 def test_a_rank_that_stops_is_named(how, tmp_path):
     values = {**LONG, "output_dir": tmp_path, "hang_timeout_s": 60 if how == "frozen" else 10}
-    job = {"how": how, "arguments": settings(values)}
-    with pytest.raises(RuntimeError) as caught:
-        heavy_pool().call("tests.e2e.fault_cases:with_rank_1_stopped", job, num_processes=2)
-    record, said = only_record(tmp_path), str(caught.value)
+    said = run_case("fault_cases:with_rank_1_stopped", values, how=how)
+    record = only_record(tmp_path)
     assert record["status"] == "failed"
     rank_1 = f"rank 1 on {platform.node()}"
     error, *also = {
@@ -83,11 +83,11 @@ def kill_rank_1(tmp_path):
 
 
 def test_ctrl_c_before_training_is_not_what_a_library_makes_of_it(tmp_path):
-    job = {"arguments": settings({**SMALL, "strategy": "dp", "output_dir": tmp_path})}
-    with pytest.raises(RuntimeError, match=r"exit codes \[130\]") as caught:
-        heavy_pool().call("tests.e2e.fault_cases:with_ctrl_c_in_a_library", job, num_processes=1)
-    assert "interrupted; nothing was trained" in str(caught.value)
-    assert "Traceback" not in str(caught.value)
+    values = {**SMALL, "strategy": "dp", "output_dir": tmp_path}
+    said = run_case("fault_cases:with_ctrl_c_in_a_library", values, 1)
+    assert "exit codes [130]" in said
+    assert "interrupted; nothing was trained" in said
+    assert "Traceback" not in said
     assert only_record(tmp_path)["status"] == "interrupted"
 
 
@@ -121,8 +121,7 @@ def test_a_run_starts_again_by_itself_and_ends_as_if_nothing_had_been(tmp_path):
     assert [row["step"] for row in metrics(run_dir)] == list(range(1, 151))
     assert_ok(train({**values, "output_dir": tmp_path / "whole"}, num_processes=2))
     (whole,) = run_folders(tmp_path / "whole")
-    ours, theirs = ((run / "hf" / "model.safetensors").read_bytes() for run in (run_dir, whole))
-    assert ours == theirs
+    assert final_weights(run_dir) == final_weights(whole)
 
 
 def test_a_reader_that_went_changes_nothing_and_a_hang_up_saves(tmp_path):
@@ -165,10 +164,8 @@ def test_a_full_disk_is_said_and_leaves_what_was_saved(how, strategy, disk, requ
     """A run that saves after 3 steps, and then has no room to save after 6."""
     folder = request.getfixturevalue(disk)
     values = {**SMALL, "strategy": strategy, "checkpoint_every": 3, "output_dir": folder}
-    job = {"how": how, "disk": str(folder), "arguments": settings(values)}
-    with pytest.raises(RuntimeError) as caught:
-        heavy_pool().call("tests.e2e.fault_cases:with_full_disk", job, num_processes=2)
-    record, said = only_record(folder), str(caught.value)
+    said = run_case("fault_cases:with_full_disk", values, how=how, disk=str(folder))
+    record = only_record(folder)
     (run_dir,) = (path for path in run_folders(folder) if path.is_dir())
     assert record["status"] == "failed"
     assert "is full; " in record["error"]
@@ -176,7 +173,6 @@ def test_a_full_disk_is_said_and_leaves_what_was_saved(how, strategy, disk, requ
     assert f"error: {record['error']}" in said
     assert "Traceback" not in said
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000003"]
-    hidden = {
-        path.name for where in (run_dir, run_dir / "checkpoints") for path in where.glob(".*")
-    }
-    assert hidden == {".owner.json", ".faults"}, "nothing half-written"
+    assert {path.name for path in run_dir.rglob(".*")} == {".owner.json", ".faults"}, (
+        "nothing half-written"
+    )

@@ -53,12 +53,8 @@ def test_nothing_listens_beyond_loopback_nor_runs_what_it_is_sent(tmp_path):
         assert open_at, "the ranks meet somewhere"
         assert all(ipaddress.ip_address(end.ip).is_loopback for end in open_at), open_at
         told = next(rank.environ() for rank in ranks if rank.environ().get("RANK") == "1")
-        store = dist.TCPStore(
-            told["MASTER_ADDR"],
-            int(told["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=30),
-        )
+        limit = timedelta(seconds=30)
+        store = dist.TCPStore(told["MASTER_ADDR"], int(told["MASTER_PORT"]), timeout=limit)
         rendezvous = f"torch.rendezvous.{told.get('TORCHELASTIC_RUN_ID', 'none')}"
         store.set(rendezvous, base64.b64encode(trap).decode())
         for end in set(open_at):

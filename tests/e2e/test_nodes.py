@@ -7,9 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, script, settings, train
+from tests.conftest import SMALL, assert_ok, only_record, script, train
 from tests.e2e.nodes import cluster
-from tests.e2e.support import assert_refused, left_over
+from tests.e2e.support import assert_refused, left_over, run_case
 
 VALUES = {**SMALL, "strategy": "dp", "num_samples": 48}
 
@@ -28,20 +28,14 @@ def nodes(tmp_path, request):
         yield found
 
 
-def fail_on(nodes, values, case="on_each_node", **job):
-    """What was said by a case that fails on all nodes."""
-    job |= {"nodes": nodes, "arguments": settings(values)}
-    with pytest.raises(RuntimeError) as caught:
-        heavy_pool().call(
-            f"tests.e2e.node_cases:{case}", job, num_processes=len(nodes), grace_s=240
-        )
-    return str(caught.value)
+def run_on(nodes, values, case="on_each_node", **job):
+    return run_case(f"node_cases:{case}", values, len(nodes), nodes=nodes, **job)
 
 
 def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_path, unbroken):
     """By itself, from the last checkpoint, with the same global batch."""
     values = {**VALUES, "batch_size": 3, "checkpoint_every": 3, "output_dir": tmp_path / "runs"}
-    said = fail_on(nodes, values, "with_torchrun")
+    said = run_on(nodes, values, "with_torchrun")
     assert "exit codes [0, -9]" in said
     silent = "it shows no sign of life for 15 s"
     assert "error: lost rank 1 on node1 in " in said
@@ -58,7 +52,7 @@ def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_pa
 def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, unbroken):
     own, values = nodes[0].own / "runs", {**VALUES, "keep_best": True}
     both = {**values, "output_dir": own, "resume": "auto", "shared_disk": False}
-    fail_on(nodes, both, ends_at=5)
+    run_on(nodes, both, ends_at=5)
     folders = [node.outside(own) for node in nodes]
     parts = [sorted(file.name for file in folder.glob("*-*/checkpoints/*/*")) for folder in folders]
     expected = [["meta.json", f"rank-0000{rank}.safetensors"] for rank in range(3)]
@@ -75,9 +69,7 @@ def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, u
     resumed = train(alone)
     assert_ok(resumed)
     assert "note: saved dp x 3 -> resuming dp x 1: resharding; the folder keeps" in resumed.stdout
-    job = {"nodes": nodes, "arguments": settings(both)}
-    heavy_pool().call("tests.e2e.node_cases:on_each_node", job, num_processes=3)
-
+    assert run_on(nodes, both) == ""
     for runs in (folders[0], together):
         record = only_record(runs)
         assert record["resumed_from"].endswith("step-00000005")
@@ -96,14 +88,14 @@ def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, u
 )  # fmt: skip
 def test_a_node_that_does_not_come_is_named(nodes, missing, words, tmp_path):
     values = {**SMALL, "output_dir": tmp_path / "runs", "rendezvous_timeout_s": 3}
-    said = fail_on(nodes, values, missing=missing)
+    said = run_on(nodes, values, missing=missing)
     assert f"error: {words}" in said
     assert said.count("error: ") == 1
 
 
 def test_machines_that_share_no_disk_are_refused_before_training(nodes):
     own = nodes[0].own / "runs"
-    said = fail_on(nodes, {**VALUES, "output_dir": own})
+    said = run_on(nodes, {**VALUES, "output_dir": own})
     assert "exit codes [2, 2]" in said
     assert said.count("error: ") == 1
     assert f"error: rank 1 on node1 does not see {own}/" in said

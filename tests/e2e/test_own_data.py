@@ -1,6 +1,5 @@
 """The guide's examples of one's own data: trained on, and asked."""
 
-import json
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import transformers
 
 from tests.conftest import ROOT, SCRIPT, assert_ok, clean_environment, only_record, train
 from tests.data.test_pieces import CHAT
+from tests.e2e.support import metrics
 from tests.run.test_export import command
 
 GUIDE = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
@@ -65,5 +65,5 @@ def test_a_model_of_prompts_completes_them(tmp_path):
     assert record["config"]["validation_dataset"].endswith("held-out-cards.csv")
     asked = command("generate", record["run_dir"], "--prompt", "2 + 2 =", "--temperature", 0)
     assert asked.stdout == "2 + 2 = 4\n"
-    rows = Path(record["run_dir"], "metrics.jsonl").read_text().splitlines()
-    assert all(0 < row["num_targets"] < row["num_tokens"] for row in map(json.loads, rows))
+    rows = metrics(Path(record["run_dir"]))
+    assert all(0 < row["num_targets"] < row["num_tokens"] for row in rows)

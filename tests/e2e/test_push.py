@@ -61,20 +61,6 @@ def test_a_run_that_cannot_be_pushed_is_finished_and_says_how_to_go_on(tmp_path)
     assert only_record(tmp_path / "runs")["status"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"push": "user/tiny"}, ("needs a token", "hf auth login")),
-        ({"push": "a/b/c"}, ("push='a/b/c' is no name of a model", "user/name")),
-        ({"push": "user/tiny", "export": False}, ("export=False", "set export=True")),
-    ],
-)
-def test_what_push_lacks_is_said_before_training(changes, words, tmp_path):
-    values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs", **changes}
-    result = script(values, "--dry-run", HF_HOME=str(tmp_path / "hf"))
-    assert_refused(result, *words)
-
-
 def test_refusals_of_the_command_are_one_line(run_dir, tmp_path):
     with serve({}) as hub:
         where = {"endpoint": hub.endpoint, "home": tmp_path}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -15,12 +16,12 @@ from distributed_training.predict.memory import estimate_copy
 from distributed_training.run.saving.resume import list_checkpoints, read_meta
 from tests.conftest import SMALL, assert_ok, train
 from tests.e2e.support import (
+    final_weights,
     launcher_command,
     left_over,
     metrics,
     run_folders,
     running,
-    send,
     wait_for,
 )
 
@@ -65,7 +66,10 @@ def stop(command: list[str], output_dir: Path, signum: signal.Signals, *, after:
     log = output_dir.parent / f"{output_dir.name}.log"
     with running(command, log) as process:
         wait_for(lambda: f"step-{after:08d}" in checkpoints(output_dir), process, log)
-        send(process, signum)
+        if signum == signal.SIGINT:  # Ctrl-C goes to the terminal's whole foreground group
+            os.killpg(process.pid, signum)
+        else:
+            process.send_signal(signum)
         code = process.wait(timeout=60)
         assert left_over(str(output_dir)) == []
     return code
@@ -82,8 +86,7 @@ def assert_same_run(actual: Path, expected: Path) -> None:
             assert row[key] == other[key], f"{key} of step {row['step']}"
     for key in ("loss_curve", "evaluations", "epochs", "step", "work"):
         assert record[key] == theirs[key], key
-    weights, other = ((run / "hf" / "model.safetensors").read_bytes() for run in (actual, expected))
-    assert weights == other, "final weights differ"
+    assert final_weights(actual) == final_weights(expected), "final weights differ"
 
 
 @pytest.fixture(scope="module")
@@ -109,56 +112,45 @@ def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
     assert estimate_copy(plan) == pytest.approx(fullest, rel=0.05)
 
 
-def test_stopped_run_saves_and_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path):
-    """Ctrl-C under --num_gpus 2."""
+@pytest.mark.parametrize(
+    ("strategy", "launcher", "signum"),
+    [("fsdp", "spawn", signal.SIGINT), ("dp", "python", signal.SIGTERM)],
+)
+def test_stopped_run_goes_on_as_if_it_had_not_been(
+    strategy, launcher, signum, uninterrupted, tmp_path
+):
+    """One of them is killed before it goes on, which leaves no time to save."""
     output_dir = tmp_path / "runs"
-    values = values_for("fsdp", output_dir)
-    code = stop(launcher_command("spawn", values), output_dir, signal.SIGINT, after=2 * EVERY)
-    assert code == 130
-    run_dir, last = assert_saved_when_stopped(output_dir)
-    resumed = train({**values, "resume": "auto"}, num_processes=2)
-    assert_ok(resumed)
-    assert f"resumed from {last}" in resumed.stdout
-    assert run_folders(output_dir) == [run_dir], "the run goes on in its own folder"
-    assert_same_run(run_dir, uninterrupted("fsdp"))
-    assert checkpoints(output_dir) == ["step-00000080", "step-00000090"]
-    record = load_record(run_dir)
-    assert record["resumed_from"] == str(last)
-    assert [f"step-{row['step']:08d}" for row in record["loads"]] == [last.name]
-
-
-def assert_saved_when_stopped(output_dir: Path) -> tuple[Path, Path]:
-    """The run's folder, and the checkpoint of the moment of the signal."""
+    values = values_for(strategy, output_dir)
+    command = launcher_command(launcher, values)
+    assert stop(command, output_dir, signum, after=2 * EVERY) == 128 + signum
     (run_dir,) = run_folders(output_dir)
-    record = load_record(run_dir)
-    assert record["status"] == "interrupted"
-    assert 2 * EVERY <= record["step"] < 70, "in the middle of an epoch"
-    assert [row["step"] for row in metrics(run_dir)] == list(range(1, record["step"] + 1))
+    step = load_record(run_dir)["step"]
+    assert load_record(run_dir)["status"] == "interrupted"
+    assert 2 * EVERY <= step < 70, "in the middle of an epoch"
+    assert [row["step"] for row in metrics(run_dir)] == list(range(1, step + 1))
     names = checkpoints(output_dir)
-    assert names[-1] == f"step-{record['step']:08d}"
-    assert len(names) == KEEP, names
-    return run_dir, run_dir / "checkpoints" / names[-1]
-
-
-def test_stopped_and_then_killed_run_keeps_its_history(uninterrupted, tmp_path):
-    """After SIGTERM it is saved; SIGKILL leaves no time to, so the last checkpoint counts."""
-    output_dir = tmp_path / "runs"
-    values = values_for("dp", output_dir)
-    command = launcher_command("python", values)
-    assert stop(command, output_dir, signal.SIGTERM, after=2 * EVERY) == 143
-    run_dir, last = assert_saved_when_stopped(output_dir)
-    log = tmp_path / "second.log"
-    with running([*command, "--resume", "auto"], log) as process:  # killed before it saves
-        wait_for(lambda: f"resumed from {last}" in log.read_text(), process, log)
-        process.kill()
-    writing = run_dir / "checkpoints" / ".writing-00000070"
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir()  # what a kill in the middle of a save leaves
-    (writing / "rank-00000.safetensors").write_bytes(b"half")
-    assert_ok(train({**values, "resume": "auto"}))
-    assert run_folders(output_dir) == [run_dir]
-    assert_same_run(run_dir, uninterrupted("dp"))
+    assert (names[-1], len(names)) == (f"step-{step:08d}", KEEP)
+    last = run_dir / "checkpoints" / names[-1]
+    if strategy == "dp":
+        log = tmp_path / "second.log"
+        with running([*command, "--resume", "auto"], log) as process:
+            wait_for(lambda: f"resumed from {last}" in log.read_text(), process, log)
+            process.kill()
+        writing = run_dir / "checkpoints" / ".writing-00000070"
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir()  # what a kill in the middle of a save leaves
+        (writing / "rank-00000.safetensors").write_bytes(b"half")
+    resumed = train({**values, "resume": "auto"}, num_processes=processes_of(strategy))
+    assert_ok(resumed)
+    assert run_folders(output_dir) == [run_dir], "the run goes on in its own folder"
+    assert_same_run(run_dir, uninterrupted(strategy))
     assert checkpoints(output_dir) == ["step-00000080", "step-00000090"]
+    if strategy == "fsdp":
+        assert f"resumed from {last}" in resumed.stdout
+        record = load_record(run_dir)
+        assert record["resumed_from"] == str(last)
+        assert [f"step-{row['step']:08d}" for row in record["loads"]] == [last.name]
 
 
 def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):

@@ -1,7 +1,7 @@
 """What the processes of a parity test do: each case is a run of results/lab/harness.py.
 
-Every function takes {"cases": {name: CONFIG values}, ...} and returns {name: what was found}, as
-tests.pool calls it on every rank of one process group.
+Every function but the last takes {"cases": {name: CONFIG values}, ...} and returns
+{name: what was found}, as tests.pool calls it on every rank of one process group.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from distributed_training.engines.base import Engine
 from distributed_training.models import decoder, llama
 from distributed_training.models.gpt2 import SIZES, gpt2_size, model
 from distributed_training.parallel import lora
 from distributed_training.parallel.agree import gather
+from distributed_training.parallel.compression import apply_compression, bucket_mib
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
+from distributed_training.plan.topology import process_group
 from distributed_training.run import worker
 from distributed_training.run.loop import learning_rate
 from distributed_training.run.saving.checkpoint import load_checkpoint, load_own, own_parts
+from distributed_training.settings.config import build_config
 from results.lab import traffic
 from results.lab.harness import Run, every_run, open_group
 from tests.support import save_now, started
@@ -79,9 +83,10 @@ def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
     return train(arguments)
 
 
-def _train(run: Run, num_steps: int) -> dict[str, Any]:
+def _train(run: Run, num_steps: int, steps: range | None = None) -> dict[str, Any]:
+    """`steps`, or all, of a run of `num_steps`."""
     losses, norms, answers = [], [], {}
-    for step in range(num_steps):
+    for step in range(num_steps) if steps is None else steps:
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
         batch = run.batch(step)
         if step == num_steps // 2:
@@ -189,7 +194,7 @@ def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
 
     def use(run: Run) -> str:
         step = arguments["steps"] // 2
-        _losses(run, range(step), arguments["steps"])
+        _train(run, arguments["steps"], range(step))
         if dist.get_rank() == 0:
             started(run.plan.run_dir).update(status="interrupted")
         plan, topology, fingerprint = run.plan, run.topology, run.data.fingerprint
@@ -200,26 +205,15 @@ def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Losses and full state from each case's `resume` to `steps` in all."""
+    """As `train`, from each case's `resume` to `steps` in all."""
 
     def use(run: Run) -> dict[str, Any]:
         assert any("resharding" in note for note in run.plan.notes)
         fingerprint = run.data.fingerprint
         step = load_checkpoint(run.engine, run.plan, run.topology, data_fingerprint=fingerprint)
-        losses = _losses(run, range(step, arguments["steps"]), arguments["steps"])
-        return {"losses": losses, "state": run.engine.full_state()}
+        return _train(run, arguments["steps"], range(step, arguments["steps"]))
 
     return _all_cases(arguments, use)
-
-
-def _losses(run: Run, steps: range, num_steps: int) -> list[float]:
-    """Train, at the rates of a run of `num_steps`."""
-    losses = []
-    for step in steps:
-        run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
-        batch = run.batch(step)
-        losses.append(_mean_loss([run.engine.train_step(batch).loss_sum], batch))
-    return losses
 
 
 def count_bytes(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -279,3 +273,25 @@ def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
         return {**found, "names": [name for name in names if name.startswith("FSDP::")]}
 
     return _all_cases(arguments, use)
+
+
+def exchange(arguments: dict[str, Any]) -> torch.Tensor:
+    """The gradient of one matrix after the exchange of each step, [steps, rows, columns], where
+    those before it are `gradients`, [processes, steps, rows, columns]."""
+    config = build_config(arguments["config"])
+    with process_group(torch.device("cpu"), minutes=1):
+        gradients = arguments["gradients"][dist.get_rank()]
+        _, rows, columns = gradients.shape
+        layer = torch.nn.Linear(columns, rows, bias=False)
+        module = DistributedDataParallel(layer, bucket_cap_mb=bucket_mib(config, "cpu"))
+
+        def step(gradient: torch.Tensor) -> torch.Tensor:
+            module.zero_grad()
+            weight = module(torch.eye(columns)).t()
+            (weight * gradient).sum().backward()
+            assert layer.weight.grad is not None
+            return layer.weight.grad.clone()
+
+        step(torch.zeros(rows, columns))  # in which DDP arranges its buckets
+        apply_compression(module, config)
+        return torch.stack([step(gradient) for gradient in gradients])

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,20 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
 
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """As CONFIG calls them."""
-
-    max_length: int
-    global_batch_size: int
-    max_steps: int
-    seed: int
-    learning_rate: float
-    warmup_steps: int
-    weight_decay: float
-    max_grad_norm: float
-    eval_every: int
+Settings = SimpleNamespace  # of values as CONFIG calls them
 
 
 @dataclass(frozen=True)
@@ -177,27 +165,19 @@ def train_apart(
             clip_and_step(optimizer, learning_rate(step, settings), settings.max_grad_norm)
         found["losses"].append(loss)
         if (step + 1) % local_steps == 0:
-            meet(model, replicas, momenta, outer_lr, outer_momentum)
+            # One Nesterov step from where replicas met before towards their mean, for all of them.
+            everywhere = zip(*(replica.parameters() for replica in replicas), strict=True)
+            with torch.no_grad():
+                for start, moving, theirs in zip(
+                    model.parameters(), momenta, everywhere, strict=True
+                ):
+                    outer_gradient = start - torch.stack(theirs).mean(dim=0)
+                    moving.mul_(outer_momentum).add_(outer_gradient)
+                    start -= outer_lr * (outer_gradient + outer_momentum * moving)
+            for replica in replicas:
+                replica.load_state_dict(model.state_dict())
             found["evaluations"][step + 1] = evaluate(model, validation)
     return found
-
-
-@torch.no_grad()
-def meet(
-    model: GPT2LMHeadModel,
-    replicas: list[GPT2LMHeadModel],
-    momenta: list[torch.Tensor],
-    rate: float,
-    momentum: float,
-) -> None:
-    """One Nesterov step from where replicas met before towards their mean, for all of them."""
-    everywhere = zip(*(replica.parameters() for replica in replicas), strict=True)
-    for start, moving, theirs in zip(model.parameters(), momenta, everywhere, strict=True):
-        outer_gradient = start - torch.stack(theirs).mean(dim=0)
-        moving.mul_(momentum).add_(outer_gradient)
-        start -= rate * (outer_gradient + momentum * moving)
-        for parameter in theirs:
-            parameter.copy_(start)
 
 
 def split(batch: np.ndarray, num_replicas: int, settings: Settings) -> list[np.ndarray]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
 
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from tests.conftest import assert_ok, heavy_pool, only_record, train
+from tests.e2e.support import metrics
 from tests.parity import reference
 from tests.parity.reference import Settings, read_records
 
@@ -64,7 +64,7 @@ def load(folder):
 def run(folder, output_dir, num_processes=2, **changes):
     """What the script makes of the same, on so many processes."""
     values = {
-        **asdict(SETTINGS), "model": folder / "model", "weights": folder / "model",
+        **vars(SETTINGS), "model": folder / "model", "weights": folder / "model",
         "tokenizer": "embedded", "dataset": folder / "train.jsonl", "pack": False,
         "validation_dataset": folder / "held-out.jsonl", "precision": "fp32", "num_samples": -1,
         "epochs": 3, "eval_samples": -1, "checkpoint_every": 0, "output_dir": output_dir, **changes,
@@ -72,8 +72,7 @@ def run(folder, output_dir, num_processes=2, **changes):
     values["batch_size"] = values.pop("global_batch_size") // num_processes
     assert_ok(train(values, num_processes=num_processes))
     record = only_record(output_dir)
-    rows = (Path(record["run_dir"]) / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(row) for row in rows]
+    steps = metrics(Path(record["run_dir"]))
     return {
         "losses": [step["loss"] for step in steps],
         "grad_norms": [step["grad_norm"] for step in steps],
@@ -133,7 +132,6 @@ def test_gradients_sent_in_bf16_are_rounded_as_they_leave_and_as_they_are_added(
     assert_follows(found, expected | {"state": model.state_dict()}, far=1e-3)
 
 
-# An epoch ends, and is evaluated, between two meetings.
 @pytest.mark.parametrize(
     ("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)], ids=["local-sgd", "diloco"]
 )
@@ -153,7 +151,7 @@ def exchanged(gradients, **config):
     """What each step's gradients, [processes, STEPS, ROWS, COLUMNS], are after the exchange."""
     job = {"gradients": gradients, "config": {"strategy": "dp", **config}}
     return heavy_pool().call(
-        "tests.parity.exchanges:exchange", job, num_processes=len(gradients), limit_s=100
+        "tests.parity.cases:exchange", job, num_processes=len(gradients), limit_s=100
     )
 
 
