@@ -24,10 +24,6 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 WIDTH, MICROBATCHES, ROWS = 8, 8, 4
 
 
-def build_stage() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
-
-
 def record(stage: PipelineStage, ran: list[str]) -> None:
     """Write down every operation as torch's runtime calls for it."""
 
@@ -47,7 +43,10 @@ def record(stage: PipelineStage, ran: list[str]) -> None:
 
 def run(csv: Path, rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(1)
-    stages = [build_stage() for _ in range(world)]
+    stages = [
+        nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+        for _ in range(world)
+    ]
     x, y = torch.randn(2, MICROBATCHES * ROWS, WIDTH)
     loss = nn.MSELoss()
     loss(nn.Sequential(*stages)(x), y).backward()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -20,33 +21,23 @@ ENVIRONMENT = os.environ | dict([MARK]) | {"PYTHONPATH": str(FOLDER)}
 def no_process_is_left():
     """Whatever a test started has ended by its end."""
     yield
-    _, alive = psutil.wait_procs(_started(), timeout=10)
+    started = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # not ours, or just ended
+            if process.environ().get(MARK[0]) == MARK[1]:
+                started.append(process)
+    _, alive = psutil.wait_procs(started, timeout=10)
     for process in alive:
         process.kill()
     assert not alive
 
 
-def _started():
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK[0]) == MARK[1]:
-                found.append(process)
-        except psutil.Error:  # not ours, or just ended
-            continue
-    return found
-
-
 def run(arguments, *, start=SCRIPT, limit_s=100, cwd=FOLDER):
     """The finished process; past the limit subprocess.TimeoutExpired."""
     return subprocess.run(
-        [*start, *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        env=ENVIRONMENT,
-    )
+        [*start, *arguments], cwd=cwd, env=ENVIRONMENT, timeout=limit_s,
+        capture_output=True, text=True,
+    )  # fmt: skip
 
 
 def last_line(text):

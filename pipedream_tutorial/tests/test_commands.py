@@ -50,12 +50,6 @@ def blocks_of(page: str) -> list[Block]:
     return found
 
 
-def shorter(command: str) -> str:
-    for pattern, replacement in SHORTER:
-        command = re.sub(pattern, replacement, command, flags=re.MULTILINE)
-    return command
-
-
 def squeezed(line: str) -> str:
     """A line without its numbers, and with single blanks."""
     return " ".join(re.sub(r"[+-]?\d[\d.,e+-]*|\bdiverged\b", "#", line).split())
@@ -93,8 +87,10 @@ def differences(output: str, kind: str, text: str) -> list[str]:
 
 def run_block(block: Block, folder: Path) -> list[str]:
     """What is wrong with a block, run in the folder."""
-    trained = any(kind == "trained" for kind, _ in block.texts)
-    command = block.command if trained else shorter(block.command)
+    command = block.command
+    if not any(kind == "trained" for kind, _ in block.texts):
+        for pattern, replacement in SHORTER:
+            command = re.sub(pattern, replacement, command, flags=re.MULTILINE)
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment["OMP_NUM_THREADS"] = "1"

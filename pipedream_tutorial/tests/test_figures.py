@@ -31,8 +31,6 @@ from results.lab.tutorial.figures import PICTURES as STEPS
 from results.lab.tutorial.figures import draw_picture
 
 PICTURES = pipedream_visual.PICTURES
-GRIDS = ("naive_pipeline", "microbatch_forward", "microbatch_backward", "all_schedules",
-         "weight_versioning")  # fmt: skip
 
 
 def case_of(**changes: Any) -> Case:
@@ -111,34 +109,28 @@ def drawn_cells(ax: Axes) -> Cells:
     )
 
 
-def timelines_of(name: str, case: Case) -> list[Timeline]:
+def grids() -> dict[str, list[Timeline]]:
     """What each panel of a grid picture has to show."""
-    rows = {key: measure(key, case) for key in ("naive", "gpipe", "pipedream")}
-    if name == "naive_pipeline":
-        return [rows["naive"].batch]
-    if name == "microbatch_backward":
-        return [rows["gpipe"].batch]
-    if name == "weight_versioning":
-        return [rows["pipedream"].batch] * 2
-    if name == "microbatch_forward":
-        uncut = case_of(num_microbatches=1, forward=case.num_microbatches * case.forward)
-        batches = (measure("gpipe", uncut).batch, rows["gpipe"].batch)
-        return [forwards_only(batch) for batch in batches]
-    orders: list[Row] = []
-    for row in compare(case):
-        if isinstance(row, Row) and all(
-            row.batch.schedule.orders != other.batch.schedule.orders for other in orders
-        ):
-            orders.append(row)
-    return [row.batch for row in orders]
+    case = case_of()
+    uncut = case_of(num_microbatches=1, forward=case.num_microbatches * case.forward)
+    gpipe = measure("gpipe", case).batch
+    rows = [row for row in compare(case) if isinstance(row, Row)]
+    return {
+        "naive_pipeline": [measure("naive", case).batch],
+        "microbatch_forward": list(map(forwards_only, (measure("gpipe", uncut).batch, gpipe))),
+        "microbatch_backward": [gpipe],
+        "all_schedules": list({row.batch.schedule.orders: row.batch for row in rows}.values()),
+        "weight_versioning": [measure("pipedream", case).batch] * 2,
+    }
 
 
-@pytest.mark.parametrize("name", GRIDS)
-def test_rectangles_are_the_timeline(shipped: dict[str, Figure], name: str) -> None:
-    timelines = timelines_of(name, case_of())
-    panels = [ax for ax in shipped[name].axes if rectangles(ax)]
-    assert len(panels) == len(timelines)
-    for ax, timeline in zip(panels, timelines, strict=True):
+def test_rectangles_are_the_timeline(shipped: dict[str, Figure]) -> None:
+    panels = [
+        (name, *panel)
+        for name, timelines in grids().items()
+        for panel in zip(filter(rectangles, shipped[name].axes), timelines, strict=True)
+    ]
+    for name, ax, timeline in panels:
         assert drawn_cells(ax) == expected_cells(timeline)
         idle_until = {r.get_width() for r in ax.patches if str(r.get_gid()).startswith("idle")}
         assert idle_until == {float(timeline.makespan)}

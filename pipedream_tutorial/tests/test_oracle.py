@@ -1,29 +1,22 @@
 """Training in one process against direct implementations of what each policy computes."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from pipedream.train.models import build_stages, build_task
-from pipedream.train.oracle import TrainResult, train
+from pipedream.train.oracle import train
 from pipedream.train.trainer import Weights
 from torch import nn
 
 SEED, RATE = 5, 0.4
 
 
-def run(
-    name: str, p: int, m: int, num_batches: int, *, layers: int = 1, rate: float = RATE, **more: Any
-) -> TrainResult:
+def trained(name: str, p: int, m: int, num_batches: int, layers: int = 1) -> list[Weights]:
     return train(
-        name, num_stages=p, num_microbatches=m, layers_per_stage=layers, learning_rate=rate,
-        num_batches=num_batches, seed=SEED, **more,
-    )  # fmt: skip
-
-
-def trained(name: str, p: int, m: int, num_batches: int) -> list[Weights]:
-    return run(name, p, m, num_batches).weights
+        name, num_stages=p, num_microbatches=m, layers_per_stage=layers, learning_rate=RATE,
+        num_batches=num_batches, seed=SEED,
+    ).weights  # fmt: skip
 
 
 def same_bits(left: list[Weights], right: list[Weights]) -> bool:
@@ -109,7 +102,7 @@ def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
     later microbatches, so that sums are in another order."""
 
     def final(name: str) -> list[torch.Tensor]:
-        return [w for own in run(name, 3, 6, 3, layers=2).weights for w in own.values()]
+        return [w for own in trained(name, 3, 6, 3, layers=2) for w in own.values()]
 
     rtol = 1e-12 if name == "dualpipe-v" else 0
     torch.testing.assert_close(final(name), final("1f1b"), rtol=rtol, atol=0)

@@ -2,6 +2,7 @@
 
 import sys
 from fractions import Fraction
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pipedream_planner
@@ -28,11 +29,8 @@ def layer(seconds, activation=0, weight=0):
 
 def compositions(total, parts):
     """All ways to write `total` as a sum of `parts` numbers from 1 on."""
-    if parts == 1:
-        return [(total,)] if total >= 1 else []
-    return [
-        (head, *rest) for head in range(1, total) for rest in compositions(total - head, parts - 1)
-    ]
+    cuts = combinations(range(1, total), parts - 1)
+    return [[b - a for a, b in pairwise((0, *cut, total))] for cut in cuts]
 
 
 def brute_force(layers, workers, bandwidth, factor, replication):
