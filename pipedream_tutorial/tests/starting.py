@@ -12,7 +12,6 @@ import pytest
 FOLDER = Path(__file__).resolve().parent.parent
 SCRIPT = [sys.executable, "pipedream_runtime.py", "--device", "cpu"]
 FAST = ["--forward_ms", "0", "--backward_ms", "0", "--check_weights", "False"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 MARK = ("RUNTIME_TEST", str(os.getpid()))  # in the environment, which all processes inherit
 ENVIRONMENT = os.environ | dict([MARK]) | {"PYTHONPATH": str(FOLDER)}
 

@@ -34,9 +34,8 @@ PICTURES = pipedream_visual.PICTURES
 
 
 def case_of(**changes: Any) -> Case:
-    config = {key: pipedream_visual.CONFIG[key] for key in pipedream_visual.SHARED}
-    sizes = {key: pipedream_visual.CONFIG[key] for key in ("num_stages", "num_microbatches")}
-    values = config | sizes | {"num_batches": 1} | changes
+    keys = (*pipedream_visual.SHARED, "num_stages", "num_microbatches")
+    values = {key: pipedream_visual.CONFIG[key] for key in keys} | {"num_batches": 1} | changes
     durations = ("forward", "input_gradient", "weight_gradient", "communication", "overlap_saving")
     return Case(**values | {key: Fraction(values[key]) for key in durations})
 

@@ -17,7 +17,6 @@ from starting import (
     FAST,
     FOLDER,
     SCRIPT,
-    TORCHRUN,
     last_line,
     no_process_is_left,  # noqa: F401
     run,
@@ -86,7 +85,8 @@ def test_when_the_parent_is_killed_no_stage_lives_on(tmp_path):
 @pytest.mark.timeout(90)
 def test_torchrun_ends_the_others_and_names_the_killed_stage():
     """Stage 2 is no neighbour of stage 0: whatever a stage waits for, it ends."""
-    start = [*TORCHRUN, "3", "pipedream_runtime.py", "--device=cpu"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3"]
+    start = [*torchrun, "pipedream_runtime.py", "--device=cpu"]
     _, errors = _kill(_start_endless(start=start), 0)
     root_cause = errors[errors.index("Root Cause") :]  # torchrun's own last words
     assert "rank      : 0 " in root_cause

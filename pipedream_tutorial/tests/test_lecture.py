@@ -28,16 +28,11 @@ CHECKS = {
 }
 
 
-def notebook() -> Any:
-    return nbformat.read(FOLDER / "lecture.ipynb", as_version=4)
-
-
 def said(cell: Any) -> str:
     """What a cell printed, and the text of what it showed."""
+    printed = [out["text"] for out in cell.outputs if out.output_type == "stream"]
     shown = [out["data"]["text/plain"] for out in cell.outputs if "data" in out]
-    return "".join(out["text"] for out in cell.outputs if out.output_type == "stream") + "".join(
-        shown
-    )
+    return "".join(printed + shown)
 
 
 def test_answers_come_after_guesses_and_solutions_are_right(
@@ -45,7 +40,7 @@ def test_answers_come_after_guesses_and_solutions_are_right(
 ) -> None:
     """As committed: nothing is answered or solved. Then, in the same kernel, with guesses and with
     the solutions filled in."""
-    book = notebook()
+    book = nbformat.read(FOLDER / "lecture.ipynb", as_version=4)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in book.cells)
     for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path))  # not the user's own kernels and settings
@@ -115,10 +110,6 @@ def two_stages(scale: int = 1, forget: int = 0, order: Any = range) -> Any:
     return run_batch
 
 
-def backwards(m: int) -> Any:
-    return reversed(range(m))
-
-
 def averaged_twice(model: Any, microbatches: Any) -> list[torch.Tensor]:
     found = solution("3_averaged_twice", "batch_gradient")(model, microbatches)
     return [gradient / len(microbatches) for gradient in found]
@@ -149,7 +140,7 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("1_enough_microbatches", (lambda p, percent: p * percent,), "enough, and so are fewer"),
     ("1_enough_microbatches", (lambda p, percent: 1,), "then 75.0% is idle"),
     ("1_enough_microbatches", (lambda p, percent: "3",), "'3', which is no number"),
-    ("2_swapped_receive", (two_stages(order=backwards),), "0% on stage 1"),
+    ("2_swapped_receive", (two_stages(order=lambda m: reversed(range(m))),), "0% on stage 1"),
     ("2_swapped_receive", (two_stages(scale=2),), "100% on stage 0 and by 100%"),
     ("2_swapped_receive", (two_stages(forget=1),), "waits for ever"),
     ("3_averaged_twice", (averaged_twice,), "0.25 times as long"),

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
-from pipedream.schedules.ops import Item, Op, Schedule
+from pipedream.schedules.ops import Op, Schedule
 from pipedream.simulate.simulator import (
     Costs,
     DeadlockError,
@@ -84,21 +84,12 @@ def test_operations_wait_for_what_they_need_and_start_as_soon_as_they_can(t: Tim
                 elif kind == "W":
                     wanted = [Op("I", stage, i)]
                 else:
-                    after = (
-                        [Op(kind, chain[k + 1], i) for kind in "BI"] if k + 1 < len(chain) else []
-                    )
+                    after = [Op(kind, s, i) for s in chain[k + 1 : k + 2] for kind in "BI"]
                     wanted = [Op("F", stage, i), *[op for op in after if op in end]]
                     assert len(wanted) == 2 or not after
                 inputs += [end[op] + (c if rank_of[op] != event.rank else 0) for op in wanted]
             assert event.start == max(inputs)
             assert event.end == event.start + t.costs.duration(event.item, t.schedule.position())
-
-
-def swapped(s: Schedule, rank: int, a: int, b: int) -> Schedule:
-    """The same schedule with two places of one rank's order exchanged."""
-    orders: list[list[Item]] = [list(order) for order in s.orders]
-    orders[rank][a], orders[rank][b] = orders[rank][b], orders[rank][a]
-    return replace(s, orders=tuple(map(tuple, orders)))
 
 
 @FIXED
@@ -107,8 +98,11 @@ def test_any_exchange_of_two_operations_runs_or_names_a_real_circle(
     s: Schedule, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, s.num_ranks - 1))
-    places = st.integers(0, len(s.orders[rank]) - 1)
-    broken = swapped(s, rank, data.draw(places), data.draw(places))
+    orders = [list(order) for order in s.orders]
+    places = st.integers(0, len(orders[rank]) - 1)
+    a, b = data.draw(places), data.draw(places)
+    orders[rank][a], orders[rank][b] = orders[rank][b], orders[rank][a]
+    broken = replace(s, orders=tuple(map(tuple, orders)))
     try:
         result: Timeline | DeadlockError = simulate(broken, build_costs(broken))
     except DeadlockError as error:
