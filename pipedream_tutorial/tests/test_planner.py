@@ -3,7 +3,6 @@
 import sys
 from fractions import Fraction
 from itertools import combinations, pairwise
-from pathlib import Path
 
 import pipedream_planner
 import pytest
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 from pipedream.errors import UserError, main_with_errors
 from pipedream.plan.planner import make_plan, plan_pipeline
 from pipedream.plan.profile import Layer
-
-FOLDER = Path(__file__).resolve().parent.parent
 
 
 def layer(seconds, activation=0, weight=0):
@@ -111,17 +108,6 @@ def test_layers_that_take_no_time_cannot_be_planned():
         plan_pipeline([layer(0)], num_workers=1, bandwidth=1)
 
 
-@pytest.fixture
-def run_script(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["pipedream_planner.py", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            main_with_errors(pipedream_planner.main)
-        return stopped.value.code, *capsys.readouterr()
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -135,9 +121,12 @@ def run_script(monkeypatch, capsys):
         ),
     ],
 )
-def test_bad_values_give_one_line_that_says_what_to_type(run_script, arguments, text):
-    code, out, err = run_script(*arguments)
-    assert (code, out) == (2, "")
+def test_bad_values_give_one_line_that_says_what_to_type(monkeypatch, capsys, arguments, text):
+    monkeypatch.setattr(sys, "argv", ["pipedream_planner.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main_with_errors(pipedream_planner.main)
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out) == (2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert text in err
