@@ -27,11 +27,10 @@ def rows(text: str, num_ranks: int, width: int) -> list[str]:
 
 def label(event, second: set[int]) -> str:
     """What an event's cell begins with, written down independently of the grid."""
-    text = []
-    for op in event.item.parts:
-        kind = op.kind.lower() if op.stage in second else op.kind
-        text.append(f"{kind}{op.microbatch}")
-    return "&".join(text)
+    return "&".join(
+        f"{op.kind.lower() if op.stage in second else op.kind}{op.microbatch}"
+        for op in event.item.parts
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

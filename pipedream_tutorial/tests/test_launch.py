@@ -12,15 +12,7 @@ import pytest
 from pipedream.errors import UserError
 from pipedream.runtime.launch import this_rank
 from pipedream_runtime import read_config
-from starting import (
-    ENVIRONMENT,
-    FAST,
-    FOLDER,
-    SCRIPT,
-    last_line,
-    no_process_is_left,  # noqa: F401
-    run,
-)
+from starting import ENVIRONMENT, FAST, FOLDER, SCRIPT, last_line, no_process_is_left, run  # noqa: F401
 
 ENDS_WITHIN_S = 10
 

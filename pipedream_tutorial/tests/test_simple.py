@@ -32,8 +32,6 @@ CASE = Case(
     stage_scale=None,
 )
 
-ASYNCHRONOUS = {"pipedream", "pipedream-vertical", "pipedream-no-stash", "pipedream-2bw"}
-
 
 def call(capsys, monkeypatch, *arguments: str) -> str:
     """main() in this process, which saves the start of another one."""
@@ -100,7 +98,7 @@ def test_a_row_is_what_the_measures_say(name):
     """Batches in a row too, whose times a row has without a simulation of all of them."""
     row, entry = measure(name, CASE), SCHEDULES[name]
     batch = build_schedule(name, 4, 8)
-    stream = build_schedule(name, 4, 24) if name in ASYNCHRONOUS else repeat(batch, 3)
+    stream = repeat(batch, 3) if entry.policy == "flush" else build_schedule(name, 4, 24)
     for shown, schedule, figures in (
         (row.batch, batch, row.batch_idle),
         (row.stream, stream, row.stream_idle),
