@@ -48,6 +48,7 @@ HEAVY = (
     *LIGHT, f"{PACKAGE}.models.*", f"{PACKAGE}.parallel.*", f"{PACKAGE}.engines.*",
     f"{PACKAGE}.run.worker", "results.lab.harness", "tests.build_extensions:load_built",
 )  # fmt: skip
+CALL_LIMIT_S = 500.0
 GRACE_S = 10.0  # for the others, once one process has failed
 FAILED = 70  # exit code of a job's function that raised
 
@@ -60,27 +61,19 @@ class Pool:
         self.modules, self.environment = list(modules), dict(environment)
 
     def call(
-        self,
-        function: str,
-        arguments: Any,
-        *,
-        num_processes: int,
-        limit_s: float = 300,
-        grace_s: float = GRACE_S,
-        **environment: str,
+        self, function: str, arguments: Any, *, num_processes: int, grace_s: float = GRACE_S
     ) -> Any:
         """What "module:function"(arguments) returns on rank 0 of a new group of processes.
 
         Raises RuntimeError with the output of every rank when one fails or the time is over.
         """
-        job = {"function": function, "environment": environment, "launched": True}
-        job["grace_s"] = grace_s
+        job = {"function": function, "environment": {}, "launched": True, "grace_s": grace_s}
         given = pickle.dumps(arguments)
-        codes, ranks, result = self._run(job, num_processes, limit_s, given)
+        codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
         if -signal.SIGSEGV in codes:
             # Seen once in two runs of the whole suite, inside gloo; none of our code is native.
             warnings.warn(f"{function}: exit codes {codes}; started once more", stacklevel=2)
-            codes, ranks, result = self._run(job, num_processes, limit_s, given)
+            codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
         if any(codes):
             said = "\n".join(f"rank {i}: {out}{err}" for i, (out, err) in enumerate(ranks))
             raise RuntimeError(f"{function}: exit codes {codes}\n{said[-6000:]}")

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from tests.conftest import clean_environment, heavy_pool, settings
 from tests.pool import GRACE_S, ROOT, SCRIPT
 from tests.ports import free_port
 
-MARK = "E2E_RUN"  # names the background run that a process belongs to
 H200 = "NVIDIA H200, 143771, 9.0"
 T4_8GIB = "Tesla T4, 8192, 7.5"
 
@@ -92,11 +90,6 @@ def run_folders(output_dir: Path) -> list[Path]:
     return sorted(path for path in kept if not path.name.startswith("."))
 
 
-def our_errors(text: str) -> list[str]:
-    """The lines that this suite's own refusals take up."""
-    return [line for line in text.splitlines() if line.startswith("error: ")]
-
-
 def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
     """One line on stderr that has `words`, exit code 2, no traceback."""
     text = f"exit code {result.returncode}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
@@ -112,12 +105,11 @@ def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> Non
 @contextlib.contextmanager
 def running(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen]:
     """A command in the background, its output in `log`; whatever is left of it is killed."""
-    mark = uuid.uuid4().hex
     with open(log, "w") as out:
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=ROOT,
-            env=clean_environment(**{MARK: mark}, **environment),
+            env=clean_environment(LOG=str(log), **environment),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -126,18 +118,18 @@ def running(command: list[str], log: Path, **environment: str) -> Iterator[subpr
     try:
         yield process
     finally:
-        for left in processes_with(MARK, mark):  # orphans and workers in other sessions, too
+        for left in processes_with(log):  # orphans and workers in other sessions, too
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
         process.wait()
 
 
-def processes_with(variable: str, value: str) -> list[psutil.Process]:
-    """Processes that were started with `variable`=`value` in their environment."""
+def processes_with(log: Path) -> list[psutil.Process]:
+    """Those of the command that is `running` with this log."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(variable) == value:
+            if process.environ().get("LOG") == str(log):
                 found.append(process)
     return found
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import pytest
 
 from tests.conftest import SMALL, assert_ok, run_command, script, train
-from tests.e2e.support import assert_refused, launcher_command, our_errors, run_folders
+from tests.e2e.support import assert_refused, launcher_command, run_folders
 from tests.pool import ROOT, SCRIPT
 
 # What is typed after the script's name, in {tmp}; words of the answer. One of each kind: what else
@@ -88,7 +89,7 @@ def test_mistake_that_needs_the_data_is_said_once_under_a_launcher(tmp_path):
     values = {**SMALL, "strategy": "dp", "num_samples": 99999999, "output_dir": tmp_path / "runs"}
     result = run_command(launcher_command("torchrun", values), timeout_s=60)
     assert result.returncode != 0
-    (line,) = our_errors(result.stderr)
+    (line,) = re.findall("^error: .*", result.stderr, re.MULTILINE)
     assert "num_samples=99999999" in line
     assert "SignalException" not in result.stderr
     assert run_folders(tmp_path / "runs") == []
@@ -102,7 +103,7 @@ def test_damage_in_another_ranks_file_is_said_once(tmp_path):
     file.write_bytes(b"\0" * file.stat().st_size)
     result = train({**values, "resume": run_dir}, num_processes=2)
     assert result.returncode != 0
-    (line,) = our_errors(result.stderr)
+    (line,) = re.findall("^error: .*", result.stderr, re.MULTILINE)
     assert "is damaged" in line
     assert "rank-00001.safetensors" in line
 

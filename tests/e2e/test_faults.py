@@ -55,14 +55,14 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
 def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
     log, output_dir = tmp_path / "log", tmp_path / "runs"
     values = {**LONG, "output_dir": output_dir, "resume": "auto"}
-    with running(launcher_command("spawn", values), log, E2E_TEST=str(tmp_path)) as process:
+    with running(launcher_command("spawn", values), log) as process:
         wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
         second = script(values, "--num_gpus", "2")
         assert_refused(second, "is going on", f"process {process.pid} on {platform.node()}")
         assert len(run_folders(output_dir)) == 1
         process.kill()  # and not reaped: it counts as dead all the same
         begin = time.monotonic()
-        while processes_with("E2E_TEST", str(tmp_path)) and time.monotonic() < begin + 60:
+        while processes_with(log) and time.monotonic() < begin + 60:
             time.sleep(0.1)
         assert left_over(str(output_dir), patience_s=0) == []
         (run_dir,) = run_folders(output_dir)
@@ -75,10 +75,8 @@ def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
     assert f"resumes {run_dir}/checkpoints/step-{record['step']:08d}" in resumed.stdout
 
 
-def kill_rank_1(tmp_path):
-    """Of the run that was started with E2E_TEST=tmp_path."""
-    started = processes_with("E2E_TEST", str(tmp_path))
-    (worker,) = (process for process in started if process.environ().get("RANK") == "1")
+def kill_rank_1(log):
+    (worker,) = (process for process in processes_with(log) if process.environ().get("RANK") == "1")
     worker.send_signal(signal.SIGKILL)
 
 
@@ -94,9 +92,9 @@ def test_ctrl_c_before_training_is_not_what_a_library_makes_of_it(tmp_path):
 def test_killed_rank_is_recorded_by_the_parent(tmp_path):
     log, output_dir = tmp_path / "log", tmp_path / "runs"
     values = {**LONG, "strategy": "pp", "grad_accum_steps": 2, "output_dir": output_dir}
-    with running(launcher_command("spawn", values), log, E2E_TEST=str(tmp_path)) as process:
+    with running(launcher_command("spawn", values), log) as process:
         wait_for(lambda: list(output_dir.glob("*/metrics.jsonl")), process, log)
-        kill_rank_1(tmp_path)
+        kill_rank_1(log)
         assert process.wait(timeout=LIMIT_S) == 1
         assert left_over(str(output_dir)) == []
     record = only_record(output_dir)
@@ -112,9 +110,9 @@ def test_a_run_starts_again_by_itself_and_ends_as_if_nothing_had_been(tmp_path):
     values = {**SMALL, "strategy": "dp", "num_samples": 1200, "max_steps": 150}
     values["checkpoint_every"] = 50
     command = launcher_command("spawn", {**values, "output_dir": output_dir}, "--max_restarts", "1")
-    with running(command, log, E2E_TEST=str(tmp_path)) as process:
+    with running(command, log) as process:
         wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
-        kill_rank_1(tmp_path)
+        kill_rank_1(log)
         assert process.wait(timeout=2 * LIMIT_S) == 0, log.read_text()
     assert "note: started again (1), from step-000" in log.read_text()
     (run_dir,) = run_folders(output_dir)
@@ -128,9 +126,9 @@ def test_a_reader_that_went_changes_nothing_and_a_hang_up_saves(tmp_path):
     log, output_dir = tmp_path / "log", tmp_path / "runs"
     command = launcher_command("spawn", {**LONG, "output_dir": output_dir})
     shell = ["sh", "-c", '{ "$@"; echo $? > ' + f"{tmp_path}/code; }} 2>&1 | head -1", "sh"]
-    with running([*shell, *command], log, E2E_TEST=str(tmp_path)) as process:
+    with running([*shell, *command], log) as process:
         wait_for(lambda: list(output_dir.glob("*/checkpoints/step-0000004*")), process, log)
-        lines = {found: found.cmdline() for found in processes_with("E2E_TEST", str(tmp_path))}
+        lines = {found: found.cmdline() for found in processes_with(log)}
         (launcher,) = (
             found for found, line in lines.items() if line[0] != "sh" and "--num_gpus" in line
         )

@@ -41,15 +41,6 @@ def wikitext():
 
 
 @pytest.fixture(scope="module")
-def gpt2():
-    """Paths on the Hub -> content of gpt2: a small tokenizer and a config of the right size."""
-    content = {name: (EMBEDDED_DIR / name).read_bytes() for name in ("vocab.json", "merges.txt")}
-    content["config.json"] = b'{"model_type": "gpt2"}'  # whose defaults are its sizes
-    content["model.safetensors"] = (2).to_bytes(8, "little") + b"{}"  # a header without tensors
-    return {f"{TOKENIZER_ID}/resolve/main/{name}": text for name, text in content.items()}
-
-
-@pytest.fixture(scope="module")
 def own_dataset():
     """Paths on the Hub -> content of me/chats, with a split, and of me/cards, with configs."""
     said = [("user", "What comes after one?"), ("assistant", "After one comes two.")]
@@ -98,7 +89,12 @@ def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run, t
     assert_decided(result, dataset="'wikitext-2'")
 
 
-def test_gpt2_is_fetched_with_its_tokenizer_and_weights(wikitext, gpt2, run, tmp_path):
+def test_gpt2_is_fetched_with_its_tokenizer_and_weights(wikitext, run, tmp_path):
+    """Here a small tokenizer, a config of the right size, and a file of weights without any."""
+    content = {name: (EMBEDDED_DIR / name).read_bytes() for name in ("vocab.json", "merges.txt")}
+    content["config.json"] = b'{"model_type": "gpt2"}'  # whose defaults are its sizes
+    content["model.safetensors"] = (2).to_bytes(8, "little") + b"{}"  # a header without tensors
+    gpt2 = {f"{TOKENIZER_ID}/resolve/main/{name}": text for name, text in content.items()}
     auto = {"model": "gpt2", "dataset": "auto", "learning_rate": "auto"}
     with serve({**wikitext, **gpt2}) as hub:
         result = run(hub.endpoint, auto, "--dry-run")

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import pickle
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,11 +20,11 @@ from tests.e2e.support import launcher_command, run_folders, running, wait_for
 LONG = {**SMALL, "num_samples": 1200, "epochs": 80, "checkpoint_every": 0}
 
 
+@dataclass
 class Trap:
-    """Makes a file when it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    file: Path
 
     def __reduce__(self):
         return os.mkdir, (str(self.file),)

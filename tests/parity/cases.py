@@ -11,6 +11,7 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -224,25 +225,19 @@ def count_bytes(arguments: dict[str, Any]) -> dict[str, Any]:
 DRAWING = {"dropout": "residual", "scaled_dot_product_attention": "attention"}
 
 
-class _Watched:
+def _watched(seen: dict[str, list[str]], kinds: dict[str, str]) -> Any:
     """torch.nn.functional, noting the random generator's state before what draws numbers."""
 
-    def __init__(self, seen: dict[str, list[str]], kinds: dict[str, str]) -> None:
-        self.seen = seen
-        self.kinds = kinds
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(torch.nn.functional, name)
-        if name not in self.kinds:
-            return function
-
+    def watch(name: str) -> Any:
         def watched(*arguments: Any, **words: Any) -> Any:
             if words["dropout_p"] if name == "scaled_dot_product_attention" else arguments[2]:
                 state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
-                self.seen.setdefault(self.kinds[name], []).append(state)
-            return function(*arguments, **words)
+                seen.setdefault(kinds[name], []).append(state)
+            return getattr(torch.nn.functional, name)(*arguments, **words)
 
         return watched
+
+    return SimpleNamespace(**vars(torch.nn.functional) | {name: watch(name) for name in kinds})
 
 
 def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -250,8 +245,8 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     generator's states before every dropout of one training step, as hashes. Equal states draw equal
     masks."""
     seen: dict[str, list[str]] = {}
-    model.F = decoder.F = _Watched(seen, DRAWING)
-    lora.F = _Watched(seen, {"dropout": "adapter"})
+    model.F = decoder.F = _watched(seen, DRAWING)
+    lora.F = _watched(seen, {"dropout": "adapter"})
 
     def step(run: Run) -> list[Any]:
         seen.clear()

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.conftest import clean_environment, heavy_pool
@@ -30,7 +31,7 @@ BASE = {
 DEEP = {**BASE, "model": "six-layers", "seed": 7}
 GLOBAL_BATCH = 8
 NUM_STEPS = 6
-LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-4, 6e-4
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 6e-4  # that of norms is that of losses
 
 
 def cut(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) -> dict[str, Any]:
@@ -64,7 +65,6 @@ def run_cases(
         f"tests.parity.cases:{what}",
         {"cases": cases, "steps": steps, "failing": failing},
         num_processes=num_processes,
-        limit_s=500,
     )
 
 
@@ -127,18 +127,12 @@ def assert_equal_runs(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     models answer halfway, from weights that have taken the same steps: the loss of an evaluation
     as a step's loss, logits as the weights that they are products of.
     """
-    for step, (ours, theirs) in enumerate(zip(actual["losses"], expected["losses"], strict=True)):
-        assert abs(ours - theirs) <= LOSS_TOLERANCE * theirs, f"loss of step {step}"
-    for step, (ours, theirs) in enumerate(
-        zip(actual["grad_norms"], expected["grad_norms"], strict=True)
-    ):
-        assert abs(ours - theirs) <= NORM_TOLERANCE * theirs, f"gradient norm of step {step}"
+    for what in ("losses", "grad_norms", "evaluation"):
+        assert actual[what] == pytest.approx(expected[what], rel=LOSS_TOLERANCE), what
     assert set(actual["state"]) == set(expected["state"])
     for name, weight in expected["state"].items():
         error = (actual["state"][name] - weight).norm() / weight.norm().clamp(min=1e-9)
         assert error <= WEIGHT_TOLERANCE, f"{name} differs by {error:.1e}"
-    ours, theirs = actual["evaluation"], expected["evaluation"]
-    assert abs(ours - theirs) <= LOSS_TOLERANCE * theirs, "loss of the evaluation"
     assert actual["logits"].shape == expected["logits"].shape
     for place, theirs in enumerate(expected["logits"][0]):
         error = (actual["logits"][0, place] - theirs).norm() / theirs.norm()

@@ -3,9 +3,6 @@ parallelism does; a resumed run goes on bit for bit; what is sent is what the fo
 
 from __future__ import annotations
 
-import functools
-
-import pytest
 import torch
 
 from tests.parity.support import BASE, DEEP, assert_resumes, assert_same_bits, cut, run_cases
@@ -28,23 +25,13 @@ CASES = {
 }
 
 
-@functools.cache
-def results():
-    """Of those that must learn the same."""
+def test_one_local_step_and_all_of_top_k_are_data_parallelism():
     names = ("dp", "one local step", "all of top-k")
-    return run_cases({name: CASES[name] for name in names}, 2, steps=8)
-
-
-def test_one_local_step_is_data_parallelism():
-    ours, theirs = results()["one local step"], results()["dp"]
-    for what in ("losses", "grad_norms"):
-        assert ours[what] == pytest.approx(theirs[what], rel=1e-6)
-    for name, weight in theirs["state"].items():
-        torch.testing.assert_close(ours["state"][name], weight, rtol=1e-6, atol=1e-6)
-
-
-def test_all_of_top_k_is_no_compression_bit_for_bit():
-    assert_same_bits(results()["all of top-k"], results()["dp"])
+    found = run_cases({name: CASES[name] for name in names}, 2, steps=8)
+    assert_same_bits(found["all of top-k"], found["dp"])
+    for what in ("losses", "grad_norms", "state"):
+        ours, theirs = found["one local step"][what], found["dp"][what]
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 # Three steps before: in the middle of a round, after compression has begun to lose something.

@@ -150,9 +150,7 @@ ROWS, COLUMNS, STEPS = 12, 10, 30
 def exchanged(gradients, **config):
     """What each step's gradients, [processes, STEPS, ROWS, COLUMNS], are after the exchange."""
     job = {"gradients": gradients, "config": {"strategy": "dp", **config}}
-    return heavy_pool().call(
-        "tests.parity.cases:exchange", job, num_processes=len(gradients), limit_s=100
-    )
+    return heavy_pool().call("tests.parity.cases:exchange", job, num_processes=len(gradients))
 
 
 def random_gradients(*shape):
