@@ -156,9 +156,8 @@ def test_search_finds_the_proved_optimum_within_its_memory():
             communication=c, scale=scale or None,
         )  # fmt: skip
         problem = build_problem(costs, m, memory)
-        assert found["bound"] == pytest.approx(
-            float(lower_bound(problem) * problem.tick), abs=1e-12
-        )
+        bound = float(lower_bound(problem) * problem.tick)
+        assert found["bound"] == pytest.approx(bound, abs=1e-12)
         schedule = as_schedule(found["words"], "search")
         assert float(simulate(schedule, costs).makespan) == pytest.approx(found["makespan"])
         assert max(found["held"]) == max(peak_activations(schedule)) <= memory
@@ -250,9 +249,8 @@ def test_gradients_are_autograds():
     assert found["loss"] == pytest.approx(loss.item(), rel=1e-12)
     for own, theirs in zip(weights, found["gradients"], strict=True):
         for name, weight in own.items():
-            assert torch.allclose(
-                weight.grad, tensor(theirs[name], *shapes[name]), rtol=1e-10, atol=1e-15
-            )
+            gradient = tensor(theirs[name], *shapes[name])
+            torch.testing.assert_close(weight.grad, gradient, rtol=1e-10, atol=1e-15)
 
 
 def test_only_stashing_makes_the_gradient_valid():

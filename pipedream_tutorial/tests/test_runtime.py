@@ -49,8 +49,7 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
     found = torch.load(weights)
     cases = json.loads(record.read_text())["cases"]
     versions = {
-        (case["schedule"], case["num_microbatches"]): case["measured"]["peak_versions"]
-        for case in cases
+        (c["schedule"], c["num_microbatches"]): c["measured"]["peak_versions"] for c in cases
     }
     assert found.keys() == versions.keys() == set(product(SCHEDULES, MICROBATCHES))
     torch.set_num_threads(1)  # as in the processes: another number may sum in another order
