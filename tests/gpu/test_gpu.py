@@ -168,9 +168,9 @@ def test_a_profiled_function_shows_how_long_the_gpu_computed():
     assert 10_000_000 / 4e9 < busy <= time.perf_counter() - began  # no GPU has a clock of 4 GHz
 
 
-def run_script(values, count=1):
+def run_script(values, count=1, *options):
     processes = ["--num_gpus", str(count)] if count > 1 else []
-    command = [sys.executable, SCRIPT, *settings(values), *processes]
+    command = [sys.executable, SCRIPT, *settings(values), *processes, *options]
     return run_command(command, CUDA_VISIBLE_DEVICES=",".join(VISIBLE.split(",")[:count]))
 
 
@@ -224,7 +224,7 @@ def test_out_of_memory_is_recorded_and_explained(tmp_path):
         "strategy": "dp", "batch_size": 2048, "max_length": 1024, "epochs": 1, "num_samples": -1,
         "output_dir": tmp_path, "compile": False, "eval_samples": 1, "checkpoint_every": 0,
     }  # fmt: skip
-    result = run_script(values)
+    result = run_script(values, 1, "--force")  # else it is refused
     assert result.returncode == 1
     assert "out of GPU memory" in result.stderr
     assert "batch_size=1024" in result.stderr
