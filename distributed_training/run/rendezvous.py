@@ -58,7 +58,7 @@ def meet(process: Process, limit_s: float) -> dist.Store:
         address = ""
     elif _is_loopback(address):  # rank 0's host, as the others see it
         address = store.get(_AS_RANK_0_IS_SEEN).decode()
-    if name := _interface(address):  # unless the user has named one
+    if address and (name := _interface(address)):  # unless the user has named one
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # or eth1 is eth10, too
     return dist.PrefixStore("default_pg", store)
