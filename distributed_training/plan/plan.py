@@ -46,6 +46,7 @@ class Plan:
     run_dir: Path  # this run's folder; before `reserve_run_dir` only a name
     offload_dir: Path | None  # this run's own, for state that is kept on disk; None without such
     notes: list[str]  # choices that were made for the user and why, one sentence each
+    command: str = ""  # as typed, but for a launcher's words; known to `reserve_run_dir`
     deepspeed_json: dict[str, Any] | None = None
     tokenizer_dir: Path = Path()
     weights_dir: Path | None = None  # Hugging Face folder of the initial weights; None: random

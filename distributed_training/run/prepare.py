@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +75,7 @@ def reserve_run_dir(plan: Plan) -> Plan:
     """Make the run's folder, under the next free name where another run was quicker, write the plan
     into it, and let <output_dir>/latest point to it. Raises UserError where it would be a run that
     another process has, also one that began since the plan was made."""
+    plan = replace(plan, command=shlex.join(["python", *sys.argv]))
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(plan.output_dir / ".lock"):
         if plan.config.resume == AUTO:

@@ -6,7 +6,6 @@ import functools
 import importlib
 import logging
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -210,7 +209,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
     }
     sharding = strategy.sharding
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": plan.command,
         "config": config.to_user_words(),
         "config_requested": plan.requested.to_user_words(),
         "from_strategy_defaults": list(config.from_defaults),

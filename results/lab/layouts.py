@@ -20,9 +20,12 @@ from __future__ import annotations
 import collections
 import functools
 import json
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,7 +224,8 @@ def measure(run: harness.Run) -> dict[str, Any]:
         "kernels_s": traced(run.engine, run.batch(NUM_STEPS), topology),
     }
     if topology.rank == 0:
-        start = describe_run(run.plan, run.sampler, run.data)
+        command = shlex.join(["python", *sys.argv])
+        start = describe_run(replace(run.plan, command=command), run.sampler, run.data)
         dtypes = run.engine.describe_dtypes()
         found["start"] = {**start, "num_steps": NUM_STEPS, "dtypes": dtypes}
         found["order"] = find_orders(run.plan), run.plan.layout.ranks

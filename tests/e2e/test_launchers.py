@@ -80,6 +80,7 @@ def test_a_launchers_run_is_that_of_one_process(launcher, on_one, tmp_path):
     record = only_record(output_dir)
     assert (record["status"], record["world_size"]) == ("ok", 2)
     assert record["strategy"]["name"] == LAUNCHERS[launcher]
+    assert f"output_dir={output_dir}" in record["command"], "not what was typed"
     assert len(record["memory"]["by_rank"]) == 2
     assert record["sample"].startswith("The")
     ours, theirs = (metrics(Path(found["run_dir"])) for found in (record, on_one))
