@@ -19,20 +19,20 @@ def cache_folder() -> Path:
 
 
 def keep_bytecode() -> None:
-    """Where Python would compile torch's sources at every start, let it keep what it compiles in
-    our cache, here and in processes started from here. Images often set PYTHONDONTWRITEBYTECODE, or
-    are read-only: then compiling takes each process longer than importing does. Of the first one
-    most is done beside it, by other cores."""
+    """Where Python would compile sources at every start, let it keep what it compiles, here and in
+    processes started from here: beside them, or in our cache where torch's are not compiled either.
+    Images often set PYTHONDONTWRITEBYTECODE, or are read-only: then compiling takes each process
+    longer than importing does. Of the first one most is done beside it, by other cores."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or sys.pycache_prefix is not None:
         return
     compiled = Path(importlib.util.cache_from_source(torch.origin))
     written = not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK)
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if compiled.is_file() or written:
         return
-    sys.dont_write_bytecode = False
     sys.pycache_prefix = str(cache_folder() / "bytecode")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     if Path(importlib.util.cache_from_source(torch.origin)).is_file():
         return

@@ -35,6 +35,12 @@ def test_bytecode_is_kept_by_python_or_else_in_our_cache(dont_write, place, tmp_
     assert start(tmp_path, "1") == kept, "once"
 
 
+def test_beside_a_compiled_torch_the_rest_is_kept_too(tmp_path):
+    start(tmp_path, "")
+    (tmp_path / "site" / "torch" / "__init__.py").write_text("import torch.more")
+    assert {path.stem.partition(".")[0] for path in start(tmp_path, "1")} == {"__init__", "more"}
+
+
 def test_many_cores_compile_what_is_not_imported_yet(tmp_path):
     start(tmp_path, "1", num_cores=16)
     end = time.monotonic() + 60
