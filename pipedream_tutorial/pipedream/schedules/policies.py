@@ -129,7 +129,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             oldest = updates
             if len(forward) < len(upcoming):
                 oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)
-            older = sum(version < oldest for version in in_use)  # none is newer than the newest
+            older = len(in_use) - (oldest in in_use)  # versions are read in their order
             kept = updates + 1 - oldest + older
         live.append((op, kept))
     return WeightUse(forward=forward, backward=backward, staleness=staleness, live=tuple(live))
