@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import peft
@@ -21,6 +22,8 @@ from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import publish
 
 LENGTHS = 64  # of texts that a model sees are multiples of this
+# Without cuDNN's, which plans each other length anew: some 40 ms a token on an H100's host.
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def continuation(
@@ -51,7 +54,7 @@ def continuation(
         if goes_on is None:  # few lengths, for which kernels are chosen once
             padding = min(-len(seen) % LENGTHS, context - len(seen))
         # A text that grows would be compiled again and again.
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), sdpa_kernel(ATTENTION):
             padded = torch.tensor([seen + [eos_id] * padding])
             last = logits(padded, goes_on)[0, len(seen) - 1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
