@@ -22,7 +22,7 @@ from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import publish
 
 LENGTHS = 64  # of texts that a model sees are multiples of this
-# Without cuDNN's, which plans each other length anew: some 40 ms a token on an H100's host.
+# Without cuDNN's, which plans anew for every length: each token of a growing text has another.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
