@@ -6,12 +6,13 @@ import os
 import sys
 import textwrap
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from distributed_training.records.record import Record
+from distributed_training.records.record import BEST, Record
 
 GIB = 2**30
 NOT_MEASURED = "not measured"
@@ -224,6 +225,15 @@ def _precision(r: Record) -> str:
     return text
 
 
+def best_before(r: Record) -> dict[str, Any] | None:
+    """Of a run that overfitted the evaluation with the lowest loss: the last is 1% above it."""
+    seen = [row for row in r.evaluations if row["loss"] is not None]
+    if not seen or r.evaluations[-1]["loss"] is None:  # it was not finite
+        return None
+    best = min(seen, key=itemgetter("loss"))
+    return best if seen[-1]["loss"] > 1.01 * best["loss"] else None
+
+
 def summary_rows(r: Record) -> dict[str, str]:
     """The closing summary of a run, from its record; empty where nothing was measured."""
     speed = r.performance
@@ -233,6 +243,10 @@ def summary_rows(r: Record) -> dict[str, str]:
         values = [r.evaluations[place]["perplexity"] for place in (0, -1)]
         first, last = ("nan" if value is None else f"{value:.2f}" for value in values)
         rows["perplexity"] = f"{first} before, {last} after {r.evaluations[-1]['step']} steps"
+    if (best := best_before(r)) and best["step"]:
+        kept = f"{BEST}/ holds" if r.best else "--keep_best True keeps"
+        what = f"perplexity {best['perplexity']:.2f} after {best['step']} steps"
+        rows["overfitted"] = f"{what}; {kept} that model"
     if speed.get("tokens_per_s"):
         median_ms = 1000 * speed["step_time_s"]["p50"]
         step = f"{median_ms:.1f} ms a step (median of {speed['num_timed_steps']})"

@@ -6,11 +6,10 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from distributed_training.records.display import NOT_MEASURED, gib, last_part
+from distributed_training.records.display import NOT_MEASURED, best_before, gib, last_part
 from distributed_training.records.record import Record, is_alive
 
 Value = Callable[[Record], float | None]
@@ -193,11 +192,9 @@ class Comparison:
         for layout in self.layouts:
             found += [f"{layout.name} {r.status}: {r.error}" for r in layout.records if r.error]
             for r in layout.records:
-                seen = [row for row in r.evaluations if row["loss"] is not None]
-                least = min(seen, key=itemgetter("loss"), default={})
-                if seen and seen[-1]["loss"] > 1.01 * least["loss"]:
-                    was = f"was {least['loss']:.3f} after step {least['step']}"
-                    now = f"now {seen[-1]['loss']:.3f}"
+                if best := best_before(r):
+                    was = f"was {best['loss']:.3f} after step {best['step']}"
+                    now = f"now {r.evaluations[-1]['loss']:.3f}"
                     found.append(f"{layout.name} overfitted: its validation loss {was}, {now}")
         works = [record.work for record in self.records]
         if differ := [key for key in differing(works) if key != "seed"]:

@@ -31,7 +31,23 @@ def test_summary_says_what_came_out():
 
 
 # A record holds None where the run had NaN; a resumed run reads its beginning from there.
-DIVERGED = [{"step": 0, "perplexity": None}, {"step": 64, "perplexity": float("nan")}]
+NAN = float("nan")
+DIVERGED = [
+    {"step": 0, "loss": None, "perplexity": None},
+    {"step": 64, "loss": NAN, "perplexity": NAN},
+]
+
+
+def test_summary_of_an_overfitted_run_says_when_it_was_best():
+    losses = {0: 7.0, 20: 3.0, 40: 3.2}
+    rows = [{"step": s, "loss": loss, "perplexity": 9.0 * loss} for s, loss in losses.items()]
+    text = summary_rows(made_record(evaluations=rows))["overfitted"]
+    assert text == "perplexity 27.00 after 20 steps; --keep_best True keeps that model"
+    kept = summary_rows(made_record(evaluations=rows, best=rows[1]))["overfitted"]
+    assert kept == "perplexity 27.00 after 20 steps; best/ holds that model"
+    assert "overfitted" not in summary_rows(made_record(evaluations=[rows[1], rows[1]]))
+    untrained = [{**rows[1], "step": 0}, rows[2]]
+    assert "overfitted" not in summary_rows(made_record(evaluations=untrained))
 
 
 def test_summary_says_only_what_was_measured():
