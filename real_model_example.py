@@ -47,6 +47,9 @@ def main() -> int:
         from distributed_training import cli
 
         return cli.main(CONFIG, __doc__, __file__)
+    except KeyboardInterrupt:  # of the imports
+        print("interrupted before training began", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         root = Path(os.path.relpath(Path(__file__).parent))
         pinned = (root / "requirements.txt").read_text().splitlines()

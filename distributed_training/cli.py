@@ -11,7 +11,6 @@ import itertools
 import os
 import platform
 import re
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from distributed_training.run.launch import (
 from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings import strategies, streams
 from distributed_training.settings.config import KEYS, RunConfig, build_config
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import INTERRUPTED, UserError, exit_code
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, nearest_key, read_keys
 from distributed_training.settings.parser import Parser, at_least
@@ -298,7 +297,8 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     if name == "train":
         sys.stdout = streams.LastingStream(sys.stdout)  # type: ignore[assignment]
         sys.stderr = streams.LastingStream(sys.stderr)  # type: ignore[assignment]
-    try:
+
+    def act() -> int:
         if sys.platform != "linux":
             fix = "use WSL 2" if sys.platform == "win32" else "use a Linux machine or a container"
             raise UserError(f"this suite runs on Linux, not on {platform.system()}", fix=fix)
@@ -306,18 +306,6 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
             why = f"the commands are {', '.join(COMMANDS)}; options begin with --"
             fix = did_you_mean(name, COMMANDS, "see --help")
             raise UserError(f"{shown(name)} is not a command", why, fix)
-        code = COMMANDS[name](argv, program)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # | head: what is left to say has no reader
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except UserError as error:
-        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-        if rank == "0":  # every rank finds the same mistake; one says it
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except KeyboardInterrupt:  # once training has begun, Ctrl-C saves instead
-        before = " before training began" if name == "train" else ""
-        print(f"interrupted{before}", file=sys.stderr)
-        return 130
+        return COMMANDS[name](argv, program)
+
+    return exit_code(act, INTERRUPTED if name == "train" else "interrupted")

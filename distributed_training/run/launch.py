@@ -15,8 +15,9 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -29,8 +30,17 @@ from distributed_training.plan.topology import show_axes
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
-from distributed_training.run.prepare import make_plan, reserve_run_dir, started_again, write_plan
+from distributed_training.run.forks import Body, beside
+from distributed_training.run.prepare import (
+    make_plan,
+    plan_as_text,
+    plan_from_text,
+    reserve_run_dir,
+    started_again,
+    write_plan,
+)
 from distributed_training.run.ranks import (
+    Command,
     Process,
     Ranks,
     Startup,
@@ -40,7 +50,7 @@ from distributed_training.run.ranks import (
     starting,
 )
 from distributed_training.settings.config import AUTO, RunConfig
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import UserError, exit_code
 from distributed_training.settings.files import shown
 from distributed_training.settings.strategies import load_strategy
 
@@ -103,10 +113,11 @@ def start(
         startup.end("plan")
         return _work(plan, single_process(), startup)
     prepare_environment(count)
+    if not machine.num_gpus:
+        return _train_in_forks(partial(make, config), max_restarts)
     command = [str(script), PLANNED]
-    can_run = count <= max(machine.num_gpus, os.cpu_count() or 1)
     # They import torch while the run is planned, unless they are too many for the machine.
-    with starting(command, count if can_run else 0) as ranks:
+    with starting(command, count if count <= machine.num_gpus else 0) as ranks:
         plan = reserve_run_dir(make(config))
     code = spawn(plan, command, max_restarts, ranks)
     # Where what "auto" chose runs out of memory, the next best that is predicted to need less.
@@ -118,6 +129,26 @@ def start(
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
         code = spawn(plan, command, max_restarts)
     return code
+
+
+def _train_in_forks(make: Callable[[], Plan], max_restarts: int) -> int:
+    """Import torch while another process plans (tokenizers begin threads, which no fork has), then
+    let each rank begin with what is here."""
+    startup = Startup()
+    planned = beside(lambda: plan_as_text(make))
+    worker = _import_worker()
+    startup.end("import")
+    plan = reserve_run_dir(plan_from_text(planned()))
+    worker.use_cpu()
+    plan.strategy.traits.load()  # DeepSpeed, say
+    startup.end("plan")
+
+    def train() -> int:
+        process = current_process(os.environ)
+        assert process is not None
+        return worker.run(load_plan(plan.run_dir), process, Startup(startup.seconds))
+
+    return spawn(plan, partial(exit_code, train), max_restarts)
 
 
 def ran_out_early(run_dir: Path) -> bool:
@@ -133,7 +164,8 @@ def start_planned() -> int:
     folder is the first line of standard input."""
     process = current_process(os.environ)
     assert process is not None
-    worker = _import_worker(process)
+    prepare_environment(process.local_world_size)
+    worker = _import_worker()
     startup = Startup()
     worker.warm_up(process)
     startup.end("import")
@@ -151,14 +183,14 @@ def start_planned() -> int:
 
 
 def _work(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
-    worker = _import_worker(process)
+    prepare_environment(process.local_world_size)
+    worker = _import_worker()
     startup.end("import")
     return worker.run(given, process, startup)
 
 
-def _import_worker(process: Process) -> ModuleType:
+def _import_worker() -> ModuleType:
     """What a process trains with, and so torch, once its environment is prepared."""
-    prepare_environment(process.local_world_size)
     gc.disable()  # it would look through the modules again and again while they are imported
     worker = importlib.import_module("distributed_training.run.worker")
     gc.freeze()
@@ -187,12 +219,12 @@ def prepare_environment(processes_here: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
-def spawn(plan: Plan, command: Sequence[str], max_restarts: int, begun: Ranks = ()) -> int:
+def spawn(plan: Plan, what: Command | Body, max_restarts: int, begun: Ranks = ()) -> int:
     """Start the plan's processes, unless they have `begun`, and again where one fails; wait, return
     the run's exit code. The end of one that was killed is recorded here."""
     file = plan.run_dir / RECORD_FILE
     before = file.stat().st_mtime_ns if file.is_file() else None
-    ended = run_ranks(command, plan.num_processes, begun, str(plan.run_dir))
+    ended = run_ranks(what, plan.num_processes, begun, str(plan.run_dir))
     notes = plan.notes
     for count in range(1, max_restarts + 1):
         if ended.signum or not any(ended.codes.values()):
@@ -200,7 +232,7 @@ def spawn(plan: Plan, command: Sequence[str], max_restarts: int, begun: Ranks = 
         saved, note = started_again(plan, f" ({count})")
         plan = replace(plan, checkpoint=saved, notes=[*notes, note])
         write_plan(plan)
-        ended = run_ranks(command, plan.num_processes, line=str(plan.run_dir))
+        ended = run_ranks(what, plan.num_processes, line=str(plan.run_dir))
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = ended.exit_code

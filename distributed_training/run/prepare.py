@@ -99,6 +99,26 @@ def reserve_run_dir(plan: Plan) -> Plan:
     return plan
 
 
+def plan_as_text(make: Callable[[], Plan]) -> str:
+    """What other processes are told: the plan that was made, or why there is none."""
+    try:
+        return json.dumps({"plan": PLAN_AS_JSON.dump_json(make()).decode()})
+    except UserError as error:
+        return json.dumps({"error": str(error)})
+    except OSError as error:  # a full or read-only disk under the cache, most often
+        return json.dumps(
+            {"error": f"preparing the data failed; {error}; set output_dir elsewhere"}
+        )
+
+
+def plan_from_text(text: str) -> Plan:
+    """The plan; raises UserError with the words of the process that could make none."""
+    answer = json.loads(text)
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return PLAN_AS_JSON.validate_json(answer["plan"])
+
+
 def write_plan(plan: Plan) -> None:
     """Put the plan into the run's folder, which says nothing of an earlier attempt's end then."""
     (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)

@@ -2,11 +2,15 @@
 
 Not by torchrun's agent: its store listens on every interface and unpickles what it is sent. Rank 0
 gets a socket that is bound to loopback already, and serves the store on that. No torch.
+
+On GPUs each rank is a new Python, as CUDA does not outlive a fork. Without, where importing torch
+would take all cores for seconds, the ranks are forks of one process that has imported it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -15,11 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
 
 from distributed_training.plan.machine import threads_per_process
+from distributed_training.run.forks import POLL_S, STOPS, Body, Fork, killed_by
 from distributed_training.settings.errors import UserError
 
 LOOPBACK = "127.0.0.1"
@@ -28,12 +35,12 @@ LAUNCHER = "RANKS_LAUNCHER"  # the number of the process that started them
 STORE_SOCKET = "RANKS_STORE_SOCKET"  # rank 0's file descriptor
 
 SLURM_SCRIPT = "configs/train.slurm"
-POLL_S = 0.05
 # Ranks are killed after so long: torchrun's variable, and its default; after one has failed.
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
-Ranks = Sequence[subprocess.Popen[bytes]]
+Command = Sequence[str]  # a script with its arguments
+Ranks = Sequence[subprocess.Popen[bytes] | Fork]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +59,11 @@ class Process:
 
 
 class Startup:
-    """Seconds of each phase from the start of this process to the end of its first step."""
+    """Seconds of each phase from the start of this process to the end of its first step, after
+    those that it took `before`."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, before: Mapping[str, float] = MappingProxyType({})) -> None:
+        self.seconds = dict(before)
         self._last = psutil.Process().create_time()
 
     def end(self, phase: str) -> None:
@@ -117,9 +125,7 @@ class Ended:
         code = next(iter(sorted(codes - {-signal.SIGABRT}) or codes), 0)
         if not code:
             return ""
-        name = signal.Signals(-code).name
-        more = "; most often memory ran out" if name == "SIGKILL" else ""
-        return f"{self._ranks_with(code)}: killed by {name}{more}"
+        return f"{self._ranks_with(code)}: {killed_by(-code)}"
 
     @property
     def left_early(self) -> str:
@@ -134,9 +140,9 @@ class Ended:
 
 
 @contextlib.contextmanager
-def starting(command: Sequence[str], count: int) -> Iterator[Ranks]:
+def starting(command: Command, count: int) -> Iterator[Ranks]:
     """Ranks for `run_ranks`, which start while the block runs; they end where it fails."""
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[subprocess.Popen[bytes] | Fork] = []
     try:
         if count:
             _start(ranks, command, count)
@@ -146,10 +152,10 @@ def starting(command: Sequence[str], count: int) -> Iterator[Ranks]:
         raise
 
 
-def run_ranks(command: Sequence[str], count: int, begun: Ranks = (), line: str = "") -> Ended:
-    """Start a script with its arguments `count` times, unless they have `begun`, give each a `line`
-    of input and wait for the end of all; one that fails, or a signal, ends the others. Signals that
-    stop this process, and Ctrl-Z, are passed on."""
+def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "") -> Ended:
+    """Start `what` so many times, unless they have `begun`, give each command a `line` of input
+    and wait for the end of all; one that fails, or a signal, ends the others. Signals that stop
+    this process, and Ctrl-Z, are passed on."""
     ranks = list(begun)
     told: list[int] = []
     codes: dict[int, int] = {}
@@ -163,16 +169,14 @@ def run_ranks(command: Sequence[str], count: int, begun: Ranks = (), line: str =
         os.kill(os.getpid(), signal.SIGSTOP)
         _send(ranks, signal.SIGCONT)  # as `fg` let this one go on
 
-    stops = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), tell)
-    with handling({**stops, signal.SIGTSTP: pause}):
+    with handling({**dict.fromkeys(STOPS, tell), signal.SIGTSTP: pause}):
         try:
             if not ranks:
-                _start(ranks, command, count)
-            for process in ranks:
-                assert process.stdin is not None
+                _start(ranks, what, count)
+            for pipe in filter(None, [process.stdin for process in ranks]):
                 # It may have ended already.
-                with contextlib.suppress(BrokenPipeError), process.stdin:
-                    process.stdin.write(f"{line}\n".encode())
+                with contextlib.suppress(BrokenPipeError), pipe:
+                    pipe.write(f"{line}\n".encode())
             if told:  # before all were there
                 _send(ranks, told[-1])
             while not (told or any(codes.values()) or len(codes) == len(ranks)):
@@ -184,7 +188,7 @@ def run_ranks(command: Sequence[str], count: int, begun: Ranks = (), line: str =
     return Ended(signum=told[0] if told else 0, codes=codes)
 
 
-def _start(ranks: list[subprocess.Popen[bytes]], command: Sequence[str], count: int) -> None:
+def _start(ranks: list[subprocess.Popen[bytes] | Fork], what: Command | Body, count: int) -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         environment = {
             "OMP_NUM_THREADS": str(threads_per_process(count)), **os.environ,
@@ -193,14 +197,27 @@ def _start(ranks: list[subprocess.Popen[bytes]], command: Sequence[str], count: 
             LAUNCHER: str(os.getpid()), STORE_SOCKET: str(listener.fileno()),
         }  # fmt: skip
         for rank in range(count):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if callable(what):
+                store = None if rank == 0 else listener
+                ranks.append(Fork(functools.partial(_be_rank, what, own, store)))
+                continue
             process = subprocess.Popen(
-                [sys.executable, "-u", *command],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                [sys.executable, "-u", *what],
+                env=own,
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()] if rank == 0 else [],
                 start_new_session=True,  # a terminal's Ctrl-C reaches them once, from here
             )
             ranks.append(process)
+
+
+def _be_rank(body: Body, environment: Mapping[str, str], of_rank_0: socket.socket | None) -> int:
+    if of_rank_0 is not None:
+        of_rank_0.close()
+    os.environ.update(environment)
+    Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")  # for top; at most 15 letters
+    return body()
 
 
 def _send(ranks: Ranks, signum: int) -> None:

@@ -30,7 +30,7 @@ from distributed_training.parallel.agree import (
 )
 from distributed_training.plan import data as plan_data
 from distributed_training.plan.machine import detect_machine, threads_per_process
-from distributed_training.plan.plan import PLAN_AS_JSON, Plan
+from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, p2p_channels, process_group
 from distributed_training.predict.memory import estimate_state
 from distributed_training.predict.rates import remember_speed
@@ -41,7 +41,13 @@ from distributed_training.records.display import Display, header_rows, short_pat
 from distributed_training.records.record import code, versions
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import History, Trainer
-from distributed_training.run.prepare import go_on, make_plan, reserve_run_dir
+from distributed_training.run.prepare import (
+    go_on,
+    make_plan,
+    plan_as_text,
+    plan_from_text,
+    reserve_run_dir,
+)
 from distributed_training.run.ranks import Process, Startup, handling
 from distributed_training.run.rendezvous import current_agent, meet
 from distributed_training.run.saving import claims, resume
@@ -98,10 +104,7 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
     ours = "torch|deepspeed|distributed_training"
     warnings.filterwarnings("ignore", category=FutureWarning, module=ours)
     if not num_gpus:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # Else it says that there is CUDA's compiler but no GPU.
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-        return torch.device("cpu")
+        return use_cpu()
     if not torch.cuda.is_available():
         what = f"the installed torch {torch.__version__} cannot use this machine's GPU"
         fix = "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''"
@@ -116,6 +119,14 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
     return torch.device("cuda", process.local_rank)
 
 
+def use_cpu() -> torch.device:
+    """The device, once libraries know that there is no other."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Else it says that there is CUDA's compiler but no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    return torch.device("cpu")
+
+
 def agree_on_plan(
     config: RunConfig, process: Process, ask: Gather, agent: str | None = None
 ) -> Plan:
@@ -125,23 +136,15 @@ def agree_on_plan(
     typed = config.to_user_words()
     del typed["output_dir"]  # as a path: checkouts may lie in different places
     check_ranks_agree({**typed, **versions(), **code()}, ask)
-    answer = dict[str, str]()
     launchers = sorted(set(ask(agent))) if agent else []
-    if process.rank == 0:
+
+    def make() -> Plan:
         sizes = {"num_processes": process.world_size, "processes_here": process.local_world_size}
-        try:
-            config, notes = go_on(config, launchers, process.world_size)
-            plan = make_plan(config, detect_machine(), **sizes, cut=plan_data.cut_data)
-            plan = replace(plan, launchers=launchers, notes=[*plan.notes, *notes])
-            answer["plan"] = PLAN_AS_JSON.dump_json(reserve_run_dir(plan)).decode()
-        except UserError as error:
-            answer["error"] = str(error)
-        except OSError as error:  # a full or read-only disk under the cache, most often
-            answer["error"] = f"preparing the data failed; {error}; set output_dir elsewhere"
-    answer = ask(answer)[0]
-    if "error" in answer:
-        raise UserError(answer["error"])
-    return PLAN_AS_JSON.validate_json(answer["plan"])
+        going_on, notes = go_on(config, launchers, process.world_size)
+        plan = make_plan(going_on, detect_machine(), **sizes, cut=plan_data.cut_data)
+        return reserve_run_dir(replace(plan, launchers=launchers, notes=[*plan.notes, *notes]))
+
+    return plan_from_text(ask(plan_as_text(make) if process.rank == 0 else "")[0])
 
 
 def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:

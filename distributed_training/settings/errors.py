@@ -1,4 +1,13 @@
-"""The one exception that is meant for users."""
+"""The one exception that is meant for users, and how a process ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+INTERRUPTED = "interrupted before training began"  # afterwards Ctrl-C saves
 
 
 class UserError(ValueError):
@@ -16,3 +25,22 @@ class RunError(UserError):
     """What ended a run that had begun, said in the same way; exit code 1."""
 
     exit_code = 1
+
+
+def exit_code(act: Callable[[], int], interrupted: str = INTERRUPTED) -> int:
+    """What `act` returns, or what goes with what it raises, which is said in a line."""
+    try:
+        code = act()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # | head: what is left to say has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except UserError as error:
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        if rank == "0":  # every rank finds the same mistake; one says it
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 128 + signal.SIGINT

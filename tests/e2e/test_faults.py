@@ -76,7 +76,7 @@ def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
 
 
 def kill_rank_1(log):
-    (worker,) = (process for process in processes_with(log) if process.environ().get("RANK") == "1")
+    (worker,) = (process for process in processes_with(log) if process.name() == "rank 1")
     worker.send_signal(signal.SIGKILL)
 
 
@@ -128,9 +128,10 @@ def test_a_reader_that_went_changes_nothing_and_a_hang_up_saves(tmp_path):
     shell = ["sh", "-c", '{ "$@"; echo $? > ' + f"{tmp_path}/code; }} 2>&1 | head -1", "sh"]
     with running([*shell, *command], log) as process:
         wait_for(lambda: list(output_dir.glob("*/checkpoints/step-0000004*")), process, log)
-        lines = {found: found.cmdline() for found in processes_with(log)}
         (launcher,) = (
-            found for found, line in lines.items() if line[0] != "sh" and "--num_gpus" in line
+            found
+            for found in processes_with(log)
+            if "--num_gpus" in found.cmdline() and found.name().startswith("python")
         )
         launcher.send_signal(signal.SIGHUP)
         process.wait(timeout=60)

@@ -9,6 +9,7 @@ import pickle
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 
 import psutil
@@ -53,11 +54,12 @@ def test_nothing_listens_beyond_loopback_nor_runs_what_it_is_sent(tmp_path):
         ]
         assert open_at, "the ranks meet somewhere"
         assert all(ipaddress.ip_address(end.ip).is_loopback for end in open_at), open_at
-        told = next(rank.environ() for rank in ranks if rank.environ().get("RANK") == "1")
-        limit = timedelta(seconds=30)
-        store = dist.TCPStore(told["MASTER_ADDR"], int(told["MASTER_PORT"]), timeout=limit)
-        rendezvous = f"torch.rendezvous.{told.get('TORCHELASTIC_RUN_ID', 'none')}"
-        store.set(rendezvous, base64.b64encode(trap).decode())
+        # Of rank 0's, the one that was open before it began.
+        (first,) = (rank for rank in ranks if rank.name() == "rank 0")
+        listeners = [end for end in first.net_connections("inet") if end.laddr in open_at]
+        at = min(listeners, key=attrgetter("fd")).laddr
+        store = dist.TCPStore(at.ip, at.port, timeout=timedelta(seconds=30))
+        store.set("torch.rendezvous.none", base64.b64encode(trap).decode())
         for end in set(open_at):
             with socket.create_connection((end.ip, end.port), 30) as connection:
                 connection.sendall(trap)

@@ -1,6 +1,8 @@
 """Ranks are started together, and none is left when one has failed or they are told to stop."""
 
+import functools
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -9,7 +11,9 @@ import time
 import psutil
 import pytest
 
+from distributed_training.run.forks import beside
 from distributed_training.run.ranks import PATIENCE, run_ranks, starting
+from distributed_training.settings.errors import RunError, exit_code
 from tests.conftest import clean_environment
 
 BEGIN = """
@@ -22,14 +26,22 @@ while rank == 1 and not (pathlib.Path(sys.argv[1]) / "pid-0").exists():
 WAIT = "time.sleep(60)\n"
 
 
-@pytest.fixture
-def ranks(tmp_path):
+@pytest.fixture(params=["new", "forked"])
+def ranks(request, tmp_path, monkeypatch):
     """Runs two ranks that do as `text` says; how they ended."""
 
     def call(text):
         script = tmp_path / "script.py"
         script.write_text(BEGIN + text)
-        return run_ranks([str(script), str(tmp_path)], 2)
+        if request.param == "new":
+            return run_ranks([str(script), str(tmp_path)], 2)
+        monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path)])
+
+        def act():
+            runpy.run_path(str(script))
+            return 0
+
+        return run_ranks(functools.partial(exit_code, act), 2)
 
     yield call
     pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
@@ -117,3 +129,13 @@ def test_ctrl_z_stops_all_and_they_go_on_together(tmp_path):
     launcher.terminate()
     launcher.wait(30)
     assert not any(rank.is_running() for rank in ranks)
+
+
+def test_another_process_answers_meanwhile(capfd):
+    answer = beside(lambda: "x" * 100_000)  # more than a pipe holds
+    assert answer() == "x" * 100_000
+    with pytest.raises(RunError, match="killed by SIGKILL; most often memory ran out"):
+        beside(lambda: os.kill(os.getpid(), signal.SIGKILL))()
+    with pytest.raises(SystemExit, match="1"):
+        beside(lambda: str(1 / 0))()
+    assert "ZeroDivisionError" in capfd.readouterr().err
