@@ -30,7 +30,7 @@ from distributed_training.plan.topology import show_axes
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
-from distributed_training.run.forks import Body, beside
+from distributed_training.run.forks import beside
 from distributed_training.run.prepare import (
     make_plan,
     plan_as_text,
@@ -101,8 +101,8 @@ def start(
 
     if dry_run:
         plan = make(config)
-        command = [os.path.relpath(script), *arguments]
-        print(describe_plan(plan, "(this one)" if process else _launch_command(plan, command)))
+        typed = [os.path.relpath(script), *arguments]
+        print(describe_plan(plan, "(this one)" if process else _launch_command(plan, typed)))
         return 0
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
@@ -113,42 +113,47 @@ def start(
         startup.end("plan")
         return _work(plan, single_process(), startup)
     prepare_environment(count)
-    if not machine.num_gpus:
-        return _train_in_forks(partial(make, config), max_restarts)
-    command = [str(script), PLANNED]
-    # They import torch while the run is planned, unless they are too many for the machine.
-    with starting(command, count if count <= machine.num_gpus else 0) as ranks:
-        plan = reserve_run_dir(make(config))
-    code = spawn(plan, command, max_restarts, ranks)
+    command: Command | Callable[[Path], int]
+    begun: Ranks = ()
+    if machine.num_gpus:
+        command = [str(script), PLANNED]
+        # They import torch while the run is planned, unless they are too many for the machine.
+        with starting(command, count if count <= machine.num_gpus else 0) as begun:
+            plan = reserve_run_dir(make(config))
+    else:
+        startup = Startup()
+        planned = _plan_beside(make, config)
+        worker = _import_worker()
+        startup.end("import")
+        plan = reserve_run_dir(planned())
+        worker.use_cpu()
+        plan.strategy.traits.load()  # DeepSpeed, say
+        startup.end("plan")
+        command = partial(_train_as_fork, worker, startup.seconds)
+    code = spawn(plan, command, max_restarts, begun)
     # Where what "auto" chose runs out of memory, the next best that is predicted to need less.
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
         what = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         below = config.model_copy(update={"below_bytes": estimate_memory(plan).needed_bytes})
-        plan = reserve_run_dir(make(below))
+        plan = reserve_run_dir(_plan_beside(make, below)())
         instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
         code = spawn(plan, command, max_restarts)
     return code
 
 
-def _train_in_forks(make: Callable[[], Plan], max_restarts: int) -> int:
-    """Import torch while another process plans (tokenizers begin threads, which no fork has), then
-    let each rank begin with what is here."""
-    startup = Startup()
-    planned = beside(lambda: plan_as_text(make))
-    worker = _import_worker()
-    startup.end("import")
-    plan = reserve_run_dir(plan_from_text(planned()))
-    worker.use_cpu()
-    plan.strategy.traits.load()  # DeepSpeed, say
-    startup.end("plan")
+def _plan_beside(make: Callable[[RunConfig], Plan], config: RunConfig) -> Callable[[], Plan]:
+    """Plan in another process: tokenizers begin threads, and with threads none can be forked."""
+    answer = beside(lambda: plan_as_text(partial(make, config)))
+    return lambda: plan_from_text(answer())
 
-    def train() -> int:
-        process = current_process(os.environ)
-        assert process is not None
-        return worker.run(load_plan(plan.run_dir), process, Startup(startup.seconds))
 
-    return spawn(plan, partial(exit_code, train), max_restarts)
+def _train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
+    """Run this process's part of the plan with what the launching process has imported."""
+    process = current_process(os.environ)
+    assert process is not None
+    run = partial(worker.run, load_plan(run_dir), process, Startup(startup_s))
+    return exit_code(run)
 
 
 def ran_out_early(run_dir: Path) -> bool:
@@ -219,9 +224,13 @@ def prepare_environment(processes_here: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
-def spawn(plan: Plan, what: Command | Body, max_restarts: int, begun: Ranks = ()) -> int:
+def spawn(
+    plan: Plan, what: Command | Callable[[Path], int], max_restarts: int, begun: Ranks = ()
+) -> int:
     """Start the plan's processes, unless they have `begun`, and again where one fails; wait, return
     the run's exit code. The end of one that was killed is recorded here."""
+    if callable(what):
+        what = partial(what, plan.run_dir)
     file = plan.run_dir / RECORD_FILE
     before = file.stat().st_mtime_ns if file.is_file() else None
     ended = run_ranks(what, plan.num_processes, begun, str(plan.run_dir))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -101,4 +102,4 @@ def test_a_full_disk_under_a_cache_is_an_answer_for_all_ranks(tmp_path, monkeypa
         worker.agree_on_plan(
             config, replace(PROCESS, rank=0), lambda mine: sent.append(mine) or [mine]
         )
-    assert list(sent[-1]) == ["error"]
+    assert list(json.loads(sent[-1])) == ["error"]
