@@ -54,7 +54,7 @@ def load_built() -> None:
 
 
 def _names() -> list[str]:
-    return ["CPUAdamBuilder", "ShareMemCommBuilder"] + ["AsyncIOBuilder"] * has_libaio()
+    return ["CPUAdamBuilder"] + ["AsyncIOBuilder"] * has_libaio()
 
 
 def _wanted() -> str:

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 
 from distributed_training.data.hub import check_push
-from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.predict import Prediction
 from distributed_training.records.display import gib
@@ -27,8 +26,6 @@ from distributed_training.settings.gpus import GIB
 from distributed_training.settings.strategies import Strategy
 
 MIB = 2**20
-SHARED_MEMORY = Path("/dev/shm")
-REDUCE_BUFFER_BYTES = 69_206_024  # sizeof(allreduce_workspace) in DeepSpeed's shm.cpp
 STALE_LOCK_S = 60.0
 Suggest = Callable[[Plan], list[str]]  # what to set instead of a plan that does not fit its GPUs
 
@@ -40,7 +37,6 @@ def run_checks(prediction: Prediction, suggest: Suggest) -> None:
     check_gpus(plan)
     check_settings(plan)
     check_memory(prediction, suggest)
-    check_shared_memory(plan)
     check_disk(plan)
     check_extensions(plan)
     if plan.config.push is not None:
@@ -111,18 +107,6 @@ def check_memory(prediction: Prediction, suggest: Suggest) -> None:
         raise UserError(what, why, "use a smaller model or fewer processes")
 
 
-def check_shared_memory(plan: Plan) -> None:
-    """Without GPUs DeepSpeed's processes reduce through files in memory; Docker gives 64 MiB."""
-    if not plan.strategy.traits.takes_deepspeed_json or plan.machine.num_gpus:
-        return
-    needed = REDUCE_BUFFER_BYTES * plan.processes_here
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if needed > free:
-        what = f"{SHARED_MEMORY} has {free / MIB:.0f} MiB free and DeepSpeed without GPUs needs "
-        what += f"{needed / MIB:.0f} MiB there"
-        raise UserError(what, fix="start the container with --shm-size=1g, or take dp or fsdp")
-
-
 def check_disk(plan: Plan) -> None:
     """Room for the checkpoints that are kept, the one being written, the export, offload."""
     config = plan.config
@@ -152,7 +136,7 @@ def check_disk(plan: Plan) -> None:
 
 def check_extensions(plan: Plan) -> None:
     """A compiler, libaio and no forgotten lock, where DeepSpeed will build an extension."""
-    extensions = built_extensions(plan.strategy, plan.machine)
+    extensions = built_extensions(plan.strategy)
     compiler = os.environ.get("CXX", "c++")
     asked = f"strategy={plan.strategy.name!r}"
     if extensions and shutil.which(compiler) is None:
@@ -165,13 +149,11 @@ def check_extensions(plan: Plan) -> None:
         refuse_stale_lock(name)
 
 
-def built_extensions(strategy: Strategy, machine: Machine) -> list[str]:
+def built_extensions(strategy: Strategy) -> list[str]:
     """Names (of folders, too) of all DeepSpeed extensions that a run builds."""
     names = ["cpu_adam"] if strategy.steps_on_host else []
     if strategy.swaps_to_disk:
         names += ["async_io", "pin_memory"]
-    if strategy.traits.takes_deepspeed_json and not machine.num_gpus:
-        names.append("deepspeed_shm_comm")
     return names
 
 

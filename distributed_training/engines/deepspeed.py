@@ -74,6 +74,7 @@ class DeepSpeedEngine(base.Engine):
         else:
             optimizer = torch.optim.AdamW(groups, fused=topology.device_type == "cuda", **settings)
         private.import_muon()
+        private.leave_out_extensions()
         parts = {"model": module, "optimizer": optimizer, "config": plan.deepspeed_json}
         quiet = contextlib.redirect_stdout(io.StringIO())  # it prints what it was given
         with contextlib.nullcontext() if config.verbose else quiet:
@@ -81,11 +82,6 @@ class DeepSpeedEngine(base.Engine):
         self.engine, self.optimizer = found[:2]
         self.model = self.engine.module
         self.named = {names[p]: p for p in self.model.parameters() if p.requires_grad}
-        if topology.device_type == "cpu":
-            # Else DeepSpeed would leave the buffer through which CPU processes reduce in memory, 66
-            # MiB a process. Once every rank has mapped all, nobody opens one by name.
-            dist.barrier()
-            private.shared_reduce_buffer(topology.rank).unlink(missing_ok=True)
         if strategy.zero_stage == 3:
             # The output layer's weight is used outside of the module that holds it.
             deepspeed.zero.register_external_parameter(self.model, self.model.output_weight)

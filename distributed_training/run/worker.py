@@ -187,7 +187,7 @@ def build_engine(plan: Plan, topology: Topology, model: Decoder | None = None) -
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     """Compile DeepSpeed's extensions before the run, one process a machine, and say so."""
     plan.strategy.traits.load()  # all import the engine now, not one while the others wait
-    names = built_extensions(plan.strategy, plan.machine) if topology.local_rank == 0 else ()
+    names = built_extensions(plan.strategy) if topology.local_rank == 0 else ()
     for name in names:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 

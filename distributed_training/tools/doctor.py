@@ -33,7 +33,9 @@ from distributed_training.settings.gpus import find_gpu
 MIB = 2**20
 PROBE_BYTES = 128 * MIB  # written to see how fast a disk is
 SLOW_DISK = 100 * MIB  # bytes a second, below which checkpoints take long
-EXTENSIONS = ("cpu_adam", "async_io", "pin_memory", "deepspeed_shm_comm")
+EXTENSIONS = ("cpu_adam", "async_io", "pin_memory")
+SHARED_MEMORY = Path("/dev/shm")  # NCCL sends through it between GPUs that have no better way
+SHARED_BYTES = 128 * MIB  # twice what Docker gives
 HUB = ("huggingface.co", 443)
 PORT = 29500  # torchrun's
 # What only torch knows, asked of another process: importing it takes seconds, and may fail.
@@ -129,10 +131,9 @@ def memory_and_files() -> Iterator[Finding]:
     ram = available_ram_bytes()
     text = f"{ram / GIB:.1f} GiB may be used (the cgroup's limit counts)"
     yield check(ram > 4 * GIB, "RAM", text, "end other programs")
-    free = shutil.disk_usage(checks.SHARED_MEMORY).free
-    text = f"{checks.SHARED_MEMORY} has {free / MIB:,.0f} MiB free"
-    enough = free > 2 * checks.REDUCE_BUFFER_BYTES
-    yield check(enough, "shared", text, "docker run --shm-size=1g ...")
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    text = f"{SHARED_MEMORY} has {free / MIB:,.0f} MiB free"
+    yield check(free > SHARED_BYTES, "shared", text, "docker run --shm-size=1g ...")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     text = f"{files:,} may be open at a time"
     yield check(files >= 4096, "files", text, "ulimit -n 65536")
