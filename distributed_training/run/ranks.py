@@ -20,10 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
-
-import psutil
 
 from distributed_training.plan.machine import threads_per_process
 from distributed_training.run.forks import POLL_S, STOPS, Body, Fork, killed_by
@@ -59,18 +56,25 @@ class Process:
 
 
 class Startup:
-    """Seconds of each phase from the start of this process to the end of its first step, after
-    those that it took `before`."""
+    """Seconds of each phase from the start of this process to the end of its first step; of a fork
+    after those that it took `before`."""
 
-    def __init__(self, before: Mapping[str, float] = MappingProxyType({})) -> None:
-        self.seconds = dict(before)
-        self._last = psutil.Process().create_time()
+    def __init__(self, before: Mapping[str, float] | None = None) -> None:
+        self.seconds = dict(before or {})
+        self._last = time.monotonic() if before else time.monotonic() - _age_s()
 
     def end(self, phase: str) -> None:
         """A phase has ended, and the next begun."""
-        now = time.time()
+        now = time.monotonic()
         self.seconds[phase] = round(now - self._last, 3)
         self._last = now
+
+
+def _age_s() -> float:
+    """Of this process. psutil counts from when the system was started, to the second."""
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): 22nd
+    ticks_a_second = os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / ticks_a_second
 
 
 def current_process(environment: Mapping[str, str]) -> Process | None:

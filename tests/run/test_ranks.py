@@ -4,6 +4,7 @@ import functools
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from distributed_training.run.forks import beside
-from distributed_training.run.ranks import PATIENCE, run_ranks, starting
+from distributed_training.run.ranks import PATIENCE, Startup, run_ranks, starting
 from distributed_training.settings.errors import RunError, exit_code
 from tests.conftest import clean_environment
 
@@ -139,3 +140,18 @@ def test_another_process_answers_meanwhile(capfd):
     with pytest.raises(SystemExit, match="1"):
         beside(lambda: str(1 / 0))()
     assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_phases_are_counted_from_the_start_of_the_process():
+    program = (
+        "import time\n"
+        "from distributed_training.run.ranks import Startup\n"
+        "startup = Startup()\n"
+        "time.sleep(0.5)\n"
+        "startup.end('import')\n"
+        "print(startup.seconds['import'])"
+    )
+    began = time.monotonic()
+    said = subprocess.check_output([sys.executable, "-c", program], env=clean_environment())
+    assert 0.5 < float(said) < time.monotonic() - began + 0.02  # a tick of the system
+    assert Startup({"import": 3.0}).seconds == {"import": 3.0}
