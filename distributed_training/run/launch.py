@@ -115,7 +115,7 @@ def start(
     prepare_environment(count)
     command: Command | Callable[[Path], int]
     begun: Ranks = ()
-    if machine.num_gpus:
+    if not can_fork(machine):
         command = [str(script), PLANNED]
         # They import torch while the run is planned, unless they are too many for the machine.
         with starting(command, count if count <= machine.num_gpus else 0) as begun:
@@ -140,6 +140,11 @@ def start(
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
         code = spawn(plan, command, max_restarts)
     return code
+
+
+def can_fork(machine: Machine) -> bool:
+    """CUDA does not outlive a fork, and importing DeepSpeed may begin with it."""
+    return not machine.num_gpus
 
 
 def _plan_beside(make: Callable[[RunConfig], Plan], config: RunConfig) -> Callable[[], Plan]:

@@ -22,14 +22,24 @@ from tests.ports import free_port
 
 H200 = "NVIDIA H200, 143771, 9.0"
 T4_8GIB = "Tesla T4, 8192, 7.5"
+AS_ON_GPUS = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import real_model_example
+from distributed_training.run import launch
+launch.can_fork = lambda machine: False
+sys.exit(real_model_example.main())
+"""
 
 
 def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:
-    """The ways to start a run: python, spawn (--num_gpus 2), torchrun, deepspeed."""
+    """The ways to start a run: python, spawn (--num_gpus 2; `as on GPUs` each rank is a new
+    Python), torchrun, deepspeed."""
     tail = [str(SCRIPT), *settings(values), *arguments]
     return {
         "python": [sys.executable, *tail],
         "spawn": [sys.executable, *tail, "--num_gpus", "2"],
+        "as on GPUs": [sys.executable, "-c", AS_ON_GPUS, *tail[1:], "--num_gpus", "2"],
         "torchrun": ["torchrun", "--standalone", "--nproc_per_node=2", *tail],
         "deepspeed": ["deepspeed", "--num_gpus=2", f"--master_port={free_port()}", *tail],
     }[launcher]

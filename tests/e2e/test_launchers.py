@@ -1,5 +1,5 @@
-"""One training as documents print it, under torchrun and under DeepSpeed's launcher: all end with
-exit code 0, leave no process, build nothing and agree with one process."""
+"""One training as documents print it, as on GPUs, under torchrun and DeepSpeed's launcher: all end
+with exit code 0, leave no process, build nothing and agree with one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.support import assert_refused, launcher_command, left_over, metri
 from tests.e2e.test_printed_commands import as_required
 from tests.pool import ROOT
 
-LAUNCHERS = {"run.sh": "zero2", "torchrun": "fsdp", "deepspeed": "zero3"}
+LAUNCHERS = {"run.sh": "zero2", "as on GPUs": "dp", "torchrun": "fsdp", "deepspeed": "zero3"}
 GLOBAL_BATCH = 4
 VALUES = {
     **SMALL,
