@@ -129,7 +129,7 @@ def start(
         worker.use_cpu()
         plan.strategy.traits.load()  # DeepSpeed, say
         startup.end("plan")
-        command = partial(_train_as_fork, worker, startup.seconds)
+        command = partial(train_as_fork, worker, startup.seconds)
     code = spawn(plan, command, max_restarts, begun)
     # Where what "auto" chose runs out of memory, the next best that is predicted to need less.
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
@@ -153,7 +153,7 @@ def _plan_beside(make: Callable[[RunConfig], Plan], config: RunConfig) -> Callab
     return lambda: plan_from_text(answer())
 
 
-def _train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
+def train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
     """Run this process's part of the plan with what the launching process has imported."""
     process = current_process(os.environ)
     assert process is not None

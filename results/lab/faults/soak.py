@@ -72,7 +72,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
-DEEPSPEED = ("zero1", "zero2", "zero3", "offload", "hybrid", "infinity")  # wait for extensions
+BUILDING = ("offload", "infinity")  # wait for extensions of DeepSpeed
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Soak:
         self.missions: list[dict[str, Any]] = []
         self.broken: list[dict[str, Any]] = []  # the soak's own errors
         self.struck = 0
-        self.extensions = warm or not set(DEEPSPEED) & set(strategies)
+        self.extensions = warm or not set(BUILDING) & set(strategies)
 
     def time_left(self) -> float:
         return self.end - time.monotonic()
@@ -294,7 +294,7 @@ class Soak:
         with self.lock:
             if built.returncode:
                 why = f"extensions cannot be built: {built.stderr.strip()[-300:]}"
-                self.not_run |= {name: why for name in DEEPSPEED if name in self.strategies}
+                self.not_run |= {name: why for name in BUILDING if name in self.strategies}
             self.extensions = True
 
     def _next(self) -> tuple[str, int] | None:
@@ -302,7 +302,7 @@ class Soak:
         with self.lock:
             ready = [
                 name for name in self.strategies
-                if name not in self.not_run and (self.extensions or name not in DEEPSPEED)
+                if name not in self.not_run and (self.extensions or name not in BUILDING)
                 and (not self.begun[name] or name in self.undisturbed)
             ]  # fmt: skip
             if not ready:

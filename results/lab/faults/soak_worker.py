@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import real_model_example
 from distributed_training.models.gpt2 import SIZES, gpt2_size
+from distributed_training.run import launch
 
 # Parts of it are large enough for infinity's files.
 SIZES["four-wide-layers"] = gpt2_size(
@@ -127,13 +128,24 @@ def arrange(rank: int) -> None:
     checkpoint.Saver.begin = begin  # type: ignore[method-assign]
 
 
-def main() -> int:
+def begin_process() -> None:
+    """Of the run: what the launcher does first, and each rank."""
     (FOLDER / "processes" / str(os.getpid())).touch()
-    if JOB["cores"]:
-        os.sched_setaffinity(0, JOB["cores"])
     if "RANK" in os.environ:
         arrange(int(os.environ["RANK"]))
-    real_model_example.__file__ = __file__  # --num_gpus starts this script
+
+
+def main() -> int:
+    if JOB["cores"]:
+        os.sched_setaffinity(0, JOB["cores"])
+    begin_process()
+    train_as_fork = launch.train_as_fork
+
+    def train(*told: Any) -> int:
+        begin_process()
+        return train_as_fork(*told)
+
+    launch.train_as_fork = train  # type: ignore[assignment]
     return real_model_example.main()
 
 
