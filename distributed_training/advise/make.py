@@ -61,7 +61,7 @@ def draft_plan(
     """Decide what follows from CONFIG and the machine; check only that the layout exists."""
     cluster = this_machine(machine, num_processes, processes_here)
     notes: list[str] = []
-    decided = choose_model(config, machine, notes)
+    decided = choose_model(config, machine, num_processes, notes)
     decided = choose_spread(decided, cluster, notes)
     if config.checkpoint_every == 0:
         notes.append("checkpoint_every=0: nothing will be saved, not on Ctrl-C either")

@@ -72,7 +72,7 @@ def with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
 def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
     """Drafts of every mesh, with every schedule and some cuts that CONFIG leaves open."""
     strategy = load_strategy(config)
-    config = choose_model(config, cluster.machine, [])
+    config = choose_model(config, cluster.machine, cluster.num_processes, [])
     cut_is_open = config.micro_batch_size == config.num_microbatches == AUTO
     for mesh in all_meshes(strategy, cluster.num_processes):
         if any(getattr(config, axis) not in (None, -1, size) for axis, size in mesh.items()):

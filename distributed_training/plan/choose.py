@@ -13,6 +13,7 @@ from distributed_training.plan import layouts
 from distributed_training.plan.layouts import Candidate
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
+from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import AUTO, RunConfig, load_preset, with_values
 from distributed_training.settings.errors import UserError
@@ -24,7 +25,9 @@ CPU_EVAL_SAMPLES = 50  # of 512 tokens: half a second on two cores
 SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-medium
 
 
-def choose_model(config: RunConfig, machine: Machine, notes: list[str]) -> RunConfig:
+def choose_model(
+    config: RunConfig, machine: Machine, num_processes: int, notes: list[str]
+) -> RunConfig:
     """Decide an "auto" model; for one's own text and no GPU how it is trained, too."""
     if config.model != AUTO:
         return config
@@ -33,7 +36,10 @@ def choose_model(config: RunConfig, machine: Machine, notes: list[str]) -> RunCo
     if machine.num_gpus:
         notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
         return with_values(config, model="gpt2")
-    notes.append("no GPU found: training gpt2-tiny on the CPU (a rehearsal, not a result)")
+    model = "gpt2-tiny"
+    if _num_stages(config, num_processes) > find_model(model).size.num_layers:
+        model = "gpt2-tiny-4-blocks"
+    notes.append(f"no GPU found: training {model} on the CPU (a rehearsal, not a result)")
     closed = KEPT.union(config.typed, config.from_defaults)
     decided: dict[str, Any] = {}
     if not config.has_preset and Path(config.dataset).exists():
@@ -44,7 +50,18 @@ def choose_model(config: RunConfig, machine: Machine, notes: list[str]) -> RunCo
         )
     elif not config.has_preset and "eval_samples" not in closed:
         decided = {"eval_samples": CPU_EVAL_SAMPLES}
-    return with_values(config, model="gpt2-tiny", **decided)
+    return with_values(config, model=model, **decided)
+
+
+def _num_stages(config: RunConfig, num_processes: int) -> int:
+    """Of the pipeline that is asked for; 1 where the planner will choose the strategy."""
+    if config.strategy == AUTO:
+        return 1
+    strategy = load_strategy(config)
+    pp = strategy.mesh["pp"]
+    if pp < 1:
+        pp = num_processes // math.prod(size for size in strategy.mesh.values() if size > 0)
+    return pp * SCHEDULES[strategy.schedule].stages_per_rank if pp > 1 else 1
 
 
 def lay_out(

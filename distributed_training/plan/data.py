@@ -52,7 +52,7 @@ def find_sources(plan: Plan) -> Plan:
             rate = 2e-4
         elif weights_dir is not None:
             rate = 5e-5
-        elif config.model == "gpt2-tiny":
+        elif config.model.startswith("gpt2-tiny"):
             rate = 3e-3
     decided = {"tokenizer": tokenizer, "weights": weights, "dataset": dataset}
     if spec.weights_dir is not None:  # runs/latest is another run's from now on
@@ -126,7 +126,7 @@ def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> t
     files = (hub.TOKENIZER_JSON, hub.TOKENIZER_FILES[0])
     if asked == AUTO and own is not None and any((own / name).is_file() for name in files):
         return str(own), own
-    if asked == EMBEDDED or (asked == AUTO and config.model == "gpt2-tiny"):
+    if asked == EMBEDDED or (asked == AUTO and config.model.startswith("gpt2-tiny")):
         return EMBEDDED, EMBEDDED_DIR
     folder = Path(asked)
     if asked not in (AUTO, "gpt2") and folder.is_dir():

@@ -72,7 +72,7 @@ def run(
         if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
             raise UserError("measuring this machine failed", fix="see what is printed above")
         cluster = _cluster(arguments)
-    config = choose_model(build(None), cluster.machine, [])
+    config = choose_model(build(None), cluster.machine, cluster.num_processes, [])
     if config.batch_size == AUTO:
         config = choose_spread(with_values(config, strategy=AUTO), cluster, [])
         arguments.overrides.append(f"batch_size={config.batch_size}")

@@ -43,6 +43,22 @@ def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words(text):
         assert draft_plan(built, machine, 2, 2).config.epochs == 2
 
 
+@pytest.mark.parametrize(
+    ("world_size", "blocks", "config"),
+    [
+        (2, 2, {"strategy": "pp"}),
+        (4, 4, {"strategy": "pp"}),
+        (2, 4, {"strategy": "pp", "pipeline_schedule": "zb-v"}),  # two stages a process
+        (8, 2, {"strategy": "3d"}),
+        (4, 2, {}),
+    ],
+)
+def test_without_a_gpu_the_model_has_a_block_for_each_stage(world_size, blocks, config):
+    plan, _ = decide(world_size=world_size, **config)
+    assert plan.size.num_layers == blocks
+    assert (plan.config.learning_rate, plan.config.tokenizer) == (3e-3, "embedded")
+
+
 @pytest.fixture
 def stocked_hub(tmp_path, monkeypatch):
     """A Hub that has every file asked for; the shipped tokenizer stands in for GPT-2's."""
