@@ -17,7 +17,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.gpus import Gpu, find_gpu, known_gpu, limited_to
 
-_FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)(?:x|$))?(.*)", re.IGNORECASE)
+_FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
 
 

@@ -107,6 +107,8 @@ def test_bad_input_is_answered_in_one_line(words, said, monkeypatch, capsys):
 def test_clusters_are_read():
     for text, expected in {
         "2x8xH100-80GB": (2, 8, "H100-80GB"),
+        "2x8 H100-80GB": (2, 8, "H100-80GB"),
+        "2 x 8 x H100-80GB": (2, 8, "H100-80GB"),
         "8xh200": (1, 8, "H200"),
         "RTX 4090": (1, 1, "RTX-4090"),
         "4xA100": (1, 4, "A100-80GB"),
