@@ -281,7 +281,8 @@ def _launch_command(plan: Plan, command: Sequence[str]) -> str:
     if count > here:
         start = torchrun_command(count // here, here, plan.config.rendezvous_timeout_s)
         return shlex.join([*start, *command])
-    more = ["--num_gpus", str(count)] if count > 1 else []
+    told = any(word.startswith("--num_gpus") for word in command)
+    more = [] if told or count == 1 else ["--num_gpus", str(count)]
     return shlex.join(["python", command[0], *more, *command[1:]])
 
 

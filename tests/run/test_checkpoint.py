@@ -243,6 +243,7 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(
     make_run(tmp_path, "20260104-other-seed", 6, work={**WORK, "seed": 1})
     (said,) = find_resume("auto", tmp_path)
     assert "20260104-other-seed, the newest with a checkpoint, is of other work: seed was 1" in said
+    assert f"; to go on with that, --resume {os.path.relpath(tmp_path)}/20260104-other-seed" in said
     make_run(tmp_path, "20260101-a", 1)
     wanted = make_run(tmp_path, "20260102-b", 3, 4, status="failed")
     make_run(tmp_path, "20260105-without-checkpoint")

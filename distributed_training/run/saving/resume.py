@@ -212,7 +212,8 @@ def _newest(plan: Plan) -> Path | None:
         with _passing_over(checkpoint):
             meta = read_meta(checkpoint)
             if differences := _differences(meta, plan):
-                why = f"is of other work: {differences}"
+                named = os.path.relpath(run_dir)
+                why = f"is of other work: {differences}; to go on with that, --resume {named}"
             elif state_of(checkpoint, meta).status == "ok":
                 why = "has finished"
             else:
