@@ -202,7 +202,8 @@ class Watch:
             reason = f"rank {self.rank} on {here} lost rank 0 on {self.address[0]}: it {silent}"
             if self._far:
                 ends = [each.pid for each in self.launchers[:1]]  # would wait for minutes
-        elif self._clock - self._heard > LOST_S:
+        elif self._clock - self._heard > LOST_S > 2 * (self._clock - self._answered):
+            # The store answers; one that does not is itself what is lost, a moment from now.
             following = (self.rank + 1) % self.world_size
             other = self._others.get(following, {})
             at = f"rank {following} on {other['host']}" if other else f"rank {following}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
 
 import pytest
 
-from distributed_training.run.watch import Watch, who_is_late
+from distributed_training.run.watch import LOST_S, Watch, who_is_late
 
 
 @pytest.fixture
@@ -75,6 +76,28 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
     assert watch.limit_s == 600
     watch._given_s, watch.world_size = None, 1
     assert watch.limit_s == 0, "nobody waits for it"
+
+
+@pytest.mark.parametrize(
+    ("heard_s", "answered_s", "reason"),
+    [
+        (LOST_S + 1, 2, "lost rank 0 in starting: it shows no sign of life for 30 s, is frozen"),
+        # Its last sign was read twice before the cable was pulled: the launcher here is cut off
+        # as well, and has to end.
+        (LOST_S + 1, LOST_S - 1, ""),
+        (LOST_S + 3, LOST_S + 1, "rank 1 on .* lost rank 0 on node0: it shows no sign of life"),
+    ],
+)
+def test_a_frozen_rank_0_is_told_from_a_node_cut_off(
+    watch, monkeypatch, heard_s, answered_s, reason
+):
+    watch.end()
+    watch.rank, watch.world_size, watch.address = 1, 2, ("node0", "1")
+    watch._heard, watch._answered = watch._clock - heard_s, watch._clock - answered_s
+    found = [""]
+    monkeypatch.setattr(watch, "_give_up", lambda reason, *_: found.append(reason))
+    watch._look_at_others()
+    assert re.match(reason or "$", found[-1])
 
 
 def test_the_rank_that_is_in_no_collective_is_waited_for():
