@@ -3,8 +3,6 @@
 A command is an entry of COMMANDS. No torch import before training begins.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools

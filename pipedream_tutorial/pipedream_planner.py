@@ -5,8 +5,6 @@ python pipedream_planner.py --set workers=16 --set bandwidth=1e9
 python pipedream_planner.py --set profile=gpt2 --set save_profile=profiles/mine.json
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence

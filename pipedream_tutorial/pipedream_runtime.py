@@ -8,8 +8,6 @@ take; fed with that, the simulator predicts the others, and schedule=search look
 order. results/lab/tutorial/benchmark.py has settings for GPUs.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

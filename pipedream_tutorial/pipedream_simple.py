@@ -9,8 +9,6 @@ from here, reads the options, and gets every command that this file does not kno
 search, training, CSV files and traces (python -m pipedream --help).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import textwrap

@@ -4,8 +4,6 @@ Change CONFIG, or type --set num_stages=8, or --only all_schedules,naive_pipelin
 of records are drawn by results/lab/tutorial/pages.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

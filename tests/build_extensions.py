@@ -9,8 +9,6 @@ tests/pool.py loads what is built before it forks: DeepSpeed's own way starts ni
 in each process.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import os

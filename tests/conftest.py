@@ -1,7 +1,5 @@
 """Shared helpers: run the script as a user does or in warm processes, hide the Hub."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

@@ -9,8 +9,6 @@ from one job to the next; it ends with the process that started it. Each job has
 limit of its own, after which its whole process group is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Helpers of the unit tests. No test here touches the network or starts a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """The command line: every key as an option, commands, hints; who plans, who prints, who trains."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each check raises UserError; none imports torch.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

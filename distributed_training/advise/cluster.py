@@ -1,7 +1,5 @@
 """Machines that are not here: `--cluster 2x8xH100-80GB`. No torch import."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From CONFIG and a machine to the plan of a run that starts afresh. No torch import."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

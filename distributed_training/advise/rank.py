@@ -1,7 +1,5 @@
 """Every layout of every strategy for one CONFIG, the quickest that fits first. No torch import."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -6,8 +6,6 @@ are of one corpus, vocabulary and recipe; of another they tell how things grow r
 itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """A ranking of layouts as a table, as commands, as JSON and as a batch script. No torch import."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Sequence

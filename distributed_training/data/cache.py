@@ -4,8 +4,6 @@ A folder of the cache is named by a hash of all that decides its contents: the t
 and whether a text or a line is a sample. While it is filled it is called <name>.partial.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

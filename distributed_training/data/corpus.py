@@ -1,7 +1,5 @@
 """Where text comes from: local files, the Hub, or Python's own sources. No torch import."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -3,8 +3,6 @@
 Nothing here holds more than a block of a file, or one record, in memory.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

@@ -1,7 +1,5 @@
 """Files from the Hugging Face Hub or its local cache, with errors a user can act on."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from functools import partial

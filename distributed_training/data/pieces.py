@@ -10,8 +10,6 @@ Of a record with a prompt or with messages only answers are learnt: completions 
 assistant says, each with the end-of-text token after it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

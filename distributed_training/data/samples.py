@@ -1,7 +1,5 @@
 """Texts -> token ids, cached on disk -> samples -> the batches of each step. No torch import."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math
@@ -41,7 +39,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def take(self, first: int, last: int) -> Samples:
+    def take(self, first: int, last: int) -> "Samples":
         """Samples first..last-1, without copying tokens."""
         return replace(
             self,

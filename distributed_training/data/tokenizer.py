@@ -1,7 +1,5 @@
 """Tokenizers in Hugging Face's tokenizer.json, or GPT-2's two files. No torch import."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the training loop asks of an engine, and what every engine does alike."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import math

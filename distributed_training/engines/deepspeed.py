@@ -4,8 +4,6 @@ The pipeline runs 1F1B. Activations and their gradients, [B, T, D] a micro-batch
 weights, travel between neighbours; first and last stage sum the embedding's gradients once a step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """PyTorch's own parallelism around our model, along any axes of the mesh."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Letters in the shape comments: B batch, T tokens, D hidden, V vocabulary, P padded vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 import fnmatch
 import itertools
@@ -144,7 +142,7 @@ class Decoder(nn.Module):
         """What the last stage holds besides blocks, in order."""
         return ("norm_out",) if self.size.tied else ("norm_out", "output_rows")
 
-    def stage(self, blocks: range, *, is_first: bool, is_last: bool) -> Decoder:
+    def stage(self, blocks: range, *, is_first: bool, is_last: bool) -> "Decoder":
         """A run of blocks, with what belongs to the ends, under the names of the whole model. Takes
         modules over; a last stage that is not the first gets a copy of a tied embedding."""
         part = copy.copy(self)

@@ -3,8 +3,6 @@
 Letters in the shape comments: B batch, T tokens, D hidden, P rows of the output layer, N = B T.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Adapters as folders that the library PEFT opens, and merged into the weights beside them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

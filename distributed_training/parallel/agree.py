@@ -1,7 +1,5 @@
 """What ranks tell one another, as JSON: a pickle would be run by whoever reads it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """What is done block by block: recomputation in backward, torch.compile, FSDP2's shards."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients that may be spread over processes: their norm, each counted once, and their sums."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from typing import Any

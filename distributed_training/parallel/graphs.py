@@ -4,8 +4,6 @@ At small batches the host cannot launch kernels as fast as a GPU runs them. A gr
 step's work on the GPU: forward, backward, collectives, clipping, optimizer.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 

@@ -4,8 +4,6 @@ product of two narrow ones beside them: y = W x + (alpha / rank) B A dropout(x).
 A is [rank, in], B [out, rank]. B begins at 0, so that the first step sees the weights of the base.
 """
 
-from __future__ import annotations
-
 import zlib
 
 import torch

@@ -4,8 +4,6 @@ Activations travel forward and their gradients backward between neighbouring sta
 way and micro-batch (with sequence parallelism each of R processes sends its own share of them).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

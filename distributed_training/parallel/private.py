@@ -3,8 +3,6 @@
 Checked against torch 2.11 and 2.13 and DeepSpeed 0.19.8, which native strategies never import.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging

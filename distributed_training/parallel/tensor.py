@@ -8,8 +8,6 @@ follows. Without, everybody computes all of it, and one all-reduce follows. The 
 vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any

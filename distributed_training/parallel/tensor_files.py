@@ -5,8 +5,6 @@ part is a box of its tensor, or a range of the tensor's elements in order, as Ze
 header says where it belongs.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -6,8 +6,6 @@ next to each product x W^T goes a tap, whose gradient is that of the product, dY
 kept until the second part computes dW = dY^T x. Together the two parts do what one does.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """From CONFIG to a draft: "auto" as machine and layout decide it. No torch import."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

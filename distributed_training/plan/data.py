@@ -1,7 +1,5 @@
 """Where tokenizer, weights and text come from, and what the text means for a plan. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

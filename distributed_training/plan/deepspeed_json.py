@@ -1,7 +1,5 @@
 """A strategy's DeepSpeed JSON, filled in from CONFIG; refused where they disagree. No torch."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -10,8 +10,6 @@ grad_accum_steps x processes sequences under every strategy, in micro-batches:
     global_batch_size == micro_batch_size * num_microbatches * num_replicas
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -4,8 +4,6 @@ advise/make.py makes it. A dry run prints it, every process reads it, the record
 is decided again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ and cost is by the rules of torch.distributed.pipelining and the formulas of pip
 closed_forms.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Each entry has a value (or several that were fitted together), its unit, what it
 gave it and the range in which it was seen.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

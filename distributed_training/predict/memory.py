@@ -5,8 +5,6 @@ arithmetic's width for each token and unit of hidden size, tensor by tensor as t
 (models/*/model.py) and torch.compile keep them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -120,7 +118,7 @@ def bytes_a_parameter(
     return each
 
 
-def _processes(plan: Plan) -> list[Held]:
+def _processes(plan: Plan) -> list["Held"]:
     return [Held(plan, place) for place in range(plan.mesh["pp"])]
 
 

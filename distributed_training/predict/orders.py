@@ -5,8 +5,6 @@ Orders are those of torch.distributed.pipelining (schedules.py of 2.11 to 2.13).
 for weights only.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence

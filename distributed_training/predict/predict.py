@@ -1,7 +1,5 @@
 """What a plan will need and how long it will take, before it runs. No torch import."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """How fast a machine works: measured (`plan --calibrate`), else estimated from datasheets."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -6,8 +6,6 @@ pipeline is simulated in its schedule's own order. Launching from the host runs 
 slower of both counts, unless a CUDA graph launches all.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ Equal arguments give equal orders on any machine: only additions, products and c
 decide, and `random()`, which Python keeps as it is.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -4,8 +4,6 @@ No torch import. Sizes are those of the tensors given to an operation: of the wh
 all-reduce, all-gather and reduce-scatter. `sent_bytes` is what follows for a process's network.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 
@@ -27,7 +25,7 @@ def num_exact(num_values: int, share: float) -> int:
     return max(1, round(share * num_values))
 
 
-def formulas_by_place(plan: Plan) -> list[Formulas]:
+def formulas_by_place(plan: Plan) -> list["Formulas"]:
     """Those of the processes at each place along pp."""
     return [Formulas(plan, place) for place in range(plan.mesh["pp"])]
 

@@ -1,7 +1,5 @@
 """The model card of an exported folder, made from its run's record. No torch import."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a person sees of a run, on rank 0: header, progress, closing summary. No torch import."""
 
-from __future__ import annotations
-
 import os
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Time, throughput, model FLOPs utilisation, memory. Units are in the names."""
 
-from __future__ import annotations
-
 import itertools
 import resource
 import time

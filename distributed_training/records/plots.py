@@ -1,7 +1,5 @@
 """Plots of runs that did the same work: by layout, over seeds."""
 
-from __future__ import annotations
-
 import io
 import statistics
 import textwrap

@@ -1,8 +1,6 @@
 """The JSON record of a run or measurement: what this code reads of it, how it is written. No torch
 import."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata

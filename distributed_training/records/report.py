@@ -3,8 +3,6 @@
 python real_model_example.py report [RUN ...]
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What can be said of runs, by heading, and tables of runs that did the same work, side by side."""
 
-from __future__ import annotations
-
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The metrics of a run, sent to a program that draws them; CONFIG's `log_to` names it."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable

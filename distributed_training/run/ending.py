@@ -1,7 +1,5 @@
 """How a run ends early: told to by a signal, or as it fails."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

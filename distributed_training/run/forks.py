@@ -1,7 +1,5 @@
 """Processes that begin as a copy of this one: they need not import what it has. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

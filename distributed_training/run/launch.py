@@ -3,8 +3,6 @@
 Launch settings are read from the environment here and in ranks.py. No torch before training begins.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

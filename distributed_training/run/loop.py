@@ -1,7 +1,5 @@
 """The training loop and the history it keeps. It talks to an Engine and knows no strategy."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

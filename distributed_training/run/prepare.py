@@ -1,7 +1,5 @@
 """From CONFIG to a plan that processes can carry out, in a folder of its own. No torch import."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

@@ -4,8 +4,6 @@ Traces are Chrome's JSON (ui.perfetto.dev opens them, `overlap` reads them), sna
 for pytorch.org/memory_viz. The first steps compile, allocate and capture graphs, and are left out.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

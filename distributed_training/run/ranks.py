@@ -7,8 +7,6 @@ On GPUs each rank is a new Python, as CUDA does not outlive a fork. Without, whe
 would take all cores for seconds, the ranks are forks of one process that has imported it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

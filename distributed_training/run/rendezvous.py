@@ -4,8 +4,6 @@ Launchers tell every process where rank 0 is. To be found themselves, gloo and N
 of the host's name, which on many machines is loopback: Debian has it at 127.0.1.1.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

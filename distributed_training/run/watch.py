@@ -6,8 +6,6 @@ wrote; so whoever is frozen or cut off is missed by one other. Rank 0 also looks
 takes. Time in which this process did not run itself, as after Ctrl-Z, does not count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

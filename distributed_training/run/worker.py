@@ -1,7 +1,5 @@
 """What one process of a run does: build what the plan says, train, record; or fail, said once."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

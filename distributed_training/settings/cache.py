@@ -1,7 +1,5 @@
 """What a machine keeps for later runs. No imports that take time."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

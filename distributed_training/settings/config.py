@@ -4,8 +4,6 @@ A field of RunConfig is all there is to a key: its type, default, other names, w
 the work, and below it its help. Errors, `--help`, `--key value` and the guide's reference follow.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

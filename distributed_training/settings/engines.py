@@ -5,8 +5,6 @@ An algorithm of one's own is a file in its strategy's folder: config.json names 
 names, which may be in another file there ("local_sgd.py:LocalSGD"). No torch import.
 """
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The one exception that is meant for users, and how a process ends with it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

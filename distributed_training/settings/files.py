@@ -1,7 +1,5 @@
 """Paths, JSON and code that users hand us, with errors that they can act on. No torch import."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools

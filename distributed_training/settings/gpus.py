@@ -7,8 +7,6 @@ H800's and A800's 200; PCIe 5 x16 about 63, 4 31.5, 3 15.75. Entries whose names
 come first, and of one model what is meant without its form comes before PCIe.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 pydantic checks the values; what is said about them comes from its JSON schema. No torch import.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """How every command reads its options: none abbreviated, a mistake in one line."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Callable

@@ -8,8 +8,6 @@ sizes of the axes, `defaults` CONFIG keys for what CONFIG leaves open, `engine` 
 that does not follow. No torch import.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Standard streams that hold nobody up, and are there."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

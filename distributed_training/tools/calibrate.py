@@ -3,8 +3,6 @@
 GPUs are measured on rank 0 alone; processes that share a CPU measure all at once, as they train.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ the command that a user would type; what it prints goes to log.txt. Records lie 
 soon as they are there: started again, only runs without one are done. No torch in this process.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

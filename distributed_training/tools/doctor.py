@@ -1,7 +1,5 @@
 """`doctor`: what this machine has and lacks for training. No torch in this process."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import itertools

@@ -5,8 +5,6 @@ seconds, bus bandwidth what a process sends in a ring / seconds. The fit, latenc
 bandwidth, weighs relative errors, so that small messages count as much as large ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """What is done with a run's model afterwards: generate, export, push."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable, Iterator

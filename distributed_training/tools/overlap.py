@@ -6,8 +6,6 @@ GPU, while an operator or compiled code does. Exposed is communication during wh
 computes nothing.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

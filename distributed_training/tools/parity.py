@@ -6,8 +6,6 @@ LIMITS, and by more than SPREADS times that, computes something else. Each tenso
 its own rounding, as Adam makes large steps of gradients that are nothing else.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

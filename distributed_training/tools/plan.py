@@ -3,8 +3,6 @@
 No torch import.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

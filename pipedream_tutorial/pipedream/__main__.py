@@ -7,8 +7,6 @@
 Everything printed is computed here: grids and times by simulation, losses by training.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -5,8 +5,6 @@ Rule a key that says what it accepts. The same rules check what was typed and wh
 file.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

@@ -1,7 +1,5 @@
 """The error that a user can mend: what is wrong, why, and what to type instead."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import os

@@ -6,8 +6,6 @@ For each FOLDER/NAME.csv the gradients of this rank's stage are compared with th
 batch in one piece; FOLDER/rank<r>.json says how far they are apart and what was run in which order.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

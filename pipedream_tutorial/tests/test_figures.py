@@ -1,7 +1,5 @@
 """Pictures: what is drawn is what was computed, and nothing is written over something else."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable

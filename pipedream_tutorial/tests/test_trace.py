@@ -1,7 +1,5 @@
 """Trace files: what viewers demand of the format, and that the content is the run's."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Imported first by the programs here, so that `python results/lab/NAME.py` finds the package."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

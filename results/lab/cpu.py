@@ -7,8 +7,6 @@ the peak of memory. `--timed`: all steps of the plan, and their time as well, ea
 processes calibrated first, which says something only where nothing else runs.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

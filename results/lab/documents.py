@@ -6,8 +6,6 @@
 The generated parts are cog blocks, which call results/lab/pages/ and the package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

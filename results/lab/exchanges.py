@@ -6,8 +6,6 @@ Calls with other seeds add to the FILE. Bytes are the formulas', which tests hol
 Losses do not depend on how busy the machine is; there are no times in it.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@
 Without a command: the default run on one GPU, gpt2-medium with random weights, no network.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@
 Starting processes takes longer than the few steps that a comparison or a test needs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

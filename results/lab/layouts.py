@@ -15,8 +15,6 @@ the step time only. Where a step is one CUDA graph, the step time is the graph's
 that of further steps which are launched op by op.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import json

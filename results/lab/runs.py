@@ -3,8 +3,6 @@
 Runs that would start after the deadline are listed instead; `--first` goes on with them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

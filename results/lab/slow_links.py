@@ -8,8 +8,6 @@ time is the shortest round's, and says something on a busy machine only where th
 it: others are left out of the table.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

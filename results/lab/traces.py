@@ -8,8 +8,6 @@ what rank 0 does when in the first of the two steps. A run that fails ends the p
 file says so; the same command then goes on with the runs that are not in the file.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

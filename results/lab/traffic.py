@@ -9,8 +9,6 @@ Tensors of at most 8 bytes (gradient norm, overflow flags) are left out. Exit co
 count and its formula differ.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """What local SGD can do, and the keys that it adds to CONFIG. No torch import."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -5,8 +5,6 @@ on from the mean of their weights. DiLoCo takes one Nesterov step from the weigh
 meeting towards that mean. AdamW's moments stay each replica's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

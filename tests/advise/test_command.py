@@ -1,7 +1,5 @@
 """`plan` as it is typed: the table, JSON, the batch script, bad input."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

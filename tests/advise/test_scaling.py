@@ -1,7 +1,5 @@
 """Scaling laws: closed forms against a search, published figures, and what is refused."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

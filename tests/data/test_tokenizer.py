@@ -1,7 +1,5 @@
 """Tokenizers: the shipped one, a model's own and its chat template, against transformers."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

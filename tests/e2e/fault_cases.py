@@ -3,8 +3,6 @@
 tests.pool calls these on every rank; each ends with the script's exit code.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -4,8 +4,6 @@ datasets ask to list a data set, to download a file, and to upload a model with 
 or is "mute" and never answers.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """What processes of the tests with several nodes run; tests.pool forks them, on no node yet."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

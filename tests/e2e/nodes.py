@@ -3,8 +3,6 @@
 Nothing has a name outside: namespaces, links and mounts go when the last process in them ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the end-to-end tests share: fake GPUs, background runs, and how a refusal looks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`strategy` "auto": what is set stays, what runs out of memory is replaced by what needs less."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Every mistake: one line on what, why and what to type instead; exit code 2; nothing left."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

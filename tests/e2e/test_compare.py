@@ -1,7 +1,5 @@
 """`compare` as it is typed: stopped, started again, with a strategy that cannot run."""
 
-from __future__ import annotations
-
 import json
 import signal
 

@@ -5,8 +5,6 @@ The nodes are network namespaces; srun and scontrol are stand-ins of a few lines
 processes and the run are real.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,8 +1,6 @@
 """A rank stops, fails or is killed; the launcher, the terminal, the reader or the disk goes: the
 run ends soon, its record says why, and nobody stays behind."""
 
-from __future__ import annotations
-
 import platform
 import re
 import signal

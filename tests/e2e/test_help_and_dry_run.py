@@ -1,7 +1,5 @@
 """--help and --dry-run: quick, without torch, starting and creating nothing, and true."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

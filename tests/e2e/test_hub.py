@@ -1,7 +1,5 @@
 """The Hub's path, for real, against a stub on loopback: served, refused, cut off, mute, gone."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

@@ -1,8 +1,6 @@
 """One training as documents print it, as on GPUs, under torchrun and DeepSpeed's launcher: all end
 with exit code 0, leave no process, build nothing and agree with one process."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nothing of a run on one machine can be reached from another, and nothing runs what it is sent."""
 
-from __future__ import annotations
-
 import base64
 import ipaddress
 import os

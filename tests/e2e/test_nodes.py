@@ -1,7 +1,5 @@
 """Two machines, as network namespaces whose names resolve to loopback: no variable is set."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A loss or gradient that is not finite stops the run there, or is left out, as was asked for."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.conftest import SMALL, only_record

@@ -1,7 +1,5 @@
 """`parity` as it is typed: layouts that compute the same, and one that loses part of a gradient."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

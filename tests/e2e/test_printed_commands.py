@@ -4,8 +4,6 @@ Every line is run as it is printed, with --dry-run at its end where it has none,
 test_launchers.py trains with a run.sh.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Models to the Hub, for real, against a stub on loopback."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,8 +1,6 @@
 """What a researcher types from CONTRIBUTING.md: an algorithm of one's own, a training under it, and
 a page with it beside dp."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

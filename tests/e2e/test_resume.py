@@ -1,7 +1,5 @@
 """A run that was stopped and resumed is the run that was never stopped, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

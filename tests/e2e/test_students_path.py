@@ -4,8 +4,6 @@ what she reads.
 Text -> training, Ctrl-C and going on, report, generation. Every line is the suite's own.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

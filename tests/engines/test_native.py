@@ -1,7 +1,5 @@
 """The native engine on one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector

@@ -1,7 +1,5 @@
 """On real GPUs: what the CPU tests cannot see. Run with: bash tests/run.sh tests/gpu -m gpu"""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

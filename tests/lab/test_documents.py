@@ -1,7 +1,5 @@
 """The documents keep what they say: figures equal the records, links lead somewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The drawings of what lies where, against what each strategy divides."""
 
-from __future__ import annotations
-
 import pytest
 
 from results.lab.pages.drawing import drawing

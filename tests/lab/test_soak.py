@@ -1,7 +1,5 @@
 """A soak of one fault; results/lab/faults/soak.py does hundreds."""
 
-from __future__ import annotations
-
 from results.lab.faults.soak import soak
 
 

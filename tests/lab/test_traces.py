@@ -1,7 +1,5 @@
 """Traces of a plan's runs: records of two processes, and what buckets and prefetch change."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Formulas for bytes on the wire: against published counts, and as documents quote them; tables of
 smaller and fewer exchanges."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

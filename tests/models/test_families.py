@@ -1,7 +1,5 @@
 """Both families against transformers, whose model_types and options they compute."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The loss in chunks against the loss of all tokens at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Models by name, by the path of a Hugging Face folder, by the path of a family."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

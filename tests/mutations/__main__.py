@@ -9,8 +9,6 @@ until the first fails. They have to pass there without it, or "caught" would mea
 code is 1 where a mutation survives or no longer applies.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What ranks agree on before the first step, and that none has to be quick."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

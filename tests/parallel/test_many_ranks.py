@@ -1,7 +1,5 @@
 """The whole set-up of 128 ranks, on this machine: torch's fake process group sends nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The loss over a split vocabulary, on one process that holds all of it, padding included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

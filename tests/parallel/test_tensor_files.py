@@ -1,7 +1,5 @@
 """What was written in one cut is read in any other."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from unittest.mock import Mock

@@ -1,8 +1,6 @@
 """A backward pass in two parts has the gradients, and the products, of one in one part; weights
 that are rounded once a step have those of a model whose weights are bf16 themselves."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import weakref

@@ -4,8 +4,6 @@ Every function but the last takes {"cases": {name: CONFIG values}, ...} and retu
 {name: what was found}, as tests.pool calls it on every rank of one process group.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -4,8 +4,6 @@ Nothing here comes from the suite, whose own parity tests compare it with itself
 order of the samples, AdamW's groups, learning rate, clipping and evaluation are worked out anew.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """What the parity tests share: the work, how it is cut, reference runs, and the comparison."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

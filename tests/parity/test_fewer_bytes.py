@@ -1,8 +1,6 @@
 """Fewer or smaller exchanges, or the same ones at other times: what must equal plain data
 parallelism does; a resumed run goes on bit for bit; what is sent is what the formulas say."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.parity.support import BASE, DEEP, assert_resumes, assert_same_bits, cut, run_cases

@@ -1,8 +1,6 @@
 """Every strategy, both families, weights or adapters, split over tp, dealt out over pp, and both
 with data parallelism, and what torch.compile makes of them: what one process computes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import shutil

@@ -1,8 +1,6 @@
 """Adapters beside frozen weights, as in a plain loop, and exported; test_layouts.py has them under
 every strategy."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Twenty steps with large weight decay, a learning rate that changes every step, c
 answers of very unequal length, an epoch whose last step is short, and a vocabulary with padding.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -1,7 +1,5 @@
 """A run goes on under another strategy and number of processes as if nothing had happened."""
 
-from __future__ import annotations
-
 import pytest
 
 from distributed_training.advise.checks import has_libaio

@@ -1,7 +1,5 @@
 """One word changed in the shipped CONFIG: every strategy starts, and does the same work."""
 
-from __future__ import annotations
-
 import pytest
 
 from distributed_training.advise.checks import has_libaio

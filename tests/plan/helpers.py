@@ -1,7 +1,5 @@
 """Plans and layouts from a few words of CONFIG."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

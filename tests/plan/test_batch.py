@@ -1,7 +1,5 @@
 """How a step's sequences are cut, and what a user may ask for."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Cuts of a model into stages against brute force, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Meshes: what is filled in or refused; every suggestion of a refusal is typed in and accepted."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Fewer and smaller exchanges, planned: what is refused, what they need, what ranks them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Peaks of memory against sums by hand, tensor by tensor; state against published figures."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

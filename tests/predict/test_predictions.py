@@ -1,7 +1,5 @@
 """The planner's model against every published run, and against what must hold of any model."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """What schedules ask for and cost, against their own orders simulated."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

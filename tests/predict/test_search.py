@@ -1,7 +1,5 @@
 """Orders that are found for what operations take."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """The model card says what the record says, and its front matter is what the Hub takes."""
 
-from __future__ import annotations
-
 import pytest
 from huggingface_hub import ModelCard
 

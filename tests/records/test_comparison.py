@@ -1,7 +1,5 @@
 """Runs side by side: which did the same work, and what the tables say of them."""
 
-from __future__ import annotations
-
 import platform
 import statistics
 

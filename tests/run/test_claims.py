@@ -1,7 +1,5 @@
 """Who has a run's folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,8 +1,6 @@
 """Sampling, the weights that keep_best keeps, those of checkpoints, and the commands `generate` and
 `export`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

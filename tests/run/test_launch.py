@@ -1,7 +1,5 @@
 """Who plans, who prints, who trains, and how that ends."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,8 +1,6 @@
 """Which steps are traced: never the first, none while a graph is captured, all that were asked for
 where the run has them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

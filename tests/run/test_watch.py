@@ -1,7 +1,5 @@
 """What a process tells the others of where it is."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The parts of a worker that need no second process."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

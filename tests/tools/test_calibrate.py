@@ -1,7 +1,5 @@
 """What `calibrate` writes is what the planner reads."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """`doctor` on machines that it is told of."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from types import SimpleNamespace

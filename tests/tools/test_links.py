@@ -1,7 +1,5 @@
 """`links` and `doctor --nodes`: the fit, the ring's law, what processes measure, what is slow."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

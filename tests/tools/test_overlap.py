@@ -1,7 +1,5 @@
 """Shares of communication: hand-made traces against counts of ticks, and a run of two processes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -3,8 +3,6 @@
 Letters as in decoder.py; H heads, K = D / H. Source: Radford et al. 2019.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -5,8 +5,6 @@ Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary positions); Ain
 2305.13245 (groups); Shazeer 2002.05202 (SwiGLU).
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
@@ -51,7 +49,7 @@ class Rotary(nn.Module):
         one, other = x.chunk(2, dim=-1)
         return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).to(x.dtype)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Rotary:
+    def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
         with torch.device(fn(self.table).device):
             self.table = angles(*self.settings)
         return self

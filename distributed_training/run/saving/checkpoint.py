@@ -12,8 +12,6 @@ but those of other nodes write is in them, too, under COPY and its name: the nod
 The sampler needs no file: its position is the step. resume.py finds and checks checkpoints.
 """
 
-from __future__ import annotations
-
 import errno
 import shutil
 import socket

@@ -5,8 +5,6 @@ For other machines, and where files cannot be locked, the run's rank 0 renews it
 and ends the run where somebody has taken it over meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -23,7 +21,7 @@ from distributed_training.settings.files import shown
 OWNER_FILE = ".owner.json"
 RENEWED_S = 20.0  # a run that lives renews its claim at least once in this
 _held: dict[Path, int] = {}  # run's folder -> the file, which this process has open
-_seen: dict[Path, Claim] = {}  # run's folder -> whose this process knows it to be
+_seen: dict[Path, "Claim"] = {}  # run's folder -> whose this process knows it to be
 
 
 class Claim(BaseModel):

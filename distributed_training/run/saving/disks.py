@@ -1,7 +1,5 @@
 """Which nodes see one another's files, and what each keeps where they do not."""
 
-from __future__ import annotations
-
 import socket
 import time
 import uuid

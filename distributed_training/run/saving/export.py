@@ -1,7 +1,5 @@
 """What a trained model leaves: its text, folders in Hugging Face's format, the Hub."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

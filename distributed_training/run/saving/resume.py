@@ -3,8 +3,6 @@
 A checkpoint's files are described in checkpoint.py, which writes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

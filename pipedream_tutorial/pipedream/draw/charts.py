@@ -1,7 +1,5 @@
 """Charts: utilisation, idle time, memory."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Pictures of timelines: ranks from top to bottom, time from left to right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction

@@ -5,8 +5,6 @@ Colours are those of Okabe and Ito ("Color Universal Design", 2008), with a dark
 that F, B, I and W differ in lightness too.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from fractions import Fraction

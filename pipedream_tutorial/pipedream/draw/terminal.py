@@ -1,7 +1,5 @@
 """The terminal's view: a timeline as text, a line a rank, a cell an operation; and its figures."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Exercises about gradients: each answer is compared with plain backpropagation."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 

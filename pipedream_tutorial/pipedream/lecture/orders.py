@@ -1,7 +1,5 @@
 """Exercises about time and memory: each answer is put into the simulator."""
 
-from __future__ import annotations
-
 import numbers
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Timelines as pictures in a notebook, and as text where there is no picture."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

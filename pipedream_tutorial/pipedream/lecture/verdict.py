@@ -1,7 +1,5 @@
 """What a check says of an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps

@@ -23,8 +23,6 @@ Not here: a limit on memory. A profile has the output of a layer, but a worker k
 backward pass of a layer needs, many times that; a limit would pass plans that do not fit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ max T_k / R_k. With equal work on every worker no smaller numbers do. Without re
 rules give n_k = p - k.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -5,8 +5,6 @@ it fails; one that only lost its neighbour waits a moment before, so that the on
 seen first.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import multiprocessing.connection

@@ -4,8 +4,6 @@ The simulator is fed with the durations of one measured run; its unit of time is
 kept as exact fractions. Imports no torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """All runs of one start, in one process of several: every schedule at every size, and orders that
 are found on the way."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

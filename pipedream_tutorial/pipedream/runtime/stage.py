@@ -9,8 +9,6 @@ direction, and who receives follows the order in which the other side's schedule
 driven the same way.
 """
 
-from __future__ import annotations
-
 import datetime
 import gc
 import math

@@ -1,7 +1,5 @@
 """What the runtime trains: a model cut into stages, its loss, its microbatches, and the device."""
 
-from __future__ import annotations
-
 import copy
 import os
 import platform

@@ -13,8 +13,6 @@ first all operations of both ends move forward, then those of the draining end o
 back in whatever is left free. The orders are the authors', operation by operation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pipedream_simple import from_words

@@ -1,7 +1,5 @@
 """The schedules by name, and which of them can be trained. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

@@ -9,8 +9,6 @@ Sources: GPipe arXiv 1811.06965; 1F1B and interleaved 2104.04473; PipeDream 1806
 github.com/deepseek-ai/DualPipe; V-Half and V-Min 2405.15362.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """What a schedule is made of: operations, and their order on every rank."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections import defaultdict
@@ -39,7 +37,7 @@ class Op(NamedTuple):
     microbatch: int
 
     @property
-    def parts(self) -> tuple[Op, ...]:
+    def parts(self) -> tuple["Op", ...]:
         return (self,)
 
     def __str__(self) -> str:

@@ -8,8 +8,6 @@ torch.distributed.pipelining has the schedule, the order is the same as torch's
 (tests/test_torch.py).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 

@@ -4,8 +4,6 @@ Version 0 is the initial weights; each update of a stage makes its next one. The
 by number, so the simulator counts with them and the trainers compute with them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

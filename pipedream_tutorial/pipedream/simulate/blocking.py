@@ -6,8 +6,6 @@ ranks is one channel: first sent, first received, no tags to tell messages apart
 Nothing is timed: if a program blocks, it does so at any speed.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple

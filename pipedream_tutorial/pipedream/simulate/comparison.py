@@ -1,7 +1,5 @@
 """What every schedule comes to on the same model and microbatches: the numbers of the tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """What a timeline costs: idle time, activations, weight versions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

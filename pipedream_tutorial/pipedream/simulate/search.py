@@ -14,8 +14,6 @@ letters are moved (`improve`): a change is kept if the makespan does not grow, a
 it does (simulated annealing). Neither proves anything; `lower_bound` and `solve` do.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -13,8 +13,6 @@ An operation starts when its rank has ended the one before it and all that it ne
 Nothing else is assumed, and no schedule is known here by name.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,6 @@ receives; counters show held activations and live weight versions. The format is
 Event Format": times in microseconds, and slices of one thread are disjoint or nested.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ linear layer's backward pass does I and puts x and dY aside, and W is done from 
 other layers have few weights: their gradients are made in I.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

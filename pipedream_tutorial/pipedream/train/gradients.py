@@ -6,8 +6,6 @@ at once. A backward pass that sees the forward pass's weights computes it; one t
 weights computes the gradient of no model at all.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

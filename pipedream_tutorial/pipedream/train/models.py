@@ -4,8 +4,6 @@ Layers are numbered through the whole model and drawn from their own seeds, so t
 out however it is cut.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Trains under a schedule in one process: the result that the real runtime has to reproduce."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping

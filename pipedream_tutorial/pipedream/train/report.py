@@ -1,7 +1,5 @@
 """What training under the schedules came to, as `python -m pipedream` prints it."""
 
-from __future__ import annotations
-
 import importlib.util
 from statistics import median
 from typing import Any

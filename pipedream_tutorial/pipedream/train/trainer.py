@@ -4,8 +4,6 @@ The one-process oracle holds p of these and hands tensors over; the runtime hold
 process and sends them. That their results are the same bits is a matter of the same code here.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

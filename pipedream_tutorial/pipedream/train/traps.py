@@ -8,8 +8,6 @@ layers. Checked with torch 2.13 on CPU; which tensors a layer saves for its back
 own affair and may change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -7,8 +7,6 @@ from GPT-2 in Hugging Face's config.json), CONFIG, and what was measured: `token
 `step_s` or `peak_gib`. No constant may be set by one source alone.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """How much of a pipeline's phase is idle, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

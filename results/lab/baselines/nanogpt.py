@@ -8,8 +8,6 @@ turns, several rounds, and the medians are compared. Ours replays a step as one 
 CONFIG's "auto" says so; nanoGPT's is composed as in its train.py.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import statistics

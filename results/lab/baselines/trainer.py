@@ -7,8 +7,6 @@ Each measurement has a process of its own, so that none inherits memory or compi
 another. No download is needed: tokens are random, or the embedded text's. --tiny rehearses it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -7,8 +7,6 @@ a process of its own then reads as a run would. Its peak is the sum of the propo
 (and of the resident ones) of it and its children, looked at ten times a second.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -10,8 +10,6 @@ The script's models are wider than the tests', so that infinity has moments in f
 gpt2, llama, or lora: adapters beside a llama's frozen weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

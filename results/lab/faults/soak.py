@@ -8,8 +8,6 @@ up to three random faults at random steps, is begun again with `resume=auto` aft
 end with the weights of a run that met none. Goodput is useful steps / steps paid.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

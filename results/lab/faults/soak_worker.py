@@ -4,8 +4,6 @@ SOAK in the environment is the fault as JSON, with the folder in which the proce
 numbers, the time of the fault, and a line for each step that they do.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """All that a document's table can say of runs, by heading."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from tabulate import tabulate

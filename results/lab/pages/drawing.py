@@ -4,8 +4,6 @@ A bar stands for the whole model from its first layer to its last, and is filled
 holds it. Sizes are those of the plan of a run. No torch import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 results/lab/documents.py draws them anew or compares them with what is there.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tables of strategies/LAWS.md, computed by the functions that plan a run. No torch import."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Pictures of what models learn: losses of runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

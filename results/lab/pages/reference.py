@@ -1,7 +1,5 @@
 """The guide's reference of CONFIG."""
 
-from __future__ import annotations
-
 import itertools
 from operator import attrgetter
 

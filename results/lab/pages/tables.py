@@ -1,8 +1,6 @@
 """The tables of documents, from the published records. Each begins and ends with a blank line, as
 Markdown needs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path

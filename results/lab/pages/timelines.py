@@ -1,7 +1,5 @@
 """Pictures of the records of results/lab/traces.py: when one process computes and communicates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

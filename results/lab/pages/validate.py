@@ -1,7 +1,5 @@
 """Predictions held against every published run: the tables of results/PREDICTIONS.md."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -8,8 +8,6 @@
 to pipedream_runtime.py, after these settings.
 """
 
-from __future__ import annotations
-
 import sys
 
 import checkout  # noqa: F401

@@ -7,8 +7,6 @@ pipelines, and asking autograd twice. All take turns with the whole pass, so tha
 machine does meets all alike; times are medians.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import statistics

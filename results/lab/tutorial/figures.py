@@ -1,8 +1,6 @@
 """The tutorial's pictures that its pages quote, at the sizes that they name: single steps, the
 frontier of search, and how far simulation is from measurement, and gradients from exact ones."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

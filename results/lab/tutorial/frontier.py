@@ -3,8 +3,6 @@
 python results/lab/tutorial/frontier.py pipedream_tutorial/records/frontier.json
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The three moving pictures of lecture.ipynb, as GIFs drawn from simulated timelines."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -10,8 +10,6 @@ code 1 where a page or a picture is not what --write would make.
 In a page, what stands between `<!-- table: NAME -->` and `<!-- end -->` is made here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

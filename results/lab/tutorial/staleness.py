@@ -6,8 +6,6 @@ Learning rates are per batch: the loss of a microbatch is divided by the microba
 (see StageTrainer).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import platform

@@ -1,7 +1,5 @@
 """Tables of the smaller records: stashing, cut backward passes, zero bubble. Imports no torch."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Records as text: the tables and paragraphs of TEST_RESULTS.md. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

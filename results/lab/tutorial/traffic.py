@@ -11,8 +11,6 @@ Bytes are exact fractions. Not counted: a framework's buffers, fragmentation, pa
 vocabulary, the loss's few numbers, and everything that overlaps or does not overlap with computing.
 """
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass
 from fractions import Fraction
