@@ -29,7 +29,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.gpus import find_gpu
 
 MIB = 2**20
-PROBE_BYTES = 128 * MIB  # written to see how fast a disk is
+PROBE_BYTES = 64 * MIB  # written to see how fast a disk is
 SLOW_DISK = 100 * MIB  # bytes a second, below which checkpoints take long
 EXTENSIONS = ("cpu_adam", "async_io", "pin_memory")
 SHARED_MEMORY = Path("/dev/shm")  # NCCL sends through it between GPUs that have no better way
@@ -145,10 +145,10 @@ def disk(output_dir: Path) -> Iterator[Finding]:
     fix = "--output_dir on another disk"
     if not os.access(folder, os.W_OK):
         yield fail("disk", f"{folder} cannot be written to", fix)
-    elif free < 4 * PROBE_BYTES:
+    elif free < 8 * PROBE_BYTES:
         yield fail("disk", text, fix)
     else:
-        data = os.urandom(PROBE_BYTES)
+        data = os.urandom(MIB) * (PROBE_BYTES // MIB)  # random bytes take long
         start = time.perf_counter()
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             file.write(data)
