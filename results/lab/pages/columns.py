@@ -58,6 +58,8 @@ _START: dict[str, Callable[..., str]] = {
     "strategy": tables.COLUMNS["strategy"],
     "CUDA graph": lambda r: "yes" if r.config.get("cuda_graphs") else "no",
     "compression": lambda r: r.config.get("gradient_compression", "none"),
+    "trains": lambda r: f"LoRA {rank}" if (rank := r.config.get("lora_rank")) else "weights",
+    "recomputes": lambda r: r.config["activation_checkpointing"],
     "steps": lambda r: f"{r.step} of {r.num_steps}",
     "status": lambda r: r.status,
 }
