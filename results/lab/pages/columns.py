@@ -60,6 +60,7 @@ _START: dict[str, Callable[..., str]] = {
     "compression": lambda r: r.config.get("gradient_compression", "none"),
     "trains": lambda r: f"LoRA {rank}" if (rank := r.config.get("lora_rank")) else "weights",
     "recomputes": lambda r: r.config["activation_checkpointing"],
+    "loss in chunks of": lambda r: str(r.config.get("loss_chunk_tokens") or "-"),
     "steps": lambda r: f"{r.step} of {r.num_steps}",
     "status": lambda r: r.status,
 }
