@@ -23,8 +23,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Not what `plan --calibrate` measured here.
 os.environ["DISTRIBUTED_TRAINING_CACHE"] = os.devnull
 
-# What clean_environment sets and a test may want away, with `env -u` in front of the command.
-HIDDEN_GPUS, HIDDEN_HUB = "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE"
+# What clean_environment sets and a test may want away.
+HIDDEN_HUB = "HF_HUB_OFFLINE"
 
 # Small enough that importing torch is most of a run.
 SMALL = {
@@ -168,14 +168,6 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{repo_id} is hidden from unit tests")
 
     monkeypatch.setattr(hub, "fetch_all", fetch_all)
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus that is read in no time."""
-    file = tmp_path_factory.mktemp("corpus") / "text.txt"
-    file.write_text("A text that is not very long.\n" * 1000)
-    return file
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from distributed_training.settings.config import KEYS
 from distributed_training.settings.strategies import list_strategies
 from tests.conftest import light_pool
 from tests.settings.test_config import OTHER
-from tests.support import CPU_MACHINE, GPU_MACHINE, refused
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_text
 
 SCRIPT = Path(real_model_example.__file__).resolve()
 PROGRAM = cli.Program(config={}, script=SCRIPT, about="about", output_dir=SCRIPT.parent)
@@ -69,7 +69,7 @@ def test_help_is_complete_grouped_and_narrow():
 
 
 @pytest.fixture
-def run(text, tmp_path, monkeypatch):
+def run(tmp_path, monkeypatch):
     """Runs the script on a machine of this test, as a process of this test, up to training."""
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: rank(0, 1, here=1))
@@ -82,7 +82,7 @@ def run(text, tmp_path, monkeypatch):
     def call(*argv, machine=CPU_MACHINE, process=None):
         argv = [
             "--strategy", "dp", "--model", "gpt2-tiny", "--output_dir", tmp_path / "runs",
-            "--set", f"dataset={text}", "num_samples=4", *argv,
+            "--set", f"dataset={small_text()}", "num_samples=4", *argv,
         ]  # fmt: skip
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
         monkeypatch.setattr("distributed_training.run.launch.detect_machine", lambda: machine)
@@ -110,12 +110,6 @@ def test_a_dry_run_under_a_launcher_is_printed_once_and_trains_nothing(run, tmp_
     # On several machines the processes of each are counted.
     assert run("--dry-run", machine=GPU_MACHINE, process=rank(0, 8, here=4)) == 0
     assert "= 8 replicas x" in capsys.readouterr().out
-
-
-def test_a_refusal_is_said_by_rank_0_only(run, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    assert run("--seed", "-1", process=rank(1)) == 2
-    assert capsys.readouterr().err == ""
 
 
 def test_ctrl_c_before_training(run, monkeypatch, capsys):

@@ -1,38 +1,18 @@
 """strategies/setup_env.sh: which build of torch it asks for."""
 
-import http.server
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.hub_stub import serve
 from tests.pool import ROOT
 
 GPU = "#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n"
 NO_GPU = "#!/bin/sh\nexit 9\n"
-
-
-@pytest.fixture
-def index():
-    """A package index that answers."""
-    server = http.server.HTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/whl/cpu"
-    server.shutdown()
-    server.server_close()
-
-
-class Answers(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_):
-        pass
 
 
 def installed(tmp_path, nvidia_smi, index):
@@ -62,9 +42,10 @@ def installed(tmp_path, nvidia_smi, index):
     [(NO_GPU, True, True), (NO_GPU, False, False), (GPU, True, False)],
 )
 def test_the_cpu_build_is_taken_without_a_gpu_where_it_is_in_reach(
-    nvidia_smi, reached, taken, index, tmp_path
+    nvidia_smi, reached, taken, tmp_path
 ):
-    address = index if reached else "http://127.0.0.1:1/whl/cpu"
-    line, said = installed(tmp_path, nvidia_smi, address)
+    with serve({}) as hub:  # an index that answers
+        address = f"{hub.endpoint if reached else 'http://127.0.0.1:1'}/whl/cpu"
+        line, said = installed(tmp_path, nvidia_smi, address)
     assert (f"--extra-index-url {address}" in line) == taken
     assert ("taking the CPU build" in said) == taken

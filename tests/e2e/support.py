@@ -19,7 +19,6 @@ from tests.pool import GRACE_S, ROOT, SCRIPT
 from tests.ports import free_port
 
 H200 = "NVIDIA H200, 143771, 9.0"
-T4_8GIB = "Tesla T4, 8192, 7.5"
 AS_ON_GPUS = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})

@@ -13,18 +13,10 @@ from tests.pool import ROOT, SCRIPT
 # What is typed after the script's name, in {tmp}; words of the answer. One of each kind: what else
 # a room refuses is tested there.
 COMMAND_LINES = {
-    "unknown option": ("--stratgy dp", ["--stratgy", "--strategy"]),
     "unknown key": ("--preset {tmp}/key.json", ["key.json", "'epoch'", "epochs"]),
     "key without value": ("--set batch_size", ["batch_size", "--set key=value"]),
-    "value": ("--set batch_size=four", ["batch_size='four'", "whole number >= 1"]),
     "unknown strategy": ("--strategy zero-2", ["strategy='zero-2'", "'zero2'", "infinity"]),
     "unknown model": ("--model gpt2-medum", ["gpt2-medum", "'gpt2-medium'"]),
-    "preset that is no JSON": ("--preset {tmp}/broken.json", ["broken.json", "line 3 column 3"]),
-    "JSON and CONFIG disagree": (
-        "--set deepspeed_config={tmp}/batch.json --dry-run",
-        ["batch.json", "train_micro_batch_size_per_gpu=16", "batch_size=2", '"auto"'],
-    ),
-    "processes in words": ("--num_gpus both", ["--num_gpus", "'both'", "all"]),
     "more memory than there is": (
         "--model gpt2-xl --num_gpus 512 --dry-run", ["512 processes", "GiB", "fewer processes"],
     ),
@@ -33,13 +25,6 @@ COMMAND_LINES = {
     ),
     "more positions than the model's": (
         "--set max_length=1025 --dry-run", ["max_length=1025", "gpt2-tiny", "1024"],
-    ),
-    "more samples than the text's": (
-        "--set num_samples=99999999 --num_gpus 2",
-        ["num_samples=99999999", "small-text", "at most", "-1"],
-    ),
-    "dataset not UTF-8": (
-        "--set dataset={tmp}/latin.txt --num_gpus 2", ["latin.txt", "UTF-8", "iconv"],
     ),
     "dataset is a pipe": (
         "--set dataset={tmp}/pipe.txt --num_gpus 2", ["pipe.txt", "not a regular file"],
@@ -60,19 +45,12 @@ COMMAND_LINES = {
     ),
     "tokenizer": ("--set tokenizer={tmp}/none --dry-run", ["tokenizer=", "vocab.json"]),
 }  # fmt: skip
-FILES = {
-    "file.txt": b"text",
-    "latin.txt": b"caf\xe9 au lait\n",
-    "broken.json": b'{\n  "epochs": 2\n  "seed": 3\n}\n',
-    "key.json": b'{"epoch": 2}',
-    "batch.json": b'{"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 2}}',
-}
 
 
 @pytest.mark.parametrize("case", COMMAND_LINES)
 def test_command_line_is_refused_in_one_line(case, tmp_path):
-    for name, content in FILES.items():
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / "file.txt").touch()
+    (tmp_path / "key.json").write_text('{"epoch": 2}')
     os.mkfifo(tmp_path / "pipe.txt")
     typed, words = COMMAND_LINES[case]
     arguments = typed.replace("{tmp}", str(tmp_path)).split()

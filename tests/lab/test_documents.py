@@ -13,8 +13,7 @@ from distributed_training.settings.strategies import list_strategies
 from results.lab.documents import main
 from results.lab.pages import tables
 from results.lab.pages.figures import keep_figures
-from results.lab.pages.tables import published_json, published_table
-from tests.records.test_tables import cells
+from results.lab.pages.tables import published_table
 from tests.support import record_values, refused
 
 DOCUMENTS = sorted(
@@ -79,44 +78,11 @@ BEGIN, END = '<!-- [[[cog cog.outl(published_table("h200-x4")) ]]] -->\n', "<!--
 IMPORTS = f"<!-- [[[cog\nfrom results.lab.pages.tables import *\n]]] -->\n{END}"
 
 
-@pytest.fixture
-def records_dir(tmp_path, monkeypatch):
-    """Three published records, named so that their order by file is not that by strategy, and
-    another published file: differences from a reference, by strategy."""
-    folder = tmp_path / "records" / "h200-x4"
-    folder.mkdir(parents=True)
-    for file, name, size in (("a", "fsdp", 4), ("b", "zero2", 8), ("c", "zero2", 4)):
-        values = record_values(strategy__name=name, batch__micro_batch_size=size)
-        values["config"] |= {"strategy": name, "batch_size": size}
-        (folder / f"{file}.json").write_text(json.dumps(values))
-    parity = {
-        "differences": {"dp": {"loss": 0.0, "norm": 1.25e-7}, "fsdp": {"loss": 3e-5, "norm": 0.5}}
-    }
-    (folder.parent / "parity.json").write_text(json.dumps(parity))
-    monkeypatch.setattr(tables, "RECORDS_DIR", folder.parent)
-    return folder
-
-
-@pytest.mark.usefixtures("records_dir")
-def test_a_table_chooses_rows_and_columns_in_the_order_of_the_strategies():
-    def rows_of(*arguments, **options):
-        return cells(published_table(*arguments, **options).strip())
-
-    order = [(row["strategy"], row["batch"]) for row in rows_of("h200-x4")]
-    assert order == [("zero2", "8 x 512"), ("zero2", "4 x 512"), ("fsdp", "4 x 512")]
-    where = {"batch_size": 4, "precision": "bf16"}
-    rows = rows_of("h200-x4", "strategy, tokens/s", where=where)
-    assert rows == [{"strategy": name, "tokens/s": "131,072"} for name in ("zero2", "fsdp")]
-    rows = rows_of("h200-x4", "strategy", where=where, without={"strategy": "zero2"})
-    assert rows == [{"strategy": "fsdp"}]
-    table = published_json("parity.json", key="differences", columns="norm, loss")
-    assert cells(table.strip()) == [
-        {"": "dp", "norm": "1.2e-07", "loss": "0"},
-        {"": "fsdp", "norm": "0.500", "loss": "3.0e-05"},
-    ]
-
-
-def test_a_document_is_filled_and_what_differs_is_detected(records_dir, tmp_path):
+def test_a_document_is_filled_and_what_differs_is_detected(tmp_path, monkeypatch):
+    record = tmp_path / "h200-x4" / "a.json"
+    record.parent.mkdir()
+    record.write_text(json.dumps(record_values()))
+    monkeypatch.setattr(tables, "RECORDS_DIR", tmp_path)
     document = tmp_path / "RESULTS.md"
     empty = f"# Results\n{IMPORTS}\nText before.\n\n{BEGIN}{END}\nText after.\n"
     document.write_text(empty)
@@ -127,7 +93,6 @@ def test_a_document_is_filled_and_what_differs_is_detected(records_dir, tmp_path
     assert text == empty.replace(BEGIN, BEGIN + published_table("h200-x4") + "\n")
     document.write_text(text.replace("Text after", "Other text"))
     assert main(["--check", str(document)]) == 0, "text around a table may change"
-    values = record_values(performance__tokens_per_s=1.0)
-    (records_dir / "a.json").write_text(json.dumps(values))
+    record.write_text(json.dumps(record_values(performance__tokens_per_s=1.0)))
     with refused("differ"):
         main(["--check", str(document)])

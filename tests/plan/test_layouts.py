@@ -48,17 +48,6 @@ def test_no_cut_has_a_cheaper_costliest_process(size, pp, schedule, seq_len):
     assert costliest(ours) == min(costliest(cut) for cut in all_cuts(size.num_layers, len(ranks)))
 
 
-def test_where_stages_lie():
-    for schedule, ranks in {
-        "gpipe": (0, 1, 2, 3),
-        "interleaved": (0, 1, 2, 3, 0, 1, 2, 3),
-        "zb-v": (0, 1, 2, 3, 3, 2, 1, 0),
-    }.items():
-        layout = layout_for(4, strategy="pp", pipeline_schedule=schedule)
-        assert layout.ranks == ranks
-        assert [block for blocks in layout.stages for block in blocks] == list(range(24))
-
-
 def test_a_cut_of_ones_own():
     layout = layout_for(2, strategy="pp", pipeline_cut="20, 4")
     assert layout.stages == (range(0, 20), range(20, 24))

@@ -11,7 +11,7 @@ from distributed_training.predict.memory import bytes_a_parameter, estimate_memo
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from tests.plan.helpers import plan_for
-from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy
+from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, small_text
 
 SIZE = SIZES["gpt2"]
 B, T, D, L, H = 32, 1024, 768, 12, 12
@@ -86,8 +86,8 @@ def test_a_pipeline_is_fullest_where_it_begins(tmp_path):
     assert many[0] == pytest.approx(4 * few[0], rel=0.1)
 
 
-def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, text):
-    words = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(text), "num_samples": 4}
+def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path):
+    words = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text()), "num_samples": 4}
     config = build_config({**words, "output_dir": str(tmp_path)})
 
     first, second, two = (

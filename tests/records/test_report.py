@@ -9,17 +9,9 @@ import sys
 import pytest
 
 from distributed_training.records.record import RECORD_FILE
-from distributed_training.records.report import (
-    build_sections,
-    find_records,
-    html,
-    main,
-    markdown,
-    terminal,
-)
+from distributed_training.records.report import build_sections, find_records, html, main, terminal
 from distributed_training.records.tables import group_by_work
 from distributed_training.settings.files import ROOT
-from tests.records.test_comparison import over_seeds  # noqa: F401
 from tests.support import made_record, record_values, refused
 
 
@@ -138,19 +130,6 @@ def test_the_page_has_the_records_figures_and_asks_no_network():
     assert "&lt;b&gt;&amp;" in text
     plots = re.findall(r'<img alt="(.*?)" src="data:image/png;base64,', text)
     assert plots == ["loss-1", "throughput-1", "loss-2", "throughput-2"]
-
-
-def test_a_comparison_over_seeds_has_all_its_tables(over_seeds):  # noqa: F811
-    sections = build_sections([over_seeds])
-    text = markdown("Side by side", "3 of 6 runs", sections)
-    assert "tp failed: 16 heads <&> 3 processes" in text
-    assert "![loss](loss.png)" in text
-    page = html("Side by side", "", sections)
-    assert text.count("\n| zero2") == len(tables_of(page)) == 4
-    assert page.count("<img") == 3
-    shown = terminal(sections[0])
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "120,000 ± 28,284" in shown
 
 
 @pytest.mark.parametrize("width", [80, 200])

@@ -146,8 +146,8 @@ def run_without_planning(run_dir):
     assert launch.start_planned() == 0
 
 
-def test_a_process_acts_on_plan_json_and_plans_nothing_itself(text, tmp_path):
-    config = {**SMALL, "dataset": str(text), "max_steps": 9}
+def test_a_process_acts_on_plan_json_and_plans_nothing_itself(tmp_path):
+    config = {**SMALL, "max_steps": 9}
     plan = prepare.reserve_run_dir(small_plan(tmp_path / "runs", **config))
     values = json.loads((plan.run_dir / "plan.json").read_text())
     values["num_steps"] = 1
@@ -156,14 +156,14 @@ def test_a_process_acts_on_plan_json_and_plans_nothing_itself(text, tmp_path):
     assert only_record(tmp_path / "runs")["num_steps"] == 1
 
 
-def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(text, tmp_path, monkeypatch):
+def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(tmp_path, monkeypatch):
     begun = []
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: None)
     monkeypatch.setattr(launch, "starting", lambda *_: contextlib.nullcontext([]))
     monkeypatch.setattr(launch, "spawn", lambda plan, *_: begun.append(plan.num_processes) or 0)
     monkeypatch.setattr(launch, "_work", lambda *_: 0)
-    values = {"model": "gpt2-tiny", "output_dir": str(tmp_path), "dataset": str(text)}
+    values = {"model": "gpt2-tiny", "output_dir": str(tmp_path), "dataset": SMALL["dataset"]}
     for on, strategy, num_gpus in (
         (GPU_MACHINE, "auto", None),
         (GPU_MACHINE, "auto", "2"),
