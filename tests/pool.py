@@ -16,8 +16,10 @@ import json
 import os
 import pickle
 import pkgutil
+import random
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,8 +29,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "real_model_example.py"
@@ -49,6 +49,20 @@ HEAVY = (
 CALL_LIMIT_S = 500.0
 GRACE_S = 10.0  # for the others, once one process has failed
 FAILED = 70  # exit code of a job's function that raised
+# Below those that Linux gives to connections (ip_local_port_range): a launcher may need seconds
+# before it listens, and in these no connection takes the port meanwhile.
+PORTS = range(10_000, 29_000)
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue  # somebody does
 
 
 class Pool:

@@ -17,7 +17,6 @@ from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import Record, RunRecord, start_record
-from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import Strategy, load_strategy
@@ -85,16 +84,6 @@ def named_strategy(name: str) -> Strategy:
     return load_strategy(build_config({"strategy": name}))
 
 
-def small_plan(
-    output_dir: Path, *, machine: Machine = CPU_MACHINE, num_processes: int = 1, **config: Any
-) -> Plan:
-    """The plan of a run of gpt2-tiny on the embedded text, all processes on one machine."""
-    values = {"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(output_dir), **config}
-    return make_plan(
-        build_config(values), machine, num_processes=num_processes, processes_here=num_processes
-    )
-
-
 def cpu_topology(plan: Plan, rank: int = 0) -> Topology:
     """The place of one process of a plan, without a GPU."""
     return Topology(
@@ -105,13 +94,13 @@ def cpu_topology(plan: Plan, rank: int = 0) -> Topology:
 _START = {
     "schema_version": 2,
     "status": "running",
-    "error": None,
     "config": {
         "model": "gpt2-medium",
         "strategy": "zero2",
         "max_length": 512,
         "precision": "bf16",
         "compile": True,
+        "activation_checkpointing": "none",
         "weights": "pretrained",
         "dataset": "wikitext-2",
         "tokenizer": "gpt2",
@@ -125,7 +114,6 @@ _START = {
     "run_dir": "runs/x",
     "world_size": 4,
     "mesh": {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 1},
-    "pipeline": None,
     "machine": {"gpu_name": "NVIDIA H200", "num_gpus": 4, "num_cpus": 64},
     "num_parameters": 354_823_168,
     "dtypes": {
@@ -134,13 +122,6 @@ _START = {
         "gradients": "bf16",
         "optimizer_state": "fp32",
         "reduction": "bf16",
-    },
-    "estimated_state_bytes": {
-        "parameters": 2**30,
-        "gradients": 2**28,
-        "optimizer": 3 * 2**28,
-        "host": 0,
-        "disk": 0,
     },
     "batch": {
         "global_batch_size": 32,
@@ -155,11 +136,6 @@ _START = {
         "steps_per_epoch": 32,
     },
     "num_steps": 64,
-    "step": 0,
-    "loss_curve": [],
-    "evaluations": [],
-    "epochs": [],
-    "skipped_steps": [],
 }
 _RESULTS = {
     "status": "ok",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import pytest
@@ -63,18 +62,6 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
     for layout in layouts:
         assert {len(by_rank) for by_rank in layout["memory_bytes"].values()} == {4}
         assert (layout["schedule"] is None) == (layout["axes"]["pp"] == 1)
-
-
-def test_a_batch_script_that_a_shell_can_read(monkeypatch, capsys, tmp_path):
-    job = tmp_path / "job.slurm"
-    words = ["--cluster", "2x4xA100", "--model", "gpt2", "--write", str(job)]
-    assert plan(monkeypatch, *words) == 0
-    text = job.read_text()
-    assert "#SBATCH --nodes=2" in text
-    assert "#SBATCH --gpus-per-node=4" in text
-    assert subprocess.run(["bash", "-n", str(job)]).returncode == 0
-    best = next(line for line in capsys.readouterr().out.splitlines() if "torchrun" in line)
-    assert best.partition(".py ")[2] in text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from distributed_training.data.pieces import PROMPT
 from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
 from distributed_training.settings.errors import UserError
 from tests.data.test_corpus import texts_of
-from tests.support import refused, small_plan
+from tests.plan.helpers import plan_for
+from tests.support import refused
 
 STORY = "Größe, “naïve” 日本 🙂\nsecond line\n"
 ROWS = [{"text": 'a "quoted", one\nin two lines'}, {"text": "zwei ä"}, {"text": "three"}]
@@ -133,7 +134,7 @@ def test_damage_of_any_kind_is_said_in_a_line(name, tmp_path):
     path = tmp_path / name
     path.write_text(STORY)
     if name == "plan.json":
-        path.write_bytes(PLAN_AS_JSON.dump_json(small_plan(tmp_path)))
+        path.write_bytes(PLAN_AS_JSON.dump_json(plan_for(tmp_path, strategy="dp")))
     elif name != "a.txt":
         write_rows(path, ROWS)
     content = path.read_bytes()

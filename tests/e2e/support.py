@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 
 from tests.conftest import clean_environment, heavy_pool, settings
-from tests.pool import GRACE_S, ROOT, SCRIPT
-from tests.ports import free_port
+from tests.pool import GRACE_S, ROOT, SCRIPT, free_port
 
 H200 = "NVIDIA H200, 143771, 9.0"
 AS_ON_GPUS = f"""

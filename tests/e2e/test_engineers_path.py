@@ -17,7 +17,7 @@ from tests.conftest import assert_ok, only_record, run_command
 from tests.e2e.nodes import cluster
 from tests.e2e.support import clone, metrics, printed, running, wait_for
 from tests.e2e.test_printed_commands import as_required
-from tests.ports import free_port
+from tests.pool import free_port
 from tests.support import small_text
 
 SRUN = """\

@@ -13,7 +13,7 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR
 from tests.conftest import SMALL, assert_ok, only_record, script, train
 from tests.e2e.hub_stub import reaching, serve
 from tests.e2e.support import assert_refused
-from tests.ports import free_port
+from tests.pool import free_port
 from tests.support import small_text
 
 AUTO_LIMIT_S = 60  # three seconds a probe; the rest is for a busy machine

@@ -132,9 +132,12 @@ def test_a_printed_command_is_accepted(command, tmp_path):
     assert words.get(name, "global") in dry_run(command, tmp_path)
 
 
-def test_run_sh_is_one_line_and_carries_no_settings():
-    texts = {file.read_text() for file in ROOT.glob("strategies/*/run.sh")}
-    assert texts == {'#!/usr/bin/env bash\nsource "$(dirname "${BASH_SOURCE[0]}")/../run.sh"\n'}
+def test_every_strategy_has_a_page_and_a_run_sh_of_one_line_without_settings():
+    for config in ROOT.glob("strategies/*/config.json"):
+        text = '#!/usr/bin/env bash\nsource "$(dirname "${BASH_SOURCE[0]}")/../run.sh"\n'
+        assert config.with_name("README.md").is_file()
+        assert config.with_name("run.sh").read_text() == text
+        assert config.with_name("run.sh").stat().st_mode & 0o111
 
 
 def test_the_guide_prints_the_refusal_of_a_mesh():

@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 from tests.conftest import SMALL, assert_ok, only_record, script, train
 from tests.e2e.hub_stub import TOKEN, reaching, serve
 from tests.e2e.support import assert_refused, run_folders
-from tests.ports import free_port
+from tests.pool import free_port
 
 FILES = ("README.md", "config.json", "merges.txt", "model.safetensors", "tokenizer_config.json",
          "vocab.json")  # fmt: skip

@@ -11,15 +11,17 @@ from distributed_training.engines.native import NativeEngine
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
-from tests.support import GPU_MACHINE, cpu_topology, small_plan
+from tests.plan.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology
 
 pytestmark = pytest.mark.usefixtures("process_group")
+WORK = {"strategy": "dp", "learning_rate": 1e-3, "batch_size": 2, "grad_accum_steps": 2}
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    return small_plan(folder, learning_rate=1e-3, batch_size=2, grad_accum_steps=2)
+    return plan_for(folder, CPU_MACHINE, 1, **WORK)
 
 
 def build_engine(plan):
@@ -54,9 +56,8 @@ def test_resuming_restores_adams_moments(steps, plan, tmp_path):
 
 def fp16_engine(folder, loss_scale):
     """Where a loss scale does what it does on a GPU."""
-    options = {"precision": "fp16", "learning_rate": 1e-3, "cuda_graphs": False, "compile": False}
-    plan = small_plan(folder, machine=GPU_MACHINE, batch_size=2, grad_accum_steps=2, **options)
-    engine = build_engine(plan)
+    options = {"precision": "fp16", "cuda_graphs": False, "compile": False}
+    engine = build_engine(plan_for(folder, GPU_MACHINE, 1, **WORK, **options))
     engine.loss_scale.fill_(loss_scale)
     return engine
 

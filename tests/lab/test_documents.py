@@ -68,12 +68,6 @@ def test_a_figure_that_differs_from_its_records_is_told(tmp_path):
         keep_figures([page], records, folder, write=False)
 
 
-def test_strategy_folders_are_whole():
-    for config in ROOT.glob("strategies/*/config.json"):
-        assert config.with_name("README.md").is_file()
-        assert config.with_name("run.sh").stat().st_mode & 0o111
-
-
 BEGIN, END = '<!-- [[[cog cog.outl(published_table("h200-x4")) ]]] -->\n', "<!-- [[[end]]] -->\n"
 IMPORTS = f"<!-- [[[cog\nfrom results.lab.pages.tables import *\n]]] -->\n{END}"
 

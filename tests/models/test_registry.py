@@ -8,14 +8,15 @@ import pytest
 from distributed_training.models import find_model
 from distributed_training.settings.files import ROOT
 from results.lab.pages.drawing import stage_parameters
-from tests.support import refused, small_plan
+from tests.plan.helpers import plan_for
+from tests.support import CPU_MACHINE, refused
 
 LLAMAS = [str(ROOT / "tests/models" / name) for name in ("grouped", "untied")]
 
 
 def planned(model, tmp_path, **others):
-    values = {"model": str(model), "tokenizer": "embedded", "dataset": "embedded", **others}
-    return small_plan(tmp_path / "runs", **values)
+    values = {"strategy": "dp", "tokenizer": "embedded", "dataset": "embedded", **others}
+    return plan_for(tmp_path, CPU_MACHINE, 1, model=str(model), **values)
 
 
 def test_plans_of_folders(tmp_path):

@@ -13,7 +13,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records.record import Batch
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
-from distributed_training.settings.strategies import load_strategy, strategy_defaults
+from distributed_training.settings.strategies import load_strategy, strategy_options
 from tests.support import CPU_MACHINE
 
 UNSPLIT = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
@@ -72,9 +72,10 @@ def plan_for(
     **config: Any,
 ) -> Plan:
     """A plan of gpt2-tiny, or a draft that no check has seen; `here` processes on this machine."""
-    defaults = strategy_defaults(config["strategy"]) if config.get("strategy") in NAMES else {}
-    values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **defaults, **config}
+    values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
     places = {"num_processes": num_processes, "processes_here": here or num_processes}
     make = make_plan if checked else draft_plan
-    built = build_config(values).model_copy(update={"below_bytes": below_bytes})
+    built = build_config(values, options=strategy_options).model_copy(
+        update={"below_bytes": below_bytes}
+    )
     return make(built, machine, **places)

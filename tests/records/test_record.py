@@ -23,7 +23,6 @@ from distributed_training.records.record import (
     new_run_dir,
     start_record,
     truncate_metrics,
-    write_json,
 )
 from distributed_training.settings.files import ROOT
 from results.lab.pages.columns import COLUMNS, table
@@ -62,15 +61,6 @@ def test_a_record_is_on_disk_and_its_run_alive_while_it_says_so_and_its_process_
         record.update(**{key: value})
         assert not is_alive(load_record(tmp_path)), key
         record.update(**started(tmp_path).values)
-
-
-def test_writing_replaces_whole_files(tmp_path, monkeypatch):
-    """What is renamed is complete, and until then the old file is there."""
-    renamed = []
-    write_json(tmp_path / "a.json", {"x": 1})
-    monkeypatch.setattr("os.replace", lambda *files: renamed.extend(f.read_text() for f in files))
-    write_json(tmp_path / "a.json", {"x": 2})
-    assert list(map(json.loads, renamed)) == [{"x": 2}, {"x": 1}]
 
 
 def test_run_folders_are_named_and_never_shared(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def test_what_was_not_measured_says_so():
     }  # fmt: skip
     row = one_row(finished=False, status="oom")
     known = {"strategy", "model", "processes", "batch", "precision", "compile", "CUDA graph"}
-    known |= {"compression", "dataset", "steps", "status"}
+    known |= {"compression", "trains", "recomputes", "dataset", "steps", "status"}
     assert {column for column, text in row.items() if text != "-"} == known
     assert (row["status"], row["steps"]) == ("oom", "0 of 64")
     lost = {"step": 9, "loss": None, "perplexity": None}

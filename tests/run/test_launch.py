@@ -17,7 +17,8 @@ from distributed_training.run import launch, prepare, rendezvous
 from distributed_training.run.ranks import Ended, Process, current_process, single_process
 from distributed_training.settings.config import build_config
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
-from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_plan, started
+from tests.plan.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused, started
 
 
 def test_number_of_processes():
@@ -147,8 +148,8 @@ def run_without_planning(run_dir):
 
 
 def test_a_process_acts_on_plan_json_and_plans_nothing_itself(tmp_path):
-    config = {**SMALL, "max_steps": 9}
-    plan = prepare.reserve_run_dir(small_plan(tmp_path / "runs", **config))
+    plan = plan_for(tmp_path, CPU_MACHINE, 1, **SMALL, strategy="dp", max_steps=9)
+    plan = prepare.reserve_run_dir(plan)
     values = json.loads((plan.run_dir / "plan.json").read_text())
     values["num_steps"] = 1
     (plan.run_dir / "plan.json").write_text(json.dumps(values))

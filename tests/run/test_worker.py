@@ -16,7 +16,8 @@ from distributed_training.records.record import load_record
 from distributed_training.run import ending, worker
 from distributed_training.run.ranks import Process
 from distributed_training.settings.config import build_config
-from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, small_plan, started
+from tests.plan.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, started
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero2"])
@@ -24,7 +25,7 @@ def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path, monk
     """DeepSpeed starts from rounded weights, so every strategy does, in fp32."""
     for name in ("native.NativeEngine", "deepspeed.DeepSpeedEngine"):
         monkeypatch.setattr(f"distributed_training.engines.{name}", lambda model, *_: model)
-    plan = small_plan(tmp_path, strategy=strategy, precision="bf16", seed=7)
+    plan = plan_for(tmp_path, CPU_MACHINE, 1, strategy=strategy, precision="bf16", seed=7)
     actual = dict(worker.build_engine(plan, cpu_topology(plan)).named_parameters())
     expected = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=7).state_dict()
     assert actual.keys() == expected.keys()  # the output layer is still the embedding
@@ -42,7 +43,7 @@ def test_what_needs_less_memory_is_advised_where_it_helps(tmp_path, monkeypatch)
         (2, {"strategy": "fsdp", **long, "loss_chunk_tokens": 4096}, False, False),
         (2, {"strategy": "tp", **long}, False, False),
     ):
-        plan = small_plan(tmp_path, machine=GPU_MACHINE, num_processes=count, **values)
+        plan = plan_for(tmp_path, GPU_MACHINE, count, **values)
         text = ending.explain_out_of_memory(plan, cpu_topology(plan), "tried to allocate")
         assert ("strategy=zero3 or fsdp" in text) == divide
         assert ("; --set loss_chunk_tokens=8192; " in text) == chunk
