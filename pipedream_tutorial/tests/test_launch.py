@@ -89,12 +89,12 @@ FAILING = """
 import os, sys
 import pipedream_runtime
 import pipedream.train.trainer
-whole = pipedream.train.trainer.StageTrainer.backward
-def backward(self, microbatch, gradient=None):
+whole = pipedream.train.trainer.StageTrainer.weight_gradient
+def backward(self, microbatch):
     if os.environ["RANK"] == "1" and microbatch == 5:
         raise ValueError("boom in microbatch 5")
-    return whole(self, microbatch, gradient)
-pipedream.train.trainer.StageTrainer.backward = backward
+    whole(self, microbatch)
+pipedream.train.trainer.StageTrainer.weight_gradient = backward
 pipedream_runtime.start(sys.argv[1:])
 """
 

@@ -127,11 +127,11 @@ def test_blocks_are_cut_evenly_or_not_at_all():
     config = read_config(["--model=gpt2-tiny", "--microbatch_size=3"])
     device = torch.device("cpu")
     built = Workload(config, device)
-    stages = list(built.build_modules(1).values())
+    stages = built.build_modules(1)
     assert [len(module) for module in stages] == [2, 2, 2, 2]
     x, target = built.task.microbatch(5)
     assert x.shape == target.shape == (3, 32, 64)
-    halves = Workload(config | {"num_stages": 2}, device).build_modules(1).values()
+    halves = Workload(config | {"num_stages": 2}, device).build_modules(1)
     assert torch.equal(torch.nn.Sequential(*stages)(x), torch.nn.Sequential(*halves)(x))
     with pytest.raises(UserError, match="set num_stages to one of 1, 2, 4, 8"):
         Workload(config | {"num_stages": 3}, device)
@@ -189,7 +189,7 @@ def test_receives_are_posted_in_the_senders_order_and_ahead(depth, monkeypatch):
         return SimpleNamespace(wait=lambda: log.append(("wait", number)))
 
     monkeypatch.setattr("pipedream.runtime.stage.dist.irecv", irecv)
-    peer = Peer(1, None, None)
+    peer = Peer(1)
     sent = [Op("F", 1, i) for i in (3, 0, 2, 1)]
     peer.expect(sent, torch.zeros(2, dtype=torch.float64), depth)
     assert len(log) == min(depth, 4)

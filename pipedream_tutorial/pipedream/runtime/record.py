@@ -7,11 +7,12 @@ kept as exact fractions. Imports no torch.
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 from math import isfinite
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,11 +23,10 @@ from pipedream.schedules.policies import Policy, weight_use
 from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, Timeline, simulate
-from pipedream.simulate.trace import MeasuredEvent, trace_document, transfers
+from pipedream.simulate.trace import MeasuredEvent, transfers
 
 RECORD_FORMAT = 1
 Record = Mapping[str, Any]
-Events = Sequence[MeasuredEvent]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,50 +59,102 @@ class RankRun(NamedTuple):
     1: at their end it waited for the host. None on a CPU, where to call is to compute."""
 
 
-@dataclass(kw_only=True, eq=False)
 class MeasuredRun:
-    """A case, run for real. Of several repeats: the one whose makespan is the median."""
+    """A case, run for real. Of several repeats: the one whose makespan is the median, of an even
+    number the faster one in the middle."""
 
-    case: Case
-    events: Events
-    measured: dict[str, Any]
-    """What a record says of it."""
-    weights: Sequence[Any]
-    """By stage, where they were asked for."""
+    def __init__(
+        self, case: Case, by_rank: Sequence[Sequence[Any]], weights: Sequence[Any] = ()
+    ) -> None:
+        """`by_rank`: the fields of each rank's RankRuns, one a repeat. `weights`: by stage, where
+        they were asked for."""
+        self.case = case
+        self.weights = weights
+        repeats = []
+        for repeat in zip(*by_rank, strict=True):
+            ranks = [RankRun(*rank) for rank in repeat]
+            events = [MeasuredEvent(*event) for rank in ranks for event in rank.events]
+            computed = [event for event in events if event.thread == "compute"]
+            span = max(e.end_ns for e in computed) - min(e.start_ns for e in computed)
+            repeats.append((span, ranks, events))
+        spans = [span for span, _, _ in repeats]
+        in_the_middle = (len(repeats) - 1) // 2
+        span, ranks, self.events = sorted(repeats, key=itemgetter(0))[in_the_middle]
+        self.durations: dict[tuple[str, int], list[int]] = {}
+        """Of the operations of each kind on each stage."""
+        for op, event in self.by_operation("compute").items():
+            lasted = event.end_ns - event.start_ns
+            self.durations.setdefault((op.kind, op.stage), []).append(lasted)
+        busy = sum(map(sum, self.durations.values()))
+        utilisation = Fraction(busy, case.schedule.num_ranks * span)
+        sent = self.by_operation("send")
+        received = self.by_operation("receive").items()
+        early = [op for op, event in received if op in sent and event.end_ns < sent[op].start_ns]
+
+        def medians(*kinds: str) -> list[float]:
+            return [
+                _ms(sum(median(self.durations.get((kind, stage), [0])) for kind in kinds))
+                for stage in range(len(case.schedule.chains[0]))
+            ]
+
+        m = case.num_microbatches
+        losses = [loss for _, loss in sorted(pair for rank in ranks for pair in rank.losses)]
+        means = [sum(losses[first : first + m]) / m for first in range(0, len(losses), m)]
+        memory = [r.peak_memory_bytes / 2**20 for r in ranks if r.peak_memory_bytes is not None]
+        waited = [r.waited_for_host for r in ranks if r.waited_for_host is not None]
+        versions = sorted(pair for rank in ranks for pair in rank.peak_versions)
+        self.measured: dict[str, Any] = {
+            "makespan_ms": _ms(span),
+            "utilisation": round(float(utilisation), 5),
+            "bubble": round(float(1 - utilisation), 5),
+            "repeat_makespans_ms": list(map(_ms, spans)),
+            "forward_ms": medians(FORWARD),
+            "backward_ms": medians(BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),  # B, or I + W
+            "peak_versions": [most for _, most in versions],
+            # By rank; null on a CPU, as waited_for_host.
+            "peak_memory_mib": [round(mib, 1) for mib in memory] or None,
+            "received_before_sent": len(early),  # 0, if the stages' clocks agree
+            "waited_for_host": [round(share, 4) for share in waited] or None,
+            "losses": [loss if isfinite(loss) else None for loss in means],  # of each batch
+            "weights_equal": None,  # to one process's, bit for bit; null: not checked
+        }
+
+    def by_operation(self, thread: str) -> dict[Op, MeasuredEvent]:
+        """operation -> when it was computed, or its result was sent or received."""
+        return {Op(*e[1:4]): e for e in self.events if e.thread == thread}
 
     @cached_property
-    def costs(self) -> Costs:
-        """Mean durations by stage and the time to send. Where the run did not cut its backward
-        passes, all of one counts as its input gradient."""
-        found = durations_ns(self.events)
-        schedule = self.case.schedule
+    def communication_ns(self) -> Fraction:
+        """Median time from the end of an operation to the start of the one that takes its result
+        in, over those receivers that had nothing else to do: whose stage had ended its operation
+        before by the time the result was made. 0 if there was none."""
+        at = self.by_operation("compute")
+        orders = self.case.schedule.flat
+        before = {op: previous for order in orders for previous, op in pairwise(order)}
+        gaps = [
+            Fraction(at[receiver].start_ns - at[sender].end_ns)
+            for sender, receiver in transfers(self.case.schedule)
+            if receiver not in before or at[before[receiver]].end_ns <= at[sender].end_ns
+        ]
+        return max(Fraction(0), median(gaps)) if gaps else Fraction(0)
+
+    def costs(self, num_stages: int) -> Costs:
+        """Mean durations, of the same layers cut into so many equal stages, and the time to send.
+        Where the run did not cut its backward passes, all of one counts as its input gradient."""
+        own = self.case.schedule.chains[0]
 
         def means(*kinds: str) -> tuple[Fraction, ...]:
-            by_stage = (
-                [ns for kind in kinds for ns in found.get((stage, kind), [])]
-                for stage in schedule.chains[0]
-            )
-            return tuple(Fraction(sum(ns), len(ns) or 1) for ns in by_stage)
+            found = []
+            for stage in own:
+                ns = [ns for kind in kinds for ns in self.durations.get((kind, stage), [])]
+                found.append(Fraction(sum(ns) * len(own), (len(ns) or 1) * num_stages))
+            return tuple(stage_factors(found, num_stages))
 
         return Costs(
             forward=means(FORWARD),
             input_gradient=means(BACKWARD, INPUT_GRADIENT),
             weight_gradient=means(WEIGHT_GRADIENT),
-            communication=communication_ns(self.events, schedule),
-        )
-
-    def costs_of(self, num_stages: int) -> Costs:
-        """The same layers cut into so many equal stages: each gets its share of the costs."""
-        share = Fraction(len(self.costs.forward), num_stages)
-
-        def cut(durations: tuple[Fraction, ...]) -> tuple[Fraction, ...]:
-            return tuple(share * mean for mean in stage_factors(durations, num_stages))
-
-        return replace(
-            self.costs,
-            forward=cut(self.costs.forward),
-            input_gradient=cut(self.costs.input_gradient),
-            weight_gradient=cut(self.costs.weight_gradient),
+            communication=self.communication_ns,
         )
 
     def predict(self, schedule: Schedule) -> Timeline | None:
@@ -110,88 +162,7 @@ class MeasuredRun:
         that this run did not cut: where the cut lies was not measured."""
         if schedule.cuts_backward and not self.case.schedule.cuts_backward:
             return None
-        return simulate(schedule, self.costs_of(len(schedule.chains[0])))
-
-
-def measured_run(
-    case: Case, by_rank: Sequence[Sequence[Any]], weights: Sequence[Any] = ()
-) -> MeasuredRun:
-    """`by_rank`: the fields of each rank's RankRuns, one a repeat. Of an even number of repeats it
-    is the faster one in the middle."""
-    repeats = [[RankRun(*rank) for rank in repeat] for repeat in zip(*by_rank, strict=True)]
-    merged = [
-        [MeasuredEvent(*event) for rank in repeat for event in rank.events] for repeat in repeats
-    ]
-    spans = list(map(makespan_ns, merged))
-    chosen = sorted(range(len(spans)), key=spans.__getitem__)[(len(spans) - 1) // 2]
-    ranks = repeats[chosen]
-    events = merged[chosen]
-    durations = durations_ns(events)
-    busy = sum(sum(ns) for ns in durations.values())
-    utilisation = Fraction(busy, case.schedule.num_ranks * spans[chosen])
-    sent = by_operation(events, "send")
-    received = by_operation(events, "receive").items()
-    early = [op for op, event in received if op in sent and event.end_ns < sent[op].start_ns]
-
-    def medians(*kinds: str) -> list[float]:
-        stages = range(len(case.schedule.chains[0]))
-        return [_ms(sum(median(durations.get((s, k), [0])) for k in kinds)) for s in stages]
-
-    m = case.num_microbatches
-    losses = [loss for _, loss in sorted(pair for rank in ranks for pair in rank.losses)]
-    means = [sum(losses[first : first + m]) / m for first in range(0, len(losses), m)]
-    memory = [r.peak_memory_bytes / 2**20 for r in ranks if r.peak_memory_bytes is not None]
-    waited = [r.waited_for_host for r in ranks if r.waited_for_host is not None]
-    measured = {
-        "makespan_ms": _ms(spans[chosen]),
-        "utilisation": round(float(utilisation), 5),
-        "bubble": round(float(1 - utilisation), 5),
-        "repeat_makespans_ms": list(map(_ms, spans)),
-        "forward_ms": medians(FORWARD),
-        "backward_ms": medians(BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),  # B, or I + W
-        "peak_versions": [n for _, n in sorted(pair for r in ranks for pair in r.peak_versions)],
-        # By rank; null on a CPU, as waited_for_host.
-        "peak_memory_mib": [round(mib, 1) for mib in memory] or None,
-        "received_before_sent": len(early),  # 0, if the stages' clocks agree
-        "waited_for_host": [round(share, 4) for share in waited] or None,
-        "losses": [loss if isfinite(loss) else None for loss in means],  # of each batch
-        "weights_equal": None,  # to one process's, bit for bit; null: not checked
-    }
-    return MeasuredRun(case=case, events=events, measured=measured, weights=weights)
-
-
-def by_operation(events: Events, thread: str = "compute") -> dict[Op, MeasuredEvent]:
-    """operation -> when it was computed, or its result was sent or received."""
-    return {Op(e.kind, e.stage, e.microbatch): e for e in events if e.thread == thread}
-
-
-def makespan_ns(events: Events) -> int:
-    """From the start of the first operation on any stage to the end of the last one."""
-    computed = by_operation(events).values()
-    return max(e.end_ns for e in computed) - min(e.start_ns for e in computed)
-
-
-def durations_ns(events: Events) -> dict[tuple[int, str], list[int]]:
-    """(stage, kind) -> how long each such operation took."""
-    found: dict[tuple[int, str], list[int]] = {}
-    for op, event in by_operation(events).items():
-        found.setdefault((op.stage, op.kind), []).append(event.end_ns - event.start_ns)
-    return found
-
-
-def communication_ns(events: Events, schedule: Schedule) -> Fraction:
-    """Median time from the end of an operation to the start of the one that takes its result in,
-    over those receivers that had nothing else to do: whose stage had ended its operation before by
-    the time the result was made. 0 if there was none.
-    """
-    at = by_operation(events)
-    before = {op: previous for order in schedule.flat for previous, op in pairwise(order)}
-    gaps = [
-        Fraction(at[receiver].start_ns - at[sender].end_ns)
-        for sender, receiver in transfers(schedule)
-        if receiver not in before or at[before[receiver]].end_ns <= at[sender].end_ns
-    ]
-    return max(Fraction(0), median(gaps)) if gaps else Fraction(0)
+        return simulate(schedule, self.costs(len(schedule.chains[0])))
 
 
 def build_record(
@@ -205,8 +176,32 @@ def build_record(
     durations say nothing about the schedule.
     """
     first = calibrated_on.case
-    costs = calibrated_on.costs
+    costs = calibrated_on.costs(len(first.schedule.chains[0]))
     backward = map(sum, zip(costs.input_gradient, costs.weight_gradient, strict=True))
+    cases = []
+    for run in runs:
+        name, m, schedule = run.case.name, run.case.num_microbatches, run.case.schedule
+        case = {
+            "schedule": name,
+            "num_microbatches": m,
+            "num_batches": schedule.num_microbatches // m,
+            "calibrated_on": run is calibrated_on,
+            "measured": run.measured,
+            "predicted": None,
+        }
+        if name.startswith(FOUND):
+            case["found"] = ["".join(op.kind for op in order[: 3 * m]) for order in schedule.flat]
+        timeline = calibrated_on.predict(schedule)
+        if timeline is not None:
+            bubble = float(idle(timeline).makespan_fraction)
+            uses = weight_use(schedule, run.case.policy, m).values()
+            case["predicted"] = {
+                "makespan_ms": _ms(timeline.makespan),
+                "utilisation": round(1 - bubble, 5),
+                "bubble": round(bubble, 5),
+                "peak_versions": [use.peak_versions for use in uses],
+            }
+        cases.append(case)
     return {
         "format": RECORD_FORMAT,
         **about,
@@ -218,34 +213,8 @@ def build_record(
             "backward_ms": list(map(_ms, backward)),
             "communication_ms": _ms(costs.communication),
         },
-        "cases": [_case(run, calibrated_on) for run in runs],
+        "cases": cases,
     }
-
-
-def _case(run: MeasuredRun, calibrated_on: MeasuredRun) -> dict[str, Any]:
-    schedule = run.case.schedule
-    m = run.case.num_microbatches
-    found = {
-        "schedule": run.case.name,
-        "num_microbatches": m,
-        "num_batches": schedule.num_microbatches // m,
-        "calibrated_on": run is calibrated_on,
-        "measured": run.measured,
-        "predicted": None,
-    }
-    if run.case.name.startswith(FOUND):
-        found["found"] = ["".join(op.kind for op in order[: 3 * m]) for order in schedule.flat]
-    timeline = calibrated_on.predict(schedule)
-    if timeline is not None:
-        bubble = float(idle(timeline).makespan_fraction)
-        uses = weight_use(schedule, run.case.policy, m)
-        found["predicted"] = {
-            "makespan_ms": _ms(timeline.makespan),
-            "utilisation": round(1 - bubble, 5),
-            "bubble": round(bubble, 5),
-            "peak_versions": [use.peak_versions for use in uses.values()],
-        }
-    return found
 
 
 def _ms(ns: Fraction | float) -> float:
@@ -264,18 +233,6 @@ def write_whole(name: str, record: Record) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text)
     beside.replace(path)
-
-
-def write_trace(path: str, run: MeasuredRun, calibrated_on: MeasuredRun) -> None:
-    """The run's timeline, and the predicted one where there is one, for ui.perfetto.dev."""
-    trace = trace_document(
-        predicted=calibrated_on.predict(run.case.schedule),
-        measured=run.events,
-        policy=run.case.policy,
-        batch_size=run.case.num_microbatches,
-        unit_s=1e-9,
-    )
-    Path(path).write_text(json.dumps(trace))
 
 
 HOST_SHARE = 0.2  # the first operations of a run always come as fast as the host brings them
@@ -319,12 +276,8 @@ CPU_GOAL = Goal(10, makespan_error, "%", "10% of the makespan")
 GPU_GOAL = Goal(3, points_error, " points", "3 points")
 
 
-def on_gpu(record: Record) -> bool:
-    return record["machine"]["gpus"] > 0
-
-
 def goal_of(record: Record) -> Goal:
-    return GPU_GOAL if on_gpu(record) else CPU_GOAL
+    return GPU_GOAL if record["machine"]["gpus"] else CPU_GOAL
 
 
 def outside_goal(record: Record) -> list[str]:

@@ -15,22 +15,15 @@ import torch.distributed as dist
 
 from pipedream.errors import UserError
 from pipedream.runtime.launch import CASE
-from pipedream.runtime.record import (
-    Case,
-    MeasuredRun,
-    build_record,
-    measured_run,
-    render,
-    write_trace,
-    write_whole,
-)
+from pipedream.runtime.record import Case, MeasuredRun, build_record, render, write_whole
 from pipedream.runtime.stage import Station, connect, connection_to
-from pipedream.runtime.workload import Config, Workload, bits, on_gpus
+from pipedream.runtime.workload import Config, Workload, take_device
 from pipedream.schedules.catalogue import FOUND, schedule_for_training
 from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order
+from pipedream.simulate.trace import trace_document
 from pipedream.train.trainer import Weights
 
 
@@ -40,11 +33,12 @@ def build_cases(config: Config) -> list[Case]:
     Raises UserError for what cannot be trained, and for a search that has no durations to go by.
     """
     cases = []
-    searched = [("1f1b", limit) for limit in config["memory"] or [config["num_stages"]]]
     for wanted in config["schedule"]:
-        runs = searched if wanted == "search" else [(wanted, None)]
-        for (orders, limit), m in product(runs, config["num_microbatches"]):
-            schedule, policy = _orders_of(orders, config, m)
+        limits = [None]
+        if wanted == "search":
+            limits = config["memory"] or [config["num_stages"]]
+        for limit, m in product(limits, config["num_microbatches"]):
+            schedule, policy = _orders_of("1f1b" if limit else wanted, config, m)
             name = f"{FOUND}{limit}" if limit else wanted
             case = Case(
                 name=name, num_microbatches=m, schedule=schedule, policy=policy, memory=limit
@@ -73,18 +67,6 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
     return repeat(batch, config["num_batches"]), POLICIES["flush"]
 
 
-def _found(case: Case, config: Config, calibrated_on: MeasuredRun | None) -> Case:
-    """The case with the shortest order for the measured times that rank 0 finds, on all ranks."""
-    if case.memory is None:
-        return case
-    words = None
-    if calibrated_on is not None:
-        costs = calibrated_on.costs_of(config["num_stages"])
-        words = search(costs, case.num_microbatches, case.memory).words
-    schedule = as_schedule(exchange(words)[0], case.name)
-    return replace(case, schedule=repeat(schedule, config["num_batches"]))
-
-
 def exchange(value: Any) -> list[Any]:
     """What every rank gives, by rank: as JSON, for what one process unpickles it also runs."""
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -99,24 +81,21 @@ def exchange(value: Any) -> list[Any]:
     return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in both]
 
 
-def gather_weights(own: Mapping[int, Weights]) -> list[Weights]:
+def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -> list[Weights]:
     """On rank 0 every stage's weights, of all ranks; on the others nothing."""
-    forms: list[Any] = [
-        [stage, name, list(w.shape), str(w.dtype).removeprefix("torch.")]
-        for stage, weights in own.items()
-        for name, w in weights.items()
-    ]
-    of_all = exchange(forms)
     if dist.get_rank() > 0:
-        for stage, name, _, _ in forms:
-            dist.send(own[stage][name].contiguous(), 0)
+        for weights in own.values():
+            for weight in weights.values():
+                dist.send(weight.contiguous(), 0)
         return []
     found = dict(own)
-    for rank, theirs in enumerate(of_all[1:], 1):
-        for stage, name, shape, dtype in theirs:
-            weight = torch.empty(shape, dtype=getattr(torch, dtype))
-            dist.recv(weight, rank)
-            found.setdefault(stage, {})[name] = weight
+    modules = workload.build_modules(case.schedule.stages_per_rank)  # for names and shapes
+    for rank, stages in enumerate(case.schedule.stages()[1:], 1):
+        for stage in stages:
+            found[stage] = {}
+            for name, like in modules[stage].named_parameters():
+                weight = found[stage][name] = torch.empty_like(like, device="cpu")
+                dist.recv(weight, rank)
     return [weights for _, weights in sorted(found.items())]
 
 
@@ -126,7 +105,7 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
     `outputs`: paths of a trace, a record and weights.
     """
     cases = build_cases(config)
-    workload = Workload(config, _take_device(config, rank))
+    workload = Workload(config, take_device(config, rank))
     timeout = datetime.timedelta(seconds=config["timeout_s"])
     # Of gloo, for barriers and results, on a GPU as well.
     dist.init_process_group("gloo", timeout=timeout)
@@ -137,12 +116,19 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
     station = Station(rank, workload, peers)
     for case in cases:
         station.prepare(case)
+    about = workload.about(command)
     runs: list[MeasuredRun] = []
     chosen = None  # the run that durations are from
     for case in cases:
         if rank == 0 and CASE in os.environ:
             Path(os.environ[CASE]).write_text(case.name)
-        case = _found(case, config, chosen)
+        if case.memory is not None:  # rank 0 looks for an order, and tells the others
+            words = None
+            if chosen is not None:
+                costs = chosen.costs(config["num_stages"])
+                words = search(costs, case.num_microbatches, case.memory).words
+            found = as_schedule(exchange(words)[0], case.name)
+            case = replace(case, schedule=repeat(found, config["num_batches"]))
         for _ in range(config["warmups"]):  # nothing is slept in them
             station.run(case)
         repeats = []
@@ -151,10 +137,10 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             repeats.append(own)
         by_rank = exchange(repeats)
         wanted = config["check_weights"] or outputs["weights"]
-        by_stage = gather_weights(weights) if wanted else []
+        by_stage = gather_weights(case, workload, weights) if wanted else []
         if rank > 0:
             continue
-        run = measured_run(case, by_rank, by_stage)
+        run = MeasuredRun(case, by_rank, by_stage)
         runs.append(run)
         if chosen is None and case.num_microbatches == config["calibrate_on"]:
             chosen = run
@@ -163,7 +149,7 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             flush=True,
         )
         if chosen and outputs["record"]:  # so that a case that fails does not take the others along
-            write_whole(outputs["record"], build_record(runs, chosen, workload.about(command)))
+            write_whole(outputs["record"], build_record(runs, chosen, about))
     with connection_to("the other stages"):
         dist.barrier()
     dist.destroy_process_group()
@@ -174,26 +160,26 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
         print("  training in one process, to compare the weights", flush=True)
         for run in runs:
             alone = workload.train_alone(run.case)
-            run.measured["weights_equal"] = bits(run.weights) == bits(alone)
-    record = build_record(runs, chosen, workload.about(command))
+            run.measured["weights_equal"] = all(map(_same_bits, run.weights, alone))
+    record = build_record(runs, chosen, about)
     print(render(record), flush=True)
     if outputs["record"]:
         write_whole(outputs["record"], record)
     if outputs["trace"]:
-        write_trace(outputs["trace"], runs[-1], chosen)
+        trace = trace_document(
+            predicted=chosen.predict(run.case.schedule),
+            measured=run.events,
+            policy=run.case.policy,
+            batch_size=run.case.num_microbatches,
+            unit_s=1e-9,
+        )
+        Path(outputs["trace"]).write_text(json.dumps(trace))
     if outputs["weights"]:  # {(schedule, m): [the weights of each stage, by name]}
-        found = {(run.case.name, run.case.num_microbatches): run.weights for run in runs}
-        torch.save(found, outputs["weights"])
+        named = {(run.case.name, run.case.num_microbatches): run.weights for run in runs}
+        torch.save(named, outputs["weights"])
 
 
-def _take_device(config: Config, rank: int) -> torch.device:
-    """This stage's device, set up for what follows."""
-    torch.set_num_threads(1)  # a stage stands for one device, and so does the one-process run
-    if not on_gpus(config):
-        return torch.device("cpu")
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    if config["check_weights"]:  # sums in any order give other bits
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    return device
+def _same_bits(ours: Weights, theirs: Weights) -> bool:
+    """Numbers that have diverged to NaN on both sides would count as different."""
+    pairs = ((ours[name], w.detach().cpu()) for name, w in theirs.items())
+    return all(torch.equal(*(w.flatten().view(torch.uint8) for w in pair)) for pair in pairs)

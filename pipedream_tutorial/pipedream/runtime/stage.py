@@ -18,18 +18,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipedream.runtime.launch import StageLostError
 from pipedream.runtime.record import Case, RankRun
 from pipedream.runtime.workload import Workload
 from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule
-from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.trace import MeasuredEvent, handed_on, transfers
 from pipedream.train.trainer import StageTrainer, Weights
 
@@ -47,11 +44,12 @@ def connection_to(whom: str) -> Iterator[None]:
 class Peer:
     """Another rank that messages come from or go to, each way in a process group of its own."""
 
-    def __init__(self, rank: int, incoming: Any, outgoing: Any) -> None:
+    incoming: Any = None
+    outgoing: Any = None
+
+    def __init__(self, rank: int) -> None:
         self.rank = rank
         self.name = f"stage {rank}"
-        self.incoming = incoming
-        self.outgoing = outgoing
         self.under_way: deque[tuple[torch.Tensor, Any]] = deque()
 
     def expect(self, arriving: Sequence[Op], like: torch.Tensor, depth: int) -> None:
@@ -123,9 +121,9 @@ def connect(
         ranks = schedule.ranks()
         ends = ((ranks[sender], ranks[receiver]) for sender, receiver in transfers(schedule))
         pairs |= {(min(pair), max(pair)) for pair in ends}
-    groups: dict[tuple[int, int], Any] = {}
-    for low, high in sorted(pairs):
-        for sender, receiver in ((low, high), (high, low)):
+    peers: dict[int, Peer] = {}
+    for pair in sorted(pairs):
+        for sender in pair:
             backend, options = "gloo", None
             if device.type == "cuda":
                 backend = "nccl"
@@ -134,22 +132,24 @@ def connect(
                 options._timeout = timeout
                 if max_ctas is not None:
                     options.config.max_ctas = max_ctas
-            group = dist.new_group([low, high], timeout, backend, options)
-            if rank not in (sender, receiver):
+            group = dist.new_group(list(pair), timeout, backend, options)
+            if rank not in pair:
                 continue
-            groups[sender, receiver] = group
+            other = sum(pair) - rank
+            peer = peers.setdefault(other, Peer(other))
             tensor = torch.zeros(1, device=device)
-            with connection_to(f"stage {receiver if rank == sender else sender}"):
+            with connection_to(peer.name):
                 if rank == sender:
-                    dist.send(tensor, receiver, group=group)
+                    peer.outgoing = group
+                    dist.send(tensor, other, group=group)
                 else:
-                    dist.recv(tensor, sender, group=group)
+                    peer.incoming = group
+                    dist.recv(tensor, other, group=group)
                 tensor.item()  # on a GPU: wait until the message is through
-    return {
-        other: Peer(other, incoming, groups[rank, other])
-        for (other, receiver), incoming in groups.items()
-        if receiver == rank
-    }
+    return peers
+
+
+AT_ONCE_NS = 100_000  # above the error of the clocks' tie, below any operation worth measuring
 
 
 class Clock:
@@ -165,6 +165,8 @@ class Clock:
     def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
         """`new_event` as torch.cuda.Event with timing: record(), synchronize(), elapsed_time()."""
         self.new_event = new_event
+        self.spans: list[tuple[str, Op, Any, Any]] = []
+        """Thread, operation, and marks at its start and end."""
         if new_event is None:
             return
         tightest = math.inf
@@ -194,11 +196,17 @@ class Clock:
             return host_ns
         return self.zero_ns + round(self.zero.elapsed_time(event) * 1e6)
 
+    @contextmanager
+    def span(self, thread: str, op: Op) -> Iterator[None]:
+        """Mark the start and the end of what happens inside."""
+        begun = self.mark()
+        yield
+        self.spans.append((thread, op, begun, self.mark()))
 
-AT_ONCE_NS = 100_000  # above the error of the clocks' tie, below any operation worth measuring
-
-_Span = tuple[str, Op, Any, Any]
-"""Thread, operation, and marks at its start and end."""
+    def waited_for_host(self) -> float:
+        """Share of the operations that a GPU had done as soon as they were handed over to it."""
+        ends = [end for thread, _, _, end in self.spans if thread == "compute"]
+        return sum(self.read(end) - end[0] < AT_ONCE_NS for end in ends) / len(ends)
 
 
 class Station:
@@ -208,72 +216,54 @@ class Station:
         self.rank = rank
         self.workload = workload
         self.peers = peers
-        self.modules: dict[tuple[int, ...], dict[int, nn.Module]] = {}
-        """Stages that the rank holds under some schedule -> their initial weights, on the CPU; of
-        the rest of the model nothing is kept. Every run trains copies."""
-
-    def _own(self, case: Case) -> tuple[int, ...]:
-        return tuple(case.schedule.stages()[self.rank])
 
     def prepare(self, case: Case) -> None:
-        """Build the case's stages, and run every kind of operation once by itself, nothing sent.
+        """Run a case's operations of two microbatches, with nothing sent.
 
         The first torch.autograd.grad with grad_outputs takes hundreds of milliseconds, and a GPU
         loads each kernel on first use, which can wait for ever while a receive is pending.
         """
-        own = self._own(case)
-        if own in self.modules:
-            return
-        built = self.workload.build_modules(case.schedule.stages_per_rank)
-        self.modules[own] = {stage: built[stage] for stage in own}
+        few = min(2, case.num_microbatches)
+        trainers = self.workload.build_trainers(replace(case, num_microbatches=few), self.rank)
         task = self.workload.task
         x = torch.zeros_like(task.microbatch(0)[0])
-        for policy, cut in product(("flush", "in-place"), (False, True)):
-            small = replace(case, policy=POLICIES[policy], num_microbatches=2)
-            trainers = self.workload.build_trainers(small, self.modules[own], cut=cut)
-            for (stage, trainer), i in product(trainers.items(), range(2)):
-                trainer.run(Op(FORWARD, stage, i), x if stage else None, task)
-                trainer.run(Op(BACKWARD, stage, i), None if trainer.loss else x, task)
+        for op in case.schedule.flat[self.rank]:
+            trainer = trainers[op.stage]
+            at_the_end = op.stage == 0 if op.kind == FORWARD else trainer.loss is not None
+            if op.microbatch < few:
+                trainer.run(op, None if at_the_end else x, task)
 
     def run(self, case: Case, *, emulated: bool = False) -> tuple[RankRun, dict[int, Weights]]:
-        """Train a copy of the initial weights under a schedule, with CONFIG's sleeps if `emulated`;
-        the final weights by stage, on the CPU. All ranks have to call this together.
+        """Train the initial weights under a schedule, with CONFIG's sleeps if `emulated`; the final
+        weights by stage, on the CPU. All ranks have to call this together.
 
         Raises StageLostError when a peer is gone.
         """
-        trainers = self.workload.build_trainers(case, self.modules[self._own(case)])
+        trainers = self.workload.build_trainers(case, self.rank)
         device = self.workload.device
         on_gpu = device.type == "cuda"
-        new_event = None
-        memory = None
-        waited = None
         gc.disable()  # Python's collector would stop a stage for milliseconds, anywhere
         try:
             if on_gpu:
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
-                new_event = partial(torch.cuda.Event, enable_timing=True)
-            clock = Clock(new_event)
+            clock = Clock(partial(torch.cuda.Event, enable_timing=True) if on_gpu else None)
             with connection_to("the other stages"):
                 dist.barrier()
-            spans = self._run_order(case, trainers, clock, emulated=emulated)
+            self._run_order(case, trainers, clock, emulated=emulated)
             if on_gpu:
                 torch.cuda.synchronize(device)
         finally:
             gc.enable()
-        if on_gpu:
-            memory = torch.cuda.max_memory_allocated(device)
-            ends = [end for thread, _, _, end in spans if thread == "compute"]
-            waited = sum(clock.read(end) - end[0] < AT_ONCE_NS for end in ends) / len(ends)
         run = RankRun(
             events=[
                 MeasuredEvent(self.rank, *op, clock.read(start), clock.read(end), thread)
-                for thread, op, start, end in spans
+                for thread, op, start, end in clock.spans
             ],
             peak_versions=[(stage, trainer.peak_versions) for stage, trainer in trainers.items()],
             losses=[(i, float(x)) for own in trainers.values() for i, x in own.losses.items()],
-            peak_memory_bytes=memory,
-            waited_for_host=waited,
+            peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+            waited_for_host=clock.waited_for_host() if on_gpu else None,
         )
         return run, {
             stage: {name: w.detach().cpu() for name, w in trainer.weights.items()}
@@ -282,7 +272,7 @@ class Station:
 
     def _run_order(
         self, case: Case, trainers: Mapping[int, StageTrainer], clock: Clock, *, emulated: bool
-    ) -> list[_Span]:
+    ) -> None:
         """Run the rank's operations, until all that they send is through."""
         ranks = case.schedule.ranks()
         orders = case.schedule.flat
@@ -296,7 +286,6 @@ class Station:
             peer.expect(sent, example, depth)
         slept_ms = self.workload.slept_ms if emulated else (0, 0)
         forward_s, backward_s = (ms / 1000 / case.schedule.stages_per_rank for ms in slept_ms)
-        spans: list[_Span] = []
         kept: dict[Op, torch.Tensor] = {}  # for another stage of this rank
         for op in orders[self.rank]:
             received = None
@@ -304,24 +293,20 @@ class Station:
             if giver in kept:
                 received = kept.pop(giver)
             elif giver is not None:
-                begun = clock.mark()
-                received = self.peers[ranks[giver]].take(giver)
-                spans.append(("receive", giver, begun, clock.mark()))
-            begun = clock.mark()
-            result = trainers[op.stage].run(op, received, task)
-            slept_s = {FORWARD: forward_s, BACKWARD: backward_s}.get(op.kind, backward_s / 2)
-            if slept_s:  # in place of a device's work
-                time.sleep(slept_s)
-            spans.append(("compute", op, begun, clock.mark()))
+                with clock.span("receive", giver):
+                    received = self.peers[ranks[giver]].take(giver)
+            with clock.span("compute", op):
+                result = trainers[op.stage].run(op, received, task)
+                slept_s = {FORWARD: forward_s, BACKWARD: backward_s}.get(op.kind, backward_s / 2)
+                if slept_s:  # in place of a device's work
+                    time.sleep(slept_s)
             if result is None or op not in target:
                 continue
             to = ranks[target[op]]
             if to == self.rank:
                 kept[op] = result
             else:
-                begun = clock.mark()
-                self.peers[to].send(result)
-                spans.append(("send", op, begun, clock.mark()))
+                with clock.span("send", op):
+                    self.peers[to].send(result)
         for peer in self.peers.values():
             peer.drain()
-        return spans

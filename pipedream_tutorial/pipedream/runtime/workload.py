@@ -1,9 +1,8 @@
 """What the runtime trains: a model cut into stages, its loss, its microbatches, and the device."""
 
-import copy
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from pipedream.plan.profile import device_name
 from pipedream.runtime.record import Case
 from pipedream.schedules.catalogue import layers_of_a_stage
 from pipedream.train.models import GPT2_SIZES, GPT2Size, Task, build_stages, build_task, gpt2_layers
-from pipedream.train.oracle import build_trainers, run_schedule
+from pipedream.train.oracle import run_schedule
 from pipedream.train.trainer import Loss, StageTrainer, Weights
 
 Config = Mapping[str, Any]
@@ -25,7 +24,6 @@ BLOCKS: dict[str, GPT2Size] = {
     "gpt2-medium": replace(GPT2_SIZES["gpt2-medium"], vocabulary=1),
     "gpt2-tiny": GPT2Size(num_layers=8, hidden=64, heads=4, vocabulary=1, seq_len=32),
 }
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Workload:
@@ -34,6 +32,7 @@ class Workload:
     def __init__(self, config: Config, device: torch.device) -> None:
         """Raises UserError when the model's blocks cannot be cut evenly into the stages."""
         name = config["model"]
+        size = BLOCKS.get(name)
         layers = config["layers_per_stage"]
         batch = config["microbatch_size"]
         on_gpu = device.type == "cuda"
@@ -41,37 +40,37 @@ class Workload:
         self.device = device
         self.slept_ms = (0.0, 0.0) if on_gpu else (config["forward_ms"], config["backward_ms"])
         """In a forward and in a whole backward pass of a rank's layers."""
-        if name == "mlp":
+        if size is None:
             layers = layers or 2
-            dtype = DTYPES[config["dtype"] or "float64"]
-            task = build_task(seed=config["seed"], microbatch_size=batch or 8, dtype=dtype)
+            dtype = config["dtype"] or "float64"
+            task = build_task(seed=config["seed"], microbatch_size=batch or 8)
             self.loss: Loss = nn.functional.cross_entropy
             text = f"{_count(layers, 'layer')} a stage, {task.microbatch_size} samples"
         else:
-            total = BLOCKS[name].num_layers
             p = config["num_stages"]
-            if not layers and total % p:
-                able = [str(n) for n in range(1, total + 1) if total % n == 0]
+            if not layers and size.num_layers % p:
+                able = [str(n) for n in range(1, size.num_layers + 1) if size.num_layers % n == 0]
                 raise UserError(
-                    f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
+                    f"the {size.num_layers} blocks of {name} cannot be cut evenly into {p} stages",
                     f"set num_stages to one of {', '.join(able)}, or set layers_per_stage",
                 )
-            layers = layers or total // p
-            dtype = DTYPES[config["dtype"] or ("bfloat16" if on_gpu else "float32")]
-            task = _noise(BLOCKS[name], batch or 4, dtype, config["seed"])
+            layers = layers or size.num_layers // p
+            dtype = config["dtype"] or ("bfloat16" if on_gpu else "float32")
+            task = _noise(size, batch or 4, getattr(torch, dtype), config["seed"])
             self.loss = nn.functional.mse_loss
             text = (
-                f"{_count(layers, 'block')} of hidden size {BLOCKS[name].hidden} a stage (no "
-                f"embedding, no head), {batch or 4} sequences of {BLOCKS[name].seq_len}"
+                f"{_count(layers, 'block')} of hidden size {size.hidden} a stage (no "
+                f"embedding, no head), {task.microbatch_size} sequences of {size.seq_len}"
             )
         self.layers = layers
         """Of a rank."""
-        self.dtype = dtype
-        self.text = f"{name}, {text} a microbatch, {str(dtype).removeprefix('torch.')}"
-        self.task = replace(task, inputs=task.inputs.to(device), targets=task.targets.to(device))
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.text = f"{name}, {text} a microbatch, {dtype}"
+        inputs = task.inputs.to(device, self.dtype)
+        self.task = replace(task, inputs=inputs, targets=task.targets.to(device))
 
-    def build_modules(self, stages_per_rank: int) -> dict[int, nn.Module]:
-        """By stage, on the CPU; each but the last gives a tensor of the form that it takes.
+    def build_modules(self, stages_per_rank: int) -> list[nn.Module]:
+        """By stage; each but the last gives a tensor of the form that it takes.
 
         Raises UserError when a rank's layers cannot be cut evenly.
         """
@@ -79,30 +78,38 @@ class Workload:
         num_stages = self.config["num_stages"] * stages_per_rank
         seed = self.config["seed"]
         if self.config["model"] == "mlp":
-            return dict(enumerate(build_stages(num_stages, layers, seed=seed, dtype=self.dtype)))
+            return build_stages(num_stages, layers, seed=seed, dtype=self.dtype)
         size = replace(BLOCKS[self.config["model"]], num_layers=layers * num_stages)
         torch.manual_seed(seed)
         with self.device:
             blocks = gpt2_layers(size)[1:-1]
-        return {
-            stage: nn.Sequential(*blocks[stage * layers :][:layers]).to(self.dtype).cpu()
+        return [
+            nn.Sequential(*blocks[stage * layers :][:layers]).to(self.dtype)
             for stage in range(num_stages)
-        }
+        ]
 
-    def build_trainers(
-        self, case: Case, modules: Mapping[int, nn.Module], **changes: Any
-    ) -> dict[int, StageTrainer]:
-        """By stage, with copies of the modules' weights."""
-        copies = {stage: copy.deepcopy(own).to(self.device) for stage, own in modules.items()}
-        settings = {"learning_rate": self.config["learning_rate"], "loss": self.loss} | changes
-        return build_trainers(case.schedule, case.policy, copies, case.num_microbatches, **settings)
+    def build_trainers(self, case: Case, rank: int | None = None) -> dict[int, StageTrainer]:
+        """By stage, with the initial weights: for the stages of one rank, or for all."""
+        own = case.schedule.position() if rank is None else case.schedule.stages()[rank]
+        return {
+            stage: StageTrainer(
+                module.to(self.device),
+                case.schedule,
+                case.policy,
+                stage=stage,
+                batch_size=case.num_microbatches,
+                learning_rate=self.config["learning_rate"],
+                loss=self.loss,
+            )
+            for stage, module in enumerate(self.build_modules(case.schedule.stages_per_rank))
+            if stage in own
+        }
 
     def train_alone(self, case: Case) -> list[Weights]:
         """The final weights of every stage, from one process."""
-        modules = self.build_modules(case.schedule.stages_per_rank)
-        trainers = self.build_trainers(case, modules)
+        trainers = list(self.build_trainers(case).values())
         run_schedule(case.schedule, trainers, self.task)
-        return [trainer.weights for trainer in trainers.values()]
+        return [trainer.weights for trainer in trainers]
 
     def describe(self) -> str:
         """What is about to run, in words."""
@@ -157,14 +164,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def bits(stages: Sequence[Weights]) -> list[dict[str, bytes]]:
-    """Of all weights: numbers that have diverged to NaN on both sides would count as different."""
-    return [
-        {n: w.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() for n, w in own.items()}
-        for own in stages
-    ]
-
-
 def on_gpus(config: Config) -> bool:
     """Whether the stages run on GPUs: where device=auto finds one for each of them, they do.
 
@@ -180,3 +179,16 @@ def on_gpus(config: Config) -> bool:
             f"{fewer}run it where there are {stages}, or add --set device=cpu",
         )
     return config["device"] != "cpu" and gpus >= stages
+
+
+def take_device(config: Config, rank: int) -> torch.device:
+    """A stage's device, set up for what follows."""
+    torch.set_num_threads(1)  # a stage stands for one device, and so does the one-process run
+    if not on_gpus(config):
+        return torch.device("cpu")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    if config["check_weights"]:  # sums in any order give other bits
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return device

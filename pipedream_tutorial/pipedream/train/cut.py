@@ -11,8 +11,7 @@ linear layer's backward pass does I and puts x and dY aside, and W is done from 
 other layers have few weights: their gradients are made in I.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,43 +19,29 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 
-@dataclass(slots=True)
-class LinearCall:
-    """One call of a linear layer in a forward pass, and what its W needs."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    output_gradient: Any = None
-    """A tensor from the moment at which the backward pass was there."""
-
-    def weight_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(weight or bias, its gradient); the bits that autograd gives."""
-        dy = self.output_gradient.flatten(0, -2)
-        found = [(self.weight, dy.t() @ self.x.flatten(0, -2))]
-        return found if self.bias is None else [*found, (self.bias, dy.sum(0))]
-
-
 class _InputGradientOnly(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: LinearCall) -> torch.Tensor:
-        ctx.call = call
-        ctx.save_for_backward(weight)
-        return functional.linear(x, weight, call.bias)
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, aside: list[Any]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.aside = aside
+        return functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, output_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.call.output_gradient = output_gradient
-        (weight,) = ctx.saved_tensors
-        return (output_gradient @ weight if ctx.needs_input_grad[0] else None), None, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        ctx.aside.append((x.detach(), weight, bias, dy))
+        return (dy @ weight if ctx.needs_input_grad[0] else None), None, None, None
 
 
 class CutLinears(TorchFunctionMode):
-    """Inside this context backward passes will leave out W for linear layers; `calls` has it."""
+    """Backward passes of what runs in this context leave out W for linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[LinearCall] = []
+        self.aside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        """x, weight, bias and dY of each linear layer that a backward pass has come through."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -64,5 +49,12 @@ class CutLinears(TorchFunctionMode):
         if func is not functional.linear:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
-        self.calls.append(LinearCall(x.detach(), weight, bias))
-        return _InputGradientOnly.apply(x, weight, self.calls[-1])
+        return _InputGradientOnly.apply(x, weight, bias, self.aside)
+
+    def weight_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """W: each weight or bias and its gradient, in the bits that autograd gives."""
+        for x, weight, bias, dy in self.aside:
+            dy = dy.flatten(0, -2)
+            yield weight, dy.t() @ x.flatten(0, -2)
+            if bias is not None:
+                yield bias, dy.sum(0)

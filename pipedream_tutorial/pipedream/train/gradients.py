@@ -8,18 +8,20 @@ weights computes the gradient of no model at all.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn.functional import cross_entropy
 
 from pipedream.schedules.ops import FORWARD, INPUT_GRADIENT, Op
 from pipedream.train.models import build_task
 from pipedream.train.oracle import Trainers, TrainResult, train
 from pipedream.train.trainer import StageTrainer, Weights
+
+Gradients = list[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,35 +43,15 @@ class MicrobatchError:
 class _RecordingTrainer(StageTrainer):
     """Keeps what the newest backward pass gave, and the weights before its update."""
 
-    newest: tuple[list[torch.Tensor], Weights]
+    newest: tuple[Gradients, Weights]
 
-    def _accumulate(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        self.newest = list(gradients), _copied(self.weights)
+    def _accumulate(self, gradients: Gradients) -> None:
+        self.newest = gradients, _copied(self.weights)
         super()._accumulate(gradients)
 
 
 def _copied(weights: Weights) -> Weights:
     return {name: weight.detach().clone() for name, weight in weights.items()}
-
-
-def exact_gradient(
-    modules: Iterable[nn.Module],
-    weights: Sequence[Weights],
-    inputs: torch.Tensor,
-    target: torch.Tensor,
-    batch_size: int,
-) -> list[list[torch.Tensor]]:
-    """Autograd through all stages at once, each with the weights given; loss / batch_size.
-
-    inputs: [samples, width]; target: [samples]. By stage, then in the order of its parameters.
-    """
-    leaves = [{n: w.detach().requires_grad_() for n, w in own.items()} for own in weights]
-    x = inputs
-    for module, own in zip(modules, leaves, strict=True):
-        x = torch.func.functional_call(module, own, (x,), tie_weights=False)
-    loss = nn.functional.cross_entropy(x, target) / batch_size
-    gradients = iter(torch.autograd.grad(loss, [w for own in leaves for w in own.values()]))
-    return [[next(gradients) for _ in own] for own in leaves]
 
 
 def train_and_check(
@@ -79,40 +61,44 @@ def train_and_check(
     in the order in which their backward passes end."""
     task = build_task(seed=settings["seed"])
     used: dict[int, dict[int, Weights]] = defaultdict(dict)
-    given: dict[int, dict[int, tuple[list[torch.Tensor], Weights]]] = defaultdict(dict)
+    given: dict[int, dict[int, tuple[Gradients, Weights]]] = defaultdict(dict)
     errors = []
 
     def watch(op: Op, trainers: Trainers) -> None:
         kind, stage, i = op
         trainer = trainers[stage]
+        assert isinstance(trainer, _RecordingTrainer)
         if i % every or kind == INPUT_GRADIENT:
             return
         if kind == FORWARD:
             used[i][stage] = _copied(trainer.in_flight[i].weights)
             return
-        assert isinstance(trainer, _RecordingTrainer)
         given[i][stage] = trainer.newest
-        if len(given[i]) < len(trainers):
-            return
-        by_stage = [given[i][s] for s in trainers]
-        computed = [gradients for gradients, _ in by_stage]
-        exact, current = (
-            exact_gradient(
-                (t.module for t in trainers.values()),
-                weights,
-                *task.microbatch(i),
-                settings["num_microbatches"],
-            )
-            for weights in ([used[i][s] for s in trainers], [newest for _, newest in by_stage])
-        )
-        error = MicrobatchError(
+        if len(given[i]) == len(trainers):
+            errors.append(error_of(i, trainers))
+
+    def error_of(i: int, trainers: Trainers) -> MicrobatchError:
+        """Once all stages have its gradient."""
+        at_forward = used.pop(i)
+        computed, newest = zip(*(pair for _, pair in sorted(given.pop(i).items())), strict=True)
+
+        def exact_at(weights: Iterable[Weights]) -> list[Gradients]:
+            """Autograd through all stages at once, each with the weights given."""
+            leaves = [{n: w.requires_grad_() for n, w in own.items()} for own in weights]
+            x, target = task.microbatch(i)
+            for trainer, own in zip(trainers, leaves, strict=True):
+                x = torch.func.functional_call(trainer.module, own, (x,), tie_weights=False)
+            loss = cross_entropy(x, target) / settings["num_microbatches"]
+            found = iter(torch.autograd.grad(loss, [w for own in leaves for w in own.values()]))
+            return [[next(found) for _ in own] for own in leaves]
+
+        exact = exact_at(at_forward[stage] for stage in range(len(trainers)))
+        return MicrobatchError(
             microbatch=i,
             relative_error=relative_difference(chain(*computed), chain(*exact)),
             per_stage=tuple(map(relative_difference, computed, exact)),
-            staleness_error=relative_difference(chain(*computed), chain(*current)),
+            staleness_error=relative_difference(chain(*computed), chain(*exact_at(newest))),
         )
-        errors.append(error)
-        del used[i], given[i]
 
     return train(name, **settings, watch=watch, trainer_class=_RecordingTrainer), errors
 

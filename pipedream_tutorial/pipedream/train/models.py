@@ -24,7 +24,7 @@ class ResidualLayer(nn.Module):
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, width] -> [batch, width]
+    def forward(self, x: Tensor) -> Tensor:  # [batch, width] -> [batch, width]
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
@@ -32,15 +32,12 @@ def build_stages(
     num_stages: int, layers_per_stage: int, *, seed: int, dtype: torch.dtype = torch.float64
 ) -> list[nn.Module]:
     """Stages of `layers_per_stage` layers each; the last one ends in a classifier."""
-    layers: list[nn.Module] = []
+    stages: list[list[nn.Module]] = [[] for _ in range(num_stages)]
     for layer in range(num_stages * layers_per_stage):
         torch.manual_seed(seed * 10_000 + layer)
-        layers.append(ResidualLayer(WIDTH))
+        stages[layer // layers_per_stage].append(ResidualLayer(WIDTH))
     torch.manual_seed(seed * 10_000 + 9_999)
-    ends = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_CLASSES)]
-    cuts = range(0, len(layers), layers_per_stage)
-    stages = [layers[cut : cut + layers_per_stage] for cut in cuts]
-    stages[-1] += ends
+    stages[-1] += [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_CLASSES)]
     return [nn.Sequential(*stage).to(dtype) for stage in stages]
 
 
@@ -48,13 +45,13 @@ def build_stages(
 class Task:
     """Points and the classes that a hidden network gives them."""
 
-    inputs: torch.Tensor
+    inputs: Tensor
     """[samples, WIDTH]"""
-    targets: torch.Tensor
+    targets: Tensor
     """[samples]"""
     microbatch_size: int
 
-    def microbatch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def microbatch(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the microbatch, counted from the start of training; the samples
         come round again in the same order."""
         first = index * self.microbatch_size % len(self.targets)
@@ -62,7 +59,7 @@ class Task:
         return self.inputs[rows], self.targets[rows]
 
 
-def build_task(*, seed: int, microbatch_size: int = 8, dtype: torch.dtype = torch.float64) -> Task:
+def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
     """TASK_MICROBATCHES of normal inputs, classified by a random two-layer network."""
     num_samples = TASK_MICROBATCHES * microbatch_size
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +67,7 @@ def build_task(*, seed: int, microbatch_size: int = 8, dtype: torch.dtype = torc
     first = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
     second = torch.randn(WIDTH, NUM_CLASSES, generator=generator, dtype=torch.float64)
     targets = (torch.tanh(inputs @ first) @ second).argmax(dim=1)
-    return Task(inputs=inputs.to(dtype), targets=targets, microbatch_size=microbatch_size)
+    return Task(inputs=inputs, targets=targets, microbatch_size=microbatch_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,18 +124,15 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and output projection: [B, S, H] -> logits [B, S, V], or the loss."""
+    """Final norm, output projection and mean cross-entropy in nats: [B, S, H] -> a scalar."""
 
     def __init__(self, size: GPT2Size) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(size.hidden)
         self.project = nn.Linear(size.hidden, size.vocabulary, bias=False)
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """With `targets` [B, S] int64: their mean cross-entropy in nats, a scalar."""
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # [B, S] int64
         logits = self.project(self.norm(x))
-        if targets is None:
-            return logits
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

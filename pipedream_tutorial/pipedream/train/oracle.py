@@ -2,22 +2,19 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
 from pipedream.schedules.catalogue import layers_of_a_stage, schedule_for_training
 from pipedream.schedules.ops import Op, Schedule
-from pipedream.schedules.policies import Policy
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.simulate.trace import handed_on
 from pipedream.train.models import TASK_MICROBATCHES, Task, build_stages, build_task
 from pipedream.train.trainer import StageTrainer, Weights
 
-Trainers = Mapping[int, StageTrainer]
+Trainers = Sequence[StageTrainer]
 """By stage."""
 Watcher = Callable[[Op, Trainers], None]
 
@@ -37,28 +34,6 @@ class TrainResult:
     def diverged(self) -> bool:
         """Whether a loss is no number, or the last one is above the first."""
         return not all(map(math.isfinite, self.losses)) or self.losses[-1] > self.losses[0]
-
-
-def build_trainers(
-    schedule: Schedule,
-    policy: Policy,
-    modules: Mapping[int, nn.Module],
-    batch_size: int,
-    *,
-    trainer_class: type[StageTrainer] = StageTrainer,
-    **settings: Any,
-) -> dict[int, StageTrainer]:
-    """A trainer for each of these stages' modules; the other settings are StageTrainer's."""
-    fixed = {
-        "num_stages": len(schedule.chains[0]),
-        "batch_size": batch_size,
-        "num_microbatches": schedule.num_microbatches,
-        "cut": schedule.cuts_backward,
-    }
-    return {
-        stage: trainer_class(module, policy, stage=stage, **fixed | settings)
-        for stage, module in modules.items()
-    }
 
 
 def run_schedule(
@@ -97,16 +72,19 @@ def train(
     m = num_microbatches
     schedule, policy = schedule_for_training(name, num_stages, m, num_batches)
     layers = layers_of_a_stage(layers_per_stage, schedule.stages_per_rank)
-    modules = dict(enumerate(build_stages(len(schedule.chains[0]), layers, seed=seed)))
-    trainers = build_trainers(
-        schedule, policy, modules, m, trainer_class=trainer_class, learning_rate=learning_rate
-    )
+    modules = build_stages(len(schedule.chains[0]), layers, seed=seed)
+    trainers = [
+        trainer_class(
+            module, schedule, policy, stage=stage, batch_size=m, learning_rate=learning_rate
+        )
+        for stage, module in enumerate(modules)
+    ]
     run_schedule(schedule, trainers, build_task(seed=seed), watch)
-    losses = [float(trainers[max(trainers)].losses[i]) for i in range(m * num_batches)]
+    losses = [float(trainers[-1].losses[i]) for i in range(m * num_batches)]
     return TrainResult(
         losses=[sum(losses[first : first + m]) / m for first in range(0, len(losses), m)],
-        weights=[trainer.weights for trainer in trainers.values()],
-        peak_versions=[trainer.peak_versions for trainer in trainers.values()],
+        weights=[trainer.weights for trainer in trainers],
+        peak_versions=[trainer.peak_versions for trainer in trainers],
     )
 
 

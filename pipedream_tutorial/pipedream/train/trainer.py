@@ -7,16 +7,15 @@ process and sends them. That their results are the same bits is a matter of the 
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op
+from pipedream.schedules.ops import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
 from pipedream.schedules.policies import Policy
-from pipedream.train.cut import CutLinears, LinearCall
+from pipedream.train.cut import CutLinears
 from pipedream.train.models import Task
 
 Weights = dict[str, torch.Tensor]
@@ -31,13 +30,12 @@ class _InFlight:
     out: torch.Tensor | None
     version: int
     weights: Weights
-    calls: list[LinearCall]
-    """Where backward passes are cut: those of linear layers."""
+    linears: CutLinears
+    """Empty where backward passes are whole."""
     gradients: Sequence[torch.Tensor | None] = ()
     """Of the weights, as far as I has made them: None for those of linear layers that are cut."""
 
 
-@dataclass(eq=False)
 class StageTrainer:
     """Plain SGD on one stage under a weight policy.
 
@@ -46,37 +44,40 @@ class StageTrainer:
     the batch, and one learning rate suits all.
     """
 
-    module: nn.Module
-    """Gives the first version of the weights, in its memory, which is not used afterwards."""
-    policy: Policy
-    _: KW_ONLY
-    stage: int
-    num_stages: int
-    batch_size: int
-    """Microbatches in a batch."""
-    num_microbatches: int
-    """In all of training."""
-    learning_rate: float
-    loss: Loss | None = functional.cross_entropy
-    """Of the last stage; None on the others."""
-    cut: bool = False
-    """Whether backward passes come in two halves, I and W."""
-
-    def __post_init__(self) -> None:
-        self.versions = {0: {n: p.detach() for n, p in self.module.named_parameters()}}
-        for tensor in self.versions[0].values():
-            tensor.requires_grad_()
+    def __init__(
+        self,
+        module: nn.Module,
+        schedule: Schedule,
+        policy: Policy,
+        *,
+        stage: int,
+        batch_size: int,
+        learning_rate: float,
+        loss: Loss = functional.cross_entropy,
+    ) -> None:
+        """`module` gives the first version of the weights, in its memory, which is not used
+        afterwards. `batch_size`: microbatches in a batch. `loss` is the last stage's."""
+        self.stage = stage
+        self.num_stages = len(schedule.chains[0])
+        self.num_microbatches = schedule.num_microbatches
+        self.cut = schedule.cuts_backward
+        self.policy = policy
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.loss = loss if stage == self.num_stages - 1 else None
+        self.versions = {
+            0: {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
+        }
         # Parameters without memory, in whose place functional_call puts a version: a module that
         # holds the first one would never let it be freed.
-        empty = {id(p): nn.Parameter(p.detach().to("meta")) for p in self.module.parameters()}
-        self.module = copy.deepcopy(self.module, empty)
-        if self.stage < self.num_stages - 1:
-            self.loss = None
+        empty = {id(p): nn.Parameter(p.detach().to("meta")) for p in module.parameters()}
+        self.module = copy.deepcopy(module, empty)
         self.updates = 0
         self.peak_versions = 1
         self.num_forwards = 0
         self.in_flight: dict[int, _InFlight] = {}
-        self.gradients: list[torch.Tensor] | None = None
+        self.gradients: list[torch.Tensor] = []
+        """Of the microbatches since the last update, added up."""
         self.num_accumulated = 0
         self.losses: dict[int, torch.Tensor] = {}
         """Of the last stage: microbatch -> its mean loss, not divided."""
@@ -89,15 +90,16 @@ class StageTrainer:
     def run(self, op: Op, received: torch.Tensor | None, task: Task) -> torch.Tensor | None:
         """One operation of this stage. `received`: what the stage before gave to F, the one after
         to B and I; None where there is none. What it gives to the next, if anything."""
-        i = op.microbatch
-        if op.kind == FORWARD:
+        kind, _, i = op
+        if kind == FORWARD:
             inputs, target = task.microbatch(i)
             return self.forward(i, inputs if received is None else received, target)
-        if op.kind == WEIGHT_GRADIENT:
+        gradient = None
+        if kind != WEIGHT_GRADIENT:
+            gradient = self.input_gradient(i, received)
+        if kind != INPUT_GRADIENT:
             self.weight_gradient(i)
-            return None
-        step = self.backward if op.kind == BACKWARD else self.input_gradient
-        return step(i, received)
+        return gradient
 
     def forward(
         self, microbatch: int, x: torch.Tensor, target: torch.Tensor | None = None
@@ -111,15 +113,15 @@ class StageTrainer:
         x = x.detach()
         if self.stage > 0:
             x.requires_grad_()
-        with CutLinears() if self.cut else nullcontext() as linears:
+        linears = CutLinears()
+        with linears if self.cut else nullcontext():
             out = torch.func.functional_call(self.module, weights, (x,), tie_weights=False)
         if self.loss is not None:
             assert target is not None
             loss = self.loss(out, target)
             self.losses[microbatch] = loss.detach()
             out = loss / self.batch_size
-        calls = linears.calls if linears else []
-        self.in_flight[microbatch] = _InFlight(x, out, version, weights, calls)
+        self.in_flight[microbatch] = _InFlight(x, out, version, weights, linears)
         self.num_forwards = microbatch + 1
         return out.detach()
 
@@ -127,21 +129,13 @@ class StageTrainer:
         sizes = self.batch_size, self.num_stages
         return self.policy.forward_version(self.updates, microbatch, *sizes)
 
-    def backward(
-        self, microbatch: int, output_gradient: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """The whole backward pass; the input's gradient, which the stage before waits for.
-
-        output_gradient: as the output; None on the last stage. Returns None on the first stage.
-        """
-        gradient = self.input_gradient(microbatch, output_gradient)
-        self.weight_gradient(microbatch)
-        return gradient
-
     def input_gradient(
         self, microbatch: int, output_gradient: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The half of the backward pass that the stage before waits for (I)."""
+        """The half of the backward pass that the stage before waits for (I).
+
+        output_gradient: as the output; None on the last stage. Returns None on the first stage.
+        """
         flight = self.in_flight[microbatch]
         assert flight.out is not None
         inputs = [flight.x] if self.stage > 0 else []
@@ -153,25 +147,23 @@ class StageTrainer:
         return gradients[0] if inputs else None
 
     def weight_gradient(self, microbatch: int) -> None:
-        """The half that nobody waits for (W)."""
+        """The half that nobody waits for (W), and the update when it is due."""
         flight = self.in_flight.pop(microbatch)
-        found: dict[int, Any] = dict(
-            zip(map(id, flight.weights.values()), flight.gradients, strict=True)
-        )
-        for call in flight.calls:
-            for weight, gradient in call.weight_gradients():
-                before = found[id(weight)]
-                found[id(weight)] = gradient if before is None else before + gradient
-        self._accumulate(tuple(found.values()))
+        weights = map(id, flight.weights.values())
+        found = dict(zip(weights, flight.gradients, strict=True))
+        for weight, gradient in flight.linears.weight_gradients():
+            before = found[id(weight)]
+            found[id(weight)] = gradient if before is None else before + gradient
+        self._accumulate([gradient for gradient in found.values() if gradient is not None])
 
-    def _accumulate(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        if self.gradients is not None:
-            gradients = torch._foreach_add(self.gradients, gradients)
-        self.gradients = list(gradients)
+    def _accumulate(self, gradients: list[torch.Tensor]) -> None:
+        if self.gradients:
+            gradients = list(torch._foreach_add(self.gradients, gradients))
+        self.gradients = gradients
         self.num_accumulated += 1
         if self.policy.per_microbatch or self.num_accumulated == self.batch_size:
-            self._update(self.gradients)
-            self.gradients = None
+            self._update(gradients)
+            self.gradients = []
             self.num_accumulated = 0
 
     def _update(self, gradients: list[torch.Tensor]) -> None:

@@ -20,37 +20,40 @@ Update = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 def replace_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """`p.data = new`: new memory under the same Parameter. What autograd saved as a view (a
-    Linear's transposed weight) still points to the old memory; what it saved as the Parameter
-    itself (a LayerNorm's weight, the right factor of `x @ w`) shows the new one."""
+    """New memory under the same Parameter. What autograd saved as a view (a Linear's transposed
+    weight) still points to the old memory; what it saved as the Parameter itself (a LayerNorm's
+    weight, the right factor of `x @ w`) shows the new one."""
     parameter.data = parameter.data - LEARNING_RATE * gradient
 
 
 def step_optimizer(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """`optimizer.step()`: in place, and counted by autograd, which will refuse the graph."""
+    """In place, and counted by autograd, which will refuse the graph."""
     parameter.grad = gradient
     torch.optim.SGD([parameter], lr=LEARNING_RATE).step()
 
 
 def copy_into_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """`p.data.copy_(new)`: in place and not counted; the graph reads what is there now."""
+    """In place and not counted; the graph reads what is there now."""
     parameter.data.copy_(parameter.data - LEARNING_RATE * gradient)
 
 
-def stage(*, norm: bool) -> nn.Module:
-    """Linear layers, or these with a LayerNorm in between; fp64."""
-    torch.manual_seed(0)
-    between = [nn.LayerNorm(32)] if norm else []
-    layers = [nn.Linear(16, 32), nn.Tanh(), *between, nn.Linear(32, 16)]
-    return nn.Sequential(*layers).double()
+WAYS: dict[str, Update] = {
+    "p.data = new": replace_data,
+    "optimizer.step()": step_optimizer,
+    "p.data.copy_(new)": copy_into_data,
+}
 
 
-def run_trap(module: nn.Module, update: Update) -> float | str:
+def run_trap(update: Update, *, norm: bool) -> float | str:
     """Forward pass, `update` of the weights by another microbatch's gradient, backward pass: the
     gradient's error relative to the one without the update between, or autograd's refusal.
 
-    Exactly 0: the backward pass used the old weights.
+    Exactly 0: the backward pass used the old weights. `norm`: a LayerNorm between the Linears.
     """
+    torch.manual_seed(0)
+    between = [nn.LayerNorm(32)] if norm else []
+    layers = [nn.Linear(16, 32), nn.Tanh(), *between, nn.Linear(32, 16)]
+    module = nn.Sequential(*layers).double()
     weights = list(module.parameters())
     generator = torch.Generator().manual_seed(1)
     first, second = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64)
@@ -62,28 +65,17 @@ def run_trap(module: nn.Module, update: Update) -> float | str:
     try:
         return relative_difference(torch.autograd.grad(in_flight, weights), exact)
     except RuntimeError as error:
-        return str(error)
-
-
-def main() -> None:
-    """Print what each way of updating does to the gradient of the microbatch in flight."""
-    print("Forward pass, update of the weights, backward pass. The gradient's error:")
-    for text, update in (
-        ("p.data = new", replace_data),
-        ("optimizer.step()", step_optimizer),
-        ("p.data.copy_(new)", copy_into_data),
-    ):
-        for kind, norm in (("Linear", False), ("Linear and LayerNorm", True)):
-            found = run_trap(stage(norm=norm), update)
-            if isinstance(found, str):
-                end = f"autograd refuses: {found.split(':')[0]}"
-            elif found == 0:
-                end = "0 exactly: the graph kept the old memory, stashing by accident"
-            else:
-                end = f"{found:.2%}: wrong, and no word of warning"
-            print(f"  {text:18} {kind:21} {end}")
-    print("Only p.data.copy_(new) is training without stashing, whatever the layers.")
+        return f"autograd refuses: {str(error).partition(':')[0]}"
 
 
 if __name__ == "__main__":
-    main()
+    print("Forward pass, update of the weights, backward pass. The gradient's error:")
+    for text, update in WAYS.items():
+        for kind, norm in (("Linear", False), ("Linear and LayerNorm", True)):
+            found = run_trap(update, norm=norm)
+            if found == 0:
+                found = "0 exactly: the graph kept the old memory, stashing by accident"
+            elif isinstance(found, float):
+                found = f"{found:.2%}: wrong, and no word of warning"
+            print(f"  {text:18} {kind:21} {found}")
+    print("Only p.data.copy_(new) is training without stashing, whatever the layers.")

@@ -14,14 +14,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import checkout  # noqa: F401
 import torch
 from pipedream.errors import UserError, main_with_errors
+from pipedream.schedules.catalogue import build_schedule
+from pipedream.schedules.ops import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op
 from pipedream.schedules.policies import POLICIES
-from pipedream.train.models import GPT2_SIZES, gpt2_layers
+from pipedream.train.models import GPT2_SIZES, Task, gpt2_layers
 from pipedream.train.trainer import StageTrainer
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -34,28 +37,25 @@ Halves = tuple[float, float, float]
 
 
 def timed(*steps: Callable[[], Any]) -> Halves:
-    """Seconds of each of three steps."""
+    """Seconds of each of three steps; 0 of the third where there are two."""
     times = []
     for step in steps:
         begun = time.perf_counter()
         step()
         times.append(time.perf_counter() - begun)
-    return times[0], times[1], times[2]
+    return times[0], times[1], sum(times[2:])
 
 
 def with_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: bool) -> Halves:
     """By the runtime's StageTrainer, as a stage in the middle."""
+    schedule = build_schedule("zb-h1" if cut else "1f1b", 3, 2)
     trainer = StageTrainer(
-        module, POLICIES["flush"], stage=1, num_stages=3, batch_size=2, num_microbatches=2,
-        learning_rate=0.1, cut=cut,
-    )  # fmt: skip
-    if not cut:
-        return timed(lambda: trainer.forward(0, x), lambda: trainer.backward(0, dy), lambda: None)
-    return timed(
-        lambda: trainer.forward(0, x),
-        lambda: trainer.input_gradient(0, dy),
-        lambda: trainer.weight_gradient(0),
+        module, schedule, POLICIES["flush"], stage=1, batch_size=2, learning_rate=0.1
     )
+    task = Task(inputs=x, targets=x, microbatch_size=len(x))
+    kinds = (INPUT_GRADIENT, WEIGHT_GRADIENT) if cut else (BACKWARD,)
+    steps = [partial(trainer.run, Op(kind, 1, 0), dy, task) for kind in kinds]
+    return timed(lambda: trainer.forward(0, x), *steps)
 
 
 def with_torch(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:

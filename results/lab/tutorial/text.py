@@ -5,9 +5,9 @@ from typing import Any
 
 import checkout  # noqa: F401
 from pipedream.runtime.record import (
+    GPU_GOAL,
     goal_of,
     makespan_error,
-    on_gpu,
     outside_goal,
     points_error,
     render,
@@ -204,11 +204,10 @@ def _run_table(record: Record) -> str:
 
 def _cell(case: Mapping[str, Any], record: Record) -> str:
     """'625.7 (-0.5%)', or of GPUs '471.2, 54.7% (+0.7)': what the record's goal is about."""
+    on_gpu = goal_of(record) is GPU_GOAL
     text = f"{case['measured']['makespan_ms']:,.1f}" + r" \*" * case["calibrated_on"]
-    if on_gpu(record):
+    if on_gpu:
         text += f", {100 * case['measured']['utilisation']:.1f}%"
     if case["predicted"] is None:
         return text
-    return text + (
-        f" ({points_error(case):+.1f})" if on_gpu(record) else f" ({makespan_error(case):+.1f}%)"
-    )
+    return text + (f" ({points_error(case):+.1f})" if on_gpu else f" ({makespan_error(case):+.1f}%)")
