@@ -210,4 +210,5 @@ def _cell(case: Mapping[str, Any], record: Record) -> str:
         text += f", {100 * case['measured']['utilisation']:.1f}%"
     if case["predicted"] is None:
         return text
-    return text + (f" ({points_error(case):+.1f})" if on_gpu else f" ({makespan_error(case):+.1f}%)")
+    off = f"{points_error(case):+.1f}" if on_gpu else f"{makespan_error(case):+.1f}%"
+    return f"{text} ({off})"
