@@ -79,7 +79,7 @@ class Row:
             return simulate(repeat(batch, self.num_batches), self.batch.costs)
         count = batch.num_microbatches * self.num_batches
         schedule = build_schedule(self.name, batch.num_ranks, count)
-        if any(kind == RECOMPUTE for kind, _ in batch.known):
+        if RECOMPUTE in batch.kinds:
             schedule = recomputed(schedule, batch.kept)
         return simulate(schedule, self.batch.costs)
 
@@ -122,38 +122,29 @@ class Row:
 
     @cached_property
     def _use(self) -> dict[int, WeightUse]:
-        """By stage; nothing with flushes, where all passes of a batch use one version."""
-        if self.flushes:
-            return {}
-        return weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
+        """By stage, in the model's order; a second copy's stages after the first's."""
+        use = weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
+        return {stage: use[stage] for stage in chain(*self._fullest.chains)}
 
     @cached_property
-    def _versions(self) -> dict[int, int]:
-        """stage -> weight versions kept at most; in the model's order, a second copy's after the
-        first's."""
-        use = self._use
-        stages = chain(*self._fullest.chains)
-        return {stage: use[stage].peak_versions if use else 1 for stage in stages}
-
-    @property
     def peak_versions(self) -> tuple[int, ...]:
-        """By stage, in the model's order."""
-        return tuple(self._versions.values())
+        """By stage, in the model's order: weight versions kept at most."""
+        return tuple(use.peak_versions for use in self._use.values())
 
     @property
     def staleness(self) -> tuple[int, ...]:
         """By stage likewise: most updates between a microbatch's weights and its own update."""
-        if self.flushes:
-            return (0,) * len(self._versions)
-        return tuple(max(self._use[stage].staleness.values()) for stage in self._versions)
+        return tuple(max(use.staleness.values()) for use in self._use.values())
 
     @property
     def weight_copies(self) -> tuple[Fraction, ...]:
         """By rank: parameters kept, in units of a rank's share of the model. Two copies of the
         model (Chimera, DualPipe) count as two."""
-        fullest = self._fullest
-        held = (sum(map(self._versions.__getitem__, own)) for own in fullest.stages())
-        return tuple(Fraction(count, fullest.stages_per_rank) for count in held)
+        kept = dict(zip(self._use, self.peak_versions, strict=True))
+        v = self._fullest.stages_per_rank
+        return tuple(
+            Fraction(sum(kept[stage] for stage in own), v) for own in self._fullest.stages()
+        )
 
     @property
     def mixed(self) -> bool:
