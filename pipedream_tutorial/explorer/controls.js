@@ -136,7 +136,7 @@ function wholeSchedule(name, chosen) {
   }
   if (recompute && name === "search") throw new RuleError("search has no recomputation; switch it off");
   let schedule;
-  if (name === "search") schedule = asSchedule(searchedFor(chosen).words);
+  if (name === "search") schedule = fromWords(searchedFor(chosen).words);
   else if (name === "csv") schedule = fromCsv(chosen.csv);
   else schedule = SCHEDULES[name].build(p, policyOf(name).flushes ? m : m * n, v);
   if (policyOf(name).flushes) schedule = repeat(schedule, n);

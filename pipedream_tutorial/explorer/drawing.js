@@ -36,12 +36,10 @@ function toX({ run, layout }, ticks) {
   return ticks * run.timeline.tick * layout.perUnit;
 }
 
-// Where an item's cell is: {x, right, top, middle}.
-function boxOf(view, { rank, index }) {
-  const { starts, ends } = view.run.timeline;
+// Where a cell is drawn: {x, right, top, middle}.
+function boxOf(view, { rank, start, end }) {
   const top = rowTop(view.layout, rank);
-  const [x, right] = [toX(view, starts[rank][index]), toX(view, ends[rank][index])];
-  return { x, right, top, middle: top + view.layout.row / 2 };
+  return { x: toX(view, start), right: toX(view, end), top, middle: top + view.layout.row / 2 };
 }
 
 function rect(className, x, y, width, height, more = "") {
@@ -70,41 +68,35 @@ function drawAxis({ layout, run }) {
 
 function drawCells(view) {
   const { layout, run, chosen } = view;
-  const { schedule, starts, ends } = run.timeline;
-  const versions = chosen.byVersion ? versionsOf(run.use) : null;
-  const lasts = starts.flatMap((line, rank) => line.map((start, k) => ends[rank][k] - start));
-  const letters = toX(view, Math.min(...lasts.filter(Boolean))) > 26;
+  const cells = run.timeline.lines.flat();
+  const shortest = Math.min(...cells.map(({ start, end }) => end - start).filter(Boolean));
   // As wide as the widest label, so that a row has all of its numbers or none.
-  const largest = versions ? Math.max(0, ...versions.values()) : schedule.numMicrobatches - 1;
-  const labels = { versions, letters, digits: String(largest).length };
-  return schedule.orders.flatMap((order, rank) =>
-    order.map((item, index) => {
-      const { x, right, top } = boxOf(view, { rank, index });
-      return drawItem(view, item, { x, right, top, height: layout.row, at: `${rank}.${index}`, labels });
-    }),
-  );
+  const versions = [...run.use.values()].map(({ version }) => version ?? 0);
+  const largest = chosen.byVersion ? Math.max(...versions) : run.timeline.schedule.numMicrobatches - 1;
+  const labels = { letters: toX(view, shortest) > 26, digits: String(largest).length };
+  return cells.map((cell) => drawCell(view, cell, boxOf(view, cell), layout.row, labels));
 }
 
-// A pair is two halves, the forward pass on top.
-function drawItem(view, item, { x, right, top, height, at, labels }) {
+// A pair is two halves, the forward pass on top. Without `labels` only the kinds are shown.
+function drawCell({ run, chosen }, { item, rank, index }, { x, right, top }, height, labels) {
   const each = height / item.length;
   const width = right - x;
   const gap = width > 5 ? 1 : width > 2.5 ? 0.5 : 0;
   const wide = Math.max(width - gap, 0.5);
+  const byVersion = chosen.byVersion && labels;
   return item.map((op, part) => {
     const y = top + part * each;
-    const pale = labels?.versions ? 0 : paleness(view.run.timeline.schedule, op.stage);
-    const version = labels?.versions?.get(op.text);
+    const pale = byVersion ? 0 : paleness(run.timeline.schedule, op.stage);
+    const { version } = run.use.get(op.text);
     let kind = op.kind;
-    if (labels?.versions) kind = version === undefined ? "none" : `v${version % NUM_VERSION_COLOURS}`;
-    const more = `fill-opacity="${1 - pale}" ${at ? `data-at="${at}"` : ""}`;
+    if (byVersion) kind = version === undefined ? "none" : `v${version % NUM_VERSION_COLOURS}`;
+    const more = `fill-opacity="${1 - pale}" ${labels ? `data-at="${rank}.${index}"` : ""}`;
     let drawn = rect(kind, x, y, wide, each - (part ? 0 : gap / 2), more);
-    if (labels?.versions) drawn += rect(op.kind, x, y + 0.8 * each, wide, 0.2 * each); // the kind as a foot
+    if (byVersion) drawn += rect(op.kind, x, y + 0.8 * each, wide, 0.2 * each); // the kind as a foot
     const size = Math.min(13, Math.max(9, each * 0.55));
     if (!labels || width <= Math.max(11, labels.digits * size * 0.62 + 2) || each <= 7) return drawn;
-    const number = labels.versions ? version ?? "" : op.microbatch;
-    const text = (labels.letters && !labels.versions ? op.kind : "") + number;
-    const middle = y + (labels.versions ? 0.43 : 0.53) * each;
+    const text = byVersion ? version ?? "" : (labels.letters ? op.kind : "") + op.microbatch;
+    const middle = y + (byVersion ? 0.43 : 0.53) * each;
     return drawn + label(pale > 0.3 ? "on pale" : `on on-${kind}`, x + wide / 2, middle, size, text);
   }).join("");
 }
@@ -114,38 +106,26 @@ function paleness({ numStages, copies, stagesPerRank, numRanks }, stage) {
   return Math.floor(stage / (copies > 1 ? numStages : numRanks)) / Math.max(2, copies * stagesPerRank);
 }
 
-// operation -> the version of its stage's weights that it runs with; none for W.
-function versionsOf(use) {
-  const found = new Map();
-  for (const [stage, { forward, backward }] of use) {
-    for (const [kinds, own] of [["F", forward], ["BIR", backward]]) {
-      for (const [i, version] of own) for (const kind of kinds) found.set(keyOf(kind, stage, i), version);
-    }
-  }
-  return found;
-}
-
 // A measured run under its simulation: thinner, and at each foot how far the ends are apart.
 function drawMeasured(view) {
   const { layout, measured } = view;
   if (!measured) return [];
   const height = layout.measured - 2;
-  return measured.schedule.orders.flatMap((order, rank) => {
+  return measured.lines.flatMap((line, rank) => {
     const top = rowTop(layout, rank) + layout.row + 1;
-    const cells = order.map((item, k) => {
-      const [x, right] = [measured.starts[rank][k], measured.ends[rank][k]].map((ms) => ms * layout.perUnit);
-      const late = lateness(view, rank, k) * layout.perUnit;
+    const cells = line.map((cell) => {
+      const [x, right] = [cell.start, cell.end].map((ms) => ms * layout.perUnit);
+      const late = lateness(view, cell) * layout.perUnit;
       const foot = rect(late > 0 ? "bad" : "good", right - Math.max(late, 0), top + height - 3, Math.abs(late), 3);
-      return drawItem(view, item, { x, right, top, height }) + foot;
+      return drawCell(view, cell, { x, right, top }, height) + foot;
     });
     return [rect("lane", 0, top, layout.whole, height), ...cells];
   });
 }
 
-// How much later an operation ended than simulated, in ms.
-function lateness({ run: { timeline }, measured }, rank, k) {
-  const place = timeline.schedule.places.get(measured.schedule.orders[rank][k][0].text);
-  return measured.ends[rank][k] - timeline.ends[place.rank][place.index] * timeline.tick;
+// How much later a measured cell ended than simulated, in ms.
+function lateness({ run: { timeline } }, { item, end }) {
+  return end - timeline.cells.get(item[0].text).end * timeline.tick;
 }
 
 function drawGutter({ layout, run, strips }) {
@@ -206,17 +186,14 @@ function path(className, ...lines) {
   return `<path class="${className}" d="${text.join("")}"/>`;
 }
 
-// Arrows from the end of operations that send to the arrival at those on other ranks that receive.
-function drawArrows(view, className, pairs, head) {
+// Arrows from the end of cells that send to the arrival at those on other ranks that receive.
+function drawArrows(view, className, links, head) {
   const { layout, run: { timeline } } = view;
-  const lines = pairs.flatMap(([from, to]) => {
-    const [sender, receiver] = [from, to].map((op) => timeline.schedule.places.get(op));
-    if (sender.rank === receiver.rank) return [];
-    const sent = timeline.ends[sender.rank][sender.index];
-    const [x0, x1] = [toX(view, sent), toX(view, sent + timeline.c)];
-    const down = receiver.rank > sender.rank;
-    const y0 = rowTop(layout, sender.rank) + layout.row * (down ? 0.8 : 0.2);
-    const y1 = rowTop(layout, receiver.rank) + layout.row * (down ? 0.2 : 0.8);
+  const lines = links.filter(([from, to]) => from.rank !== to.rank).flatMap(([from, to]) => {
+    const [x0, x1] = [toX(view, from.end), toX(view, from.end + timeline.c)];
+    const down = to.rank > from.rank;
+    const y0 = rowTop(layout, from.rank) + layout.row * (down ? 0.8 : 0.2);
+    const y1 = rowTop(layout, to.rank) + layout.row * (down ? 0.2 : 0.8);
     const angle = Math.atan2(y1 - y0, x1 - x0);
     const side = (turn) => [x1 - head * Math.cos(angle + turn), y1 - head * Math.sin(angle + turn)];
     return [[[x0, y0], [x1, y1]], [[x1, y1], side(-0.45), side(0.45), [x1, y1]]];
@@ -224,13 +201,13 @@ function drawArrows(view, className, pairs, head) {
   return path(className, ...lines);
 }
 
-// [sender, receiver] of all results that operations take in.
-function buildLinks(schedule) {
-  return schedule.ops.flatMap((op) => schedule.needs([op]).map((need) => [need, op.text]));
+// [sender, receiver] of all results that cells take in.
+function buildLinks({ schedule, lines, cells }) {
+  return lines.flat().flatMap((cell) => schedule.needs(cell.item).map((need) => [cells.get(need), cell]));
 }
 
 function drawPath(view) {
-  const boxes = criticalPath(view.run.timeline).map((place) => ({ ...boxOf(view, place), rank: place.rank }));
+  const boxes = criticalPath(view.run.timeline).map((cell) => ({ ...boxOf(view, cell), rank: cell.rank }));
   const steps = boxes.slice(1).flatMap((box, k) => {
     const before = boxes[k];
     return box.rank === before.rank ? [] : [[[before.right, before.middle], [box.x, box.middle]]];
@@ -242,25 +219,29 @@ function drawPath(view) {
   return [...frames, path(className, ...steps)];
 }
 
-// The item in focus, thick; what it waits for and what waits for it, with arrows.
-function drawFocus(view, place) {
-  const { schedule } = view.run.timeline;
-  const own = new Set(schedule.orders[place.rank][place.index].map((op) => op.text));
-  const [needed, given] = [1, 0].map((end) => view.links.filter((link) => own.has(link[end])));
+// The cell in focus, thick; what it waits for and what waits for it, with arrows.
+function drawFocus(view) {
+  const cell = focused(view);
+  const [needed, given] = [1, 0].map((end) => view.links.filter((link) => link[end] === cell));
   const outline = (className, at) => {
     const { x, right, top } = boxOf(view, at);
     return rect(className, x - 0.5, top - 0.5, Math.max(2, right - x), view.layout.row + 1);
   };
   return [
-    ...needed.map(([need]) => outline("needed", schedule.places.get(need))),
-    drawArrows(view, "needed", needed, 8), drawArrows(view, "given", given, 8), outline("focus", place),
+    ...needed.map(([sender]) => outline("needed", sender)),
+    drawArrows(view, "needed", needed, 8), drawArrows(view, "given", given, 8), outline("focus", cell),
   ].join("");
+}
+
+// The cell that is pointed at, if it is there.
+function focused({ run, focus }) {
+  return focus && run?.timeline.lines[focus.rank]?.[focus.index];
 }
 
 // Where a dragged item would go, and whether it may: a cross, so that colour is not all that says it.
 function drawDrag(view, { rank, from, to, verdict }) {
-  const before = view.run.timeline.ends[rank].toSpliced(from, 1)[to - 1] ?? 0;
-  const [x, top, { row }] = [toX(view, before), rowTop(view.layout, rank), view.layout];
+  const before = view.run.timeline.lines[rank].toSpliced(from, 1)[to - 1];
+  const [x, top, { row }] = [toX(view, before?.end ?? 0), rowTop(view.layout, rank), view.layout];
   const middle = top + row / 2;
   const cross = [-7, 7].map((side) => [[x - side, middle - 7], [x + side, middle + 7]]);
   return rect(`drag ${verdict}`, x - 2, top - 4, 4, row + 8) +
@@ -291,10 +272,10 @@ class Pane {
     Object.assign(this, { run, measured, chosen });
     if (!run) return;
     const { timeline } = this.run;
-    this.links = buildLinks(timeline.schedule);
+    this.links = buildLinks(timeline);
     this.slack = slackOf(timeline);
     this.strips = buildStrips(this.run, chosen);
-    if (this.focus && !timeline.schedule.orders[this.focus.rank]?.[this.focus.index]) this.focus = null;
+    if (!focused(this)) this.focus = null;
     this.numbers.replaceChildren(...numbersOf(this).map(([term, value]) =>
       el("div", {}, el("dt", {}, term), el("dd", {}, String(value))),
     ));
@@ -303,7 +284,7 @@ class Pane {
   get units() {
     if (!this.run) return 0;
     const { last, tick } = this.run.timeline;
-    return Math.max(last * tick, this.measured ? lastEnd(this.measured) : 0);
+    return Math.max(last * tick, this.measured?.last ?? 0);
   }
 
   // Draws all anew; `longest` is shared by both panes, so that a unit is as wide in both.
@@ -338,21 +319,17 @@ class Pane {
     const [, clock, over] = this.chart.children;
     const x = time * perUnit;
     clock.innerHTML = time === null ? "" : rect("veil", x, 14, whole - x, height) + rect("now", x - 1, 12, 2, height);
-    over.innerHTML = (this.focus ? drawFocus(this, this.focus) : "") + (this.drag ? drawDrag(this, this.drag) : "");
+    over.innerHTML = (this.focus ? drawFocus(this) : "") + (this.drag ? drawDrag(this, this.drag) : "");
   }
 
   // Scrolls so that the item in focus can be seen.
   reveal() {
-    const { x } = boxOf(this, this.focus);
+    const { x } = boxOf(this, focused(this));
     const { scrollLeft, clientWidth } = this.scroller;
     if (x < scrollLeft || x > scrollLeft + clientWidth - this.layout.gutter - 40) {
       this.scroller.scrollLeft = x - clientWidth / 2;
     }
   }
-}
-
-function lastEnd(measured) {
-  return Math.max(...measured.ends.map((line) => line.at(-1) ?? 0));
 }
 
 // What stands over a timeline: [term, value].
@@ -363,19 +340,17 @@ function numbersOf(pane) {
     ["idle", percent(numbers.idle.share)],
     ["idle in own spans", percent(numbers.span.share)],
     ["held at most", shortNumber(Math.max(...numbers.peakActivations))],
-    ["weight versions", Math.max(...numbers.peakVersions)],
-    ["updates behind", Math.max(...numbers.staleness)],
+    ["weight versions", numbers.peakVersions],
+    ["updates behind", numbers.staleness],
   ];
   // A limit binds the search and what is dragged; fixed schedules are only said to exceed it.
   const over = numbers.peakActivations.flatMap((held, rank) => (K && held > K ? [rank] : []));
   if (over.length) pairs.push(["over the memory limit", `rank ${over.join(", ")}`]);
   if (numbers.mixed) pairs.push(["gradients", "wrong"]);
   if (!measured) return pairs;
-  const off = lastEnd(measured) / numbers.makespan - 1;
-  pairs.push(["measured", `${lastEnd(measured).toPrecision(4)} ms, ${off < 0 ? "" : "+"}${percent(off)}`]);
-  const apart = measured.schedule.orders.flatMap((order, rank) =>
-    order.map((item, k) => ({ item, late: lateness(pane, rank, k) })),
-  );
+  const off = measured.last / numbers.makespan - 1;
+  pairs.push(["measured", `${measured.last.toPrecision(4)} ms, ${off < 0 ? "" : "+"}${percent(off)}`]);
+  const apart = measured.lines.flat().map(({ item }, k, all) => ({ item, late: lateness(pane, all[k]) }));
   const { item, late } = apart.reduce((a, b) => (Math.abs(b.late) > Math.abs(a.late) ? b : a));
   return [...pairs, ["farthest apart", `${itemText(item)}, ${lateText(late)}`]];
 }

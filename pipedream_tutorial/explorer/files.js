@@ -20,9 +20,8 @@ function fromCsv(text) {
   });
   while (orders.length && !orders.at(-1).length) orders.pop();
   if (!orders.length) throw new RuleError("it holds no operation; write cells such as 0F0 and 0B0");
-  const ops = orders.flat(2);
-  const schedule = new Schedule(orders, 1 + Math.max(...ops.map((op) => op.stage)));
-  checkOnceAndWhole(schedule, 1 + Math.max(...ops.map((op) => op.microbatch)));
+  const schedule = new Schedule(orders);
+  checkOnceAndWhole(schedule);
   simulate(repeat(schedule, 2), buildCosts(schedule, { F: 1, I: 1, W: 1, c: 0 }));
   return schedule;
 }
@@ -35,19 +34,18 @@ function parseItem(cell, where) {
   throw new RuleError(`${where}: "${cell.slice(0, 40)}" is no operation; write 2F0 or 2B0`);
 }
 
-function checkOnceAndWhole({ ops, places, numStages }, m) {
-  const rankOf = new Map();
+function checkOnceAndWhole({ orders, numStages, ops }) {
+  const rankOf = new Map(); // by stage
   const there = new Set();
-  for (const { text, stage } of ops) {
-    const { rank } = places.get(text);
+  orders.forEach((order, rank) => order.flat().forEach(({ text, stage }) => {
     const other = rankOf.get(stage) ?? rank;
     if (other !== rank) throw new RuleError(`stage ${stage} is on ranks ${other} and ${rank}`);
     if (there.has(text)) throw new RuleError(`${text} is in the orders twice`);
     rankOf.set(stage, rank);
     there.add(text);
-  }
+  }));
   for (let stage = 0; stage < numStages; stage++) {
-    for (let i = 0; i < m; i++) {
+    for (let i = 0; i <= Math.max(...ops.map((op) => op.microbatch)); i++) {
       const [F, B, I, W] = [..."FBIW"].map((kind) => there.has(keyOf(kind, stage, i)));
       if (F && I === W && I !== B) continue;
       throw new RuleError(`stage ${stage} needs F, and B or both I and W, of microbatch ${i}`);
@@ -57,7 +55,7 @@ function checkOnceAndWhole({ ops, places, numStages }, m) {
 
 const FIRST_PID = { measured: 2000, predicted: 1000 }; // of rank 0, of 1000 at most
 
-// {group, schedule, starts, ends (ms, by rank in the rank's order), durations: mean ms}.
+// {group, schedule, lines, cells, last, durations}: cells as simulate() has them and mean durations, in ms.
 function readTrace(text) {
   let document;
   try {
@@ -76,57 +74,50 @@ function readTrace(text) {
   throw new RuleError("it holds no run of a pipeline; give a file that --trace wrote");
 }
 
-// lines: slices by rank; the first one starts at `first`.
-function readRun(lines, first) {
-  const bySlice = (read) => lines.map((line) => line.map(read));
-  const orders = bySlice(({ args }) =>
-    (args.parts ?? [args]).map(({ kind, stage, microbatch }) => buildOp(kind, stage, microbatch)),
-  );
-  const run = {
-    schedule: new Schedule(orders, 1 + Math.max(...orders.flat(2).map((op) => op.stage))),
-    starts: bySlice(({ ts }) => (ts - first) / 1000),
-    ends: bySlice(({ ts, dur }) => (ts + dur - first) / 1000),
-  };
+// slices: by rank; the first one starts at `first`.
+function readRun(slices, first) {
+  const cells = new Map();
+  const lines = slices.map((own, rank) => own.map(({ ts, dur, args }, index) => {
+    const item = (args.parts ?? [args]).map(({ kind, stage, microbatch }) => buildOp(kind, stage, microbatch));
+    const cell = { item, rank, index, start: (ts - first) / 1000, end: (ts + dur - first) / 1000 };
+    for (const op of item) cells.set(op.text, cell);
+    return cell;
+  }));
+  const schedule = new Schedule(lines.map((line) => line.map(({ item }) => item)));
+  const run = { schedule, lines, cells, last: lastEnd(lines) };
   return { ...run, durations: meanDurations(run) };
 }
 
 // In ms: means of a rank's whole share, each rank's factor on them, and the sending time. A backward
 // pass that is not cut is halved between I and W.
-function meanDurations({ schedule, starts, ends }) {
+function meanDurations(run) {
   const mean = (numbers) => sum(numbers) / numbers.length;
   const rounded = (value) => Math.round(value * 100) / 100;
   const positive = (value) => Math.max(0.01, rounded(value));
-  const lasts = ends.map((line, rank) => line.map((end, k) => end - starts[rank][k]));
+  const lasts = (cells) => cells.map(({ start, end }) => end - start);
   const share = (kind) => {
-    const alone = (item) => item.length === 1 && item[0].kind === kind;
-    const own = schedule.orders.flatMap((order, rank) => lasts[rank].filter((_, k) => alone(order[k])));
-    return own.length ? mean(own) * schedule.stagesPerRank : null;
+    const own = run.lines.flat().filter(({ item }) => item.length === 1 && item[0].kind === kind);
+    return own.length ? mean(lasts(own)) * run.schedule.stagesPerRank : null;
   };
   const half = (share("B") ?? 0) / 2;
-  const busy = lasts.map(sum);
+  const busy = run.lines.map((line) => sum(lasts(line)));
   return {
     F: positive(share("F") ?? 1),
     I: positive(share("I") ?? half),
     W: positive(share("W") ?? half),
-    c: rounded(sendingTime({ schedule, starts, ends })),
+    c: rounded(sendingTime(run)),
     scale: busy.map((time) => positive(time / mean(busy))),
   };
 }
 
 // Median time, in ms, from the end of an operation to the start of the one on another rank that
 // takes its result in, over those that had nothing else to do (runtime/record.py).
-function sendingTime({ schedule, starts, ends }) {
-  const gaps = schedule.orders.flatMap((order, rank) =>
-    order.flatMap((item, index) =>
-      schedule.needs(item).flatMap((need) => {
-        const from = schedule.places.get(need);
-        const sent = ends[from.rank][from.index];
-        const idle = index === 0 || ends[rank][index - 1] <= sent;
-        return from.rank !== rank && idle ? [starts[rank][index] - sent] : [];
-      }),
-    ),
-  );
-  gaps.sort((a, b) => a - b);
+function sendingTime(run) {
+  const waited = buildLinks(run).filter(([from, to]) => {
+    const before = run.lines[to.rank][to.index - 1];
+    return from.rank !== to.rank && (!before || before.end <= from.end);
+  });
+  const gaps = waited.map(([from, to]) => to.start - from.end).sort((a, b) => a - b);
   const middle = gaps.length / 2;
   const median = (gaps[Math.ceil(middle) - 1] + gaps[Math.floor(middle)]) / 2;
   return gaps.length ? Math.max(0, median) : 0;

@@ -97,25 +97,23 @@ function exactGradients(weights, { x, wanted }, batchSize) {
 // {perStage, whole, newest: median relative errors over the microbatches; losses by microbatch}.
 // `newest` compares with the gradient at the weights that the update is applied to.
 function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
-  const { schedule, sequence } = timeline;
+  const { numStages, numMicrobatches } = timeline.schedule;
   const task = buildTask();
-  const versions = buildModel(schedule.numStages).map((own) => [own]); // by stage, oldest first
+  const versions = buildModel(numStages).map((own) => [own]); // by stage, oldest first
   const flights = versions.map(() => []); // by stage and microbatch: what its passes left
   const added = versions.map(() => []); // gradients that wait for the update
-  for (const { kind, stage, microbatch: i } of sequence.flatMap(([r, k]) => schedule.orders[r][k])) {
-    const latest = versions[stage].at(-1);
-    if (kind === "F") {
-      const weights = policy.stashed ? versions[stage][use.get(stage).forward.get(i)] : latest;
-      flights[stage][i] = stageForward(weights, stage ? flights[stage - 1][i].y : task(i).x);
-    }
+  const ops = [...new Set(timeline.cells.values())].flatMap(({ item }) => item);
+  for (const { kind, stage, microbatch: i, text } of ops) {
+    const weights = versions[stage][use.get(text).version];
+    if (kind === "F") flights[stage][i] = stageForward(weights, stage ? flights[stage - 1][i].y : task(i).x);
     const flight = flights[stage][i];
     if (kind === "B" || kind === "I") {
       const behind = flights[stage + 1]?.[i];
       if (!behind) Object.assign(flight, lossOf(flight.y, task(i).wanted, batchSize));
-      const weights = policy.stashed ? flight.weights : latest;
       Object.assign(flight, stageBackward(weights, flight, behind ? behind.dx : flight.dy));
     }
     if (kind !== "B" && kind !== "W") continue;
+    const latest = versions[stage].at(-1);
     flight.latest = latest;
     added[stage].push(flight.gradients);
     if (policy.perMicrobatch || added[stage].length === batchSize) {
@@ -124,14 +122,14 @@ function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
       added[stage] = [];
     }
   }
-  const results = range(schedule.numMicrobatches).map((i) =>
+  const results = range(numMicrobatches).map((i) =>
     compareGradients(flights.map((own) => own[i]), task(i), batchSize),
   );
-  const median = (values) => values.sort((a, b) => a - b)[Math.floor(values.length / 2)];
+  const median = (read) => results.map(read).sort((a, b) => a - b)[Math.floor(results.length / 2)];
   return {
-    perStage: versions.map((_, stage) => median(results.map((result) => result.perStage[stage]))),
-    whole: median(results.map((result) => result.whole)),
-    newest: median(results.map((result) => result.newest)),
+    perStage: range(numStages).map((stage) => median((result) => result.perStage[stage])),
+    whole: median((result) => result.whole),
+    newest: median((result) => result.newest),
     losses: results.map((result) => result.loss),
   };
 }

@@ -70,11 +70,10 @@ function focus(pane, place) {
   showFocus(pane);
 }
 
-// Where an item that is dragged to x would be put among the others of its rank.
+// Where a cell that is dragged to x would be put among the others of its rank.
 function placeAt(pane, { rank, index }, x) {
-  const { starts, ends } = pane.run.timeline;
-  const middles = starts[rank].map((start, k) => toX(pane, (start + ends[rank][k]) / 2));
-  return middles.filter((middle, other) => other !== index && middle < x).length;
+  const others = pane.run.timeline.lines[rank].toSpliced(index, 1);
+  return others.filter(({ start, end }) => toX(pane, (start + end) / 2) < x).length;
 }
 
 // Says what a move would do, and shows where it would go.
@@ -102,7 +101,7 @@ function drop(pane) {
 // Moves the operation in focus, `by` places or to the end.
 function move(by) {
   const { rank, index } = main.focus;
-  const last = main.run.timeline.schedule.orders[rank].length - 1;
+  const last = main.run.timeline.lines[rank].length - 1;
   const to = Math.max(0, Math.min(last, index + by));
   if (to === index) return;
   aim(main, main.focus, to);
@@ -111,7 +110,7 @@ function move(by) {
 
 // Whether the key meant something. With Shift the arrows move the operation, else the focus.
 function onKey(pane, { key, shiftKey }, editable) {
-  const { orders } = pane.run.timeline.schedule;
+  const { lines } = pane.run.timeline;
   const along = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[key];
   const across = { ArrowUp: -1, ArrowDown: 1 }[key];
   const playing = { " ": () => player.toggle(), ".": () => player.step(1), ",": () => player.step(-1) }[key];
@@ -121,14 +120,14 @@ function onKey(pane, { key, shiftKey }, editable) {
     pane.drag = null;
     focus(pane, null);
   } else if ((along || across) && !pane.focus) {
-    focus(pane, { rank: orders.findIndex((order) => order.length), index: 0 });
+    focus(pane, { rank: lines.findIndex((line) => line.length), index: 0 });
   } else if (along && shiftKey) {
     if (editable) move(along);
   } else if (along) {
     const { rank, index } = pane.focus;
-    focus(pane, { rank, index: Math.max(0, Math.min(orders[rank].length - 1, index + along)) });
+    focus(pane, { rank, index: Math.max(0, Math.min(lines[rank].length - 1, index + along)) });
   } else if (across) {
-    focus(pane, neighbour(pane.run.timeline, pane.focus, across));
+    focus(pane, neighbour(pane, across));
   } else {
     return false;
   }
@@ -136,13 +135,12 @@ function onKey(pane, { key, shiftKey }, editable) {
   return true;
 }
 
-// The item of the next rank that starts nearest in time.
-function neighbour(timeline, { rank, index }, step) {
-  const other = rank + step;
-  if (!timeline.starts[other]?.length) return { rank, index };
-  const start = timeline.starts[rank][index];
-  const distance = timeline.starts[other].map((time) => Math.abs(time - start));
-  return { rank: other, index: distance.indexOf(Math.min(...distance)) };
+// The cell of the next rank that starts nearest in time; where there is none, the one in focus.
+function neighbour(pane, step) {
+  const cell = focused(pane);
+  const distance = ({ start }) => Math.abs(start - cell.start);
+  const others = pane.run.timeline.lines[cell.rank + step] ?? [];
+  return others.reduce((best, other) => (distance(other) < distance(best) ? other : best), others[0] ?? cell);
 }
 
 const KINDS = {
@@ -153,52 +151,48 @@ const KINDS = {
   W: ["weight gradient", "weight gradient, the second half of the backward pass"],
 };
 
-// Lines of text about the item in focus.
+// Lines of text about the cell in focus.
 function describe(pane) {
-  const { run, focus: { rank, index } } = pane;
-  const { schedule, tick, starts, ends } = run.timeline;
-  const item = schedule.orders[rank][index];
-  const at = (ticks) => shortNumber(ticks * tick);
+  const { run: { timeline, use } } = pane;
+  const cell = focused(pane);
+  const { item, rank, start, end } = cell;
+  const at = (ticks) => shortNumber(ticks * timeline.tick);
   const names = item.map(
     (op) => `${op.text}: ${KINDS[op.kind][1]} of microbatch ${op.microbatch} on stage ${op.stage}`,
   );
   return [
-    `${names.join("; with ")}. Rank ${rank}, from ${at(starts[rank][index])} to ${at(ends[rank][index])}.`,
-    waitText(run.timeline, rank, index, at),
-    ...item.filter((op) => op.kind !== "W").map((op) => weightText(run, op)),
-    slackText(item, pane.slack[rank][index], at),
-    ...measuredText(pane, item),
+    `${names.join("; with ")}. Rank ${rank}, from ${at(start)} to ${at(end)}.`,
+    waitText(timeline, cell, at),
+    ...item.filter((op) => op.kind !== "W").map((op) => weightText(use, op)),
+    slackText(item, pane.slack.get(cell), at),
+    ...measuredText(pane, cell),
   ];
 }
 
-function waitText({ schedule, ends, bounds, c }, rank, index, at) {
-  const order = schedule.orders[rank];
-  const bound = bounds[rank][index];
-  const wanted = schedule.needs(order[index]);
+function waitText({ schedule, lines, cells, c }, { item, rank, index, bound }, at) {
+  const wanted = schedule.needs(item);
   if (!wanted.length) return "Waits for nothing: its input is the data.";
   const needs = wanted.map((need) => {
-    const from = schedule.places.get(need);
-    const sent = ends[from.rank][from.index];
-    if (from.rank === rank) return `${need} (own, ended at ${at(sent)})`;
-    return `${need} (from rank ${from.rank}, there at ${at(sent + c)})`;
+    const from = cells.get(need);
+    const there = at(arrivalOf(from, rank, c));
+    return from.rank === rank ? `${need} (own, ended at ${there})` : `${need} (from rank ${from.rank}, there at ${there})`;
   });
-  const own = order[index - 1]?.some((op) => op.text === bound) && !wanted.includes(bound);
+  const own = lines[rank][index - 1]?.item.some((op) => op.text === bound) && !wanted.includes(bound);
   const reason = own ? `It starts when its rank has ended ${bound}.` : `${bound} came last.`;
   return `Waits for ${needs.join(" and ")}. ${bound ? reason : ""}`;
 }
 
-function weightText(run, op) {
-  const use = run.use.get(op.stage);
-  const [forward, backward] = [use.forward.get(op.microbatch), use.backward.get(op.microbatch)];
-  if (op.kind === "R") return `Runs with weights of version ${backward}, as the backward pass will.`;
-  if (op.kind === "F") return `Runs with weights of version ${forward}.`;
-  const behind = use.staleness.get(op.microbatch);
+function weightText(use, op) {
+  const { version, behind } = use.get(op.text);
+  if (op.kind === "R") return `Runs with weights of version ${version}, as the backward pass will.`;
+  if (op.kind === "F") return `Runs with weights of version ${version}.`;
+  const [own, update] = ["F", "W"].map((kind) => use.get(keyOf(kind, op.stage, op.microbatch)));
   const same =
-    forward === backward
+    own.version === version
       ? "the same as its forward pass"
-      : `its forward pass had version ${forward}, so this is the gradient of no model`;
-  const updates = behind === 1 ? "1 update" : `${behind} updates`;
-  return `Runs with weights of version ${backward}, ${same}; ${updates} behind when applied.`;
+      : `its forward pass had version ${own.version}, so this is the gradient of no model`;
+  const late = behind ?? update.behind;
+  return `Runs with weights of version ${version}, ${same}; ${late === 1 ? "1 update" : `${late} updates`} behind when applied.`;
 }
 
 // How late an operation may be, and which way it is worth moving.
@@ -213,14 +207,12 @@ function slackText(item, slack, at) {
     : "On a critical path: if it starts earlier or gets shorter, the whole may end earlier.";
 }
 
-function measuredText(pane, item) {
-  const { run: { timeline }, measured, focus } = pane;
-  const place = measured?.schedule.places.get(item[0].text);
-  if (!place) return [];
-  const took = (times, { rank, index }) => times.ends[rank][index] - times.starts[rank][index];
-  const [real, wanted] = [took(measured, place), took(timeline, focus) * timeline.tick].map(shortNumber);
-  const late = lateText(lateness(pane, place.rank, place.index));
-  return [`Measured: ${real} ms (simulated ${wanted}), and it ended ${late}.`];
+function measuredText(pane, cell) {
+  const real = pane.measured?.cells.get(cell.item[0].text);
+  if (!real) return [];
+  const took = shortNumber(real.end - real.start);
+  const wanted = shortNumber((cell.end - cell.start) * pane.run.timeline.tick);
+  return [`Measured: ${took} ms (simulated ${wanted}), and it ended ${lateText(lateness(pane, real))}.`];
 }
 
 // What the frames, arrows and strips that are shown mean: a swatch's colour, or none, and a text.

@@ -74,7 +74,7 @@ const LEVELS = [
     goals: [
       { text: "gradient error exactly 0", met: ({ trained }) => trained?.whole === 0 },
       idleAtMost(0.1),
-      { text: "at most 2 weight versions on every stage", met: ({ numbers }) => Math.max(...numbers.peakVersions) <= 2 },
+      { text: "at most 2 weight versions on every stage", met: ({ numbers }) => numbers.peakVersions <= 2 },
     ],
     hint: "Stashing makes the error 0 but keeps 4 versions on the first rank. One of the schedules updates once a batch and stays one batch behind.",
     learned: "Stashing gives the exact gradient of the weights that the forward pass saw, so valid but not fresh: see the error against the newest weights. PipeDream-2BW needs two versions, whatever p; its weights are a whole batch behind.",

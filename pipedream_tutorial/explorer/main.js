@@ -66,7 +66,7 @@ function place() {
   const longest = Math.max(...panes.map((pane) => pane.units));
   panes.forEach((pane) => pane.place(longest, roomForPane()));
   player.setTimes(panes.filter((pane) => pane.run).flatMap(({ run: { timeline } }) =>
-    [...timeline.starts, ...timeline.ends].flat().map((ticks) => ticks * timeline.tick),
+    timeline.lines.flat().flatMap(({ start, end }) => [start * timeline.tick, end * timeline.tick]),
   ));
 }
 

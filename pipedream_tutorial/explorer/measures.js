@@ -3,11 +3,10 @@
 "use strict";
 
 // The numbers of the tutorial's tables for one timeline. Idle time by rank: until the last rank
-// ends, and within the rank's own span.
+// ends, and within the rank's own span. Versions and staleness: of any stage, at most.
 function summary(timeline, use) {
-  const { starts, ends, last, tick, schedule } = timeline;
-  const busy = ends.map((line, r) => sum(line.map((end, k) => end - starts[r][k])));
-  const spans = ends.map((line, r) => (line.length ? line.at(-1) - starts[r][0] : last));
+  const { lines, last, tick, schedule } = timeline;
+  const busy = lines.map((line) => sum(line.map(({ start, end }) => end - start)));
   const idle = (whole) => ({
     ranks: whole.map((ticks, r) => (ticks - busy[r]) * tick),
     share: 1 - sum(busy) / (sum(whole) || 1),
@@ -15,21 +14,25 @@ function summary(timeline, use) {
   const uses = [...use.values()];
   return {
     makespan: last * tick,
-    idle: idle(busy.map(() => last)),
-    span: idle(spans),
+    idle: idle(lines.map(() => last)),
+    span: idle(lines.map((line) => (line.length ? line.at(-1).end - line[0].start : last))),
     peakActivations: peakActivations(timeline),
-    peakVersions: uses.map(({ live }) => Math.max(...live.values())),
-    staleness: uses.map(({ staleness }) => Math.max(...staleness.values())),
-    mixed: uses.some((own) => [...own.backward].some(([i, version]) => own.forward.get(i) !== version)),
+    peakVersions: Math.max(...uses.map((own) => own.kept)),
+    staleness: Math.max(...uses.map((own) => own.behind ?? 0)),
+    mixed: schedule.ops.some((op) => "BI".includes(op.kind) && isMixed(op, use)),
   };
 }
 
+// Whether a backward pass sees other weights than its forward pass saw.
+function isMixed({ stage, microbatch, text }, use) {
+  return use.get(text).version !== use.get(keyOf("F", stage, microbatch)).version;
+}
+
 // By rank: [time in ticks, value from then on], where the value changes: what `firstOf` says of
-// the rank, and what `pointsOf` says of its items, [time, value]. Of several points at one time the last counts.
-function stepsByRank({ schedule, starts, ends }, firstOf, pointsOf) {
-  return schedule.orders.map((order, rank) => {
-    const points = order.flatMap((item, k) => pointsOf(item, starts[rank][k], ends[rank][k], rank));
-    const steps = [...new Map([[0, firstOf(rank)], ...points])];
+// the rank, and what `pointsOf` says of its cells, [time, value]. Of several points at one time the last counts.
+function stepsByRank({ lines }, firstOf, pointsOf) {
+  return lines.map((line, rank) => {
+    const steps = [...new Map([[0, firstOf(rank)], ...line.flatMap(pointsOf)])];
     return steps.filter(([, value], k) => value !== steps[k - 1]?.[1]);
   });
 }
@@ -38,11 +41,11 @@ function stepsByRank({ schedule, starts, ends }, firstOf, pointsOf) {
 // starts; they go when the backward pass ends, or W where that is cut in two. Where there is an R,
 // only `kept` stays when the forward pass ends; R adds the rest.
 function heldActivations(timeline) {
-  const { kept, stagesPerRank, places, orders } = timeline.schedule;
+  const { kept, stagesPerRank, rankOf, orders } = timeline.schedule;
   const gone = 1 - kept;
   const held = orders.map(() => 0);
-  return stepsByRank(timeline, () => 0, (item, start, end, rank) => {
-    const again = ({ stage, microbatch }) => places.has(keyOf("R", stage, microbatch));
+  return stepsByRank(timeline, () => 0, ({ item, start, end, rank }) => {
+    const again = ({ stage, microbatch }) => rankOf.has(keyOf("R", stage, microbatch));
     const begin = item.map((op) => ({ F: 1, R: gone })[op.kind] ?? 0);
     const after = item.map((op) => ({ F: again(op) ? -gone : 0, B: -1, W: -1 })[op.kind] ?? 0);
     const during = held[rank] + sum(begin) / stagesPerRank;
@@ -62,46 +65,44 @@ function liveVersions(timeline, use) {
   const { orders, stagesPerRank } = timeline.schedule;
   const kept = orders.map((order) => new Map(order.flat().map((op) => [op.stage, 1])));
   const onRank = (rank) => sum([...kept[rank].values()]) / stagesPerRank;
-  return stepsByRank(timeline, onRank, (item, start, end, rank) => {
-    for (const op of item) kept[rank].set(op.stage, use.get(op.stage).live.get(op.text));
+  return stepsByRank(timeline, onRank, ({ item, end, rank }) => {
+    for (const op of item) kept[rank].set(op.stage, use.get(op.text).kept);
     return [[end, onRank(rank)]];
   });
 }
 
 // How many updates behind the newest microbatch's weights were.
 function stalenessSteps(timeline, use) {
-  return stepsByRank(timeline, () => 0, (item, start, end) => {
-    const updates = item.filter(({ kind }) => kind === "B" || kind === "W");
-    return updates.map((op) => [end, use.get(op.stage).staleness.get(op.microbatch)]);
-  });
+  return stepsByRank(timeline, () => 0, ({ item, end }) =>
+    item.filter(isUpdate).map((op) => [end, use.get(op.text).behind]),
+  );
 }
 
-// The items that fix the makespan, first to last, as {rank, index}.
-function criticalPath({ schedule, ends, bounds, last }) {
-  const rank = ends.findIndex((line) => line.at(-1) === last);
-  const path = [{ rank, index: ends[rank].indexOf(last) }];
-  while (true) {
-    const bound = bounds[path[0].rank][path[0].index];
-    if (bound === null) return path;
-    path.unshift(schedule.places.get(bound));
-  }
+// The cells that fix the makespan, first to last.
+function criticalPath({ lines, cells, last }) {
+  const path = [lines.flat().find(({ end }) => end === last)];
+  while (path[0].bound) path.unshift(cells.get(path[0].bound));
+  return path;
 }
 
-// By rank and item: how much later, in ticks, it could end without the whole ending later.
-function slackOf({ schedule, starts, ends, sequence, c, last }) {
-  const latest = ends.map((line) => line.map(() => last));
-  const lower = (rank, index, time) => {
-    latest[rank][index] = Math.min(latest[rank][index], time);
-  };
-  for (const [rank, index] of sequence.toReversed()) {
-    const start = latest[rank][index] - (ends[rank][index] - starts[rank][index]);
-    if (index) lower(rank, index - 1, start);
-    for (const need of schedule.needs(schedule.orders[rank][index])) {
-      const from = schedule.places.get(need);
-      lower(from.rank, from.index, start - (from.rank === rank ? 0 : c));
+// Cell -> how much later, in ticks, it could end without the whole ending later.
+function slackOf({ schedule, lines, cells, c, last }) {
+  const latest = new Map([...cells.values()].map((cell) => [cell, last]));
+  const lower = (cell, time) => latest.set(cell, Math.min(latest.get(cell), time));
+  for (const cell of [...latest.keys()].reverse()) {
+    const start = latest.get(cell) - (cell.end - cell.start);
+    if (cell.index) lower(lines[cell.rank][cell.index - 1], start);
+    for (const need of schedule.needs(cell.item)) {
+      const from = cells.get(need);
+      lower(from, from.rank === cell.rank ? start : start - c);
     }
   }
-  return latest.map((line, rank) => line.map((time, index) => time - ends[rank][index]));
+  return new Map([...latest].map(([cell, time]) => [cell, time - cell.end]));
+}
+
+// Whether an operation ends a microbatch's work on its stage.
+function isUpdate({ kind }) {
+  return kind === "B" || kind === "W";
 }
 
 const newest = (updates) => updates;
@@ -122,41 +123,44 @@ const POLICIES = {
   },
 };
 
-// stage -> {forward, backward, staleness: microbatch -> number; live: operation -> versions kept
-// after it}. From the orders alone: timing cannot change what an order fixes.
+// operation -> {version that it runs with, kept: versions that its stage keeps after it, behind:
+// updates at its own one that its weights did not know of}. From the orders alone: timing cannot
+// change what an order fixes.
 function weightUse({ ops, numStages, copies }, policy, batchSize) {
-  const own = new Map(range(numStages * copies).map((stage) => [stage, []]));
-  for (const op of ops) own.get(op.stage).push(op);
-  return new Map([...own].map(([stage, line]) => [stage, stageUse(line, policy, batchSize, numStages)]));
+  const own = range(numStages * copies).map(() => []);
+  for (const op of ops) own[op.stage].push(op);
+  return new Map(own.flatMap((line) => stageUse(line, policy, batchSize, numStages)));
 }
 
 function stageUse(ops, policy, m, p) {
-  const [forward, backward, staleness, live] = range(4).map(() => new Map());
-  const upcoming = ops.filter((op) => op.kind === "F").map((op) => op.microbatch);
   const batchOf = (i) => Math.floor(i / m);
-  const inUse = []; // the version of each microbatch that is under way
+  const upcoming = ops.filter((op) => op.kind === "F").map((op) => op.microbatch);
+  const left = new Set(upcoming); // microbatches that are to be gone through
+  const inUse = new Map(); // microbatch that is under way -> its version
   let updates = 0;
-  for (const { kind, microbatch: i, text } of ops) {
+  return ops.map((op) => {
+    const { kind, microbatch: i, text } = op;
+    const own = {};
     if (kind === "F") {
-      const version = policy.forwardVersion(updates, i, m, p);
-      if (version > updates) {
-        const what = `microbatch ${i} would run with version ${version} before there is one`;
+      own.version = policy.forwardVersion(updates, i, m, p);
+      if (own.version > updates) {
+        const what = `microbatch ${i} would run with version ${own.version} before there is one`;
         throw new RuleError(`${what}; take ${p - 1} microbatches a batch or more`);
       }
-      forward.set(i, version);
-      inUse.push(version);
-    } else if (kind === "B" || kind === "I") {
-      backward.set(i, policy.stashed ? forward.get(i) : updates);
+      inUse.set(i, own.version);
+      upcoming.shift();
+    } else if (kind !== "W") {
+      own.version = policy.stashed ? inUse.get(i) : updates;
     }
-    if (kind === "B" || kind === "W") {
-      inUse.splice(inUse.indexOf(forward.get(i)), 1);
-      staleness.set(i, (policy.perMicrobatch ? i : batchOf(i)) - forward.get(i));
-      const left = upcoming.some((other) => batchOf(other) === batchOf(i) && !staleness.has(other));
-      if (policy.perMicrobatch || !left) updates += 1;
+    if (isUpdate(op)) {
+      own.behind = (policy.perMicrobatch ? i : batchOf(i)) - inUse.get(i);
+      inUse.delete(i);
+      left.delete(i);
+      if (policy.perMicrobatch || ![...left].some((other) => batchOf(other) === batchOf(i))) updates += 1;
     }
-    live.set(text, keptVersions(policy, inUse, updates, upcoming[forward.size], m, p));
-  }
-  return { forward, backward, staleness, live };
+    own.kept = keptVersions(policy, [...inUse.values()], updates, upcoming[0], m, p);
+    return [text, own];
+  });
 }
 
 // The newest version, those in use, and all between them and the oldest still to be read.

@@ -103,19 +103,22 @@ function itemText(item) {
   return item.length === 1 ? item[0].text : `(${item[0].text};${item[1].text})OVERLAP_F_B`;
 }
 
-// numStages: of one copy of the model; a second copy's stages are numbered on from there.
+// The orders changed operation by operation.
+function changedOps(orders, change) {
+  return orders.map((order) => order.map((item) => item.map(change)));
+}
+
+// copies: of the model; a second copy's stages are numbered on from the first one's.
 // kept: of a microbatch's activations on a stage, the share that is kept from its F to its R.
 class Schedule {
-  constructor(orders, numStages = orders.length, copies = 1, kept = 1) {
-    Object.assign(this, { orders, numStages, copies, kept });
-    this.numRanks = orders.length;
-    this.stagesPerRank = Math.max(1, Math.floor(numStages / orders.length));
+  constructor(orders, copies = 1, kept = 1) {
+    Object.assign(this, { orders, copies, kept });
     this.ops = orders.flat(2);
+    this.numRanks = orders.length;
+    this.numStages = (1 + Math.max(...this.ops.map((op) => op.stage))) / copies;
+    this.stagesPerRank = Math.max(1, Math.floor(this.numStages / orders.length));
     this.numMicrobatches = new Set(this.ops.map((op) => op.microbatch)).size;
-    this.places = new Map(); // operation -> {rank, index of its item}
-    orders.forEach((order, rank) =>
-      order.forEach((item, index) => item.forEach((op) => this.places.set(op.text, { rank, index }))),
-    );
+    this.rankOf = new Map(orders.flatMap((order, rank) => order.flat().map((op) => [op.text, rank])));
   }
 
   // The operations whose results an item takes in: F those of the stage before it, B and I of the
@@ -123,30 +126,28 @@ class Schedule {
   needs(item) {
     return item.flatMap(({ kind, stage, microbatch }) => {
       const key = (wanted, at) => keyOf(wanted, at, microbatch);
+      const either = (first, second, at) => key(this.rankOf.has(key(first, at)) ? first : second, at);
       const place = stage % this.numStages;
       if (kind === "F") return place ? [key("F", stage - 1)] : [];
       if (kind === "W") return [key("I", stage)];
       if (kind === "R") return [key("F", stage)];
-      const own = this.places.has(key("R", stage)) ? key("R", stage) : key("F", stage);
-      if (place === this.numStages - 1) return [own];
-      return [own, key(this.places.has(key("I", stage + 1)) ? "I" : "B", stage + 1)];
+      const own = either("R", "F", stage);
+      return place === this.numStages - 1 ? [own] : [own, either("I", "B", stage + 1)];
     });
   }
 
   // The same stages with other orders.
   withOrders(orders, kept = this.kept) {
-    return new Schedule(orders, this.numStages, this.copies, kept);
+    return new Schedule(orders, this.copies, kept);
   }
 }
 
 // The same batch again and again; microbatches of batch k are numbered from k m on.
-function repeat(schedule, numBatches) {
-  const later = (batch) => ({ kind, stage, microbatch }) =>
-    buildOp(kind, stage, microbatch + batch * schedule.numMicrobatches);
-  const batches = range(numBatches);
-  return schedule.withOrders(schedule.orders.map((order) =>
-    batches.flatMap((batch) => order.map((item) => item.map(later(batch)))),
+function repeat({ orders, numMicrobatches, copies, kept }, numBatches) {
+  const batches = range(numBatches).map((batch) => changedOps(orders, ({ kind, stage, microbatch }) =>
+    buildOp(kind, stage, microbatch + batch * numMicrobatches),
   ));
+  return new Schedule(orders.map((_, rank) => batches.flatMap((batch) => batch[rank])), copies, kept);
 }
 
 // Every whole backward pass as its two halves, one after the other: nothing moves yet.
@@ -201,60 +202,66 @@ function withoutMicrobatch(item) {
   return item.map((op) => op.kind + op.stage).join("|");
 }
 
-// {schedule, costs, tick, c, starts, ends, bounds, sequence, last}: starts, ends and bounds have a
-// list a rank, in its order; times are in ticks. A bound is the operation whose end (and sending)
-// fixed the start, null at time 0. sequence: [rank, index] of items, each after all that it needs.
+// {schedule, costs, lines, cells, tick, c, last}: `lines` has each rank's cells {item, rank, index,
+// start, end, bound} in its order, `cells` the same by operation, each after all that it needs.
+// Times are in ticks. A bound is the operation whose end (and sending) fixed the start, null at 0.
 function simulate(schedule, costs) {
   const { orders } = schedule;
   const items = new Map(orders.flat(1).map((item) => [withoutMicrobatch(item), item]));
   const exact = [...items.values()].map((item) => durationOf(item, costs, schedule.numStages));
   const { tick, counts: [c, ...counts] } = inTicks([costs.c, ...exact]);
   const durations = new Map([...items.keys()].map((key, k) => [key, counts[k]]));
-  const [starts, ends, bounds] = range(3).map(() => orders.map(() => []));
-  const [sequence, done] = [[], new Map()]; // done: operation -> [when it ended, on which rank]
+  const lines = orders.map(() => []);
+  const cells = new Map();
 
   // Runs the rank's next item, unless it has to wait.
   function advance(rank) {
-    const [order, index] = [orders[rank], ends[rank].length];
-    if (index === order.length) return false;
-    const needs = schedule.needs(order[index]);
-    if (!needs.every((need) => done.has(need))) return false;
-    let start = ends[rank].at(-1) ?? 0;
-    let bound = index ? order[index - 1].at(-1).text : null;
+    const index = lines[rank].length;
+    if (index === orders[rank].length) return false;
+    const item = orders[rank][index];
+    const needs = schedule.needs(item);
+    if (!needs.every((need) => cells.has(need))) return false;
+    const before = lines[rank].at(-1);
+    let [start, bound] = before ? [before.end, before.item.at(-1).text] : [0, null];
     for (const need of needs) {
-      const [end, from] = done.get(need);
-      const arrival = from === rank ? end : end + c;
+      const arrival = arrivalOf(cells.get(need), rank, c);
       if (arrival > start) [start, bound] = [arrival, need];
     }
-    const end = start + durations.get(withoutMicrobatch(order[index]));
-    sequence.push([rank, index]);
-    starts[rank].push(start);
-    ends[rank].push(end);
-    bounds[rank].push(bound);
-    for (const op of order[index]) done.set(op.text, [end, rank]);
+    const cell = { item, rank, index, start, end: start + durations.get(withoutMicrobatch(item)), bound };
+    lines[rank].push(cell);
+    for (const op of item) cells.set(op.text, cell);
     return true;
   }
 
-  for (let before = -1; sequence.length > before; ) {
-    before = sequence.length;
+  for (let before = -1; cells.size > before; ) {
+    before = cells.size;
     for (const rank of orders.keys()) while (advance(rank));
   }
-  if (sequence.length < orders.flat().length) throw deadlock(schedule, ends, done);
-  const last = Math.max(...ends.map((line) => line.at(-1) ?? 0));
-  return { schedule, costs, tick: tick.toNumber(), c, starts, ends, bounds, sequence, last };
+  if (cells.size < schedule.ops.length) throw deadlock(schedule, lines, cells);
+  const last = lastEnd(lines);
+  return { schedule, costs, lines, cells, tick: tick.toNumber(), c, last };
+}
+
+// When a cell's results are there on a rank.
+function arrivalOf(cell, rank, c) {
+  return cell.rank === rank ? cell.end : cell.end + c;
+}
+
+function lastEnd(lines) {
+  return Math.max(...lines.map((line) => line.at(-1)?.end ?? 0));
 }
 
 // Follow what each stuck rank waits for until a rank comes up again. The error's cause is the circle:
 // [{rank, text of its next operation, need}].
-function deadlock(schedule, ends, done) {
+function deadlock(schedule, lines, cells) {
   const path = [];
-  let rank = schedule.orders.findIndex((order, r) => ends[r].length < order.length);
+  let rank = schedule.orders.findIndex((order, r) => lines[r].length < order.length);
   while (!path.some((step) => step.rank === rank)) {
-    const item = schedule.orders[rank][ends[rank].length];
-    const waiting = item.map((op) => [op.text, schedule.needs([op]).find((need) => !done.has(need))]);
+    const item = schedule.orders[rank][lines[rank].length];
+    const waiting = item.map((op) => [op.text, schedule.needs([op]).find((need) => !cells.has(need))]);
     const [text, need] = waiting.find(([, missing]) => missing);
     path.push({ rank, text, need });
-    ({ rank } = schedule.places.get(need));
+    rank = schedule.rankOf.get(need);
   }
   const circle = path.slice(path.findIndex((step) => step.rank === rank));
   const steps = circle.map((at) => `rank ${at.rank} is at ${at.text}, which needs ${at.need}`);

@@ -1,10 +1,12 @@
 // The schedules (schedules/orders.py, building_blocks.py and catalogue.py, which name the papers): how
 // ranks p and microbatches m make an order per rank, what each does, and how long a rank idles.
 //
-// A rank's order is written as steps: [kind, stage], or two of them for a pair.
+// A rank's order is a word, as in pipedream_simple.py: a letter an operation, two for a pair. Small
+// letters are on the rank's second stage: the one on the way back up a V, or of a second copy.
 "use strict";
 
-// Microbatches are numbered by stage and kind; a whole backward pass counts as its halves.
+// Each kind takes a stage's microbatches in turn; a whole backward pass counts as its halves. A step
+// is a list of one [kind, stage], or of two for a pair.
 function numbered(steps) {
   const counts = {};
   const next = ([kind, stage]) => {
@@ -13,32 +15,54 @@ function numbered(steps) {
     for (const key of counted) counts[key] = microbatch + 1;
     return buildOp(kind, stage, microbatch);
   };
-  return steps.map((step) => (Array.isArray(step[0]) ? step.map(next) : [next(step)]));
+  return steps.map((step) => step.map(next));
+}
+
+// Words by rank; microbatches from m on are not there.
+function fromWords(words, m = Infinity) {
+  const orders = words.map((word, r) => {
+    const stageOf = (letter) => (letter < "a" ? r : 2 * words.length - 1 - r);
+    const steps = [...word].map((step) => [...step].map((letter) => [letter.toUpperCase(), stageOf(letter)]));
+    return numbered(steps).filter(([op]) => op.microbatch < m);
+  });
+  return new Schedule(orders);
+}
+
+// From the word of rank r of p.
+function byRank(wordOf) {
+  return (p, m) => fromWords(range(p).map((r) => wordOf(r, p, m)), m);
+}
+
+// microbatchOf(i, copy): the number of a copy's microbatch i among all.
+function twoCopies(words, microbatchOf) {
+  const p = words.length;
+  const renumbered = ({ kind, stage, microbatch }) =>
+    buildOp(kind, stage, microbatchOf(microbatch, stage < p ? 0 : 1));
+  return new Schedule(changedOps(fromWords(words).orders, renumbered), 2);
 }
 
 function times(count, ...steps) {
-  return range(Math.max(0, count)).flatMap(() => steps);
+  return range(count).flatMap(() => steps);
 }
 
-// From words by rank, a letter an operation.
-function asSchedule(words) {
-  return new Schedule(words.map((word, rank) => numbered([...word].map((kind) => [kind, rank]))));
+// `ahead` forwards, then one forward and one backward in turn, then the backwards left over.
+function inTurn(forwards, backwards, ahead) {
+  const turns = backwards.flatMap((backward, k) => [...forwards.slice(ahead + k, ahead + k + 1), backward]);
+  return [...forwards.slice(0, ahead), ...turns];
 }
 
-// `ahead` forwards, then a backward for each forward. With a `delay` backward passes are cut, and a
-// W follows each I once `delay` of them are behind.
-function alternatingWord(m, ahead, delay) {
-  const [warmup, late] = [Math.min(m, ahead), Math.min(m, delay ?? 0)];
-  const halves = (i) => (i < late ? "I" : "IW");
-  const steady = range(m).map((i) => (delay === undefined ? "B" : halves(i)) + (warmup + i < m ? "F" : ""));
-  return "F".repeat(warmup) + steady.join("") + "W".repeat(late);
+function alternating(m, ahead) {
+  return inTurn(times(m, "F"), times(m, "B"), ahead);
 }
 
-function alternating(p, m, ahead, delay) {
-  return asSchedule(range(p).map((s) => alternatingWord(m, ahead(s), delay?.(s))));
+// The backward pass cut in two: each W comes `delay` microbatches after its I.
+function zeroBubble(m, ahead, delay) {
+  const late = Math.min(delay, m);
+  const backwards = [...times(late, "I"), ...times(m - late, "IW")];
+  return inTurn(times(m, "F"), backwards, ahead).join("") + "W".repeat(late);
 }
 
-// Forwards, 2 more for each rank behind; then pairs of forward and backward; the rest.
+// v stages a rank, p apart: microbatches go round the ranks v times, in rounds of p or so.
 function interleaved(p, m, v) {
   const rounds = Math.max(1, Math.floor(m / p));
   if (m % rounds) {
@@ -47,91 +71,73 @@ function interleaved(p, m, v) {
         `take a multiple of ${p}, such as ${rounds * p} or ${(rounds + 1) * p}`,
     );
   }
-  const perRound = m / rounds;
-  const total = m * v;
-  const chunk = (step) => Math.floor(step / perRound) % v;
-  const write = (r) => {
-    const steps = [];
-    const warmup = Math.min(total, (v - 1) * perRound + 2 * (p - 1 - r));
-    for (let step = 0; step < total + warmup; step++) {
-      if (step < total) steps.push(["F", chunk(step) * p + r]);
-      if (step >= warmup) steps.push(["B", (v - 1 - chunk(step - warmup)) * p + r]);
-    }
-    return numbered(steps);
-  };
-  return new Schedule(range(p).map(write), p * v);
+  const size = m / rounds;
+  const chunks = range(m * v).map((step) => Math.floor(step / size) % v);
+  return new Schedule(range(p).map((r) => {
+    const forwards = chunks.map((chunk) => [["F", chunk * p + r]]);
+    const backwards = chunks.map((chunk) => [["B", (v - 1 - chunk) * p + r]]);
+    return numbered(inTurn(forwards, backwards, (v - 1) * size + 2 * (p - 1 - r)));
+  }));
 }
 
-// Written for 2p - 1 microbatches or more; with fewer, those that are not there are left out.
-function zbV(p, m) {
-  const write = (r) => {
-    const [down, up, count] = [r, 2 * p - 1 - r, Math.max(m, 2 * p - 1)];
-    const upwards = [["F", up], ["I", up], ["W", up]];
-    const steady = range(count - p).flatMap((n) => [
-      ...times(n < count - (2 * p - 1 - r) ? 1 : 0, ["F", down]), ["I", down], ["W", down], ...upwards,
-    ]);
-    const steps = [
-      ...times(2 * (p - r) - 1, ["F", down]), ...times(r, ["F", up], ["F", down]),
-      ...times(p - r, ...upwards), ...steady, ...times(r, ["I", down], ["I", up]),
-      ...times(p - r, ["I", down], ["W", down]), ...times(r, ["W", up]), ...times(r, ["W", down]),
-    ];
-    return numbered(steps).filter(([op]) => op.microbatch < m);
-  };
-  return new Schedule(range(p).map(write), 2 * p);
+// Written for 2p - 1 microbatches or more.
+function zbV(r, p, m) {
+  const count = Math.max(m, 2 * p - 1);
+  let word = "F".repeat(2 * (p - r) - 1) + "fF".repeat(r) + "fiw".repeat(p - r);
+  for (let i = 0; i < count - p; i++) {
+    if (i < count - (2 * p - 1 - r)) word += "F"; // until all have gone down
+    word += "IWfiw";
+  }
+  return word + "Ii".repeat(r) + "IW".repeat(p - r) + "w".repeat(r) + "W".repeat(r);
 }
 
 // One slot between neighbours; the pause keeps two operations of a rank out of the same slot.
 function vMin(p, m) {
   const pause = p % 3 ? 0 : 2;
-  const block = (r) => [r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r];
-  return repeatedBlock(p, m, block);
+  return repeatedBlock(p, m, (r) => ({
+    F: r, f: 2 * p - 1 - r, i: 2 * p + pause + r, I: 4 * p + pause - 1 - r,
+  }));
 }
 
 // Two slots between neighbours wherever the way leads down the V.
 function vHalf(p, m) {
   const pause = p % 2 ? 0 : 3;
-  const block = (r) => [2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r];
-  return repeatedBlock(p, m, block);
+  return repeatedBlock(p, m, (r) => ({
+    F: 2 * r, f: 3 * p - 2 - r, i: 3 * p + pause - 1 + 2 * r, I: 6 * p + pause - 2 - r,
+  }));
 }
 
-// A line is a rank's kinds by slot: F, I and W of the stage on the way down the V (Fd, Id, Wd) and of
-// the one on the way up. One microbatch's are again every 6 slots; two passes then pull operations
-// forward at both ends, as schedules/building_blocks.py explains; W has no slots of its own in the
-// second.
+// A line is a rank's letters by slot. One microbatch's are again every 6 slots; two passes then pull
+// operations forward at both ends, as schedules/building_blocks.py explains; W has no slots of its
+// own in the second.
 function repeatedBlock(p, m, block) {
   const repeated = range(p).map((r) => {
     const line = [];
-    const [Fd, Fu, Iu, Id] = block(r);
-    for (const [kind, slot] of Object.entries({ Fd, Fu, Iu, Id })) {
-      for (let i = 0; i < m; i++) line[slot + 6 * i] = kind;
+    for (const [letter, slot] of Object.entries(block(r))) {
+      for (let i = 0; i < m; i++) line[slot + 6 * i] = letter;
     }
     return line;
   });
-  const withW = repeated.map((line) => withWeights(line).map((kind) => (kind?.[0] === "W" ? "W" : kind)));
+  const withW = repeated.map((line) => withWeights(line).map((letter) => (letter === "w" ? "W" : letter)));
   pullForward(withW, true);
-  const lines = squeezed(withW).map((line) => Array.from(line, (kind) => (kind === "W" ? null : kind)));
+  const lines = squeezed(withW).map((line) => Array.from(line, (letter) => (letter === "W" ? null : letter)));
   pullForward(lines, false);
-  const orders = lines.map((line, r) => {
-    const stage = { d: r, u: 2 * p - 1 - r };
-    return numbered(withWeights(line).filter(Boolean).map(([kind, way]) => [kind, stage[way]]));
-  });
-  return new Schedule(orders, 2 * p);
+  return fromWords(lines.map((line) => withWeights(line).filter(Boolean)));
 }
 
 // The line with a W for each I in a later free slot, those on the way up first.
 function withWeights(line) {
   const full = [];
-  const waiting = { u: 0, d: 0 };
-  while (full.length < line.length || waiting.u || waiting.d) {
-    let kind = line[full.length];
-    if (!kind && (waiting.u || waiting.d)) {
-      const way = waiting.u ? "u" : "d";
-      waiting[way] -= 1;
-      kind = `W${way}`;
-    } else if (kind?.[0] === "I") {
-      waiting[kind[1]] += 1;
+  const waiting = { i: 0, I: 0 };
+  while (full.length < line.length || waiting.i || waiting.I) {
+    let letter = line[full.length];
+    if (letter in waiting) {
+      waiting[letter] += 1;
+    } else if (!letter && (waiting.i || waiting.I)) {
+      letter = waiting.i ? "w" : "W";
+      waiting[waiting.i ? "i" : "I"] -= 1;
     }
-    full.push(kind);
+    full.push(letter);
   }
   return full;
 }
@@ -140,21 +146,21 @@ function withWeights(line) {
 // the full pipeline stay, and where W has no slots those before, too.
 function pullForward(lines, hasWeights) {
   const limit = Math.max(...lines.map((line) => mostHeld(line, hasWeights)));
-  const m = lines[0].filter((kind) => kind === "Fd").length;
+  const m = lines[0].filter((letter) => letter === "F").length;
   let [filling, draining] = [true, false];
-  placeByTime(lines, ({ slot, rank, kind, i, earliest }) => {
-    if (filling && rank === 0 && kind === "Id") filling = false;
+  placeByTime(lines, ({ slot, rank, letter, i, earliest }) => {
+    if (filling && rank === 0 && letter === "I") filling = false;
     if (!filling && !draining) {
-      draining = kind === "Fd" && i === m - 1;
+      draining = letter === "F" && i === m - 1;
       return slot;
     }
     const line = lines[rank];
     const last = draining || hasWeights ? slot : earliest;
     for (let free = earliest; free < last; free++) {
       if (line[free]) continue;
-      [line[free], line[slot]] = [kind, null];
+      [line[free], line[slot]] = [letter, null];
       if (mostHeld(line, hasWeights) <= limit) return free;
-      [line[free], line[slot]] = [null, kind];
+      [line[free], line[slot]] = [null, letter];
     }
     return slot;
   });
@@ -163,10 +169,10 @@ function pullForward(lines, hasWeights) {
 // Most stages' activations that a rank holds. Where W has no slots of its own, it runs in free ones.
 function mostHeld(line, hasWeights) {
   let [held, waiting, most] = [0, 0, 0];
-  for (const kind of line) {
-    if (kind?.[0] === "F") held += 1;
-    else if (kind === "W") held -= 1;
-    else if (kind) waiting += 1;
+  for (const letter of line) {
+    if (letter === "F" || letter === "f") held += 1;
+    else if (letter === "W") held -= 1;
+    else if (letter) waiting += 1;
     else if (waiting && !hasWeights) [held, waiting] = [held - 1, waiting - 1];
     most = Math.max(most, held);
   }
@@ -176,37 +182,37 @@ function mostHeld(line, hasWeights) {
 // The same orders, every operation as soon as its rank and its data are ready.
 function squeezed(lines) {
   const found = lines.map(() => []);
-  placeByTime(lines, ({ rank, kind, earliest }) => {
+  placeByTime(lines, ({ rank, letter, earliest }) => {
     const slot = Math.max(earliest, found[rank].length);
-    found[rank][slot] = kind;
+    found[rank][slot] = letter;
     return slot;
   });
   return found;
 }
 
-// By kind: the rank before it on the way of the data, and what its own rank has done before.
-const SOURCES = { Fd: [-1], Fu: [1, "Fd"], Iu: [-1, "Fu"], Id: [1, "Iu"] };
+// By letter: the rank before it on the way of the data, and what its own rank has done before.
+const SOURCES = { F: [-1], f: [1, "F"], i: [-1, "f"], I: [1, "i"] };
 
 // Calls `place` for each operation in the order of time, and takes the slot that it returns for the
 // operation's. `earliest`: after its data and the microbatch before it.
 function placeByTime(lines, place) {
   const before = lines.map((line) => [...line]);
-  const done = lines.map(() => ({ Fd: [], Fu: [], Iu: [], Id: [], W: [] }));
+  const done = lines.map(() => ({ F: [], f: [], i: [], I: [], W: [] }));
   for (const slot of range(Math.max(...before.map((line) => line.length)))) {
     for (const [rank, line] of before.entries()) {
-      const kind = line[slot];
-      if (!kind) continue;
+      const letter = line[slot];
+      if (!letter) continue;
       const own = done[rank];
-      const i = own[kind].length;
-      const needed = [own[kind].at(-1)];
-      if (kind === "W") {
-        needed.push([...own.Iu, ...own.Id].sort((a, b) => a - b)[i]);
+      const i = own[letter].length;
+      const needed = [own[letter].at(-1)];
+      if (letter === "W") {
+        needed.push([...own.i, ...own.I].sort((a, b) => a - b)[i]);
       } else {
-        const [way, source] = SOURCES[kind];
-        needed.push(done[rank + way]?.[kind][i], own[source]?.[i]);
+        const [way, source] = SOURCES[letter];
+        needed.push(done[rank + way]?.[letter][i], own[source]?.[i]);
       }
       const earliest = 1 + Math.max(-1, ...needed.filter((one) => one !== undefined));
-      own[kind].push(place({ slot, rank, kind, i, earliest }));
+      own[letter].push(place({ slot, rank, letter, i, earliest }));
     }
   }
 }
@@ -218,47 +224,30 @@ function dualpipeV(p, m) {
         `set num_microbatches to ${2 * p} or more`,
     );
   }
-  return new Schedule(range(p).map((r) => dualpipeLine(r, p, m)), 2 * p);
+  return byRank(dualpipeWord)(p, m);
 }
 
-// DualPipe's eight phases on the two stages of rank r.
-function dualpipeLine(r, p, m) {
-  const [down, up, behind, pending] = [r, 2 * p - 1 - r, p - 1 - r, []];
-  const steps = [...times(2 * behind, ["F", down]), ...times(r + 1, ["F", down], ["F", up])];
-  const cutBackward = (stage) => {
-    steps.push(["I", stage]);
-    pending.push(["W", stage]);
-  };
-  const lateWeight = () => steps.push(...pending.splice(0, 1));
-  for (let n = 0; n < behind; n++) {
-    cutBackward(up);
-    lateWeight();
-    steps.push(["F", up]);
-  }
-  for (let step = 0; step < m - 2 * p + r + 1; step++) {
-    // The last rank's first backward has to wait anyway: overlap would only delay.
-    if (step === 0 && !behind) steps.push(["F", down], ["B", up]);
-    else steps.push([["F", down], ["B", up]]);
-    steps.push([["F", up], ["B", down]]);
-  }
-  steps.push(...times(behind, ["B", up], [["F", up], ["B", down]]));
+// DualPipe's eight phases on rank r.
+function dualpipeWord(r, p, m) {
+  const behind = p - 1 - r;
+  const pairs = times(m - 2 * p + r + 1, "Fb", "fB");
+  if (!behind) pairs.splice(0, 1, "F", "b"); // the first backward has to wait anyway
   // 2 (r + 1) backwards, alternating; from the middle on their W is put off.
-  const middle = r % 2 ? r + 1 : Math.floor((r + 1) / 2) * 2 + 1;
-  for (let step = 0; step < 2 * (r + 1); step++) {
-    const stage = step % 2 ? down : up;
-    if (step >= middle) cutBackward(stage);
-    else steps.push(["B", stage]);
-  }
-  for (let n = 0; n < behind; n++) {
-    lateWeight();
-    if (2 * (r + 1) > middle) cutBackward(down);
-    else steps.push(["B", down]);
-  }
-  return numbered([...steps, ...pending.slice(0, r + 1)]);
+  const backwards = times(r + 1, "b", "B");
+  const cut = [...backwards.slice(r + 1), ...times(behind, "B")];
+  const gradients = cut.map((backward) => (backward === "b" ? "i" : "I"));
+  const weights = cut.map((backward) => (backward === "b" ? "w" : "W"));
+  return [
+    ...times(2 * behind, "F"), ...times(r + 1, "F", "f"), ...times(behind, "i", "w", "f"),
+    ...pairs, ...times(behind, "b", "fB"),
+    ...backwards.slice(0, r + 1), ...gradients.slice(0, r + 1),
+    ...gradients.slice(r + 1).flatMap((gradient, k) => [weights[k], gradient]),
+    ...weights.slice(behind),
+  ];
 }
 
-// DualPipeV on half as many ranks, unfolded: place r of the model is the first copy's on rank r, the
-// other place the second copy's.
+// DualPipeV on half as many ranks, unfolded: each of its ranks is two that mirror each other, with
+// one copy's stages on the way down and the other's on the way up.
 function dualpipe(p, m) {
   if (p % 2 || m % 2 || m < 2 * p) {
     throw new RuleError(
@@ -267,12 +256,10 @@ function dualpipe(p, m) {
         `take p=${p + (p % 2)} and m=${Math.max(2 * (p + (p % 2)), m + (m % 2))}`,
     );
   }
-  const orders = range(p).map((r) => {
-    const unfolded = ({ kind, stage, microbatch }) =>
-      stage === r ? buildOp(kind, r, microbatch) : buildOp(kind, p + stage, m / 2 + microbatch);
-    return dualpipeLine(Math.min(r, p - 1 - r), p / 2, m / 2).map((item) => item.map(unfolded));
-  });
-  return new Schedule(orders, p, 2);
+  const half = range(p / 2).map((r) => dualpipeWord(r, p / 2, m / 2));
+  const swapped = (letter) => (letter < "a" ? letter.toLowerCase() : letter.toUpperCase());
+  const mirrored = half.toReversed().map((word) => word.map((step) => [...step].map(swapped)));
+  return twoCopies([...half, ...mirrored], (i, copy) => i + copy * (m / 2));
 }
 
 // Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches. When every
@@ -284,32 +271,33 @@ function chimera(p, m) {
         `m=${m}; take p=${p + (p % 2)} and a multiple of it`,
     );
   }
-  const slots = range(p).map(() => []);
-  for (let microbatch = 0; microbatch < m; microbatch++) {
-    const place = microbatch % p;
-    const upwards = place >= p / 2;
-    const begin = Math.floor(microbatch / p) * 2 * p + 2 * (place % (p / 2));
-    for (let s = 0; s < p; s++) {
-      const [rank, stage] = upwards ? [p - 1 - s, p + s] : [s, s];
-      slots[rank][begin + s] = [buildOp("F", stage, microbatch)];
-      slots[rank][begin + 2 * p - 1 - s] = [buildOp("B", stage, microbatch)];
+  const half = p / 2;
+  const words = range(p).map((r) => {
+    const slots = [];
+    for (let i = 0; i < m / 2; i++) {
+      const begin = Math.floor(i / half) * 2 * p + 2 * (i % half);
+      slots[begin + r] = "F";
+      slots[begin + p - 1 - r] = "f";
+      slots[begin + p + r] = "b";
+      slots[begin + 2 * p - 1 - r] = "B";
     }
-  }
-  return new Schedule(slots.map((line) => line.filter(Boolean)), p, 2);
+    return slots.filter(Boolean);
+  });
+  return twoCopies(words, (i, copy) => Math.floor(i / half) * p + copy * half + (i % half));
 }
 
-const oneFOneB = (p, m) => alternating(p, m, (s) => p - s);
+const oneFOneB = byRank((r, p, m) => alternating(m, p - 1 - r));
 
 // `policy`: flush, if not given. `idle`: of a rank up to the end, for even stages and c = 0 without
 // overlap, where `when` holds; in p, m, v, F, I, W and B = I + W.
 const SCHEDULES = {
   naive: {
-    build: (p, m) => alternating(p, m, () => 1),
+    build: byRank((r, p, m) => "FB".repeat(m)),
     title: "Naive", idle: "(p - 1) * m * (F + B)",
     says: "One microbatch goes through all ranks and back before the next one starts.",
   },
   gpipe: {
-    build: (p, m) => alternating(p, m, () => m),
+    build: byRank((r, p, m) => "F".repeat(m) + "B".repeat(m)),
     title: "GPipe", idle: "(p - 1) * (F + B)",
     says: "All forward passes, then all backward passes: a rank holds all m microbatches.",
   },
@@ -318,7 +306,7 @@ const SCHEDULES = {
     says: "Each backward pass as early as it can run: rank r holds only p-r microbatches.",
   },
   "eager-1f1b": {
-    build: (p, m) => alternating(p, m, (s) => 2 * (p - s) - 1),
+    build: byRank((r, p, m) => alternating(m, 2 * (p - 1 - r))),
     title: "Eager 1F1B", idle: "(p - 1) * (F + B)",
     says: "1F1B with more forward passes ahead, so that messages arrive before they are needed.",
   },
@@ -346,19 +334,19 @@ const SCHEDULES = {
     says: "Each rank has v shorter stages, so that the pipeline fills v times as fast; more messages.",
   },
   "zb-h1": {
-    build: (p, m) => alternating(p, m, (s) => p - s, (s) => s),
+    build: byRank((r, p, m) => zeroBubble(m, p - 1 - r, r)),
     title: "ZB-H1",
     idle: "(p - 1) * (F + I - min(F, I, W))", when: "m >= p",
     says: "The backward pass cut in two: W waits until its rank would idle, in 1F1B's memory.",
   },
   "zb-h2": {
-    build: (p, m) => alternating(p, m, (s) => 2 * (p - s) - 1, (s) => 2 * s),
+    build: byRank((r, p, m) => zeroBubble(m, 2 * (p - 1 - r), 2 * r)),
     title: "ZB-H2",
     idle: "(p - 1) * max(F, F + I - 2 * min(F, W))", when: "m >= 2 * p - 1",
     says: "More forward passes ahead: no rank pauses between its first and last operation, in twice the memory.",
   },
   "zb-v": {
-    build: zbV, title: "ZB-V",
+    build: byRank(zbV), title: "ZB-V",
     idle: "(p - 1) * max(I - W, I / 2)", when: "m >= 2 * p - 1 && I >= F && I >= W",
     says: "Two stages a rank, down the ranks and up again: ZB-H2's density in 1F1B's memory.",
   },

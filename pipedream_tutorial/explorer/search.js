@@ -9,7 +9,7 @@
 
 function buildProblem(chosen) {
   const { p, m, K } = chosen;
-  const costs = buildCosts(new Schedule(range(p).map(() => [])), chosen);
+  const costs = buildCosts({ numStages: p, stagesPerRank: 1 }, chosen);
   const kinds = range(p).flatMap((rank) => [..."FIW"].map((kind) => costs[kind][rank]));
   const { tick, counts: [c, ...counts] } = inTicks([costs.c, ...kinds]);
   const durations = range(p).map((rank) => {
@@ -77,8 +77,8 @@ function search(problem, tries) {
   // ZB-H1 and ZB-H2, and what lies between: each rank `step` microbatches less ahead than the last.
   const patterns = [0, 1, 2].flatMap((step) => range(memory + step * durations.length).map((ahead) =>
     durations.map((_, rank) => {
-      const lead = Math.max(1, Math.min(memory, ahead + 1 - step * rank));
-      return alternatingWord(m, lead, memory - lead);
+      const lead = Math.max(0, Math.min(memory - 1, ahead - step * rank));
+      return zeroBubble(m, lead, memory - 1 - lead);
     }),
   ));
   const starts = patterns.map((words) => ({ words, ...score(problem, words) })).sort(byLength);

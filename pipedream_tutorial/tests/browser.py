@@ -131,7 +131,7 @@ def main():
         browser = Browser(profile)
         page = Path(__file__).resolve().parent.parent / "explorer.html"
         browser.open(page, SHOWN, width=1280, height=760)
-        browser.js("explorer.main.focus = explorer.main.run.timeline.schedule.places.get('1I3')")
+        browser.js("explorer.main.focus = explorer.main.run.timeline.cells.get('1I3')")
         browser.js("explorer.store.change({})")
         browser.js("document.querySelector('footer').remove()")
         browser.screenshot(Path(sys.argv[1]))

@@ -22,22 +22,22 @@ const answer = {
 
   run({ name, chosen }) {
     const { timeline, numbers, use } = run(name, chosen);
-    const path = criticalPath(timeline).map(
-      ({ rank, index }) => itemText(timeline.schedule.orders[rank][index]),
-    );
-    const { idle, span, peakActivations, peakVersions, staleness, mixed } = numbers;
+    const { schedule, lines, tick, c } = timeline;
+    const { idle, span, peakActivations, mixed } = numbers;
+    const usesOf = (stage) => schedule.ops.filter((op) => op.stage === stage).map((op) => [op, use.get(op.text)]);
+    const byStage = range(schedule.numStages * schedule.copies).map(usesOf);
+    const most = (key) => byStage.map((uses) => Math.max(...uses.map(([, own]) => own[key] ?? 0)));
+    const forward = byStage.map((uses) => uses.filter(([op]) => op.kind === "F"));
     return {
-      tick: timeline.tick,
-      c: timeline.c,
-      cells: timeline.schedule.orders.map((order) => order.map(itemText).join()),
-      starts: timeline.starts,
-      ends: timeline.ends,
+      tick, c, mixed,
+      cells: lines.map((line) => line.map(({ item }) => itemText(item)).join()),
+      starts: lines.map((line) => line.map(({ start }) => start)),
+      ends: lines.map((line) => line.map(({ end }) => end)),
       floats: [...idle.ranks, ...span.ranks, idle.share, span.share, ...peakActivations],
-      versions: peakVersions,
-      staleness,
-      mixed,
-      forward: [...use.values()].map((own) => [...own.forward]),
-      path,
+      versions: most("kept"),
+      staleness: most("behind"),
+      forward: forward.map((uses) => uses.map(([op, { version }]) => [op.microbatch, version])),
+      path: criticalPath(timeline).map(({ item }) => itemText(item)),
     };
   },
 
@@ -57,7 +57,8 @@ const answer = {
   },
 
   trace({ text }) {
-    const { group, schedule, starts, ends, durations } = readTrace(text);
+    const { group, schedule, lines, durations } = readTrace(text);
+    const [starts, ends] = ["start", "end"].map((at) => lines.map((line) => line.map((cell) => cell[at])));
     return { group, csv: toCsv(schedule), starts, ends, durations };
   },
 

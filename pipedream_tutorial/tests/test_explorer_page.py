@@ -70,7 +70,7 @@ def middle(browser, operation):
     """Where an operation's cell is in the window."""
     return browser.js(
         f"""(() => {{
-            const {{ rank, index }} = explorer.main.run.timeline.schedule.places.get("{operation}");
+            const {{ rank, index }} = explorer.main.run.timeline.cells.get("{operation}");
             const cell = explorer.main.chart.querySelector(`[data-at="${{rank}}.${{index}}"]`);
             cell.scrollIntoView({{ block: "center" }});
             const {{ left, top, width, height }} = cell.getBoundingClientRect();
@@ -385,7 +385,7 @@ def test_a_long_press_picks_up_and_a_button_moves_to_the_end(browser):
     assert text(browser, "said") == "Gains 1: time falls from 16 to 15."
     click(browser, "undo")
     assert numbers(browser)["time"] == "16"
-    browser.js("explorer.main.focus = explorer.main.run.timeline.schedule.places.get('2W0')")
+    browser.js("explorer.main.focus = explorer.main.run.timeline.cells.get('2W0')")
     browser.js("explorer.store.change({})")
     assert "No other rank waits for a W" in text(browser, "lines")
     click(browser, "last")
