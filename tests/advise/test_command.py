@@ -12,6 +12,8 @@ from distributed_training.settings.config import AUTO
 from distributed_training.settings.files import ROOT
 from distributed_training.tools import plan as command
 from real_model_example import CONFIG
+from tests.conftest import light_pool
+from tests.e2e.support import assert_refused
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 
@@ -81,12 +83,8 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
           "--model", "gpt2-xl"], ["fits nowhere", "needs least", "GPUs with"]),
     ],
 )  # fmt: skip
-def test_bad_input_is_answered_in_one_line(words, said, monkeypatch, capsys):
-    monkeypatch.setattr("distributed_training.tools.plan.detect_machine", lambda: CPU_MACHINE)
-    assert plan(monkeypatch, *words) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert [word for word in said if word not in err] == []
+def test_bad_input_is_answered_in_one_line(words, said):
+    assert_refused(light_pool().script(["plan", *words]), *said)
 
 
 def test_clusters_are_read():

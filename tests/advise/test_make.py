@@ -14,15 +14,15 @@ from tests.support import CPU_MACHINE, refused
 LENGTH = 64
 
 
-def plan_for(tmp_path, words, *, cut=cut_data, overrides=(), **config):
+def plan_for(tmp_path, words, *, cut=cut_data, **config):
     text = tmp_path / "mine.txt"
     text.write_text("one more word " * words)
     values = {
         "model": "gpt2-tiny", "strategy": "dp", "dataset": str(text), "max_length": LENGTH,
         "output_dir": str(tmp_path / "runs"), **config,
     }  # fmt: skip
-    config = build_config(values, overrides=overrides)
-    return make_plan(config, CPU_MACHINE, num_processes=2, processes_here=2, cut=cut)
+    places = {"num_processes": 2, "processes_here": 2}
+    return make_plan(build_config(values), CPU_MACHINE, **places, cut=cut)
 
 
 def test_a_short_text_is_taken_whole(tmp_path):

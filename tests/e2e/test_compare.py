@@ -5,12 +5,9 @@ import signal
 
 import pytest
 
-from distributed_training.cli import main
-from distributed_training.settings.files import ROOT
-from real_model_example import CONFIG
-from tests.conftest import SMALL, assert_ok, run_command
-from tests.e2e.support import left_over, running, wait_for
-from tests.pool import SCRIPT
+from tests.conftest import SMALL, assert_ok, light_pool, run_command
+from tests.e2e.support import assert_refused, left_over, running, wait_for
+from tests.pool import ROOT, SCRIPT
 from tests.support import small_text
 
 
@@ -50,19 +47,17 @@ def test_stopped_and_started_again(tmp_path):
         assert len(record["loss_seconds"]) == len(record["loss_curve"]) == 200
         assert record["loss_seconds"] == sorted(record["loss_seconds"])
     assert (out / "loss-by-time.png").stat().st_size > 5000
-    assert (out / "compare.html").read_text().count("<img") == 3
+    assert "![loss-by-time](loss-by-time.png)" in page
+    html = (out / "compare.html").read_text()
+    assert html.count("<img") == 3
+    assert page.count("\n### ") == html.count("<h3>") == 3
 
 
-def compare(monkeypatch, *words):
-    monkeypatch.setattr("sys.argv", ["real_model_example.py", "compare", *words])
-    return main(CONFIG, "About.", str(ROOT / "real_model_example.py"))
-
-
-def test_a_plan_of_results_is_input(monkeypatch, capsys, tmp_path):
-    words = "results/plans/h200-x4.json", "--out", str(tmp_path), "--dry-run", "--lr", "0.5"
-    monkeypatch.chdir(ROOT)
-    assert compare(monkeypatch, *words, "--seeds", "2") == 0
-    first, *runs = capsys.readouterr().out.splitlines()
+def test_a_plan_of_results_is_input(tmp_path):
+    words = "results/plans/h200-x4.json", "--out", tmp_path, "--dry-run", "--lr", "0.5"
+    shown = light_pool().script(["compare", *words, "--seeds", "2"])
+    assert_ok(shown)
+    first, *runs = shown.stdout.splitlines()
     names = [run["strategy"] for run in json.loads((ROOT / words[0]).read_text())["runs"]]
     assert first.startswith(f"{2 * len(names)} runs with 4 processes each")
     assert [line.split("strategy=")[1].split()[0] for line in runs] == names * 2
@@ -82,8 +77,5 @@ def test_a_plan_of_results_is_input(monkeypatch, capsys, tmp_path):
         ([str(small_text())], ["JSON"]),
     ],
 )
-def test_what_cannot_be_compared_is_refused_in_a_line(words, said, monkeypatch, capsys):
-    assert compare(monkeypatch, *words) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert [word for word in said if word not in err] == []
+def test_what_cannot_be_compared_is_refused_in_a_line(words, said):
+    assert_refused(light_pool().script(["compare", *words]), *said)

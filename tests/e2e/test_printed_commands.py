@@ -1,7 +1,8 @@
 """The commands that the documents print, and every run.sh, as far as a dry run goes.
 
 Every line is run as it is printed, with --dry-run at its end where it has none, on warm processes;
-test_launchers.py trains with a run.sh.
+test_launchers.py trains with a run.sh. A dry run is quick, without torch, starts and creates
+nothing, and is true.
 """
 
 import functools
@@ -14,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from distributed_training.advise.checks import has_libaio
-from tests.conftest import assert_ok, light_pool, run_command, script
+from tests.conftest import SMALL, assert_ok, light_pool, run_command, script, settings
 from tests.e2e.support import H200, fake_nvidia_smi
-from tests.pool import ROOT
+from tests.pool import ROOT, SCRIPT
 
 DOCUMENTS = (
     "README.md", "CLUSTER_QUICKSTART.md", "REAL_MODELS_GUIDE.md", "strategies/README.md",
@@ -36,6 +37,16 @@ OTHER_COMMANDS = (
     ".py doctor", ".py compare ", ".py report", ".py overlap ", ".py generate ", ".py push ",
     ".py links ", ".py export ",
 )  # fmt: skip
+
+# Runs the script like `python SCRIPT ...`, then says whether torch came in.
+WITHOUT_TORCH = """
+import atexit, runpy, sys
+heavy = {"torch", "deepspeed", "transformers", "datasets"}
+atexit.register(lambda: print("HEAVY", sorted(heavy & set(sys.modules))))
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def printed_commands(document: str) -> list[str]:
@@ -130,6 +141,29 @@ def test_a_printed_command_is_accepted(command, tmp_path):
     words |= {"doctor": "GPU", "parity": "strategy=local_sgd"}
     name = next((name for name in words if f".py {name}" in command), None)
     assert words.get(name, "global") in dry_run(command, tmp_path)
+
+
+def test_dry_run_prints_config_command_and_deepspeed_json_without_torch(tmp_path):
+    output_dir = tmp_path / "runs"
+    values = {**SMALL, "strategy": "zero3", "grad_accum_steps": 3, "output_dir": output_dir}
+    command = [sys.executable, "-c", WITHOUT_TORCH, SCRIPT, *settings(values), "--dry-run"]
+    result = run_command([*command, "--num_gpus", "2"])
+    assert_ok(result)
+    assert result.stderr == ""
+    text, _, heavy = re.sub(" +", " ", result.stdout).rpartition("HEAVY ")
+    assert heavy == "[]\n"
+    assert "\n strategy 'zero3'" in text
+    assert not re.search(r"^ \w+ 'auto'", text, re.MULTILINE)
+    assert "global 12 = 2 replicas x 3 micro-batches x 2" in text
+    line = text.partition("launch command\n")[2].splitlines()[0]
+    assert line.startswith(" python real_model_example.py ")
+    assert line.count("--num_gpus 2") == 1, "as typed"
+    document = json.loads(text.partition("DeepSpeed JSON (from ")[2].partition("\n")[2])
+    assert document["zero_optimization"]["stage"] == 3
+    assert document["train_micro_batch_size_per_gpu"] == 2
+    assert document["gradient_accumulation_steps"] == 3
+    assert "auto" not in json.dumps(document)
+    assert not output_dir.exists()
 
 
 def test_every_strategy_has_a_page_and_a_run_sh_of_one_line_without_settings():

@@ -1,7 +1,7 @@
 """Break important lines one at a time and see whether the tests notice. Not part of CI.
 
     python -m tests.mutations                        # all of mutations.toml
-    python -m tests.mutations NAME ... --jobs 2 --json found.json
+    python -m tests.mutations NAME ... --jobs 2
     python -m tests.mutations --check                # in seconds: which no longer apply
 
 Each mutation is put into a copy of the checkout, where the narrowest tests that should catch it run
@@ -12,9 +12,7 @@ code is 1 where a mutation survives or no longer applies.
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,9 +20,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
+
+from tests.e2e.support import clone
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,9 +36,7 @@ CLEAN_LIMIT_S = 600.0
 # A mutation that makes processes wait for one another is caught by the time limit.
 SLOWER, PATIENCE_S = 4.0, 60.0
 PASSED, FAILED = 0, 1  # pytest's exit codes
-CAUGHT, SURVIVED = "caught", "survived"
-DIRTY = "tests fail without it"
-BROKEN = "tests could not run"
+CAUGHT, DIRTY = "caught", "tests fail without it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,29 +118,19 @@ def end_processes(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def copy_checkout(to: Path) -> None:
-    """The tracked files as they are now."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True)
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        source, target = ROOT / name, to / name
-        if source.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target, follow_symlinks=False)
-
-
 def write(path: Path, text: str) -> None:
     """Its bytecode goes: Python tells it by seconds and size alone."""
     path.write_text(text)
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def try_group(mutations: list[Mutation]) -> list[dict[str, Any]]:
-    """What becomes of mutations with the same tests, which are run without any of them first."""
+def try_group(mutations: list[Mutation]) -> list[str]:
+    """Try mutations with the same tests, which are run without any of them first; a line on each
+    that is not caught."""
     tests = mutations[0].tests
-    found = []
+    missed = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        checkout = Path(folder)
-        copy_checkout(checkout)
+        checkout = clone(Path(folder))
         clean, clean_seconds, said = run_tests(tests, checkout, CLEAN_LIMIT_S)
         for mutation in mutations:
             outcome = DIRTY
@@ -155,11 +142,11 @@ def try_group(mutations: list[Mutation]) -> list[dict[str, Any]]:
                 limit_s = SLOWER * clean_seconds + PATIENCE_S
                 code, seconds, said = run_tests(tests, checkout, limit_s)
                 write(path, before)
-                outcome = {PASSED: SURVIVED, FAILED: CAUGHT}.get(code, BROKEN)
-            row = {"name": mutation.name, "breaks": mutation.breaks, "outcome": outcome}
-            found.append({**row, "seconds": seconds, "said": said})
+                outcome = {PASSED: "survived", FAILED: CAUGHT}.get(code, "tests could not run")
+            if outcome != CAUGHT:
+                missed.append(f"{outcome}: {mutation.name}: {mutation.breaks}")
             print(f"{outcome:<21} {seconds:5.0f} s  {mutation.name:<36} {said}", flush=True)
-    return found
+    return missed
 
 
 def main() -> int:
@@ -167,7 +154,6 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("names", nargs="*", metavar="NAME", help="those to try; all by default")
     parser.add_argument("--jobs", type=int, default=1, help="how many to try at a time")
-    parser.add_argument("--json", type=Path, help="a file for what was found")
     parser.add_argument("--check", action="store_true", help="only say which no longer apply")
     arguments = parser.parse_args()
     mutations = read_list()
@@ -185,16 +171,9 @@ def main() -> int:
     print(f"{len(chosen) - stale} of {len(chosen)} apply")
     if arguments.check:
         return int(stale > 0)
-    findings = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for found in pool.map(try_group, groups.values()):
-            findings += found
-            if arguments.json is not None:
-                arguments.json.write_text(json.dumps(findings, indent=1) + "\n")
-    missed = [finding for finding in findings if finding["outcome"] != CAUGHT]
-    print(f"\n{len(findings) - len(missed)} of {len(chosen)} caught")
-    for finding in missed:
-        print(f"{finding['outcome']}: {finding['name']}: {finding['breaks']}")
+        missed = [line for found in pool.map(try_group, groups.values()) for line in found]
+    print(f"\n{len(chosen) - stale - len(missed)} of {len(chosen)} caught", *missed, sep="\n")
     return int(bool(missed) or stale > 0)
 
 

@@ -12,8 +12,12 @@ from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.records.record import Batch
 from distributed_training.run.prepare import make_plan
-from distributed_training.settings.config import build_config
-from distributed_training.settings.strategies import load_strategy, strategy_options
+from distributed_training.settings.config import RunConfig, build_config
+from distributed_training.settings.strategies import (
+    load_strategy,
+    strategy_defaults,
+    strategy_options,
+)
 from tests.support import CPU_MACHINE
 
 UNSPLIT = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
@@ -59,6 +63,12 @@ def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) ->
     strategy = load_strategy(built)
     model = find_model(built.model)
     return Candidate(config=built, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
+
+
+def typed(strategy: str, **config: Any) -> RunConfig:
+    """CONFIG as the command line merges it: with the strategy's own defaults and keys."""
+    values = {"strategy": strategy, **config}
+    return build_config(values, defaults=strategy_defaults, options=strategy_options)
 
 
 def plan_for(

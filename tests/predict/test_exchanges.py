@@ -9,15 +9,14 @@ from distributed_training.advise.make import draft_plan
 from distributed_training.advise.rank import as_chosen, best_layout, rank_layouts
 from distributed_training.predict.memory import estimate_copy, estimate_memory, estimate_state
 from distributed_training.predict.predict import predict
-from distributed_training.settings.config import build_config
-from distributed_training.settings.strategies import strategy_defaults, strategy_options
+from tests.plan.helpers import typed
 from tests.support import CPU_MACHINE, refused
 
 H200 = parse_cluster("8xH200")
 
 
-def plan_of(machine=CPU_MACHINE, processes=4, **values):
-    config = build_config({"model": "gpt2-tiny", **values}, options=strategy_options)
+def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
+    config = typed(strategy, **{"model": "gpt2-tiny", **values})
     return draft_plan(config, machine, processes, processes)
 
 
@@ -43,17 +42,17 @@ def plan_of(machine=CPU_MACHINE, processes=4, **values):
 )
 def test_refusals(values, said):
     with refused(said):
-        plan_of(H200.machine, **{"strategy": "dp", **values})
+        plan_of(**{"strategy": "dp", "machine": H200.machine, **values})
 
 
 def test_what_goes_with_buckets_and_prefetch():
     words = {"gradient_compression": "bf16", "precision": "fp16", "bucket_cap_mb": 0.5}
-    plan_of(H200.machine, strategy="dp", **words)
+    plan_of("dp", H200.machine, **words)
     for layout in ({"dp_replicate": 2, "tp": 1}, {"tp": 2}):
-        plan_of(strategy="3d", pp=1, dp_shard=2, **layout, fsdp_prefetch=0)
-    plan_of(processes=1, strategy="fsdp", fsdp_prefetch=2)  # as any other option, of no effect
+        plan_of("3d", pp=1, dp_shard=2, **layout, fsdp_prefetch=0)
+    plan_of("fsdp", processes=1, fsdp_prefetch=2)  # as any other option, of no effect
     three, one, none = (
-        estimate_memory(plan_of(H200.machine, 8, strategy="fsdp", fsdp_prefetch=ahead))
+        estimate_memory(plan_of("fsdp", H200.machine, 8, fsdp_prefetch=ahead))
         for ahead in (3, 1, 0)
     )
     block = one.by_place[0]["copies"] - none.by_place[0]["copies"]
@@ -82,7 +81,7 @@ def test_slow_links_are_what_they_pay_on():
     slow = dataclasses.replace(H200.rates, link_bytes=0.125e9)
     words = {"model": "gpt2-medium", "batch_size": 16, "cuda_graphs": False}
     plans = [
-        plan_of(H200.machine, 8, **words, **values)
+        plan_of(machine=H200.machine, processes=8, **words, **values)
         for values in (
             {"strategy": "dp"},
             {"strategy": "dp", "gradient_compression": "bf16"},
@@ -98,8 +97,7 @@ def test_slow_links_are_what_they_pay_on():
 
 
 def build(name, **values):
-    words = {"strategy": name, "model": "gpt2", **values}
-    return build_config(words, defaults=strategy_defaults, options=strategy_options)
+    return typed(name, model="gpt2", **values)
 
 
 def test_another_algorithm_is_ranked_only_when_asked_for():

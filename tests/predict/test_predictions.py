@@ -16,27 +16,20 @@ from distributed_training.predict import constants
 from distributed_training.predict.memory import estimate_memory, estimate_state
 from distributed_training.predict.rates import calibration_file, rates_of, remember_speed
 from distributed_training.predict.speed import estimate_step
-from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.gpus import GPUS
-from distributed_training.settings.strategies import (
-    MESH_AXES,
-    load_strategy,
-    strategy_defaults,
-    strategy_options,
-)
+from distributed_training.settings.strategies import MESH_AXES, load_strategy
 from results.lab.analysis import blind
 from results.lab.pages import validate
-from tests.plan.helpers import NAMES, plan_for
+from tests.plan.helpers import NAMES, plan_for, typed
 from tests.support import GPU_MACHINE
 
 H200 = rates_of(GPUS["H200"])
 
 
 def build(name, **config):
-    values = {"model": "gpt2-medium", "strategy": name, **config}
-    return build_config(values, defaults=strategy_defaults, options=strategy_options)
+    return typed(name, **{"model": "gpt2-medium", **config})
 
 
 def test_published_runs_on_gpus():

@@ -48,7 +48,7 @@ def test_plots_show_the_records_figures():
     assert (list(steps), list(losses)) == ([1, 64], [3.5, 3.0625])
 
 
-def test_losses_that_were_not_finite_are_gaps_and_without_any_there_is_no_line():
+def test_losses_that_were_not_finite_are_gaps_and_without_any_there_is_no_line(tmp_path):
     gap = made_record(loss_curve=[[1, 3.5], [2, None], [3, 3.0]])
     never = made_record(strategy__name="dp", loss_curve=[[1, None], [2, None]])
     empty = made_record(strategy__name="fsdp", loss_curve=[])
@@ -58,17 +58,8 @@ def test_losses_that_were_not_finite_are_gaps_and_without_any_there_is_no_line()
     assert math.isnan(losses[1])
     assert len(bars(figures["throughput"].axes[0])) == 3
     assert list(build_figures(of_runs(empty))) == ["throughput"]
-
-
-def test_equal_records_give_equal_files_and_without_results_none(tmp_path):
-    """Otherwise each regeneration would change the files that are committed."""
-    folder = tmp_path / "new" / "plots"
-    assert save_plots(build_sections([of_runs(made_record(finished=False))]), folder) == []
-    assert not folder.exists()
-    names = save_plots(build_sections([of_runs(made_record())] * 2), folder)
-    assert names == ["loss-1.png", "throughput-1.png", "loss-2.png", "throughput-2.png"]
-    first, _, second, _ = [(folder / name).read_bytes() for name in names]
-    assert first == second
+    assert save_plots(build_sections([of_runs(made_record(finished=False))]), tmp_path / "x") == []
+    assert not (tmp_path / "x").exists()
 
 
 def test_curves_are_means_over_the_seeds(over_seeds):  # noqa: F811
