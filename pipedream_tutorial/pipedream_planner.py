@@ -121,7 +121,7 @@ def get_profile(config: dict[str, Any]) -> Profile:
 def measure_gpt2(config: dict[str, Any]) -> Profile:
     """Measure the model that config["profile"] names, with random weights and tokens."""
     import torch
-    from pipedream.train.models import GPT2_SIZES, gpt2_layer_names, gpt2_layers
+    from pipedream.train.models import GPT2_SIZES, gpt2_layers
 
     name = config["profile"]
     if name not in GPT2_SIZES:
@@ -132,11 +132,12 @@ def measure_gpt2(config: dict[str, Any]) -> Profile:
     size = GPT2_SIZES[name]
     torch.set_num_threads(config["threads"])
     torch.manual_seed(0)
-    modules = [layer.to(device, getattr(torch, config["dtype"])) for layer in gpt2_layers(size)]
+    dtype = getattr(torch, config["dtype"])
+    modules = [(name, layer.to(device, dtype)) for name, layer in gpt2_layers(size).items()]
     shape = config["batch"], config["sequence"] + 1
     text = torch.randint(size.vocabulary, shape, device=device)
     layers = measure_profile(
-        list(zip(gpt2_layer_names(size), modules, strict=True)),
+        modules,
         text[:, :-1],
         targets=text[:, 1:],
         repeats=config["repeats"],

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 from measured import with_messages
-from pipedream.runtime.record import Case, MeasuredRun, RankRun, build_record
+from pipedream.runtime.record import Case, MeasuredRun, build_record
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import repeat
 from pipedream.schedules.policies import POLICIES
@@ -39,8 +39,8 @@ def pretend(name, p, m, costs, *, policy="flush", change=lambda event: event):
     schedule = build_schedule(name, p, m)
     events = [change(e) for e in with_messages(simulate(schedule, costs), start_ns=7_000_000)]
     case = Case(name=name, num_microbatches=m, schedule=schedule, policy=POLICIES[policy])
-    own = RankRun(events, [(0, 1)], [(i, 1.0) for i in range(m)], None, None)
-    return MeasuredRun(case, [[own]])
+    report = {"events": events, "peak_versions": [(0, 1)], "losses": [(i, 1.0) for i in range(m)]}
+    return MeasuredRun(case, [[report]])
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])

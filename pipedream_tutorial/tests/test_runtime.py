@@ -10,13 +10,12 @@ import pytest
 import torch
 from pipedream.errors import UserError
 from pipedream.runtime.session import build_cases
-from pipedream.runtime.stage import Clock, Peer
-from pipedream.runtime.workload import Workload, on_gpus
+from pipedream.runtime.stage import Clock, Peer, take_device
 from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.schedules.ops import Op
 from pipedream.schedules.policies import weight_use
 from pipedream.train.models import build_stages
-from pipedream.train.oracle import train
+from pipedream.train.oracle import Workload, train
 from pipedream_runtime import read_config
 from starting import FAST, no_process_is_left, run  # noqa: F401
 
@@ -139,11 +138,13 @@ def test_blocks_are_cut_evenly_or_not_at_all():
 
 def test_stages_run_on_gpus_where_there_is_one_for_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
-    cases = [("auto", 5, True), ("auto", 6, False), ("cuda", 4, True), ("cpu", 2, False)]
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    config = {"check_weights": False}
+    cases = [("auto", 5, "cuda"), ("auto", 6, "cpu"), ("cuda", 4, "cuda"), ("cpu", 2, "cpu")]
     for device, stages, expected in cases:
-        assert on_gpus({"device": device, "num_stages": stages}) == expected
+        assert take_device(config | {"device": device, "num_stages": stages}, 1).type == expected
     with pytest.raises(UserError, match="a GPU for each of 6 stages, and this machine has 5; set"):
-        on_gpus({"device": "cuda", "num_stages": 6})
+        take_device(config | {"device": "cuda", "num_stages": 6}, 1)
 
 
 def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):

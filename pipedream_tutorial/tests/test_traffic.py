@@ -31,7 +31,8 @@ def test_parameters_are_those_of_the_modules() -> None:
             num_layers=model.layers, hidden=model.hidden, heads=model.heads
         )
         with torch.device("meta"):
-            counts = [sum(p.numel() for p in layer.parameters()) for layer in gpt2_layers(size)]
+            layers = gpt2_layers(size).values()
+        counts = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         untied = model.vocabulary * model.hidden  # our layers' projection has its own weights
         assert model.parameters == sum(counts) - untied
         assert model.embedding_parameters == counts[0]

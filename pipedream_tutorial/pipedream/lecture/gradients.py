@@ -11,7 +11,7 @@ from pipedream.lecture.verdict import WrongAnswer, graded
 from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.train.gradients import relative_difference
 from pipedream.train.models import build_stages, build_task
-from pipedream.train.oracle import run_schedule
+from pipedream.train.oracle import Workload, run_schedule
 from pipedream.train.trainer import StageTrainer, Weights
 
 Microbatches = Sequence[tuple[Tensor, Tensor]]
@@ -136,13 +136,12 @@ def _train_pipedream(update: Update | None) -> tuple[list[Weights], bool]:
     """The last weights by stage, and whether some version was written over."""
     schedule, policy = schedule_for_training("pipedream", 4, 8, 2)
     made = StageTrainer if update is None else _trainer_class(update)
-    trainers = [
-        made(module, schedule, policy, stage=stage, batch_size=8, learning_rate=0.5)
-        for stage, module in enumerate(build_stages(4, 1, seed=0))
-    ]
-    run_schedule(schedule, trainers, build_task(seed=0))
-    replaced = any(getattr(trainer, "replaced", False) for trainer in trainers)
-    return [trainer.weights for trainer in trainers], replaced
+    config = {"num_stages": 4, "layers_per_stage": 1, "learning_rate": 0.5, "seed": 0}
+    workload = Workload(config)
+    trainers = workload.build_trainers(schedule, policy, 8, trainer_class=made)
+    run_schedule(schedule, trainers, workload.task)
+    replaced = any(getattr(trainer, "replaced", False) for trainer in trainers.values())
+    return [trainer.weights for trainer in trainers.values()], replaced
 
 
 def _trainer_class(update: Update) -> type[StageTrainer]:

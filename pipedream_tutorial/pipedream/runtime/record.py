@@ -27,6 +27,11 @@ from pipedream.simulate.trace import MeasuredEvent, transfers
 
 RECORD_FORMAT = 1
 Record = Mapping[str, Any]
+Report = dict[str, Any]
+"""What one rank brings home from a run: events (the fields of MeasuredEvents), pairs of a stage and
+its peak_versions, and of a microbatch and its mean loss where the rank has the last stage; of a GPU
+peak_memory_mib, as its allocator counted, and waited_for_host: the share of the operations, 0 to 1,
+that it had done as soon as the host had handed them over, so that it waited for the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,36 +49,19 @@ class Case:
     """Of an order that is still to be found: microbatches that a rank may hold."""
 
 
-class RankRun(NamedTuple):
-    """What one rank brings home from a run: plain data, which goes as JSON."""
-
-    events: list[MeasuredEvent]
-    peak_versions: list[tuple[int, int]]
-    """(stage, most weight versions that it kept at a time)"""
-    losses: list[tuple[int, float]]
-    """(microbatch, mean loss), on the rank with the last stage."""
-    peak_memory_bytes: int | None
-    """As the GPU's allocator counted them; None on a CPU."""
-    waited_for_host: float | None
-    """Share of the operations that the GPU had done as soon as the host had handed them over, 0 to
-    1: at their end it waited for the host. None on a CPU, where to call is to compute."""
-
-
 class MeasuredRun:
     """A case, run for real. Of several repeats: the one whose makespan is the median, of an even
     number the faster one in the middle."""
 
     def __init__(
-        self, case: Case, by_rank: Sequence[Sequence[Any]], weights: Sequence[Any] = ()
+        self, case: Case, by_rank: Sequence[Sequence[Report]], weights: Sequence[Any] = ()
     ) -> None:
-        """`by_rank`: the fields of each rank's RankRuns, one a repeat. `weights`: by stage, where
-        they were asked for."""
+        """`by_rank`: each rank's reports, one a repeat. `weights`: by stage, where asked for."""
         self.case = case
         self.weights = weights
         repeats = []
-        for repeat in zip(*by_rank, strict=True):
-            ranks = [RankRun(*rank) for rank in repeat]
-            events = [MeasuredEvent(*event) for rank in ranks for event in rank.events]
+        for ranks in zip(*by_rank, strict=True):
+            events = [MeasuredEvent(*event) for rank in ranks for event in rank["events"]]
             computed = [event for event in events if event.thread == "compute"]
             span = max(e.end_ns for e in computed) - min(e.start_ns for e in computed)
             repeats.append((span, ranks, events))
@@ -98,11 +86,11 @@ class MeasuredRun:
             ]
 
         m = case.num_microbatches
-        losses = [loss for _, loss in sorted(pair for rank in ranks for pair in rank.losses)]
+        losses = [loss for _, loss in sorted(pair for rank in ranks for pair in rank["losses"])]
         means = [sum(losses[first : first + m]) / m for first in range(0, len(losses), m)]
-        memory = [r.peak_memory_bytes / 2**20 for r in ranks if r.peak_memory_bytes is not None]
-        waited = [r.waited_for_host for r in ranks if r.waited_for_host is not None]
-        versions = sorted(pair for rank in ranks for pair in rank.peak_versions)
+        versions = sorted(pair for rank in ranks for pair in rank["peak_versions"])
+        memory = [round(r["peak_memory_mib"], 1) for r in ranks if "peak_memory_mib" in r]
+        waited = [round(r["waited_for_host"], 4) for r in ranks if "waited_for_host" in r]
         self.measured: dict[str, Any] = {
             "makespan_ms": _ms(span),
             "utilisation": round(float(utilisation), 5),
@@ -112,9 +100,9 @@ class MeasuredRun:
             "backward_ms": medians(BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),  # B, or I + W
             "peak_versions": [most for _, most in versions],
             # By rank; null on a CPU, as waited_for_host.
-            "peak_memory_mib": [round(mib, 1) for mib in memory] or None,
+            "peak_memory_mib": memory or None,
             "received_before_sent": len(early),  # 0, if the stages' clocks agree
-            "waited_for_host": [round(share, 4) for share in waited] or None,
+            "waited_for_host": waited or None,
             "losses": [loss if isfinite(loss) else None for loss in means],  # of each batch
             "weights_equal": None,  # to one process's, bit for bit; null: not checked
         }

@@ -1,9 +1,9 @@
 """All runs of one start, in one process of several: every schedule at every size, and orders that
 are found on the way."""
 
-import datetime
 import json
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -14,16 +14,17 @@ import torch
 import torch.distributed as dist
 
 from pipedream.errors import UserError
+from pipedream.plan.profile import device_name
 from pipedream.runtime.launch import CASE
 from pipedream.runtime.record import Case, MeasuredRun, build_record, render, write_whole
-from pipedream.runtime.stage import Station, connect, connection_to
-from pipedream.runtime.workload import Config, Workload, take_device
+from pipedream.runtime.stage import Station, connection_to
 from pipedream.schedules.catalogue import FOUND, schedule_for_training
 from pipedream.schedules.ops import Schedule, repeat
 from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order
 from pipedream.simulate.trace import trace_document
+from pipedream.train.oracle import Config, Workload, count, run_schedule
 from pipedream.train.trainer import Weights
 
 
@@ -105,18 +106,11 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
     `outputs`: paths of a trace, a record and weights.
     """
     cases = build_cases(config)
-    workload = Workload(config, take_device(config, rank))
-    timeout = datetime.timedelta(seconds=config["timeout_s"])
-    # Of gloo, for barriers and results, on a GPU as well.
-    dist.init_process_group("gloo", timeout=timeout)
+    station = Station(rank, config)
     if rank == 0:
-        print(workload.describe(), flush=True)
-    schedules = [case.schedule for case in cases]
-    peers = connect(rank, schedules, workload.device, timeout, config["nccl_max_ctas"])
-    station = Station(rank, workload, peers)
-    for case in cases:
-        station.prepare(case)
-    about = workload.about(command)
+        print(describe(station), flush=True)
+    station.meet(cases)
+    about = what_ran(station, command)
     runs: list[MeasuredRun] = []
     chosen = None  # the run that durations are from
     for case in cases:
@@ -137,7 +131,7 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             repeats.append(own)
         by_rank = exchange(repeats)
         wanted = config["check_weights"] or outputs["weights"]
-        by_stage = gather_weights(case, workload, weights) if wanted else []
+        by_stage = gather_weights(case, station.workload, weights) if wanted else []
         if rank > 0:
             continue
         run = MeasuredRun(case, by_rank, by_stage)
@@ -159,7 +153,10 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
     if config["check_weights"]:  # only now: the others would wait for it, and not for ever
         print("  training in one process, to compare the weights", flush=True)
         for run in runs:
-            alone = workload.train_alone(run.case)
+            schedule, m = run.case.schedule, run.case.num_microbatches
+            trainers = station.workload.build_trainers(schedule, run.case.policy, m)
+            run_schedule(schedule, trainers, station.workload.task)
+            alone = (trainer.weights for trainer in trainers.values())
             run.measured["weights_equal"] = all(map(_same_bits, run.weights, alone))
     record = build_record(runs, chosen, about)
     print(render(record), flush=True)
@@ -177,6 +174,48 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
     if outputs["weights"]:  # {(schedule, m): [the weights of each stage, by name]}
         named = {(run.case.name, run.case.num_microbatches): run.weights for run in runs}
         torch.save(named, outputs["weights"])
+
+
+def describe(station: Station) -> str:
+    """What is about to run, in words."""
+    p = station.config["num_stages"]
+    gpus = torch.cuda.device_count()
+    where = "NCCL, a GPU each"
+    if station.device.type == "cpu":
+        where = "gloo, on the CPU"
+        if gpus and station.config["device"] == "auto":
+            where += f", as there are {gpus} GPUs for {p} stages"
+    text = f"{count(p, 'stage')}, a process each ({where}): {station.workload.text}"
+    if any(station.slept_ms):
+        forward, backward = station.slept_ms
+        text += (
+            f"\nemulated device: each forward sleeps {forward:g} ms and each backward "
+            f"{backward:g} ms on top of its small real computation"
+        )
+    return text
+
+
+def what_ran(station: Station, command: str) -> dict[str, Any]:
+    """What a record says of how it came about: command, versions, machine, emulation, workload,
+    CONFIG."""
+    on_gpu = station.device.type == "cuda"
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if on_gpu:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        versions |= {"cuda": str(torch.version.cuda), "nccl": nccl}
+    return {
+        "command": command,
+        "versions": versions,
+        "machine": {
+            "device": device_name(station.device),
+            "gpus": torch.cuda.device_count() if on_gpu else 0,
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "emulated_ms": dict(zip(("forward", "backward"), station.slept_ms, strict=True)),
+        "workload": station.workload.text,
+        "config": {key: station.config[key] for key in sorted(station.config)},
+    }
 
 
 def _same_bits(ours: Weights, theirs: Weights) -> bool:

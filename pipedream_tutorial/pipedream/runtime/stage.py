@@ -11,24 +11,26 @@ driven the same way.
 
 import datetime
 import gc
-import math
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pipedream.errors import UserError
 from pipedream.runtime.launch import StageLostError
-from pipedream.runtime.record import Case, RankRun
-from pipedream.runtime.workload import Workload
+from pipedream.runtime.record import Case, Report
 from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule
-from pipedream.simulate.trace import MeasuredEvent, handed_on, transfers
-from pipedream.train.trainer import StageTrainer, Weights
+from pipedream.simulate.trace import handed_on, transfers
+from pipedream.train.oracle import Config, Trainers, Workload
+from pipedream.train.trainer import Weights
 
 
 @contextmanager
@@ -167,19 +169,16 @@ class Clock:
         self.new_event = new_event
         self.spans: list[tuple[str, Op, Any, Any]] = []
         """Thread, operation, and marks at its start and end."""
-        if new_event is None:
-            return
-        tightest = math.inf
-        for _ in range(20):
-            event = new_event()
-            before = time.perf_counter_ns()
-            event.record()
-            event.synchronize()
-            after = time.perf_counter_ns()
-            if after - before < tightest:
-                tightest = after - before
-                self.zero = event
-                self.zero_ns = (before + after) // 2
+        if new_event is not None:
+            ties = []
+            for _ in range(20):
+                event = new_event()
+                before = time.perf_counter_ns()
+                event.record()
+                event.synchronize()
+                after = time.perf_counter_ns()
+                ties.append((after - before, (before + after) // 2, event))
+            _, self.zero_ns, self.zero = min(ties, key=itemgetter(0))
 
     def mark(self) -> tuple[int, Any]:
         """The point that the work has come to."""
@@ -203,75 +202,90 @@ class Clock:
         yield
         self.spans.append((thread, op, begun, self.mark()))
 
-    def waited_for_host(self) -> float:
-        """Share of the operations that a GPU had done as soon as they were handed over to it."""
-        ends = [end for thread, _, _, end in self.spans if thread == "compute"]
-        return sum(self.read(end) - end[0] < AT_ONCE_NS for end in ends) / len(ends)
-
 
 class Station:
     """A process as a rank, whatever the schedule."""
 
-    def __init__(self, rank: int, workload: Workload, peers: Mapping[int, Peer]) -> None:
+    def __init__(self, rank: int, config: Config) -> None:
+        """Raises UserError for what cannot be trained."""
         self.rank = rank
-        self.workload = workload
-        self.peers = peers
+        self.config = config
+        self.device = take_device(config, rank)
+        self.workload = Workload(config, self.device)
+        self.slept_ms = config["forward_ms"], config["backward_ms"]
+        """In a forward and in a whole backward pass of a rank's layers."""
+        if self.device.type == "cuda":
+            self.slept_ms = 0.0, 0.0
 
-    def prepare(self, case: Case) -> None:
-        """Run a case's operations of two microbatches, with nothing sent.
+    def meet(self, cases: Sequence[Case]) -> None:
+        """Connect with the others, then run two microbatches of each case with nothing sent.
 
         The first torch.autograd.grad with grad_outputs takes hundreds of milliseconds, and a GPU
         loads each kernel on first use, which can wait for ever while a receive is pending.
         """
-        few = min(2, case.num_microbatches)
-        trainers = self.workload.build_trainers(replace(case, num_microbatches=few), self.rank)
-        task = self.workload.task
-        x = torch.zeros_like(task.microbatch(0)[0])
-        for op in case.schedule.flat[self.rank]:
-            trainer = trainers[op.stage]
-            at_the_end = op.stage == 0 if op.kind == FORWARD else trainer.loss is not None
-            if op.microbatch < few:
-                trainer.run(op, None if at_the_end else x, task)
+        timeout = datetime.timedelta(seconds=self.config["timeout_s"])
+        # Of gloo, for barriers and results, on a GPU as well.
+        dist.init_process_group("gloo", timeout=timeout)
+        schedules = [case.schedule for case in cases]
+        max_ctas = self.config["nccl_max_ctas"]
+        self.peers = connect(self.rank, schedules, self.device, timeout, max_ctas)
+        x = torch.zeros_like(self.workload.task.microbatch(0)[0])
+        for case in cases:
+            few = min(2, case.num_microbatches)
+            trainers = self._trainers(replace(case, num_microbatches=few))
+            for op in case.schedule.flat[self.rank]:
+                trainer = trainers[op.stage]
+                at_the_end = op.stage == 0 if op.kind == FORWARD else trainer.loss is not None
+                if op.microbatch < few:
+                    trainer.run(op, None if at_the_end else x, self.workload.task)
 
-    def run(self, case: Case, *, emulated: bool = False) -> tuple[RankRun, dict[int, Weights]]:
+    def _trainers(self, case: Case) -> Trainers:
+        schedule = case.schedule
+        own = schedule.stages()[self.rank]
+        return self.workload.build_trainers(schedule, case.policy, case.num_microbatches, own)
+
+    def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
         """Train the initial weights under a schedule, with CONFIG's sleeps if `emulated`; the final
         weights by stage, on the CPU. All ranks have to call this together.
 
         Raises StageLostError when a peer is gone.
         """
-        trainers = self.workload.build_trainers(case, self.rank)
-        device = self.workload.device
-        on_gpu = device.type == "cuda"
+        trainers = self._trainers(case)
+        on_gpu = self.device.type == "cuda"
         gc.disable()  # Python's collector would stop a stage for milliseconds, anywhere
         try:
             if on_gpu:
-                torch.cuda.synchronize(device)
-                torch.cuda.reset_peak_memory_stats(device)
+                torch.cuda.synchronize(self.device)
+                torch.cuda.reset_peak_memory_stats(self.device)
             clock = Clock(partial(torch.cuda.Event, enable_timing=True) if on_gpu else None)
             with connection_to("the other stages"):
                 dist.barrier()
-            self._run_order(case, trainers, clock, emulated=emulated)
+            self._run_order(case, trainers, clock, self.slept_ms if emulated else (0, 0))
             if on_gpu:
-                torch.cuda.synchronize(device)
+                torch.cuda.synchronize(self.device)
         finally:
             gc.enable()
-        run = RankRun(
-            events=[
-                MeasuredEvent(self.rank, *op, clock.read(start), clock.read(end), thread)
+        own = trainers.values()
+        report = {
+            "events": [
+                (self.rank, *op, clock.read(start), clock.read(end), thread)
                 for thread, op, start, end in clock.spans
             ],
-            peak_versions=[(stage, trainer.peak_versions) for stage, trainer in trainers.items()],
-            losses=[(i, float(x)) for own in trainers.values() for i, x in own.losses.items()],
-            peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
-            waited_for_host=clock.waited_for_host() if on_gpu else None,
-        )
-        return run, {
+            "peak_versions": [(trainer.stage, trainer.peak_versions) for trainer in own],
+            "losses": [(i, float(x)) for trainer in own for i, x in trainer.losses.items()],
+        }
+        if on_gpu:
+            ends = [end for thread, _, _, end in clock.spans if thread == "compute"]
+            at_once = sum(clock.read(end) - end[0] < AT_ONCE_NS for end in ends)
+            report["waited_for_host"] = at_once / len(ends)
+            report["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
+        return report, {
             stage: {name: w.detach().cpu() for name, w in trainer.weights.items()}
             for stage, trainer in trainers.items()
         }
 
     def _run_order(
-        self, case: Case, trainers: Mapping[int, StageTrainer], clock: Clock, *, emulated: bool
+        self, case: Case, trainers: Trainers, clock: Clock, slept_ms: tuple[float, float]
     ) -> None:
         """Run the rank's operations, until all that they send is through."""
         ranks = case.schedule.ranks()
@@ -280,11 +294,9 @@ class Station:
         target = {giver: taker for taker, giver in source.items()}
         task = self.workload.task
         example, _ = task.microbatch(0)
-        depth = self.workload.config["receive_depth"]
         for rank, peer in self.peers.items():
             sent = [op for op in orders[rank] if op in target and ranks[target[op]] == self.rank]
-            peer.expect(sent, example, depth)
-        slept_ms = self.workload.slept_ms if emulated else (0, 0)
+            peer.expect(sent, example, self.config["receive_depth"])
         forward_s, backward_s = (ms / 1000 / case.schedule.stages_per_rank for ms in slept_ms)
         kept: dict[Op, torch.Tensor] = {}  # for another stage of this rank
         for op in orders[self.rank]:
@@ -310,3 +322,26 @@ class Station:
                     self.peers[to].send(result)
         for peer in self.peers.values():
             peer.drain()
+
+
+def take_device(config: Config, rank: int) -> torch.device:
+    """A stage's device, set up for what follows: where device=auto finds a GPU for each stage, they
+    run on GPUs. Raises UserError where device=cuda finds fewer."""
+    torch.set_num_threads(1)  # a stage stands for one device, and so does the one-process run
+    stages = config["num_stages"]
+    gpus = torch.cuda.device_count()
+    if config["device"] == "cuda" and gpus < stages:
+        fewer = "set num_stages to that, " if gpus else ""
+        raise UserError(
+            f"device=cuda needs a GPU for each of {stages} stages, and this machine has "
+            f"{gpus or 'none'}",
+            f"{fewer}run it where there are {stages}, or add --set device=cpu",
+        )
+    if config["device"] == "cpu" or gpus < stages:
+        return torch.device("cpu")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    if config["check_weights"]:  # sums in any order give other bits
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return device

@@ -86,13 +86,13 @@ def train_and_check(
             """Autograd through all stages at once, each with the weights given."""
             leaves = [{n: w.requires_grad_() for n, w in own.items()} for own in weights]
             x, target = task.microbatch(i)
-            for trainer, own in zip(trainers, leaves, strict=True):
+            for trainer, own in zip(trainers.values(), leaves, strict=True):
                 x = torch.func.functional_call(trainer.module, own, (x,), tie_weights=False)
             loss = cross_entropy(x, target) / settings["num_microbatches"]
             found = iter(torch.autograd.grad(loss, [w for own in leaves for w in own.values()]))
             return [[next(found) for _ in own] for own in leaves]
 
-        exact = exact_at(at_forward[stage] for stage in range(len(trainers)))
+        exact = exact_at(at_forward[stage] for stage in trainers)
         return MicrobatchError(
             microbatch=i,
             relative_error=relative_difference(chain(*computed), chain(*exact)),

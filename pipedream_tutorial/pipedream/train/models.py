@@ -4,7 +4,7 @@ Layers are numbered through the whole model and drawn from their own seeds, so t
 out however it is cut.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,10 @@ def build_stages(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """Points and the classes that a hidden network gives them."""
+    """Inputs and targets of all samples, and how many of them are a microbatch."""
 
     inputs: Tensor
-    """[samples, WIDTH]"""
     targets: Tensor
-    """[samples]"""
     microbatch_size: int
 
     def microbatch(self, index: int) -> tuple[Tensor, Tensor]:
@@ -60,7 +58,7 @@ class Task:
 
 
 def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
-    """TASK_MICROBATCHES of normal inputs, classified by a random two-layer network."""
+    """TASK_MICROBATCHES of normal inputs [samples, WIDTH], classified by a random network."""
     num_samples = TASK_MICROBATCHES * microbatch_size
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
@@ -84,6 +82,13 @@ class GPT2Size:
 GPT2_SIZES: dict[str, GPT2Size] = {
     "gpt2": GPT2Size(num_layers=12, hidden=768, heads=12),
     "gpt2-medium": GPT2Size(num_layers=24, hidden=1024, heads=16),
+}
+
+
+# One token of vocabulary: embedding and head are not used.
+BLOCKS: dict[str, GPT2Size] = {
+    "gpt2-medium": replace(GPT2_SIZES["gpt2-medium"], vocabulary=1),
+    "gpt2-tiny": GPT2Size(num_layers=8, hidden=64, heads=4, vocabulary=1, seq_len=32),
 }
 
 
@@ -136,22 +141,37 @@ class Head(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def gpt2_layers(size: GPT2Size) -> list[nn.Module]:
-    """Embedding, the blocks, Head, with GPT-2's initial weights from torch's global generator."""
-    blocks = [Block(size) for _ in range(size.num_layers)]
-    layers: list[nn.Module] = [Embedding(size), *blocks, Head(size)]
-    for module in nn.ModuleList(layers).modules():
+def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
+    """By name: embedding, block 0, ..., head, with GPT-2's initial weights from torch's global
+    generator."""
+    blocks = {f"block {i}": Block(size) for i in range(size.num_layers)}
+    layers = {"embedding": Embedding(size), **blocks, "head": Head(size)}
+    for module in nn.ModuleList(layers.values()).modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     # Each block adds twice to the residual stream; this keeps the sum's variance near one add's.
-    for block in blocks:
+    for block in blocks.values():
         for last in (block.attention_out, block.mlp_out):
             nn.init.normal_(last.weight, std=0.02 / (2 * size.num_layers) ** 0.5)
     return layers
 
 
-def gpt2_layer_names(size: GPT2Size) -> list[str]:
-    """Names for gpt2_layers(size), in the same order: embedding, block 0, ..., head."""
-    return ["embedding", *(f"block {i}" for i in range(size.num_layers)), "head"]
+def build_blocks(
+    size: GPT2Size, num_stages: int, layers_per_stage: int, seed: int
+) -> list[nn.Module]:
+    """Stages of so many blocks each."""
+    torch.manual_seed(seed)
+    layers = gpt2_layers(replace(size, num_layers=num_stages * layers_per_stage))
+    blocks = list(layers.values())[1:-1]
+    cuts = range(0, len(blocks), layers_per_stage)
+    return [nn.Sequential(*blocks[cut : cut + layers_per_stage]) for cut in cuts]
+
+
+def build_noise(size: GPT2Size, seed: int, microbatch_size: int, dtype: torch.dtype) -> Task:
+    """Four microbatches of normal numbers, in place of embedded text, and others as the target."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (4 * microbatch_size, size.seq_len, size.hidden)
+    inputs, targets = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    return Task(inputs=inputs, targets=targets, microbatch_size=microbatch_size)

@@ -1,39 +1,124 @@
-"""Trains under a schedule in one process: the result that the real runtime has to reproduce."""
+"""What is trained, and training it in one process: the result that the runtime has to reproduce."""
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.nn import Module, functional
 
+from pipedream.errors import UserError
 from pipedream.schedules.catalogue import layers_of_a_stage, schedule_for_training
 from pipedream.schedules.ops import Op, Schedule
+from pipedream.schedules.policies import Policy
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.simulate.trace import handed_on
-from pipedream.train.models import TASK_MICROBATCHES, Task, build_stages, build_task
-from pipedream.train.trainer import StageTrainer, Weights
+from pipedream.train.models import (
+    BLOCKS,
+    TASK_MICROBATCHES,
+    Task,
+    build_blocks,
+    build_noise,
+    build_stages,
+    build_task,
+)
+from pipedream.train.trainer import Loss, StageTrainer, Weights
 
-Trainers = Sequence[StageTrainer]
+Config = Mapping[str, Any]
+Trainers = Mapping[int, StageTrainer]
 """By stage."""
 Watcher = Callable[[Op, Trainers], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainResult:
-    """What training under one schedule came to."""
+class Workload:
+    """A model to cut into stages, its loss and its microbatches: the same in every process."""
 
-    losses: list[float]
-    """Mean loss of each batch, nats."""
-    weights: list[Weights]
-    """The last version of every stage."""
-    peak_versions: list[int]
-    """Most versions that each stage kept at a time."""
+    def __init__(self, config: Config, device: torch.device | None = None) -> None:
+        """Of `config`: num_stages, layers_per_stage, learning_rate, seed; and model,
+        microbatch_size, dtype, where None is what suits the model.
 
-    @property
-    def diverged(self) -> bool:
-        """Whether a loss is no number, or the last one is above the first."""
-        return not all(map(math.isfinite, self.losses)) or self.losses[-1] > self.losses[0]
+        Raises UserError when the model's blocks cannot be cut evenly into the stages.
+        """
+        name = config.get("model", "mlp")
+        layers = config["layers_per_stage"]
+        batch = config.get("microbatch_size")
+        dtype = config.get("dtype")
+        self.config = config
+        self.device = device or torch.device("cpu")
+        self.blocks = BLOCKS.get(name)
+        if self.blocks is None:
+            layers = layers or 2
+            dtype = dtype or "float64"
+            task = build_task(seed=config["seed"], microbatch_size=batch or 8)
+            self.loss: Loss = functional.cross_entropy
+            text = f"{count(layers, 'layer')} a stage, {task.microbatch_size} samples"
+        else:
+            total = self.blocks.num_layers
+            p = config["num_stages"]
+            if not layers and total % p:
+                able = [str(n) for n in range(1, total + 1) if total % n == 0]
+                raise UserError(
+                    f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
+                    f"set num_stages to one of {', '.join(able)}, or set layers_per_stage",
+                )
+            layers = layers or total // p
+            dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
+            task = build_noise(self.blocks, config["seed"], batch or 4, getattr(torch, dtype))
+            self.loss = functional.mse_loss
+            text = (
+                f"{count(layers, 'block')} of hidden size {self.blocks.hidden} a stage (no "
+                f"embedding, no head), {task.microbatch_size} sequences of {self.blocks.seq_len}"
+            )
+        self.layers = layers
+        """Of a rank."""
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.text = f"{name}, {text} a microbatch, {dtype}"
+        inputs = task.inputs.to(self.device, self.dtype)
+        self.task = replace(task, inputs=inputs, targets=task.targets.to(self.device))
+
+    def build_modules(self, stages_per_rank: int) -> list[Module]:
+        """By stage; each but the last gives a tensor of the form that it takes.
+
+        Raises UserError when a rank's layers cannot be cut evenly.
+        """
+        layers = layers_of_a_stage(self.layers, stages_per_rank)
+        num_stages = self.config["num_stages"] * stages_per_rank
+        seed = self.config["seed"]
+        if self.blocks is None:
+            return build_stages(num_stages, layers, seed=seed, dtype=self.dtype)
+        with self.device:
+            stages = build_blocks(self.blocks, num_stages, layers, seed)
+        return [stage.to(self.dtype) for stage in stages]
+
+    def build_trainers(
+        self,
+        schedule: Schedule,
+        policy: Policy,
+        batch_size: int,
+        stages: Iterable[int] | None = None,
+        trainer_class: type[StageTrainer] = StageTrainer,
+    ) -> dict[int, StageTrainer]:
+        """By stage, with the initial weights: for these stages, or for all."""
+        modules = self.build_modules(schedule.stages_per_rank)
+        return {
+            stage: trainer_class(
+                modules[stage].to(self.device),
+                schedule,
+                policy,
+                stage=stage,
+                batch_size=batch_size,
+                learning_rate=self.config["learning_rate"],
+                loss=self.loss,
+            )
+            for stage in (range(len(modules)) if stages is None else stages)
+        }
+
+
+def count(number: int, noun: str) -> str:
+    """'1 stage', '2 stages'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def run_schedule(
@@ -53,38 +138,43 @@ def run_schedule(
             watch(op, trainers)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What training under one schedule came to."""
+
+    losses: list[float]
+    """Mean loss of each batch, nats."""
+    weights: list[Weights]
+    """The last version of every stage."""
+    peak_versions: list[int]
+    """Most versions that each stage kept at a time."""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss is no number, or the last one is above the first."""
+        return not all(map(math.isfinite, self.losses)) or self.losses[-1] > self.losses[0]
+
+
 def train(
     name: str,
     *,
-    num_stages: int,
     num_microbatches: int,
-    layers_per_stage: int,
-    learning_rate: float,
     num_batches: int,
-    seed: int,
     watch: Watcher | None = None,
     trainer_class: type[StageTrainer] = StageTrainer,
+    **config: Any,
 ) -> TrainResult:
-    """Train the small model under a schedule of SCHEDULES for `num_batches` batches.
-
-    `num_stages` counts ranks; a rank's `layers_per_stage` are cut into the stages that it holds.
-    """
+    """Train under a schedule of SCHEDULES for `num_batches` batches. `config` is a Workload's."""
     m = num_microbatches
-    schedule, policy = schedule_for_training(name, num_stages, m, num_batches)
-    layers = layers_of_a_stage(layers_per_stage, schedule.stages_per_rank)
-    modules = build_stages(len(schedule.chains[0]), layers, seed=seed)
-    trainers = [
-        trainer_class(
-            module, schedule, policy, stage=stage, batch_size=m, learning_rate=learning_rate
-        )
-        for stage, module in enumerate(modules)
-    ]
-    run_schedule(schedule, trainers, build_task(seed=seed), watch)
-    losses = [float(trainers[-1].losses[i]) for i in range(m * num_batches)]
+    schedule, policy = schedule_for_training(name, config["num_stages"], m, num_batches)
+    workload = Workload(config)
+    trainers = workload.build_trainers(schedule, policy, m, trainer_class=trainer_class)
+    run_schedule(schedule, trainers, workload.task, watch)
+    losses = [float(trainers[max(trainers)].losses[i]) for i in range(m * num_batches)]
     return TrainResult(
         losses=[sum(losses[first : first + m]) / m for first in range(0, len(losses), m)],
-        weights=[trainer.weights for trainer in trainers],
-        peak_versions=[trainer.peak_versions for trainer in trainers],
+        weights=[trainer.weights for trainer in trainers.values()],
+        peak_versions=[trainer.peak_versions for trainer in trainers.values()],
     )
 
 
