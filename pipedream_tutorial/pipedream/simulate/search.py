@@ -16,9 +16,11 @@ it does (simulated annealing). Neither proves anything; `lower_bound` and `solve
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from itertools import chain
 
 from pipedream_simple import from_words, zero_bubble
 
@@ -62,16 +64,14 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
     """Durations as whole numbers; UserError for no memory at all."""
     if memory < 1:
         raise UserError(f"memory={memory}", "a rank holds 1 microbatch at least")
-    kinds = {"F": costs.forward, "I": costs.input_gradient, "W": costs.weight_gradient}
-    scale = math.lcm(
-        costs.communication.denominator, *(t.denominator for ts in kinds.values() for t in ts)
-    )
+    times = list(zip(costs.forward, costs.input_gradient, costs.weight_gradient, strict=True))
+    scale = math.lcm(costs.communication.denominator, *(t.denominator for t in chain(*times)))
     return Problem(
         num_microbatches=num_microbatches,
         memory=memory,
         durations=tuple(
-            {kind: int(times[rank] * scale) for kind, times in kinds.items()}
-            for rank in range(len(costs.forward))
+            {kind: int(time * scale) for kind, time in zip("FIW", own, strict=True)}
+            for own in times
         ),
         communication=int(costs.communication * scale),
         tick=Fraction(1, scale),
@@ -96,24 +96,23 @@ def search(
     starts = [greedy(problem, limit) for limit in limits]
     for own in limits:  # ZB-H1 and ZB-H2, and what lies between
         starts.append([zero_bubble(m, ahead - 1, memory - ahead) for ahead in own])
-    starts.sort(key=lambda words: score(problem, words))
+    scored = partial(score, problem)
+    starts.sort(key=scored)
     bound = lower_bound(problem)
-    best = starts[0]
     goal = bound, max(m * sum(own.values()) for own in problem.durations)
-    for number, words in enumerate(starts[:3]):
-        found = improve(problem, words, tries // 3, seed=number, goal=goal)
-        best = min(best, found, key=lambda words: score(problem, words))
-    length, _ = score(problem, best)
+    found = [
+        improve(problem, words, tries // 3, seed=number, goal=goal)
+        for number, words in enumerate(starts[:3])
+    ]
+    best = min(found, key=scored)
     if prove:
-        shorter, proved = solve(problem, int(length), prove)
+        shorter, proved = solve(problem, int(scored(best)[0]), prove)
         bound = max(bound, proved)
-        if shorter is not None:
-            best = min(best, shorter, key=lambda words: score(problem, words))
-            length, _ = score(problem, best)
+        best = min([best, *shorter], key=scored)
     return Found(
         words=best,
         schedule=as_schedule(best, f"search-p{p}-m{m}-memory{memory}"),
-        makespan=int(length) * problem.tick,
+        makespan=int(scored(best)[0]) * problem.tick,
         lower_bound=bound * problem.tick,
     )
 
@@ -125,43 +124,42 @@ def as_schedule(words: Words, name: str) -> Schedule:
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:
     """Makespan and longest span, in ticks; infinite where words wait for each other in a circle."""
-    p = problem.num_ranks
-    c = problem.communication
-    place = [0] * p
-    free = [0] * p
-    ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
-    ready = list(range(p))
-    while ready:
-        rank = ready.pop()
-        word = words[rank]
+    ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in words]
+
+    def run(rank: int) -> Iterator[None]:
+        """One rank's word; comes back where it has to wait."""
         own = ends[rank]
-        durations = problem.durations[rank]
-        sources = {
-            "F": ends[rank - 1]["F"] if rank else None,
-            "I": ends[rank + 1]["I"] if rank + 1 < p else None,
-        }
-        now = free[rank]
-        at = place[rank]
-        while at < len(word):
-            kind = word[at]
-            source = sources.get(kind)
-            if source is not None:
-                i = len(own[kind])
-                if i >= len(source):
-                    break
-                now = max(now, source[i] + c)
-            now += durations[kind]
-            own[kind].append(now)
-            at += 1
-            if kind == "F" and rank + 1 < p:
-                ready.append(rank + 1)
-            elif kind == "I" and rank:
-                ready.append(rank - 1)
-        free[rank], place[rank] = now, at
-    if place != [len(word) for word in words]:
+        lasts = problem.durations[rank]
+        sources = {}
+        if rank > 0:
+            sources["F"] = ends[rank - 1]["F"]
+        if rank + 1 < problem.num_ranks:
+            sources["I"] = ends[rank + 1]["I"]
+        now = 0
+        for kind in words[rank]:
+            done = own[kind]
+            if kind in sources:
+                source = sources[kind]
+                while len(done) == len(source):
+                    yield
+                now = max(now, source[len(done)] + problem.communication)
+            now += lasts[kind]
+            done.append(now)
+
+    ranks = list(map(run, range(len(words))))
+    before = -1
+    total = 0
+    while before < total:
+        before = total
+        for rank in ranks:
+            next(rank, None)
+        ranks.reverse()  # down with F, up with I
+        total = sum(len(line) for own in ends for line in own.values())
+    if total < sum(map(len, words)):
         return math.inf, math.inf
-    begun = [own["F"][0] - times["F"] for own, times in zip(ends, problem.durations, strict=True)]
-    return max(free), max(end - begin for end, begin in zip(free, begun, strict=True))
+    lines = zip(ends, problem.durations, strict=True)
+    spans = [own["W"][-1] - own["F"][0] + lasts["F"] for own, lasts in lines]
+    return max(own["W"][-1] for own in ends), max(spans)
 
 
 def lower_bound(problem: Problem) -> int:
@@ -208,40 +206,32 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
     """Whoever is free first runs I, or else F, or else W, if the limits allow."""
     p = problem.num_ranks
     m = problem.num_microbatches
-    c = problem.communication
     words = [""] * p
     free = [0] * p
-    ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
-
-    def start(rank: int, kind: str) -> int | None:
-        """When the rank's next operation of a kind could start; None if that is not known yet."""
-        own = ends[rank]
-        i = len(own[kind])
-        if i == m:
-            return None
-        if kind == "W":
-            return own["I"][i] if i < len(own["I"]) else None
-        if kind == "F":
-            full = i - len(own["W"]) == problem.memory or i - len(own["I"]) == limits[rank]
-            if full or rank == 0:
-                return None if full else 0
-            source = ends[rank - 1]["F"]
-            later = c
-        else:
-            source, later = (own["F"], 0) if rank == p - 1 else (ends[rank + 1]["I"], c)
-        return source[i] + later if i < len(source) else None
-
+    done = [dict.fromkeys("FIW", 0) for _ in range(p)]
+    # By rank and kind: when what the rank's operations take in was there.
+    arrived: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
+    arrived[0]["F"] = [0] * m
     for _ in range(3 * m * p):
         choices = []
-        for rank in range(p):
+        for rank, own in enumerate(done):
+            full = own["F"] - own["W"] == problem.memory or own["F"] - own["I"] == limits[rank]
             for order, kind in enumerate("IFW"):
-                at = start(rank, kind)
-                if at is not None:
-                    choices.append((max(at, free[rank]), order, rank, kind))
+                if own[kind] < len(arrived[rank][kind]) and not (kind == "F" and full):
+                    at = max(arrived[rank][kind][own[kind]], free[rank])
+                    choices.append((at, order, rank, kind))
         at, _, rank, kind = min(choices)
-        free[rank] = at + problem.durations[rank][kind]
-        ends[rank][kind].append(free[rank])
         words[rank] += kind
+        done[rank][kind] += 1
+        end = free[rank] = at + problem.durations[rank][kind]
+        if kind == "F" and rank == p - 1:
+            arrived[rank]["I"].append(end)
+        elif kind == "F":
+            arrived[rank + 1]["F"].append(end + problem.communication)
+        elif kind == "I":
+            arrived[rank]["W"].append(end)
+            if rank > 0:
+                arrived[rank - 1]["I"].append(end + problem.communication)
     return words
 
 
@@ -290,10 +280,9 @@ def _allowed(word: str, memory: int) -> bool:
     return True
 
 
-def solve(problem: Problem, longest: int, seconds: float) -> tuple[Words | None, int]:
-    """(words, a bound that no words beat), in ticks, from OR-Tools' constraint solver (CP-SAT). The
-    words are the shortest possible if they are as long as the bound; None where none shorter than
-    `longest` came up in the time given.
+def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], int]:
+    """The shortest words in `longest` ticks or fewer that OR-Tools' constraint solver (CP-SAT)
+    finds in the time given, none or one; and a bound in ticks that no words beat.
 
     Raises UserError where OR-Tools is not installed.
     """
@@ -343,9 +332,9 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[Words | None,
     found = solver.solve(model)
     bound = round(solver.best_objective_bound)
     if found not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None, bound
+        return [], bound
     words = []
     for rank in range(p):
         steps = [(solver.value(start[k, rank, i]), "FIW".index(k)) for k in "FIW" for i in range(m)]
         words.append("".join("FIW"[kind] for _, kind in sorted(steps)))
-    return words, bound
+    return [words], bound
