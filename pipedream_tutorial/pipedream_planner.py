@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipedream.config import Rule, parse_arguments, shipped
+from pipedream.config import FOLDER, Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.plan.planner import Plan, make_plan, plan_pipeline
 from pipedream.plan.profile import (
@@ -102,7 +102,9 @@ def main() -> None:
 
 def get_profile(config: dict[str, Any]) -> Profile:
     """The profile that CONFIG names, loaded or measured (and then saved where CONFIG says)."""
-    path, target = shipped(Path(config["profile"])), config["save_profile"]
+    path, target = Path(config["profile"]), config["save_profile"]
+    if not path.exists() and (FOLDER / path).exists():  # scripts can be started from any folder
+        path = FOLDER / path
     if path.suffix == ".json":
         if target is not None:
             raise UserError(

@@ -3,19 +3,15 @@
     python pipedream_simple.py
     python pipedream_simple.py --set schedule=zb-h1 --set weight_gradient=1/2
 
-Read it from top to bottom: the operations, the order in which each rank runs them, the clock, what
-a timeline costs, and how it is printed. All of that is plain Python. The package takes these orders
-from here, reads the options, and gets every command that this file does not know: more schedules,
-search, training, CSV files and traces (python -m pipedream --help).
+Read it from top to bottom: the operations, the order in which each rank runs them, the clock, costs
+and what is printed. The package takes the orders from here, reads the options, and runs the rest.
 """
 
 import itertools
 import math
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from itertools import accumulate
 from shutil import get_terminal_size
 from typing import Any, NamedTuple
 
@@ -39,8 +35,7 @@ Op = tuple[str, int, int]
 """(kind, stage, microbatch). Kinds: F forward; B backward, or its halves I and W, where I gives the
 gradient of the stage's input and W those of its weights."""
 
-Order = list[Op]
-"""What one rank runs, first to last."""
+Order = list[Op]  # what one rank runs, first to last
 
 
 def need(op: Op, last_stage: int) -> Op | None:
@@ -79,10 +74,8 @@ def zb_v(r: int, p: int, m: int) -> str:
     """
     count = max(m, 2 * p - 1)
     word = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
-    for i in range(count - p):
-        if i < count - (2 * p - 1 - r):  # until all have gone down
-            word += "F"
-        word += "IW" + "fiw"
+    word += "FIWfiw" * (count - (2 * p - 1 - r))  # until all have gone down
+    word += "IWfiw" * (p - 1 - r)
     return word + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r
 
 
@@ -110,10 +103,8 @@ def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
     """Rank r has stage r, and in a V also stage 2p - 1 - r, written in small letters."""
     orders = []
     for r, word in enumerate(words):
-        word = list(word)
         second = 2 * len(words) - 1 - r
-        steps = {x: (x.upper(), r if x.isupper() else second) for x in set(word)}
-        orders.append(numbered(steps[x] for x in word))
+        orders.append(numbered((x.upper(), r if x.isupper() else second) for x in word))
     return orders
 
 
@@ -152,15 +143,15 @@ def build(name: str, p: int, m: int, v: int = 2) -> list[Order]:
 
 # --- The clock -------------------------------------------------------------------------------
 
-Times = dict[Op, tuple[int, int]]
-"""operation -> start and end."""
+Times = dict[Op, tuple[int, int]]  # operation -> start and end
 
 
-def simulate(orders: list[Order], duration: dict[str, int], free: Sequence[int] = ()) -> Times:
-    """Start everything as early as the orders and the data allow.
+def simulate(
+    orders: list[Order], duration: dict[str, int], free: Sequence[int] = ()
+) -> tuple[Times, list[int]]:
+    """Start each operation when its rank has ended the one before it and all it needs has arrived.
 
-    An operation starts when its rank has ended the one before it and all that it needs has
-    arrived. `free`: when each rank may begin, 0 by default.
+    `free`: when each rank may begin, 0 by default. Also returns when each rank ends.
     """
     rank_of = {op: rank for rank, order in enumerate(orders) for op in order}
     last_stage = max(stage for _, stage, _ in rank_of)
@@ -172,35 +163,20 @@ def simulate(orders: list[Order], duration: dict[str, int], free: Sequence[int] 
         for rank, order in enumerate(left):
             while order:
                 op = order[-1]
-                start = now[rank]
                 source = need(op, last_stage)
+                if source is not None and source not in times:
+                    break  # another rank has to get there first
+                start = now[rank]
                 if source is not None:
-                    if source not in times:
-                        break  # another rank has to get there first
-                    arrival = times[source][1]
-                    if rank_of[source] != rank:
-                        arrival += duration["send"]
-                    start = max(start, arrival)
+                    sending = 0 if rank_of[source] == rank else duration["send"]
+                    start = max(start, times[source][1] + sending)
                 order.pop()
                 now[rank] = start + duration[op[0]]
                 times[op] = start, now[rank]
         if len(times) == before:
             stuck = [order[-1] for order in left if order]
             raise ValueError(f"deadlock: each of {stuck} waits for one that is not run")
-    return times
-
-
-def end_of_stream(orders: list[Order], duration: dict[str, int], count: int) -> int:
-    """When the last of `count` batches ends: a rank begins the next once its own work is done."""
-    free = [0] * len(orders)
-    for left in reversed(range(count)):
-        times = simulate(orders, duration, free)
-        ends = [times[order[-1]][1] for order in orders]
-        steps = {end - before for end, before in zip(ends, free, strict=True)}
-        free = ends
-        if len(steps) == 1:  # all ranks moved on by the same time, and always will
-            return max(free) + left * steps.pop()
-    return max(free)
+    return times, now
 
 
 # --- What it costs ---------------------------------------------------------------------------
@@ -228,28 +204,28 @@ def measure(name: str, config: dict[str, Any]) -> Row:
     m = config["num_microbatches"]
     count = config["num_batches"]
     v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
-    orders = build(name, p, m, v)
     duration, tick = in_ticks(config, v)
-    times = simulate(orders, duration)
-    work = m * v * (duration["F"] + duration["B"])  # of a rank, in a batch
-    makespan = max(end for _, end in times.values())
-    spans = sum(times[order[-1]][1] - times[order[0]][0] for order in orders)
+    orders = build(name, p, m, v)
+    times, ends = simulate(orders, duration)
+    makespan = max(ends)
+    spans = sum(ends) - sum(times[order[0]][0] for order in orders)
     versions = [1] * p
     staleness = [0] * p
     if name == "pipedream":  # never pauses: the stream is one long batch
         orders = build(name, p, m * count, v)
-        times = simulate(orders, duration)
-        stream = max(end for _, end in times.values())
+        times, ends = simulate(orders, duration)
         versions, staleness = map(list, zip(*map(stashed_versions, orders), strict=True))
     else:
-        stream = end_of_stream(orders, duration, count)
+        for _ in range(count - 1):  # a rank begins the next batch once its own work is done
+            _, ends = simulate(orders, duration, ends)
+    stream = max(ends)
+    work = m * v * (duration["F"] + duration["B"])  # of a rank, in a batch
     idle = 1 - Fraction(work, makespan)
     span_idle = 1 - Fraction(work * p, spans)
     stream_idle = 1 - Fraction(work * count, stream)
-    activations = [peak_activations(order, v) for order in orders]
     return Row(
         orders, times, tick, makespan * tick, idle, span_idle, stream * tick, stream_idle,
-        activations, versions, staleness,
+        [peak_activations(order, v) for order in orders], versions, staleness,
     )  # fmt: skip
 
 
@@ -266,7 +242,7 @@ def peak_activations(order: Order, v: int) -> Fraction:
     """A forward pass adds a microbatch's activations on one stage, 1/v of what a rank would hold;
     they go with B, or with W where the backward pass is cut."""
     change = {"F": 1, "I": 0, "B": -1, "W": -1}
-    return Fraction(max(accumulate(change[kind] for kind, _, _ in order)), v)
+    return Fraction(max(itertools.accumulate(change[kind] for kind, _, _ in order)), v)
 
 
 def stashed_versions(order: Order) -> tuple[int, int]:
@@ -291,14 +267,11 @@ def stashed_versions(order: Order) -> tuple[int, int]:
 
 # --- What is printed -------------------------------------------------------------------------
 
-NOTES = (
-    "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
-    "share.",
-    "In a row: after a flush a rank starts the next batch once its own work is done; others never "
-    "pause.",
-    "At most, on any rank or stage: activ., microbatches whose activations it holds; weights, "
-    "copies of its parameters; stale, updates between the weights a microbatch saw and its own.",
-)
+NOTES = """\
+bubble: idle share until the last rank ends; span: within each rank's own span; used: busy share.
+In a row: after a flush a rank starts the next batch once its own work is done; others never pause.
+At most, on any rank or stage: activ., microbatches whose activations it holds; weights, copies of
+its parameters; stale, updates between the weights a microbatch saw and its own."""
 LEGEND = """\
 F forward; B backward, or its halves I (the input's gradient) and W (the weights'); number:
 microbatch; - goes on; . idle; f, b, i, w: on a stage of the rank that is not its first"""
@@ -327,13 +300,12 @@ def table_line(title: str, *figures: Any) -> str:
 
 
 def draw(row: Row) -> str:
-    """A line a rank, each operation from its start to its end; goes on below where the terminal
-    ends."""
+    """A line a rank, each operation from start to end; goes on below where the terminal ends."""
     p = len(row.orders)
     labels = {(k, s, i): f"{k if s < p else k.lower()}{i}" for k, s, i in row.times}
-    lasts = {op: end - start for op, (start, end) in row.times.items() if end > start}
-    rate = max(Fraction(len(labels[op]), ticks) for op, ticks in lasts.items())  # columns a tick
-    width = math.ceil(max(end for _, end in row.times.values()) * rate)
+    lasting = [(len(labels[op]), *times) for op, times in row.times.items() if times[0] < times[1]]
+    rate = max(Fraction(columns, end - start) for columns, start, end in lasting)  # columns a tick
+    width = math.ceil(max(end for _, _, end in lasting) * rate)
     unit = rate / row.tick
     every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if step * unit >= 10)
     marks = ""
@@ -354,41 +326,30 @@ def draw(row: Row) -> str:
     )
 
 
-# --- The command line ------------------------------------------------------------------------
-
-
-def main() -> None:
+def main(config: dict[str, Any]) -> None:
     """The table of all schedules, or one schedule's timeline and its line of the table."""
-    from pipedream import __main__ as package
-
-    config = package.options_of_script(CONFIG, __file__)
-    if config is None:  # the package knows more options, and says in one line what is wrong
-        package.main()
-        return
     f, i, w, c = (number(config[key]) for key in DURATIONS)
     print(
         f"p = {config['num_stages']} ranks, m = {config['num_microbatches']} microbatches a batch; "
         f"durations F = {f}, I = {i}, W = {w},\nB = I + W, communication {c}"
     )
-    head = table_head(config["num_batches"])
-    if config["schedule"] == "all":
-        print(head, flush=True)
-        for name, (title, _) in SCHEDULES.items():
-            try:
-                line = table_line(title, *measure(name, config)[3:])
-            except ValueError as error:
-                line = f"{title:<24}not possible: {error}"
-            print(line, flush=True)  # each as soon as it is there
+    names = [config["schedule"]]
+    if names == ["all"]:
+        names = list(SCHEDULES)
     else:
-        title, _ = SCHEDULES[config["schedule"]]
-        row = measure(config["schedule"], config)
-        line = table_line(title, *row[3:])
-        print(LEGEND, "", title, draw(row), "", head, line, sep="\n")
-    for note in (*NOTES, "More schedules, search, training: python -m pipedream"):
-        print(textwrap.fill(note, 100))
+        print(LEGEND, "", SCHEDULES[names[0]][0], draw(measure(names[0], config)), "", sep="\n")
+    print(table_head(config["num_batches"]))
+    for name in names:
+        title, _ = SCHEDULES[name]
+        try:
+            line = table_line(title, *measure(name, config)[3:])
+        except ValueError as error:
+            line = f"{title:<24}not possible: {error}"
+        print(line, flush=True)  # each as soon as it is there
+    print(NOTES, "More schedules, search, training: python -m pipedream", sep="\n")
 
 
 if __name__ == "__main__":
-    from pipedream.errors import main_with_errors
+    from pipedream.__main__ import run_script
 
-    main_with_errors(main)
+    run_script(main, CONFIG, __file__)  # reads the options, and runs what this file does not know

@@ -4,19 +4,13 @@ Change CONFIG, or type --set num_stages=8, or --only all_schedules,naive_pipelin
 of records are drawn by results/lab/tutorial/pages.py.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
-from pipedream.errors import errors_in_one_line, main_with_errors
+from pipedream.errors import main_with_errors
 from pipedream.simulate.comparison import Case
-
-with errors_in_one_line():  # matplotlib may be missing
-    from matplotlib.figure import Figure
-    from pipedream.draw import charts, grids
-    from pipedream.draw.page import save
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # stages of the pipeline, one a rank
@@ -33,20 +27,18 @@ CONFIG: dict[str, Any] = {
     "only": None,
 }
 
-PICTURES: dict[str, Callable[[grids.Work], Figure]] = {
-    picture.__name__: picture
-    for picture in (
-        grids.naive_pipeline,
-        grids.microbatch_forward,
-        grids.microbatch_backward,
-        grids.weight_versioning,
-        charts.utilization_comparison,
-        grids.all_schedules,
-        charts.bubble_vs_microbatches,
-        charts.memory_vs_bubble,
-        charts.activations_and_versions,
-    )
+PICTURES = {
+    "naive_pipeline": "grids",
+    "microbatch_forward": "grids",
+    "microbatch_backward": "grids",
+    "weight_versioning": "grids",
+    "utilization_comparison": "charts",
+    "all_schedules": "grids",
+    "bubble_vs_microbatches": "charts",
+    "memory_vs_bubble": "charts",
+    "activations_and_versions": "charts",
 }
+"""Picture -> the module of pipedream.draw that has its function."""
 
 SUFFIXES = {"all_schedules": ".svg"}  # larger than a page: sharp at any width
 
@@ -87,12 +79,17 @@ def main() -> None:
         num_batches=1,
         **{key: config[key] for key in SHARED},
     )
+    from pipedream.draw import charts, grids  # matplotlib may be missing
+    from pipedream.draw.page import save
+
+    modules = {"charts": charts, "grids": grids}
     work = grids.Work(case=case, weight_size=config["weight_size"])
     folder = Path(config["output"])
     folder.mkdir(parents=True, exist_ok=True)
     for name in config["only"] or PICTURES:
         path = folder / f"{name}{SUFFIXES.get(name, '.png')}"
-        save(PICTURES[name](work), path)
+        draw = getattr(modules[PICTURES[name]], name)
+        save(draw(work), path)
         print(path, flush=True)
 
 

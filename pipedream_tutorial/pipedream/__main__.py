@@ -10,11 +10,11 @@ Everything printed is computed here: grids and times by simulation, losses by tr
 import gc
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pipedream_simple as simple
 from pipedream_simple import number, percent
@@ -24,16 +24,8 @@ from pipedream.draw.terminal import LEGEND, bold, draw, listed, print_wrapped, u
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import save_csv
-from pipedream.simulate.comparison import (
-    Case,
-    Refused,
-    Row,
-    closed_form,
-    compare,
-    measure,
-    measure_csv,
-    measure_search,
-)
+from pipedream.simulate import comparison
+from pipedream.simulate.comparison import Case, Refused, Row
 from pipedream.simulate.trace import trace_document
 from pipedream.train.report import print_training
 
@@ -60,20 +52,45 @@ CONFIG: dict[str, Any] = {
     "seed": 0,  # of the initial weights and the data
 }
 
-OWN_RULES = {
+RULES = SHARED_RULES | {
+    "layers_per_stage": Rule(kind=int, low=1, high=64),
+    "verbose": Rule(kind=bool, none=True),
     "schedule": Rule(kind=str, choices=("all", "search", *SCHEDULES), or_file=".csv"),
     "memory": Rule(kind=int, none=True, low=1, high=512),
     "prove": Rule(kind=float, low=0, high=3600),
     "recompute": Rule(kind=Fraction, none=True, low=0, high=1),
     "reorder": Rule(kind=bool),
-    "verbose": Rule(kind=bool, none=True),
     "num_batches": Rule(kind=int, low=2, high=64),
+    "learning_rate": Rule(kind=float, above=0, high=100),
+    "steps": Rule(kind=int, low=0, high=10000),
+    "seed": Rule(kind=int, low=0, high=2**31 - 1),
 }
-RULES = {key: (SHARED_RULES | OWN_RULES)[key] for key in CONFIG}
 EXTRA = {
     "csv": "write the schedule's order as CSV, which torch.distributed.pipelining loads",
     "trace": "write the schedule's timeline as JSON, which ui.perfetto.dev opens",
 }
+
+
+def run_script(
+    own: Callable[[dict[str, Any]], None], config: dict[str, Any], script: str
+) -> NoReturn:
+    """pipedream_simple.py: its `own` main with its CONFIG as the command line changes it, or for
+    what that file does not know this main, with its CONFIG as defaults."""
+
+    def run() -> None:
+        with suppress(UserError):
+            if not {"-h", "--help"} & {*sys.argv}:
+                rules = {key: RULES[key] for key in config}
+                found = parse_arguments(config, rules, "", script=script)
+                name = found["schedule"]
+                if name in simple.SCHEDULES:  # UserError for sizes that it does not take
+                    build_schedule(name, found["num_stages"], found["num_microbatches"])
+                if name in ("all", *simple.SCHEDULES) and not found["steps"]:
+                    return own(found)
+        sys.argv[1:1] = [f"--{key}={value}" for key, value in config.items() if key != "steps"]
+        main()
+
+    main_with_errors(run)
 
 
 def main() -> None:
@@ -81,51 +98,47 @@ def main() -> None:
     config = parse_arguments(CONFIG, RULES, about, script=__file__, extra=EXTRA)
     name = config["schedule"]
     case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
+    sizes = case.num_stages, case.num_microbatches
     rows: Iterable[Row | Refused]
     if name == "all":
         for option in EXTRA:
             if config[option] is not None:
                 fix = "add --set schedule=1f1b or another"
                 raise UserError(f"--{option} writes one schedule", fix)
-        rows = compare(case)
-        print_heading(case, case.num_stages, case.num_microbatches)
+        rows = comparison.compare(case)
     else:
         if name == "search":
-            named = measure_search(config["memory"] or case.num_stages, config["prove"], case)
+            memory = config["memory"] or case.num_stages
+            row = comparison.measure_search(memory, config["prove"], case)
+        elif name in SCHEDULES:
+            row = comparison.measure(name, case)
         else:
-            named = measure(name, case) if name in SCHEDULES else measure_csv(Path(name), case)
-        export(named, config)
-        schedule = named.batch.schedule  # a file's has its own sizes
-        print_heading(case, schedule.num_ranks, schedule.num_microbatches)
-        rows = [named]
+            row = comparison.measure_csv(Path(name), case)
+        export(row, config)
+        schedule = row.batch.schedule
+        sizes = schedule.num_ranks, schedule.num_microbatches  # a file has its own
+        rows = [row]
+    scale = case.stage_scale and f", stages times {' '.join(map(number, case.stage_scale))}"
+    print_wrapped(
+        "",
+        f"p = {sizes[0]} ranks, m = {sizes[1]} microbatches a batch; durations F = "
+        f"{number(case.forward)}, I = {number(case.input_gradient)}, W = "
+        f"{number(case.weight_gradient)}, B = I + W, communication "
+        f"{number(case.communication)}{scale or ''}",
+    )
     if config["verbose"] or (config["verbose"] is None and name != "all"):
         print_wrapped("", LEGEND)
         drawn: dict[object, str] = {}
         rows = list(rows)
-        for row in rows:
+        for one in rows:
             print()
-            print_schedule(row, case, drawn)
+            print_schedule(one, case, drawn)
         print()
     print_comparison(rows, case)
     if config["steps"]:
         gc.enable()
         print(flush=True)
         print_training(config)
-
-
-def options_of_script(config: dict[str, Any], script: str) -> dict[str, Any] | None:
-    """pipedream_simple.py's CONFIG as the command line changes it; None for what that file does not
-    know: main() then has its CONFIG as defaults."""
-    if not {"-h", "--help"} & {*sys.argv}:
-        with suppress(UserError):
-            found = parse_arguments(config, {key: RULES[key] for key in config}, "", script=script)
-            name = found["schedule"]
-            if name in simple.SCHEDULES:  # UserError for sizes that it does not take
-                build_schedule(name, found["num_stages"], found["num_microbatches"])
-            if name in ("all", *simple.SCHEDULES) and not found["steps"]:
-                return found
-    sys.argv[1:1] = [f"--{key}={value}" for key, value in config.items() if key != "steps"]
-    return None
 
 
 def export(row: Row, config: dict[str, Any]) -> None:
@@ -139,10 +152,8 @@ def export(row: Row, config: dict[str, Any]) -> None:
             what = f"{row.name} keeps two copies of the model, which a CSV cannot say"
             raise UserError(what, "write another schedule")
         if not row.flushes:
-            raise UserError(
-                f"{row.name} does not flush, and a CSV has no operation that updates weights",
-                "add --set schedule=1f1b, the same order with a flush",
-            )
+            what = f"{row.name} does not flush, and a CSV has no operation that updates weights"
+            raise UserError(what, "add --set schedule=1f1b, the same order with a flush")
         save_csv(schedule, Path(config["csv"]))
     if config["trace"] is not None:
         m = schedule.num_microbatches
@@ -151,16 +162,6 @@ def export(row: Row, config: dict[str, Any]) -> None:
     for option in EXTRA:
         if config[option] is not None:
             print(f"wrote {config[option]}", file=sys.stderr)
-
-
-def print_heading(case: Case, p: int, m: int) -> None:
-    scale = case.stage_scale and f", stages times {' '.join(map(number, case.stage_scale))}"
-    print_wrapped(
-        "",
-        f"p = {p} ranks, m = {m} microbatches a batch; durations F = {number(case.forward)}, "
-        f"I = {number(case.input_gradient)}, W = {number(case.weight_gradient)}, B = I + W, "
-        f"communication {number(case.communication)}{scale or ''}",
-    )
 
 
 def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> None:
@@ -188,7 +189,10 @@ def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> 
     )
     used = percent(1 - row.stream_idle.makespan_fraction)
     tell(f"{case.num_batches} batches", f"time {number(row.stream_makespan)}, utilisation {used}")
-    tell_what_is_known(row, case)
+    if row.bound is None:
+        tell_closed_form(row, case)
+    else:
+        tell_bound(row, number(row.bound))
     tell("activations", f"microbatches held at most: {listed(row.peak_activations, 'rank')}")
     tell("weights", row.policy.text)
     tell(
@@ -202,22 +206,22 @@ def tell(label: str, text: str) -> None:
     print_wrapped(f"  {label:<13}", text)
 
 
-def tell_what_is_known(row: Row, case: Case) -> None:
-    """What the formula gives for one batch, beside what the simulation gave; of an order that was
-    searched for, whether a shorter one is possible."""
-    if row.bound is not None:
-        tell(
-            "minimised",
-            "one batch's time; of equally short orders the longest span of a rank, which is what "
-            "further batches take at most",
-        )
-        least = number(row.bound)
-        if row.batch.makespan == row.bound:
-            tell("shorter", f"not possible in this memory: {least} is the least")
-        else:
-            tell("shorter", f"perhaps: no order in this memory takes less than {least}")
-        return
-    known = closed_form(row.name, case)
+def tell_bound(row: Row, least: str) -> None:
+    """Of an order that was searched for, whether a shorter one is possible."""
+    tell(
+        "minimised",
+        "one batch's time; of equally short orders the longest span of a rank, which is what "
+        "further batches take at most",
+    )
+    if row.batch.makespan == row.bound:
+        tell("shorter", f"not possible in this memory: {least} is the least")
+    else:
+        tell("shorter", f"perhaps: no order in this memory takes less than {least}")
+
+
+def tell_closed_form(row: Row, case: Case) -> None:
+    """What the formula gives for one batch, beside what the simulation gave."""
+    known = comparison.closed_form(row.name, case)
     if known is None:
         text = "none with uneven stages, communication, overlap, R, reordering or a file"
         print(f"  closed form  {text}")
@@ -244,21 +248,18 @@ def print_comparison(rows: Iterable[Row | Refused], case: Case) -> None:
         if isinstance(row, Refused):
             print_wrapped(f"{row.title:<24}", f"not possible: {row.reason}")
             continue
+        one = row.batch_idle
         line = simple.table_line(
-            row.title,
-            row.batch.makespan,
-            row.batch_idle.makespan_fraction,
-            row.batch_idle.span_fraction,
-            row.stream_makespan,
-            row.stream_idle.makespan_fraction,
-            row.peak_activations,
-            row.weight_copies,
-            row.staleness,
-        )
+            row.title, row.batch.makespan, one.makespan_fraction, one.span_fraction,
+            row.stream_makespan, row.stream_idle.makespan_fraction,
+            row.peak_activations, row.weight_copies, row.staleness,
+        )  # fmt: skip
         print(line + "*" * row.mixed, flush=True)
         mixed = mixed or row.mixed
-    for note in (*simple.NOTES, *[MIXED] * mixed):
+    for note in simple.NOTES.split("\n", 2):  # the last has two lines
         print_wrapped("", note)
+    if mixed:
+        print_wrapped("", MIXED)
 
 
 MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."

@@ -1,4 +1,4 @@
-"""A script's CONFIG, changed by `--set key=value`, and errors as one line. Imports no torch.
+"""A script's CONFIG, changed by `--set key=value`. Imports no torch.
 
 A script holds CONFIG, a plain dict with a comment behind each key that says what it means, and one
 Rule a key that says what it accepts. The same rules check what was typed and what was edited in the
@@ -24,9 +24,8 @@ FOLDER = Path(__file__).resolve().parent.parent
 _NUMBER = re.compile(
     r"[+-]?((\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?|\d{1,15}/\d{1,15})", re.ASCII | re.I
 )
-_WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
-    ("false", "no", "off", "0"), False
-)
+_WORDS = dict.fromkeys(("true", "yes", "on", "1"), True)
+_WORDS |= dict.fromkeys(("false", "no", "off", "0"), False)
 _KINDS = {
     int: ("a whole number", "1,2"),
     float: ("a number", "2,0.5"),
@@ -53,39 +52,37 @@ class Rule:
     or_file: str = ""
     """How the name of a file ends that is accepted besides `choices`."""
     low: float = -math.inf
-    high: float = math.inf
     above: float = -math.inf
     """The value has to be greater than this, not just equal to it."""
+    high: float = math.inf
+    """Given together with `low` or `above`."""
 
     def check(self, key: str, value: object) -> Any:
         """`value` as `kind`, whether typed (text) or from CONFIG; else UserError."""
-        if self.none and (value is None or str(value).strip().lower() == "none"):
+        if self.none and str(value).strip().lower() == "none":
             return None
-        if not self.many:
-            return self._check_one(key, value)
-        parts: object = value
-        if isinstance(value, str):
-            parts = value.strip().removeprefix("[").removesuffix("]").split(",")
+        parts: object = [value]
+        if self.many:
+            parts = value
+            if isinstance(value, str):
+                parts = value.strip().removeprefix("[").removesuffix("]").split(",")
         if not isinstance(parts, (list, tuple)) or not parts:
             raise self._error(key, value)
-        return [self._check_one(key, part) for part in parts]
+        found = []
+        for part in parts:
+            one = _convert(self.kind, part)
+            if self.choices and one is not None:
+                one = {name.lower(): name for name in self.choices}.get(one.lower(), one)
+            if one is None or not self._accepts(one):
+                raise self._error(key, part)
+            found.append(one)
+        return found if self.many else found[0]
 
-    def _check_one(self, key: str, value: object) -> Any:
-        found = _convert(self.kind, value)
-        if found is None:
-            accepted = False
-        elif self.choices:
-            found = {name.lower(): name for name in self.choices}.get(found.lower(), found)
-            accepted = found in self.choices  # 1F1B is 1f1b
-            if self.or_file and not accepted:
-                accepted = found.lower().endswith(self.or_file) or Path(found).is_file()
-        elif self.kind is not str:
-            accepted = self.low <= found <= self.high and found > self.above
-        else:
-            accepted = True
-        if not accepted:
-            raise self._error(key, value)
-        return found
+    def _accepts(self, value: Any) -> bool:
+        if self.choices:
+            file = self.or_file and (value.lower().endswith(self.or_file) or Path(value).is_file())
+            return value in self.choices or bool(file)
+        return self.kind is str or (self.low <= value <= self.high and value > self.above)
 
     def describe(self) -> str:
         """What is accepted, in words."""
@@ -94,13 +91,10 @@ class Rule:
             text = "one of " + ", ".join(self.choices)
         if self.or_file:
             text += f", or a file *{self.or_file}"
-        if math.isfinite(self.above):
-            text += f" above {self.above:.9g}"
         if math.isfinite(self.low):
-            text += f" from {self.low:.9g}"
-        if math.isfinite(self.high):
-            high = f"{self.high:.9g}"
-            text += f" to {high}" if math.isfinite(self.low) else f", {high} at most"
+            text += f" from {self.low:.9g} to {self.high:.9g}"
+        if math.isfinite(self.above):
+            text += f" above {self.above:.9g}, {self.high:.9g} at most"
         if self.many:
             text = f"a list such as {example}, each {text}"
         elif self.kind is Fraction:
@@ -135,7 +129,6 @@ def _convert(kind: type, value: object) -> Any:
 SHARED_RULES: dict[str, Rule] = {
     "num_stages": Rule(kind=int, low=1, high=64),
     "num_microbatches": Rule(kind=int, low=1, high=512),
-    "layers_per_stage": Rule(kind=int, low=1, high=64),
     "forward": Rule(kind=Fraction, above=0, high=10**6),
     "input_gradient": Rule(kind=Fraction, above=0, high=10**6),
     "weight_gradient": Rule(kind=Fraction, low=0, high=10**6),
@@ -143,11 +136,7 @@ SHARED_RULES: dict[str, Rule] = {
     "overlap_saving": Rule(kind=Fraction, low=0, high=1),
     "stage_scale": Rule(kind=Fraction, many=True, none=True, above=0, high=1000),
     "chunks": Rule(kind=int, low=1, high=16),
-    "learning_rate": Rule(kind=float, above=0, high=100),
-    "steps": Rule(kind=int, low=0, high=10000),
-    "seed": Rule(kind=int, low=0, high=2**31 - 1),
 }
-
 
 RENAMED = {
     "backward": "set input_gradient or weight_gradient, the halves of the backward pass",
@@ -196,10 +185,8 @@ def parse_arguments(
     for name, text in extra.items():
         parser.add_argument(f"--{name}", metavar="PATH", help=text)
     for key in config:
-        written = (key + "={}").format
-        parser.add_argument(
-            f"--{key}", action="append", dest="set", help=argparse.SUPPRESS, type=written
-        )
+        name, typed = f"--{key}", (key + "={}").format
+        parser.add_argument(name, action="append", dest="set", type=typed, help=argparse.SUPPRESS)
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -231,10 +218,3 @@ def _shown(value: object) -> str:
     if not text.strip() or not text.isprintable():
         text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def shipped(path: Path) -> Path:
-    """A path as given, or below the tutorial's folder where only that exists: the scripts can be
-    started from any folder."""
-    below = FOLDER / path
-    return below if below.exists() and not path.exists() else path

@@ -1,10 +1,9 @@
 """The error that a user can mend: what is wrong, why, and what to type instead."""
 
-import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 
@@ -17,35 +16,26 @@ class UserError(ValueError):
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """'did you mean ...?' or the whole list, for a word that is not in `known`."""
-    known = list(known)
     lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), lower, n=1)
-    return f"did you mean {lower[close[0]]!r}?" if close else f"choose from {', '.join(known)}"
-
-
-_PACKAGES = ("torch", "numpy", "matplotlib", "PIL")
+    return (
+        f"did you mean {lower[close[0]]!r}?"
+        if close
+        else f"choose from {', '.join(lower.values())}"
+    )
 
 
 def main_with_errors(main: Callable[[], None]) -> NoReturn:
     """Run a script's main and exit: 0, or 2 after one line "error: ..." on stderr."""
-    with errors_in_one_line():
+    try:
         main()
         sys.stdout.flush()
-    sys.exit(0)
-
-
-@contextlib.contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """Around what a script does, its imports of packages too: an error that the user can mend is
-    one line "error: ..." on stderr and exit code 2."""
-    try:
-        yield
-        return
+        sys.exit(0)
     except UserError as error:
         message = str(error)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        if package not in _PACKAGES:
+        if package not in ("torch", "numpy", "matplotlib", "PIL"):
             raise
         message = (
             f"{package} is not installed in this Python; "

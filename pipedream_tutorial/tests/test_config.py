@@ -22,6 +22,7 @@ CONFIG = {
 RULES = {
     **{key: SHARED_RULES[key] for key in CONFIG if key in SHARED_RULES},
     "verbose": Rule(kind=bool),
+    "learning_rate": Rule(kind=float, above=0, high=100),
     "mode": Rule(kind=str, choices=("fast", "slow"), text="how"),
     "path": Rule(kind=str, none=True),
 }

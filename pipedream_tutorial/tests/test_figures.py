@@ -18,6 +18,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
+from pipedream.draw import charts, grids
 from pipedream.draw.charts import AGAINST_M, idle_curves
 from pipedream.draw.grids import Work, forwards_only, kind_colours
 from pipedream.draw.page import LEAST, save
@@ -28,7 +29,10 @@ from pipedream.simulate.simulator import Timeline
 from results.lab.tutorial.figures import PICTURES as STEPS
 from results.lab.tutorial.figures import draw_picture
 
-PICTURES = pipedream_visual.PICTURES
+MODULES = {"charts": charts, "grids": grids}
+PICTURES: dict[str, Callable[[Work], Figure]] = {
+    name: getattr(MODULES[module], name) for name, module in pipedream_visual.PICTURES.items()
+}
 
 
 def case_of(**changes: Any) -> Case:
@@ -106,7 +110,7 @@ def drawn_cells(ax: Axes) -> Cells:
     )
 
 
-def grids() -> dict[str, list[Timeline]]:
+def shown_timelines() -> dict[str, list[Timeline]]:
     """What each panel of a grid picture has to show."""
     case = case_of()
     uncut = case_of(num_microbatches=1, forward=case.num_microbatches * case.forward)
@@ -124,7 +128,7 @@ def grids() -> dict[str, list[Timeline]]:
 def test_rectangles_are_the_timeline(shipped: dict[str, Figure]) -> None:
     panels = [
         (name, *panel)
-        for name, timelines in grids().items()
+        for name, timelines in shown_timelines().items()
         for panel in zip(filter(rectangles, shipped[name].axes), timelines, strict=True)
     ]
     for name, ax, timeline in panels:
@@ -195,8 +199,9 @@ def test_script_writes_every_picture(
     def small(work: Work, make: Callable[[Work], Figure]) -> Figure:
         return watched(lambda: save(make(work), tmp_path / "picture.png"))
 
-    for name, make in list(PICTURES.items()):
-        monkeypatch.setitem(PICTURES, name, partial(small, make=make))
+    for name, make in PICTURES.items():
+        module = MODULES[pipedream_visual.PICTURES[name]]
+        monkeypatch.setattr(module, name, partial(small, make=make))
     out = tmp_path / "new" / "folder"
     sizes = ["--set", "num_stages=2", "--num_microbatches", "2", "--output", str(out)]
     monkeypatch.setattr(sys, "argv", ["pipedream_visual.py", *sizes])

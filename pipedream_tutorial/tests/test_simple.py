@@ -11,7 +11,7 @@ from fractions import Fraction
 import pipedream_simple as simple
 import pytest
 from pipedream import __main__ as command
-from pipedream.errors import UserError, main_with_errors
+from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Op, load_csv, repeat
 from pipedream.schedules.policies import POLICIES, weight_use
@@ -88,7 +88,8 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
     path = tmp_path / "order.csv"
     arguments = ["--set", "schedule=v-half", "--steps=0", "--csv", str(path)]
     monkeypatch.setattr(sys, "argv", ["pipedream_simple.py", *arguments])
-    simple.main()
+    with pytest.raises(SystemExit, match="0"):
+        command.run_script(simple.main, simple.CONFIG, simple.__file__)
     assert "V-Half" in capsys.readouterr().out
     assert load_csv(path).orders == build_schedule("v-half", 4, 8).orders
 
@@ -235,7 +236,7 @@ def test_errors_are_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch, argu
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pipedream_simple.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        main_with_errors(simple.main)
+        command.run_script(simple.main, simple.CONFIG, simple.__file__)
     shown = capsys.readouterr()
     assert (stopped.value.code, shown.out, shown.err) == (2, "", f"error: {line}\n")
     assert list(tmp_path.iterdir()) == []

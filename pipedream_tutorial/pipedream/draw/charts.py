@@ -6,7 +6,6 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -210,12 +209,13 @@ def _name_curves(ax: Axes, x: float, ends: Sequence[float], curves: Sequence[Idl
         for place, (end, curve) in enumerate(zip(ends, curves, strict=True))
     )
     tall = [line * (1 + text.count("\n")) for _, text, _ in labels]
-    centres = np.array([y for y, _, _ in labels])
+    centres = [y for y, _, _ in labels]
     for _ in range(500):
         for i in range(len(centres) - 1):
             push = (tall[i] + tall[i + 1]) / 2 - (centres[i + 1] - centres[i])
             if push > 0:
-                centres[i : i + 2] += -push / 2, push / 2
+                centres[i] -= push / 2
+                centres[i + 1] += push / 2
         centres[0] = max(centres[0], ax.bbox.y0 + tall[0] / 2)
     for y, (_, text, place) in zip(centres, labels, strict=True):
         at = float(ax.transData.inverted().transform((0, y))[1])
