@@ -7,19 +7,16 @@ from distributed_training.settings.files import ROOT
 from results.lab.analysis.bubble import bubble, explain
 from results.lab.layouts import LeftOver, busy_seconds, leave_out_left_over
 from tests.conftest import SMALL, assert_ok, heavy_pool
-
-
-def event(name, start, duration, kind="kernel"):
-    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": duration}
+from tests.tools.test_overlap import event
 
 
 def test_what_computes_counts_once_and_waiting_messages_do_not():
     events = [
-        event("gemm", 1_000_000, 400_000),
-        event("add on another stream", 1_300_000, 200_000),
-        event("ncclDevKernel_SendRecv(...)", 0, 5_000_000),
-        event("Memcpy DtoD", 3_000_000, 500_000, "gpu_memcpy"),
-        event("cudaLaunchKernel", 900_000, 9_000_000, "cuda_runtime"),
+        event("gemm", (1_000_000, 1_400_000)),
+        event("add on another stream", (1_300_000, 1_500_000)),
+        event("ncclDevKernel_SendRecv(...)", (0, 5_000_000)),
+        event("Memcpy DtoD", (3_000_000, 3_500_000), "gpu_memcpy"),
+        event("cudaLaunchKernel", (900_000, 9_900_000), "cuda_runtime"),
         {"ph": "M", "name": "process_name"},
     ]
     assert busy_seconds({"traceEvents": events}) == pytest.approx(1.0)

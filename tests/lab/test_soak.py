@@ -4,10 +4,7 @@ from results.lab.faults.soak import soak
 
 
 def test_random_faults_cost_no_more_than_the_steps_since_a_checkpoint():
-    record = soak(
-        seed=3, num_faults=1, strategies=("dp",), kinds=("not finite",),
-        warm=True,
-    )  # fmt: skip
+    record = soak(seed=3, num_faults=1, strategies=("dp",), kinds=("not finite",), warm=True)
     assert record["failures"] == []
     assert record["num_faults"] >= 1
     assert 0 < record["goodput"] <= 1

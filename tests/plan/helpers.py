@@ -65,10 +65,10 @@ def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) ->
     return Candidate(config=built, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
 
 
-def typed(strategy: str, **config: Any) -> RunConfig:
-    """CONFIG as the command line merges it: with the strategy's own defaults and keys."""
-    values = {"strategy": strategy, **config}
-    return build_config(values, defaults=strategy_defaults, options=strategy_options)
+def merged(config: Mapping[str, Any], *texts: str) -> RunConfig:
+    """CONFIG and what is typed, as the command line merges them."""
+    given = {"defaults": strategy_defaults, "options": strategy_options}
+    return build_config(config, overrides=texts, **given)
 
 
 def plan_for(
@@ -85,7 +85,5 @@ def plan_for(
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
     places = {"num_processes": num_processes, "processes_here": here or num_processes}
     make = make_plan if checked else draft_plan
-    built = build_config(values, options=strategy_options).model_copy(
-        update={"below_bytes": below_bytes}
-    )
+    built = merged(values).model_copy(update={"below_bytes": below_bytes})
     return make(built, machine, **places)

@@ -9,14 +9,14 @@ from distributed_training.advise.make import draft_plan
 from distributed_training.advise.rank import as_chosen, best_layout, rank_layouts
 from distributed_training.predict.memory import estimate_copy, estimate_memory, estimate_state
 from distributed_training.predict.predict import predict
-from tests.plan.helpers import typed
+from tests.plan.helpers import merged
 from tests.support import CPU_MACHINE, refused
 
 H200 = parse_cluster("8xH200")
 
 
 def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
-    config = typed(strategy, **{"model": "gpt2-tiny", **values})
+    config = merged({"strategy": strategy, "model": "gpt2-tiny", **values})
     return draft_plan(config, machine, processes, processes)
 
 
@@ -97,7 +97,7 @@ def test_slow_links_are_what_they_pay_on():
 
 
 def build(name, **values):
-    return typed(name, model="gpt2", **values)
+    return merged({"strategy": name, "model": "gpt2", **values})
 
 
 def test_another_algorithm_is_ranked_only_when_asked_for():

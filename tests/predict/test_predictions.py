@@ -22,14 +22,14 @@ from distributed_training.settings.gpus import GPUS
 from distributed_training.settings.strategies import MESH_AXES, load_strategy
 from results.lab.analysis import blind
 from results.lab.pages import validate
-from tests.plan.helpers import NAMES, plan_for, typed
+from tests.plan.helpers import NAMES, merged, plan_for
 from tests.support import GPU_MACHINE
 
 H200 = rates_of(GPUS["H200"])
 
 
 def build(name, **config):
-    return typed(name, **{"model": "gpt2-medium", **config})
+    return merged({"model": "gpt2-medium", "strategy": name, **config})
 
 
 def test_published_runs_on_gpus():

@@ -4,18 +4,10 @@ import itertools
 
 import pytest
 
-from distributed_training.parallel import pipeline
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.orders import build_orders, length_of, simulate
-from distributed_training.settings.config import PIPELINE_SCHEDULES
-from distributed_training.settings.engines import ENGINES
 
 FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
-
-
-def test_every_schedule_of_config_has_rules_and_an_implementation():
-    assert set(SCHEDULES) == set(pipeline.RUN_BY) == set(PIPELINE_SCHEDULES)
-    assert set(ENGINES["native"].schedules) == set(SCHEDULES)
 
 
 def test_micro_batches_that_a_schedule_takes():

@@ -14,7 +14,7 @@ from distributed_training.run.prepare import (
     take_over,
 )
 from distributed_training.settings.config import build_config
-from distributed_training.settings.strategies import strategy_defaults, strategy_options
+from tests.plan.helpers import merged
 from tests.support import CPU_MACHINE, refused
 
 AGENTS = ["a 100 1.5", "b 7 2.5"]
@@ -86,13 +86,6 @@ def test_what_was_passed_over_is_not_gone_on_from(tmp_path):
     newer.rmdir()
     saved.mkdir()
     assert started_again(plan)[0] == saved
-
-
-def merged(config, *texts):
-    """As the command line merges CONFIG and what is typed."""
-    return build_config(
-        config, overrides=texts, defaults=strategy_defaults, options=strategy_options
-    )
 
 
 @pytest.fixture
