@@ -10,17 +10,45 @@ const START = {
   held: true, versions: false, stale: false, byVersion: false, gradients: false, rate: "1",
   zoom: 1, level: 0, solved: [],
 };
-// What is accepted: whole numbers from ... to, or numbers from 0, or `above` 0, to `most`.
+// What is accepted: whole numbers from ... to, or numbers from 0, or `above` 0, to `most`. And where
+// there is a slider, its label, its help and, if they are others, its ends.
 const RULES = {
-  p: { name: "num_stages", whole: [1, 16] }, m: { name: "num_microbatches", whole: [1, 64] },
-  v: { name: "chunks", whole: [1, 8] }, n: { name: "num_batches", whole: [1, 8] },
-  K: { name: "memory", whole: [1, 64], orNone: true },
-  zoom: { name: "zoom", whole: [1, 32] }, level: { name: "level", whole: [0, 6] },
-  F: { name: "forward", above: true }, I: { name: "input_gradient", above: true },
-  W: { name: "weight_gradient" }, c: { name: "communication" },
-  saving: { name: "overlap_saving", most: 1 }, kept: { name: "recompute", most: 1 },
+  p: { name: "num_stages", whole: [1, 16], label: "p, ranks", help: "GPUs; each holds one stage or more" },
+  m: { name: "num_microbatches", whole: [1, 64], label: "m, microbatches", help: "that a batch is cut into" },
+  n: { name: "num_batches", whole: [1, 8], label: "batches", help: "one after the other" },
+  v: { name: "chunks", whole: [1, 8], label: "v, chunks", help: "stages a rank, under interleaved 1F1B" },
+  K: {
+    name: "memory", whole: [1, 64], orNone: true, ends: [0, 64],
+    label: "memory limit", help: "microbatches that a rank may hold; 0 is no limit",
+  },
+  F: { name: "forward", above: true, ends: [0.25, 4], label: "F, forward", help: "time of a forward pass on one rank" },
+  I: {
+    name: "input_gradient", above: true, ends: [0.25, 4],
+    label: "I, input gradient", help: "first half of the backward pass",
+  },
+  W: { name: "weight_gradient", ends: [0, 4], label: "W, weight gradient", help: "second half of the backward pass" },
+  c: {
+    name: "communication", ends: [0, 4],
+    label: "c, communication", help: "time from one rank to the next; occupies neither",
+  },
+  saving: {
+    name: "overlap_saving", most: 1, ends: [0, 1],
+    label: "overlap saving", help: "share of a pair's shorter half that is hidden (DualPipeV)",
+  },
+  kept: {
+    name: "recompute", most: 1, ends: [0, 1],
+    label: "kept until R", help: "share of its activations that a stage keeps between F and R: its input",
+  },
   scale: { name: "stage_scale", above: true, most: 1000 },
   rate: { name: "learning_rate", above: true, most: 100 },
+  zoom: { name: "zoom", whole: [1, 32] },
+  level: { name: "level", whole: [0, 6] },
+};
+const SLIDERS = Object.keys(RULES).filter((key) => RULES[key].label);
+const SWITCHES = {
+  path: "critical path", arrows: "messages", held: "memory", versions: "weight versions",
+  stale: "staleness", byVersion: "cells by weight version", gradients: "gradient error",
+  cut: "cut every B into I and W", recompute: "recompute activations (R)",
 };
 const MOST_CELLS = 15000; // Python has no such limit; a page should answer at once.
 
@@ -154,26 +182,6 @@ function run(name, chosen, moves = []) {
   return { timeline, policy, batchSize, use, numbers: summary(timeline, use) };
 }
 
-// key: [name, help, ends of the slider where RULES has none]
-const SLIDERS = {
-  p: ["p, ranks", "GPUs; each holds one stage or more"],
-  m: ["m, microbatches", "that a batch is cut into"],
-  n: ["batches", "one after the other"],
-  v: ["v, chunks", "stages a rank, under interleaved 1F1B"],
-  K: ["memory limit", "microbatches that a rank may hold; 0 is no limit", [0, 64]],
-  F: ["F, forward", "time of a forward pass on one rank", [0.25, 4]],
-  I: ["I, input gradient", "first half of the backward pass", [0.25, 4]],
-  W: ["W, weight gradient", "second half of the backward pass", [0, 4]],
-  c: ["c, communication", "time from one rank to the next; occupies neither", [0, 4]],
-  saving: ["overlap saving", "share of a pair's shorter half that is hidden (DualPipeV)", [0, 1]],
-  kept: ["kept until R", "share of its activations that a stage keeps between F and R: its input", [0, 1]],
-};
-const SWITCHES = {
-  path: "critical path", arrows: "messages", held: "memory", versions: "weight versions",
-  stale: "staleness", byVersion: "cells by weight version", gradients: "gradient error",
-  cut: "cut every B into I and W", recompute: "recompute activations (R)",
-};
-
 // el("button", { className: "x", onclick }, "text", child)
 function el(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -190,16 +198,16 @@ function buildControls() {
     const select = el("select", { id: key, onchange: () => store.change({ [key]: select.value }) });
     byId("menus").append(el("label", {}, text, select));
   }
-  byId("sliders").append(...Object.entries(SLIDERS).map(([key, [name, help, ends]]) => {
-    const [min, max] = ends ?? RULES[key].whole;
-    const slider = el("input", { type: "range", id: key, min, max, title: help });
+  byId("sliders").append(...SLIDERS.map((key) => {
+    const { label, help: title, whole, ends: [min, max] = whole } = RULES[key];
+    const slider = el("input", { type: "range", id: key, min, max, title });
     slider.oninput = () => store.change({ [key]: accepted(key, slider.value) });
     // A field that takes exact numbers, such as 1/3.
     const field = el("input", { id: `${key}-field`, className: "field", inputMode: "decimal" });
-    field.ariaLabel = `${name}, ${help}`;
+    field.ariaLabel = `${label}, ${title}`;
     field.onchange = () => enter(key, field.value);
-    const label = el("label", { htmlFor: key, title: help }, name);
-    return el("div", { className: "slider", id: `${key}-box` }, label, slider, field);
+    const name = el("label", { htmlFor: key, title }, label);
+    return el("div", { className: "slider", id: `${key}-box` }, name, slider, field);
   }));
   for (const [key, name] of Object.entries(SWITCHES)) {
     const box = el("input", { type: "checkbox", id: key });
@@ -222,11 +230,9 @@ function enter(key, text) {
 }
 
 function fillMenu(select, names, value) {
-  if (select.dataset.names !== names.join()) {
-    const options = names.map((name) => el("option", { value: name }, name ? entryOf(name).title : "nothing"));
-    select.replaceChildren(...options);
-    select.dataset.names = names.join();
-  }
+  select.replaceChildren(...names.map((name) =>
+    el("option", { value: name }, name ? entryOf(name).title : "nothing"),
+  ));
   select.value = value;
 }
 
@@ -236,9 +242,10 @@ function showControls(chosen, level) {
   fillMenu(byId("schedule"), level?.schedules ?? [...own, ...(chosen.csv ? ["csv"] : [])], chosen.schedule);
   fillMenu(byId("other"), ["", ...own], chosen.other);
   const locked = (key) => Boolean(level) && !level.controls.includes(key);
-  for (const [key, [, , ends]] of Object.entries(SLIDERS)) {
+  for (const key of SLIDERS) {
+    const { whole, ends } = RULES[key];
     const number = Fraction.parse(chosen[key]).toNumber();
-    if (!RULES[key].whole) { // it makes room for what was typed
+    if (!whole) { // it makes room for what was typed
       byId(key).max = Math.max(ends[1], 2 ** Math.ceil(Math.log2(Math.max(number, 1))));
       byId(key).step = Number.isInteger(number * 4) ? 0.25 : "any";
     }

@@ -1,26 +1,26 @@
 // A timeline as SVG, ranks from top to bottom, time from left to right, with its title and numbers.
-// Colours are the style sheet's. The functions take a pane, which holds {run, measured, chosen, layout,
-// strips, links}, and return what is drawn as text.
+// Colours are the style sheet's. The functions take a pane and return what is drawn as text.
 "use strict";
 
 const AXIS = 18;
 const NUM_VERSION_COLOURS = 7;
 
-// `room`: the height in pixels that the timeline had better not exceed.
-function buildLayout({ numRanks, numStrips, hasMeasured, width, zoom, longest, room }) {
+// Sizes in pixels. `longest`: time that is shown; `room`: the height not to exceed, if it can be.
+function buildLayout({ run, strips, measured, chosen }, width, longest, room) {
+  const { numRanks } = run.timeline.schedule;
   const gutter = width < 500 ? 40 : 58;
-  const share = hasMeasured ? 1.6 : 1;
+  const share = measured ? 1.6 : 1;
   let [row, strip, gap] = [numRanks <= 4 ? 32 : numRanks <= 8 ? 26 : 19, 14, 7];
-  if (AXIS + 2 + numRanks * (row * share + numStrips * strip + gap) > room) {
+  if (AXIS + 2 + numRanks * (row * share + strips.length * strip + gap) > room) {
     [strip, gap] = [8, 3];
-    const each = (room - AXIS - 2) / numRanks - numStrips * strip - gap;
+    const each = (room - AXIS - 2) / numRanks - strips.length * strip - gap;
     row = Math.max(8, Math.min(row, Math.floor(each / share)));
   }
-  const measured = hasMeasured ? Math.round(row * 0.6) : 0;
-  const rank = row + measured + numStrips * strip + gap;
-  const whole = (width - gutter) * zoom;
+  const below = measured ? Math.round(row * 0.6) : 0;
+  const rank = row + below + strips.length * strip + gap;
+  const whole = (width - gutter) * chosen.zoom;
   const perUnit = (whole - 10) / (longest || 1);
-  return { gutter, row, measured, rank, strip, whole, perUnit, longest, height: AXIS + numRanks * rank + 2 };
+  return { gutter, row, measured: below, rank, strip, whole, perUnit, longest, height: AXIS + numRanks * rank + 2 };
 }
 
 function rowTop(layout, rank) {
@@ -188,15 +188,14 @@ function path(className, ...lines) {
 
 // Arrows from the end of cells that send to the arrival at those on other ranks that receive.
 function drawArrows(view, className, links, head) {
-  const { layout, run: { timeline } } = view;
+  const { layout: { row }, run: { timeline } } = view;
   const lines = links.filter(([from, to]) => from.rank !== to.rank).flatMap(([from, to]) => {
-    const [x0, x1] = [toX(view, from.end), toX(view, from.end + timeline.c)];
-    const down = to.rank > from.rank;
-    const y0 = rowTop(layout, from.rank) + layout.row * (down ? 0.8 : 0.2);
-    const y1 = rowTop(layout, to.rank) + layout.row * (down ? 0.2 : 0.8);
-    const angle = Math.atan2(y1 - y0, x1 - x0);
-    const side = (turn) => [x1 - head * Math.cos(angle + turn), y1 - head * Math.sin(angle + turn)];
-    return [[[x0, y0], [x1, y1]], [[x1, y1], side(-0.45), side(0.45), [x1, y1]]];
+    const leaving = to.rank > from.rank ? 0.8 : 0.2; // share of the row's height
+    const [x0, y0] = [toX(view, from.end), rowTop(view.layout, from.rank) + row * leaving];
+    const tip = [toX(view, from.end + timeline.c), rowTop(view.layout, to.rank) + row * (1 - leaving)];
+    const angle = Math.atan2(tip[1] - y0, tip[0] - x0);
+    const side = (turn) => [tip[0] - head * Math.cos(angle + turn), tip[1] - head * Math.sin(angle + turn)];
+    return [[[x0, y0], tip], [tip, side(-0.45), side(0.45), tip]];
   });
   return path(className, ...lines);
 }
@@ -207,16 +206,18 @@ function buildLinks({ schedule, lines, cells }) {
 }
 
 function drawPath(view) {
-  const boxes = criticalPath(view.run.timeline).map((cell) => ({ ...boxOf(view, cell), rank: cell.rank }));
-  const steps = boxes.slice(1).flatMap((box, k) => {
-    const before = boxes[k];
-    return box.rank === before.rank ? [] : [[[before.right, before.middle], [box.x, box.middle]]];
-  });
+  const cells = criticalPath(view.run.timeline);
   const className = view.layout.perUnit < 12 ? "path thin" : "path";
-  const frames = boxes.map(({ x, right, top }) =>
-    rect(className, x + 1.5, top + 1.5, Math.max(right - x - 4, 1), view.layout.row - 3),
-  );
-  return [...frames, path(className, ...steps)];
+  const frames = cells.map((cell) => {
+    const { x, right, top } = boxOf(view, cell);
+    return rect(className, x + 1.5, top + 1.5, Math.max(right - x - 4, 1), view.layout.row - 3);
+  });
+  const steps = cells.slice(1).map((cell, k) => [cells[k], cell]).filter(([from, to]) => from.rank !== to.rank);
+  const lines = steps.map((step) => {
+    const [from, to] = step.map((cell) => boxOf(view, cell));
+    return [[from.right, from.middle], [to.x, to.middle]];
+  });
+  return [...frames, path(className, ...lines)];
 }
 
 // The cell in focus, thick; what it waits for and what waits for it, with arrows.
@@ -262,18 +263,20 @@ class Pane {
     this.run = this.measured = this.focus = this.drag = this.time = null;
   }
 
-  // run: what run() gives, or null and an error; measured: from a trace, or null.
-  show({ title, about, error, run, measured, chosen }) {
-    this.title.textContent = title;
-    this.about.textContent = about;
+  // A schedule with the choices and moves, or why it does not go; measured: from a trace, or null.
+  show(name, chosen, moves, measured) {
+    Object.assign(this, { chosen, measured, run: null });
+    const error = refusal(() => {
+      this.run = run(name, chosen, moves);
+    });
+    this.title.textContent = entryOf(name).title + (moves.length ? ", changed by you" : "");
+    this.about.textContent = error ? "" : aboutOf(name, chosen);
     this.error.textContent = error && `error: ${error}`;
     this.error.hidden = !error;
     this.scroller.hidden = this.numbers.hidden = Boolean(error);
-    Object.assign(this, { run, measured, chosen });
-    if (!run) return;
-    const { timeline } = this.run;
-    this.links = buildLinks(timeline);
-    this.slack = slackOf(timeline);
+    if (error) return;
+    this.links = buildLinks(this.run.timeline);
+    this.slack = slackOf(this.run.timeline);
     this.strips = buildStrips(this.run, chosen);
     if (!focused(this)) this.focus = null;
     this.numbers.replaceChildren(...numbersOf(this).map(([term, value]) =>
@@ -281,21 +284,19 @@ class Pane {
     ));
   }
 
-  get units() {
-    if (!this.run) return 0;
-    const { last, tick } = this.run.timeline;
-    return Math.max(last * tick, this.measured?.last ?? 0);
+  // All starts and ends, in units.
+  get times() {
+    if (!this.run) return [];
+    const { lines, tick } = this.run.timeline;
+    return lines.flat().flatMap(({ start, end }) => [start * tick, end * tick]);
   }
 
   // Draws all anew; `longest` is shared by both panes, so that a unit is as wide in both.
   place(longest, room) {
     const width = this.scroller.clientWidth; // 0 while the page is not shown
     if (!this.run || !width) return;
-    this.layout = buildLayout({
-      numRanks: this.run.timeline.schedule.numRanks, numStrips: this.strips.length,
-      hasMeasured: Boolean(this.measured), width, zoom: this.chosen.zoom, longest,
-      room: room - this.title.offsetHeight - this.about.offsetHeight - this.numbers.offsetHeight - 16,
-    });
+    const head = this.title.offsetHeight + this.about.offsetHeight + this.numbers.offsetHeight + 16;
+    this.layout = buildLayout(this, width, longest, room - head);
     const { gutter, whole, height } = this.layout;
     for (const [svg, wide] of [[this.gutter, gutter], [this.chart, whole]]) {
       svg.setAttribute("width", wide);

@@ -25,7 +25,12 @@ function multiply(a, b, rows, inner, columns, { ta = false, tb = false } = {}) {
   return out;
 }
 
-// `count` normal numbers times `scale`.
+// The weights of a stage, drawn at random.
+function randomStage(chance) {
+  const U = normals(chance, WIDTH * HIDDEN, WIDTH ** -0.5);
+  return { U, V: normals(chance, HIDDEN * WIDTH, HIDDEN ** -0.5) };
+}
+
 function normals(chance, count, scale) {
   return Float64Array.from({ length: count }, () => {
     const radius = Math.sqrt(-2 * Math.log(1 - chance()));
@@ -33,25 +38,19 @@ function normals(chance, count, scale) {
   });
 }
 
-function randomStage(chance) {
-  const U = normals(chance, WIDTH * HIDDEN, WIDTH ** -0.5);
-  return { U, V: normals(chance, HIDDEN * WIDTH, HIDDEN ** -0.5) };
-}
-
 function buildModel(numStages) {
   const chance = generator(0);
   return range(numStages).map(() => randomStage(chance));
 }
 
-// microbatch -> {x, wanted}
+// By microbatch: {x, wanted}.
 function buildTask() {
   const chance = generator(1000);
   const teacher = randomStage(chance);
-  const batches = range(SAMPLES).map(() => {
+  return range(SAMPLES).map(() => {
     const x = normals(chance, ROWS * WIDTH, 1);
     return { x, wanted: stageForward(teacher, x).y };
   });
-  return (microbatch) => batches[microbatch % SAMPLES];
 }
 
 function stageForward(weights, x) {
@@ -84,14 +83,13 @@ function stageBackward(weights, { x, h }, dy) {
 function exactGradients(weights, { x, wanted }, batchSize) {
   const saved = [];
   for (const own of weights) saved.push(stageForward(own, saved.at(-1)?.y ?? x));
-  let { loss, dy } = lossOf(saved.at(-1).y, wanted, batchSize);
-  const gradients = [];
-  for (let stage = weights.length - 1; stage >= 0; stage--) {
-    const back = stageBackward(weights[stage], saved[stage], dy);
-    gradients[stage] = back.gradients;
-    dy = back.dx;
-  }
-  return { gradients, loss };
+  const { loss, dy } = lossOf(saved.at(-1).y, wanted, batchSize);
+  let back = { dx: dy };
+  const backs = weights.toReversed().map((own, k) => {
+    back = stageBackward(own, saved.at(-1 - k), back.dx);
+    return back;
+  });
+  return { gradients: backs.map(({ gradients }) => gradients).reverse(), loss };
 }
 
 // {perStage, whole, newest: median relative errors over the microbatches; losses by microbatch}.
@@ -104,12 +102,13 @@ function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
   const added = versions.map(() => []); // gradients that wait for the update
   const ops = [...new Set(timeline.cells.values())].flatMap(({ item }) => item);
   for (const { kind, stage, microbatch: i, text } of ops) {
+    const { x, wanted } = task[i % SAMPLES];
     const weights = versions[stage][use.get(text).version];
-    if (kind === "F") flights[stage][i] = stageForward(weights, stage ? flights[stage - 1][i].y : task(i).x);
+    if (kind === "F") flights[stage][i] = stageForward(weights, stage ? flights[stage - 1][i].y : x);
     const flight = flights[stage][i];
     if (kind === "B" || kind === "I") {
       const behind = flights[stage + 1]?.[i];
-      if (!behind) Object.assign(flight, lossOf(flight.y, task(i).wanted, batchSize));
+      if (!behind) Object.assign(flight, lossOf(flight.y, wanted, batchSize));
       Object.assign(flight, stageBackward(weights, flight, behind ? behind.dx : flight.dy));
     }
     if (kind !== "B" && kind !== "W") continue;
@@ -122,28 +121,23 @@ function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
       added[stage] = [];
     }
   }
-  const results = range(numMicrobatches).map((i) =>
-    compareGradients(flights.map((own) => own[i]), task(i), batchSize),
-  );
+  const results = range(numMicrobatches).map((i) => {
+    const own = flights.map((flight) => flight[i]);
+    const computed = own.map(({ gradients }) => gradients);
+    const exact = (key) => exactGradients(own.map((flight) => flight[key]), task[i % SAMPLES], batchSize).gradients;
+    const seen = exact("weights");
+    return {
+      perStage: computed.map((one, stage) => relativeError([one], [seen[stage]])),
+      whole: relativeError(computed, seen),
+      newest: relativeError(computed, exact("latest")),
+    };
+  });
   const median = (read) => results.map(read).sort((a, b) => a - b)[Math.floor(results.length / 2)];
   return {
-    perStage: range(numStages).map((stage) => median((result) => result.perStage[stage])),
+    perStage: versions.map((_, stage) => median((result) => result.perStage[stage])),
     whole: median((result) => result.whole),
     newest: median((result) => result.newest),
-    losses: results.map((result) => result.loss),
-  };
-}
-
-// Relative errors of a microbatch's gradients.
-function compareGradients(flights, batch, batchSize) {
-  const at = (key) => exactGradients(flights.map((own) => own[key]), batch, batchSize).gradients;
-  const computed = flights.map((flight) => flight.gradients);
-  const exact = at("weights");
-  return {
-    perStage: computed.map((own, stage) => relativeError([own], [exact[stage]])),
-    whole: relativeError(computed, exact),
-    newest: relativeError(computed, at("latest")),
-    loss: flights.at(-1).loss,
+    losses: flights.at(-1).map(({ loss }) => loss),
   };
 }
 
@@ -174,7 +168,12 @@ function showTrained(trained, chosen) {
   byId("trained-text").textContent = trained?.reason ? `Not trained: ${trained.reason}` : "";
   if (!trained || trained.reason) return;
   const { whole, newest, perStage, losses } = trained;
-  byId("trained-text").textContent = verdictOf(whole, newest) + lossText(losses);
+  let verdict = "Exact: the gradient of the newest weights.";
+  if (newest) verdict = "Valid: the exact gradient of the weights that the forward passes saw, though not of the newest.";
+  if (whole) verdict = `Wrong by ${percent(whole)}: backward passes see other weights than forward passes saw.`;
+  const few = Math.max(1, Math.floor(losses.length / 4));
+  const [first, last] = [losses.slice(0, few), losses.slice(-few)].map((part) => (sum(part) / few).toFixed(2));
+  byId("trained-text").textContent = `${verdict} Loss ${first} at first, ${last} in the end.`;
   const errors = perStage.map((error, stage) => [`stage ${stage}`, error]);
   const rows = [["all stages", whole], ...errors, ["all, against the newest", newest]];
   const most = Math.max(...rows.map(([, error]) => (Number.isFinite(error) ? error : 0)), 1e-9);
@@ -183,16 +182,4 @@ function showTrained(trained, chosen) {
     const meter = el("meter", { max: most, low: 0, high: 0, optimum: 0, value: Math.min(error, most) });
     byId("trained-table").append(el("div", { className: "bar" }, name, meter, shown));
   }
-}
-
-function verdictOf(whole, newest) {
-  if (whole) return `Wrong by ${percent(whole)}: backward passes see other weights than forward passes saw. `;
-  if (newest) return "Valid: the exact gradient of the weights that the forward passes saw, though not of the newest. ";
-  return "Exact: the gradient of the newest weights. ";
-}
-
-function lossText(losses) {
-  const few = Math.max(1, Math.floor(losses.length / 4));
-  const mean = (part) => (sum(part) / part.length).toFixed(2);
-  return `Loss ${mean(losses.slice(0, few))} at first, ${mean(losses.slice(-few))} in the end.`;
 }

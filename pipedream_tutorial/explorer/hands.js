@@ -6,46 +6,45 @@ const LONG_PRESS_MS = 450;
 
 function attachHands(pane, editable) {
   const { chart } = pane;
-  let pressed = null; // {place, x}: what is held
-  let waiting = null; // {timer, x, y}: a finger that lies still
+  let pressed = null; // {place, x, y, held}; a finger holds only once it has lain still for a while
 
   const under = ({ target }) => {
     const [rank, index] = target.dataset?.at?.split(".").map(Number) ?? [];
     return rank === undefined ? null : { rank, index };
   };
   const letGo = () => {
-    clearTimeout(waiting?.timer);
-    waiting = pressed = null;
-  };
-  const pickUp = (event, place) => {
-    pressed = { place, x: event.clientX };
-    chart.setPointerCapture(event.pointerId);
+    clearTimeout(pressed?.timer);
+    pressed = null;
   };
 
   chart.addEventListener("pointermove", (event) => {
     const { clientX: x, clientY: y } = event;
-    if (waiting && Math.hypot(x - waiting.x, y - waiting.y) > 8) letGo();
-    if (pressed) {
+    if (pressed?.held) {
       if (!pane.drag && Math.abs(x - pressed.x) < 5) return;
       aim(pane, pressed.place, placeAt(pane, pressed.place, x - chart.getBoundingClientRect().left));
       return;
     }
+    if (pressed && Math.hypot(x - pressed.x, y - pressed.y) > 8) letGo();
     const place = event.pointerType === "touch" ? null : under(event);
     chart.style.cursor = place && editable ? "grab" : "default";
     if (place && (place.rank !== pane.focus?.rank || place.index !== pane.focus.index)) focus(pane, place);
   });
   chart.addEventListener("pointerdown", (event) => {
+    letGo();
     const place = under(event);
     focus(pane, place);
     if (!place || !editable || event.button) return;
-    if (event.pointerType !== "touch") return pickUp(event, place);
-    const timer = setTimeout(() => {
-      letGo();
-      pickUp(event, place);
+    pressed = { place, x: event.clientX, y: event.clientY, held: false };
+    const pickUp = () => {
+      pressed.held = true;
+      chart.setPointerCapture(event.pointerId);
+    };
+    if (event.pointerType !== "touch") return pickUp();
+    pressed.timer = setTimeout(() => {
+      pickUp();
       aim(pane, place, place.index);
       say("Picked up: drag it along its rank.", "same");
     }, LONG_PRESS_MS);
-    waiting = { timer, x: event.clientX, y: event.clientY };
   });
   chart.addEventListener("pointerup", () => {
     letGo();
@@ -57,8 +56,8 @@ function attachHands(pane, editable) {
     pane.draw();
   });
   // A finger that holds an operation neither scrolls the page nor opens a menu.
-  chart.addEventListener("touchmove", (event) => pressed && event.preventDefault(), { passive: false });
-  chart.addEventListener("contextmenu", (event) => (pressed || waiting) && event.preventDefault());
+  chart.addEventListener("touchmove", (event) => pressed?.held && event.preventDefault(), { passive: false });
+  chart.addEventListener("contextmenu", (event) => pressed && event.preventDefault());
   chart.addEventListener("keydown", (event) => {
     const plain = !event.ctrlKey && !event.metaKey && !event.altKey;
     if (pane.run && plain && onKey(pane, event, editable)) event.preventDefault();

@@ -32,25 +32,14 @@ let measured = null;
 const main = new Pane(byId("panes"), "Timeline. Arrow keys choose an operation, with Shift they move it.");
 const beside = new Pane(byId("panes"), "Timeline of the schedule beside it");
 const panes = [main, beside];
-const player = new Player(
-  (time) => panes.forEach((pane) => pane.draw(time)),
-  () => main.run && main.run.numbers.span.ranks,
-);
-
-// What the engine says of a schedule, or why it does not go, in the pane.
-function show(pane, name, chosen, moves, trace) {
-  let result = null;
-  const error = refusal(() => (result = run(name, chosen, moves)));
-  const title = entryOf(name).title + (moves.length ? ", changed by you" : "");
-  pane.show({ title, about: result ? aboutOf(name, chosen) : "", error, run: result, measured: trace, chosen });
-}
+const player = new Player();
 
 function refresh() {
   const chosen = resolved(store.chosen);
-  show(main, chosen.schedule, chosen, chosen.moves, chosen.schedule === "csv" ? measured : null);
+  main.show(chosen.schedule, chosen, chosen.moves, chosen.schedule === "csv" ? measured : null);
   beside.box.hidden = !chosen.other;
   beside.run = null;
-  if (chosen.other) show(beside, chosen.other, chosen, [], null);
+  if (chosen.other) beside.show(chosen.other, chosen, [], null);
   showControls(chosen, LEVELS[chosen.level - 1]);
   const trained = main.run && train(main.run, chosen);
   showTrained(trained, chosen);
@@ -63,11 +52,9 @@ function refresh() {
 }
 
 function place() {
-  const longest = Math.max(...panes.map((pane) => pane.units));
+  player.setTimes(panes.flatMap((pane) => pane.times));
+  const longest = Math.max(player.longest, main.measured?.last ?? 0);
   panes.forEach((pane) => pane.place(longest, roomForPane()));
-  player.setTimes(panes.filter((pane) => pane.run).flatMap(({ run: { timeline } }) =>
-    timeline.lines.flat().flatMap(({ start, end }) => [start * timeline.tick, end * timeline.tick]),
-  ));
 }
 
 // On a wide window all timelines are in view together, and what is said of an operation.

@@ -289,43 +289,39 @@ function chimera(p, m) {
 const oneFOneB = byRank((r, p, m) => alternating(m, p - 1 - r));
 
 // `policy`: flush, if not given. `idle`: of a rank up to the end, for even stages and c = 0 without
-// overlap, where `when` holds; in p, m, v, F, I, W and B = I + W.
+// overlap, where `when` holds; in p, m, v, F, I, W and B = I + W; IDLE, if not given.
+const IDLE = "(p - 1) * (F + B)";
 const SCHEDULES = {
   naive: {
-    build: byRank((r, p, m) => "FB".repeat(m)),
-    title: "Naive", idle: "(p - 1) * m * (F + B)",
+    build: byRank((r, p, m) => "FB".repeat(m)), title: "Naive", idle: "(p - 1) * m * (F + B)",
     says: "One microbatch goes through all ranks and back before the next one starts.",
   },
   gpipe: {
-    build: byRank((r, p, m) => "F".repeat(m) + "B".repeat(m)),
-    title: "GPipe", idle: "(p - 1) * (F + B)",
+    build: byRank((r, p, m) => "F".repeat(m) + "B".repeat(m)), title: "GPipe",
     says: "All forward passes, then all backward passes: a rank holds all m microbatches.",
   },
   "1f1b": {
-    build: oneFOneB, title: "1F1B with flush", idle: "(p - 1) * (F + B)",
+    build: oneFOneB, title: "1F1B with flush",
     says: "Each backward pass as early as it can run: rank r holds only p-r microbatches.",
   },
   "eager-1f1b": {
-    build: byRank((r, p, m) => alternating(m, 2 * (p - 1 - r))),
-    title: "Eager 1F1B", idle: "(p - 1) * (F + B)",
+    build: byRank((r, p, m) => alternating(m, 2 * (p - 1 - r))), title: "Eager 1F1B",
     says: "1F1B with more forward passes ahead, so that messages arrive before they are needed.",
   },
   pipedream: {
-    build: oneFOneB, policy: "stash", title: "PipeDream", idle: "(p - 1) * (F + B)",
+    build: oneFOneB, policy: "stash", title: "PipeDream",
     says: "1F1B without a flush: an update after each backward pass, and old weights are kept for it.",
   },
   "pipedream-vertical": {
     build: oneFOneB, policy: "vertical", title: "PipeDream, vertical sync",
-    idle: "(p - 1) * (F + B)",
     says: "PipeDream, and a microbatch uses the same version of the weights on every stage.",
   },
   "pipedream-no-stash": {
     build: oneFOneB, policy: "in-place", title: "PipeDream, no stashing",
-    idle: "(p - 1) * (F + B)",
     says: "PipeDream that keeps no old weights: backward passes see newer ones, and gradients are wrong.",
   },
   "pipedream-2bw": {
-    build: oneFOneB, policy: "2bw", title: "PipeDream-2BW", idle: "(p - 1) * (F + B)",
+    build: oneFOneB, policy: "2bw", title: "PipeDream-2BW",
     says: "Without a flush, one update a batch, one batch behind: two versions of the weights do.",
   },
   interleaved: {
@@ -334,14 +330,12 @@ const SCHEDULES = {
     says: "Each rank has v shorter stages, so that the pipeline fills v times as fast; more messages.",
   },
   "zb-h1": {
-    build: byRank((r, p, m) => zeroBubble(m, p - 1 - r, r)),
-    title: "ZB-H1",
+    build: byRank((r, p, m) => zeroBubble(m, p - 1 - r, r)), title: "ZB-H1",
     idle: "(p - 1) * (F + I - min(F, I, W))", when: "m >= p",
     says: "The backward pass cut in two: W waits until its rank would idle, in 1F1B's memory.",
   },
   "zb-h2": {
-    build: byRank((r, p, m) => zeroBubble(m, 2 * (p - 1 - r), 2 * r)),
-    title: "ZB-H2",
+    build: byRank((r, p, m) => zeroBubble(m, 2 * (p - 1 - r), 2 * r)), title: "ZB-H2",
     idle: "(p - 1) * max(F, F + I - 2 * min(F, W))", when: "m >= 2 * p - 1",
     says: "More forward passes ahead: no rank pauses between its first and last operation, in twice the memory.",
   },
@@ -357,8 +351,7 @@ const SCHEDULES = {
   },
   "v-min": {
     build: vMin, title: "V-Min",
-    idle: "(4 * p - 5) * F / 2",
-    when: "F === I && I === W && m >= p + 1 && p >= 2 && p % 3 > 0",
+    idle: "(4 * p - 5) * F / 2", when: "F === I && I === W && m >= p + 1 && p >= 2 && p % 3 > 0",
     says: "As tight as two stages a rank allow: a third of 1F1B's memory, and pauses in between.",
   },
   "dualpipe-v": {
@@ -404,17 +397,17 @@ function evaluate(expression, { p, m, v, F, I, W }) {
 
 // A sentence on a schedule, and its idle time as a formula, with its value where it holds.
 function aboutOf(name, chosen) {
-  const { says, idle, when = "" } = entryOf(name);
+  const { says, idle = IDLE, when = "" } = entryOf(name);
   if (name === "search") return `${says} ${searchText(searchedFor(chosen))}`;
-  if (!idle) return says;
+  if (name === "csv") return says;
   const { flushes } = policyOf(name);
   const even = !chosen.scale.length && [chosen.c, chosen.saving].every((value) => Number(value) === 0);
   const own = !chosen.cut && !chosen.recompute && !chosen.moves.length && chosen.n === 1 && flushes;
-  const value = even && own && evaluate(when || "true", chosen) ? shortNumber(evaluate(idle, chosen)) : "";
+  const text = `${says} A rank idles ${idle.replaceAll(" * ", " ")}`;
+  if (even && own && evaluate(when || "true", chosen)) return `${text} = ${shortNumber(evaluate(idle, chosen))}.`;
   const ranges = when.split(" && ").map((range) => range.replace("===", "=").replace(" * ", " "));
   const where = ["even stages", "c = 0", ...ranges.filter(Boolean)].join(", ");
-  const text = `${says} A rank idles ${idle.replaceAll(" * ", " ")}`;
-  return value ? `${text} = ${value}.` : `${text} ${flushes ? "a batch" : "once"} (${where}).`;
+  return `${text} ${flushes ? "a batch" : "once"} (${where}).`;
 }
 
 function searchText({ length, bound, tried, unit }) {

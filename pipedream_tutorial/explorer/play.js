@@ -4,10 +4,8 @@
 const SECONDS = 12; // for the whole of it
 
 class Player {
-  // draw(time): null shows everything. idle(): of each rank in its own span, or null where there is
-  // no timeline. (Up to the end of all, ranks with equal work idle alike.)
-  constructor(draw, idle) {
-    Object.assign(this, { drawAt: draw, idle, time: null, playing: false, guess: null });
+  constructor() {
+    Object.assign(this, { time: null, playing: false, guess: null });
     byId("play").onclick = () => this.toggle();
     byId("forward").onclick = () => this.step(1);
     byId("back").onclick = () => this.step(-1);
@@ -22,6 +20,11 @@ class Player {
     if (this.time !== null) this.show(this.time);
   }
 
+  // Of each rank in its own span. (Up to the end of all, ranks with equal work idle alike.)
+  get idle() {
+    return main.run?.numbers.span.ranks;
+  }
+
   get ended() {
     return this.time === null || this.time >= this.longest;
   }
@@ -33,7 +36,7 @@ class Player {
 
   toggle() {
     if (this.playing) this.setPlaying(false);
-    else if (this.ended && byId("question").hidden && this.idle()?.length > 1) this.ask(this.idle());
+    else if (this.ended && byId("question").hidden && this.idle?.length > 1) this.ask();
     else this.start();
   }
 
@@ -52,30 +55,27 @@ class Player {
     requestAnimationFrame(frame);
   }
 
-  ask(idle) {
+  ask() {
     const asker = document.activeElement ?? byId("play");
-    const answer = (textContent, guess) => {
+    const answers = this.idle.map((_, rank) => [`rank ${rank}`, rank]);
+    const buttons = [...answers, ["all alike", "alike"], ["just play", null]].map(([textContent, guess]) => {
       const onclick = () => {
         this.guess = guess;
         asker.focus();
         this.start();
       };
       return el("button", { type: "button", textContent, onclick });
-    };
-    const buttons = idle.map((_, rank) => answer(`rank ${rank}`, rank));
-    byId("question").replaceChildren(
-      el("p", {}, "First a guess: between its first and its last operation, which rank idles longest?"),
-      ...buttons, answer("all alike", "alike"), answer("just play", null),
-    );
+    });
+    const text = "First a guess: between its first and its last operation, which rank idles longest?";
+    byId("question").replaceChildren(el("p", {}, text), ...buttons);
     byId("question").hidden = false;
     buttons[0].focus();
   }
 
   finish() {
     this.setPlaying(false);
-    const idle = this.idle();
-    if (this.guess === null || !idle) return;
-    byId("question").replaceChildren(el("p", {}, answerText(this.guess, idle)));
+    if (this.guess === null || !this.idle) return;
+    byId("question").replaceChildren(el("p", {}, answerText(this.guess, this.idle)));
     byId("question").hidden = false;
     this.guess = null;
   }
@@ -83,8 +83,8 @@ class Player {
   step(direction) {
     this.setPlaying(false);
     const now = this.time ?? (direction > 0 ? -1 : Infinity);
-    const after = this.times.find((time) => time > now + 1e-9);
-    const next = direction > 0 ? after : this.times.findLast((time) => time < now - 1e-9);
+    const beyond = (time) => (time - now) * direction > 1e-9;
+    const next = direction > 0 ? this.times.find(beyond) : this.times.findLast(beyond);
     if (next !== undefined) this.show(next);
   }
 
@@ -93,13 +93,13 @@ class Player {
     this.time = this.guess = null;
     byId("question").hidden = true;
     byId("clock").value = 1000;
-    this.drawAt(null);
+    panes.forEach((pane) => pane.draw(null));
   }
 
   show(time) {
     this.time = Math.min(time, this.longest);
     byId("clock").value = this.longest ? (1000 * this.time) / this.longest : 0;
-    this.drawAt(this.time);
+    panes.forEach((pane) => pane.draw(this.time));
   }
 }
 

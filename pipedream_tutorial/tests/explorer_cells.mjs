@@ -15,8 +15,8 @@ for (const [, path] of page.matchAll(/<script src="([^"]+)"/g)) {
 const answer = {
   // The formula of a rank's idle time: where it holds, beside what is simulated.
   idle({ name, chosen }) {
-    const { idle, when = "true" } = SCHEDULES[name];
-    if (!idle || !evaluate(when, chosen)) return null;
+    const { idle = IDLE, when = "true" } = SCHEDULES[name];
+    if (!evaluate(when, chosen)) return null;
     return [evaluate(idle, chosen), run(name, chosen).numbers.idle.ranks];
   },
 
@@ -64,7 +64,7 @@ const answer = {
 
   exact({ numStages, microbatch, batchSize }) {
     const model = buildModel(numStages);
-    const { x, wanted } = buildTask()(microbatch);
+    const { x, wanted } = buildTask()[microbatch];
     const plain = ({ U, V }) => ({ U: [...U], V: [...V] });
     const { gradients: found, loss } = exactGradients(model, { x, wanted }, batchSize);
     return {
