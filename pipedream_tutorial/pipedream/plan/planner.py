@@ -24,7 +24,7 @@ backward pass of a layer needs, many times that; a limit would pass plans that d
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -138,16 +138,12 @@ def plan_pipeline(
             f"give at most {len(layers)} workers, or allow replication or idle workers",
         )
     most = num_workers if replication else 1
+    stage = _stages(layers, bandwidth, sync_factor)
     best: dict[tuple[int, int], tuple[Fraction, Cuts]] = {}  # (j, m) -> A(j, m) and its stages
     links: list[Fraction] = []
     for j in range(len(layers)):
-        own = {
-            (i, r): _stage(layers, i, j, r, bandwidth, sync_factor)
-            for i in range(j + 1)
-            for r in range(1, most + 1)
-        }
-        links.append(own[j, 1].link_s)
-        period = {key: stage.period_s for key, stage in own.items()}
+        links.append(stage(j, j, 1).link_s)
+        period = {(i, r): stage(i, j, r).period_s for i in range(j + 1) for r in range(1, most + 1)}
         for m in range(1, num_workers + 1):
             found = [(period[0, m], -1, m)] if m <= most else []
             found += [
@@ -176,38 +172,35 @@ def make_plan(
     sync_factor: Number = SYNC_FACTOR,
 ) -> Plan:
     """The plan with the given stages: (last layer, replicas) of each, first stage first."""
-    stages = []
-    first = 0
-    for last, replicas in cuts:
-        stages.append(_stage(layers, first, last, replicas, bandwidth, sync_factor))
-        first = last + 1
-    return Plan(stages=tuple(stages))
+    stage = _stages(layers, bandwidth, sync_factor)
+    firsts = [0, *(last + 1 for last, _ in cuts)]
+    return Plan(stages=tuple(stage(first, *cut) for first, cut in zip(firsts, cuts, strict=False)))
 
 
-def _stage(
-    layers: Sequence[Layer],
-    first: int,
-    last: int,
-    replicas: int,
-    bandwidth: Number,
-    sync_factor: Number,
-) -> Stage:
-    def total(field: str) -> Fraction:
-        own = (Fraction(getattr(layer, field)) for layer in layers[first : last + 1])
-        return sum(own, Fraction(0))
-
-    weight_bytes = total("weight_bytes")
-    sent_bytes = Fraction(layers[last].activation_bytes if last < len(layers) - 1 else 0)
+def _stages(
+    layers: Sequence[Layer], bandwidth: Number, sync_factor: Number
+) -> Callable[[int, int, int], Stage]:
+    """What makes a stage of (first layer, last layer, replicas)."""
     s_per_byte = 0 if bandwidth == math.inf else 1 / Fraction(bandwidth)
-    synced = Fraction(sync_factor) * Fraction(replicas - 1, replicas) * weight_bytes
-    return Stage(
-        first=first,
-        last=last,
-        replicas=replicas,
-        forward_s=total("forward_s"),
-        backward_s=total("backward_s"),
-        weight_bytes=weight_bytes,
-        sent_bytes=sent_bytes,
-        sync_s=synced * s_per_byte,
-        link_s=2 * sent_bytes * s_per_byte,
-    )
+
+    def stage(first: int, last: int, replicas: int) -> Stage:
+        def total(field: str) -> Fraction:
+            own = (Fraction(getattr(layer, field)) for layer in layers[first : last + 1])
+            return sum(own, Fraction(0))
+
+        weight_bytes = total("weight_bytes")
+        sent_bytes = Fraction(layers[last].activation_bytes if last < len(layers) - 1 else 0)
+        synced = Fraction(sync_factor) * Fraction(replicas - 1, replicas) * weight_bytes
+        return Stage(
+            first=first,
+            last=last,
+            replicas=replicas,
+            forward_s=total("forward_s"),
+            backward_s=total("backward_s"),
+            weight_bytes=weight_bytes,
+            sent_bytes=sent_bytes,
+            sync_s=synced * s_per_byte,
+            link_s=2 * sent_bytes * s_per_byte,
+        )
+
+    return stage

@@ -132,29 +132,6 @@ def measure_profile(
     all layers, so that what else the machine does in between slows one repeat of every layer rather
     than every repeat of one.
     """
-    sweeps = [_sweep(layers, example, targets) for _ in range(warmup + repeats)]
-    found = []
-    for (name, module), once in zip(layers, zip(*sweeps[warmup:], strict=True), strict=True):
-        forward_s, backward_s, sizes = zip(*once, strict=True)
-        found.append(
-            Layer(
-                name=name,
-                forward_s=round(statistics.median(forward_s), 7),
-                backward_s=round(statistics.median(backward_s), 7),
-                activation_bytes=sizes[0],
-                weight_bytes=sum(weight.nbytes for weight in module.parameters()),
-            )
-        )
-    return found
-
-
-def _sweep(
-    layers: Sequence[tuple[str, torch.nn.Module]], example: torch.Tensor, targets: torch.Tensor
-) -> list[tuple[float, float, int]]:
-    """For each layer once: seconds of its forward and its backward pass, bytes of its output.
-
-    Leaves no gradients behind.
-    """
     import torch
 
     def clock() -> float:
@@ -163,24 +140,37 @@ def _sweep(
             torch.cuda.synchronize(example.device)
         return time.perf_counter()
 
-    found = []
-    x = example.detach()
-    for place, (_, module) in enumerate(layers):
-        inputs = (x, targets) if place == len(layers) - 1 else (x,)
-        # Nobody waits for the gradient of the model's input, so it is not computed.
-        x.requires_grad_(place > 0)
-        started = clock()
-        output = module(*inputs)
-        forward_s = clock() - started
-        gradient = torch.ones_like(output)
-        started = clock()
-        torch.autograd.backward(output, gradient)
-        backward_s = clock() - started
-        for tensor in (x, *module.parameters()):
-            tensor.grad = None
-        x = output.detach()
-        found.append((forward_s, backward_s, x.nbytes))
-    return found
+    found: list[list[tuple[float, float, int]]] = [[] for _ in layers]
+    for _ in range(warmup + repeats):
+        x = example.detach()
+        for place, (_, module) in enumerate(layers):
+            inputs = (x, targets) if place == len(layers) - 1 else (x,)
+            # Nobody waits for the gradient of the model's input, so it is not computed.
+            x.requires_grad_(place > 0)
+            started = clock()
+            output = module(*inputs)
+            forward_s = clock() - started
+            gradient = torch.ones_like(output)
+            started = clock()
+            torch.autograd.backward(output, gradient)
+            backward_s = clock() - started
+            for tensor in (x, *module.parameters()):
+                tensor.grad = None  # leaves none behind
+            x = output.detach()
+            found[place].append((forward_s, backward_s, x.nbytes))
+    measured = []
+    for (name, module), sweeps in zip(layers, found, strict=True):
+        forwards, backwards, sizes = zip(*sweeps[warmup:], strict=True)
+        measured.append(
+            Layer(
+                name=name,
+                forward_s=round(statistics.median(forwards), 7),
+                backward_s=round(statistics.median(backwards), 7),
+                activation_bytes=sizes[0],
+                weight_bytes=sum(weight.nbytes for weight in module.parameters()),
+            )
+        )
+    return measured
 
 
 def device_name(device: torch.device) -> str:

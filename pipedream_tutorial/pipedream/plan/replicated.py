@@ -19,6 +19,7 @@ max T_k / R_k. With equal work on every worker no smaller numbers do. Without re
 rules give n_k = p - k.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,6 +30,7 @@ from pipedream_simple import in_turn
 
 from pipedream.plan.planner import Plan, Stage
 from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule
+from pipedream.simulate.measures import times_of
 from pipedream.simulate.simulator import Costs, Timeline, simulate
 
 
@@ -127,11 +129,10 @@ def steady_period(timeline: Timeline, reach: int) -> Fraction | None:
     the same time after those c microbatches earlier, all later ones do, and the period is that
     time / c. The last `reach` microbatches do not count, for the end of the run shows in them.
     """
-    starts: dict[int, dict[tuple[str, int], Fraction]] = {}
-    for event in timeline.all_events():
-        for op in event.item.parts:
-            starts.setdefault(op.microbatch, {})[op.kind, op.stage] = event.start
-    rows = [[starts[i][key] for key in sorted(starts[i])] for i in range(len(starts) - reach)]
+    starts: dict[int, list[Fraction]] = defaultdict(list)  # by microbatch, and kind and stage
+    for op, (start, _) in sorted(times_of(timeline).items()):
+        starts[op.microbatch].append(start)
+    rows = [starts[i] for i in range(len(starts) - reach)]
     for apart in range(1, len(rows) - reach + 1):
         later = rows[-reach:]
         earlier = rows[-reach - apart : -apart]
