@@ -150,7 +150,7 @@ def _trainer_class(update: Update) -> type[StageTrainer]:
     class Trainer(StageTrainer):
         replaced = False
 
-        def _update(self, gradients: list[Tensor]) -> None:
+        def _update(self, gradients: tuple[Tensor, ...]) -> None:
             old = self.weights
             before = {name: weight.detach().clone() for name, weight in old.items()}
             new = update(old, dict(zip(old, gradients, strict=True)), self.learning_rate)

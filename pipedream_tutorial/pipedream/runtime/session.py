@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order
 from pipedream.simulate.trace import trace_document
-from pipedream.train.oracle import Config, Workload, count, run_schedule
-from pipedream.train.trainer import Weights
+from pipedream.train.oracle import Config, Trainers, Workload, count, run_schedule
+from pipedream.train.trainer import StageTrainer, Weights
 
 
 def build_cases(config: Config) -> list[Case]:
@@ -82,14 +82,13 @@ def exchange(value: Any) -> list[Any]:
     return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in both]
 
 
-def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -> list[Weights]:
-    """On rank 0 every stage's weights, of all ranks; on the others nothing."""
+def gather_weights(case: Case, workload: Workload, own: Trainers) -> list[Weights]:
+    """On rank 0 every stage's weights, of all ranks, on the CPU; on the others nothing."""
+    found = {s: {n: w.detach().cpu() for n, w in t.weights.items()} for s, t in own.items()}
     if dist.get_rank() > 0:
-        for weights in own.values():
-            for weight in weights.values():
-                dist.send(weight.contiguous(), 0)
+        for weight in chain.from_iterable(weights.values() for weights in found.values()):
+            dist.send(weight.contiguous(), 0)
         return []
-    found = dict(own)
     modules = workload.build_modules(case.schedule.stages_per_rank)  # for names and shapes
     for rank, stages in enumerate(case.schedule.stages()[1:], 1):
         for stage in stages:
@@ -97,7 +96,7 @@ def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -
             for name, like in modules[stage].named_parameters():
                 weight = found[stage][name] = torch.empty_like(like, device="cpu")
                 dist.recv(weight, rank)
-    return [weights for _, weights in sorted(found.items())]
+    return [found[stage] for stage in range(len(modules))]
 
 
 def run_session(config: Config, outputs: Mapping[str, str | None], command: str, rank: int) -> None:
@@ -127,11 +126,11 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             station.run(case)
         repeats = []
         for _ in range(config["repeats"]):
-            own, weights = station.run(case, emulated=True)
-            repeats.append(own)
+            report, trainers = station.run(case, emulated=True)
+            repeats.append(report)
         by_rank = exchange(repeats)
         wanted = config["check_weights"] or outputs["weights"]
-        by_stage = gather_weights(case, station.workload, weights) if wanted else []
+        by_stage = gather_weights(case, station.workload, trainers) if wanted else []
         if rank > 0:
             continue
         run = MeasuredRun(case, by_rank, by_stage)
@@ -156,8 +155,8 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             schedule, m = run.case.schedule, run.case.num_microbatches
             trainers = station.workload.build_trainers(schedule, run.case.policy, m)
             run_schedule(schedule, trainers, station.workload.task)
-            alone = (trainer.weights for trainer in trainers.values())
-            run.measured["weights_equal"] = all(map(_same_bits, run.weights, alone))
+            same = map(_same_bits, run.weights, trainers.values())
+            run.measured["weights_equal"] = all(same)
     record = build_record(runs, chosen, about)
     print(render(record), flush=True)
     if outputs["record"]:
@@ -218,7 +217,7 @@ def what_ran(station: Station, command: str) -> dict[str, Any]:
     }
 
 
-def _same_bits(ours: Weights, theirs: Weights) -> bool:
+def _same_bits(ours: Weights, alone: StageTrainer) -> bool:
     """Numbers that have diverged to NaN on both sides would count as different."""
-    pairs = ((ours[name], w.detach().cpu()) for name, w in theirs.items())
+    pairs = ((ours[name], w.detach().cpu()) for name, w in alone.weights.items())
     return all(torch.equal(*(w.flatten().view(torch.uint8) for w in pair)) for pair in pairs)

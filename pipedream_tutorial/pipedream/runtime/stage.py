@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -30,7 +31,6 @@ from pipedream.runtime.record import Case, Report
 from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule
 from pipedream.simulate.trace import handed_on, transfers
 from pipedream.train.oracle import Config, Trainers, Workload
-from pipedream.train.trainer import Weights
 
 
 @contextmanager
@@ -54,36 +54,29 @@ class Peer:
         self.name = f"stage {rank}"
         self.under_way: deque[tuple[torch.Tensor, Any]] = deque()
 
-    def expect(self, arriving: Sequence[Op], like: torch.Tensor, depth: int) -> None:
+    def expect(self, arriving: Iterable[Op], like: torch.Tensor, depth: int) -> None:
         """Begin a run. `arriving`: the peer's operations whose results come here, in the order in
         which it sends, all of one form. `depth` receives are posted before they are asked for; with
         0 each is posted when it is."""
-        self.like = like
-        self.depth = depth
-        self.to_post = deque(arriving)
-        self.posted: deque[tuple[Op, torch.Tensor, Any]] = deque()
-        self.arrived: dict[Op, torch.Tensor] = {}
-        self._post(depth)
 
-    def _post(self, depth: int) -> None:
-        while self.to_post and len(self.posted) < depth:
-            buffer = torch.empty_like(self.like)
-            with connection_to(self.name):
-                work = dist.irecv(buffer, self.rank, group=self.incoming)
-            self.posted.append((self.to_post.popleft(), buffer, work))
+        def post(op: Op) -> tuple[Op, torch.Tensor, Any]:
+            buffer = torch.empty_like(like)
+            return op, buffer, dist.irecv(buffer, self.rank, group=self.incoming)
+
+        self.depth = depth
+        self.coming = map(post, arriving)
+        self.arrived: dict[Op, torch.Tensor] = {}
+        with connection_to(self.name):
+            self.posted = deque(islice(self.coming, depth))
 
     def take(self, wanted: Op) -> torch.Tensor:
-        """The result of one of the peer's operations; waits for it.
-
-        On a GPU the wait is the stream's, and this returns at once.
-        """
-        while wanted not in self.arrived:
-            self._post(max(1, self.depth))
-            op, buffer, work = self.posted.popleft()
-            with connection_to(self.name):
+        """The result of one of the peer's operations; waits for it (on a GPU the stream does)."""
+        with connection_to(self.name):
+            while wanted not in self.arrived:
+                op, buffer, work = self.posted.popleft() if self.posted else next(self.coming)
                 work.wait()
-            self.arrived[op] = buffer
-            self._post(self.depth)
+                self.arrived[op] = buffer
+                self.posted.extend(islice(self.coming, self.depth - len(self.posted)))
         return self.arrived.pop(wanted)
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -244,12 +237,9 @@ class Station:
         own = schedule.stages()[self.rank]
         return self.workload.build_trainers(schedule, case.policy, case.num_microbatches, own)
 
-    def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
-        """Train the initial weights under a schedule, with CONFIG's sleeps if `emulated`; the final
-        weights by stage, on the CPU. All ranks have to call this together.
-
-        Raises StageLostError when a peer is gone.
-        """
+    def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, Trainers]:
+        """Train the initial weights under a schedule, with CONFIG's sleeps if `emulated`. All ranks
+        have to call this together. Raises StageLostError when a peer is gone."""
         trainers = self._trainers(case)
         on_gpu = self.device.type == "cuda"
         gc.disable()  # Python's collector would stop a stage for milliseconds, anywhere
@@ -279,10 +269,7 @@ class Station:
             at_once = sum(clock.read(end) - end[0] < AT_ONCE_NS for end in ends)
             report["waited_for_host"] = at_once / len(ends)
             report["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
-        return report, {
-            stage: {name: w.detach().cpu() for name, w in trainer.weights.items()}
-            for stage, trainer in trainers.items()
-        }
+        return report, trainers
 
     def _run_order(
         self, case: Case, trainers: Trainers, clock: Clock, slept_ms: tuple[float, float]

@@ -19,9 +19,7 @@ from torch.nn.functional import cross_entropy
 from pipedream.schedules.ops import FORWARD, INPUT_GRADIENT, Op
 from pipedream.train.models import build_task
 from pipedream.train.oracle import Trainers, TrainResult, train
-from pipedream.train.trainer import StageTrainer, Weights
-
-Gradients = list[torch.Tensor]
+from pipedream.train.trainer import Gradients, StageTrainer, Weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,31 +72,29 @@ def train_and_check(
             used[i][stage] = _copied(trainer.in_flight[i].weights)
             return
         given[i][stage] = trainer.newest
-        if len(given[i]) == len(trainers):
-            errors.append(error_of(i, trainers))
+        if len(given[i]) < len(trainers):
+            return
 
-    def error_of(i: int, trainers: Trainers) -> MicrobatchError:
-        """Once all stages have its gradient."""
-        at_forward = used.pop(i)
-        computed, newest = zip(*(pair for _, pair in sorted(given.pop(i).items())), strict=True)
-
-        def exact_at(weights: Iterable[Weights]) -> list[Gradients]:
-            """Autograd through all stages at once, each with the weights given."""
+        def exact_at(weights: Iterable[Weights]) -> list[list[torch.Tensor]]:
+            """By autograd through all stages at once, each with the weights given."""
             leaves = [{n: w.requires_grad_() for n, w in own.items()} for own in weights]
             x, target = task.microbatch(i)
-            for trainer, own in zip(trainers.values(), leaves, strict=True):
-                x = torch.func.functional_call(trainer.module, own, (x,), tie_weights=False)
+            for one, own in zip(trainers.values(), leaves, strict=True):
+                x = torch.func.functional_call(one.module, own, (x,), tie_weights=False)
             loss = cross_entropy(x, target) / settings["num_microbatches"]
             found = iter(torch.autograd.grad(loss, [w for own in leaves for w in own.values()]))
             return [[next(found) for _ in own] for own in leaves]
 
-        exact = exact_at(at_forward[stage] for stage in trainers)
-        return MicrobatchError(
+        computed, newest = zip(*(given[i][s] for s in trainers), strict=True)
+        exact = exact_at(used[i][s] for s in trainers)
+        error = MicrobatchError(
             microbatch=i,
             relative_error=relative_difference(chain(*computed), chain(*exact)),
             per_stage=tuple(map(relative_difference, computed, exact)),
             staleness_error=relative_difference(chain(*computed), chain(*exact_at(newest))),
         )
+        errors.append(error)
+        del used[i], given[i]
 
     return train(name, **settings, watch=watch, trainer_class=_RecordingTrainer), errors
 

@@ -56,6 +56,12 @@ class Task:
         rows = slice(first, first + self.microbatch_size)
         return self.inputs[rows], self.targets[rows]
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Task":
+        """Numbers as `dtype`; classes stay what they are."""
+        kind = dtype if self.targets.is_floating_point() else None
+        inputs = self.inputs.to(device, dtype)
+        return replace(self, inputs=inputs, targets=self.targets.to(device, kind))
+
 
 def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
     """TASK_MICROBATCHES of normal inputs [samples, WIDTH], classified by a random network."""
@@ -156,22 +162,3 @@ def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
         for last in (block.attention_out, block.mlp_out):
             nn.init.normal_(last.weight, std=0.02 / (2 * size.num_layers) ** 0.5)
     return layers
-
-
-def build_blocks(
-    size: GPT2Size, num_stages: int, layers_per_stage: int, seed: int
-) -> list[nn.Module]:
-    """Stages of so many blocks each."""
-    torch.manual_seed(seed)
-    layers = gpt2_layers(replace(size, num_layers=num_stages * layers_per_stage))
-    blocks = list(layers.values())[1:-1]
-    cuts = range(0, len(blocks), layers_per_stage)
-    return [nn.Sequential(*blocks[cut : cut + layers_per_stage]) for cut in cuts]
-
-
-def build_noise(size: GPT2Size, seed: int, microbatch_size: int, dtype: torch.dtype) -> Task:
-    """Four microbatches of normal numbers, in place of embedded text, and others as the target."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (4 * microbatch_size, size.seq_len, size.hidden)
-    inputs, targets = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    return Task(inputs=inputs, targets=targets, microbatch_size=microbatch_size)

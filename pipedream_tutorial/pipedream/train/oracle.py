@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn import Module, functional
+from torch import nn
+from torch.nn import functional
 
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import layers_of_a_stage, schedule_for_training
@@ -19,10 +20,9 @@ from pipedream.train.models import (
     BLOCKS,
     TASK_MICROBATCHES,
     Task,
-    build_blocks,
-    build_noise,
     build_stages,
     build_task,
+    gpt2_layers,
 )
 from pipedream.train.trainer import Loss, StageTrainer, Weights
 
@@ -51,11 +51,11 @@ class Workload:
         if self.blocks is None:
             layers = layers or 2
             dtype = dtype or "float64"
-            task = build_task(seed=config["seed"], microbatch_size=batch or 8)
+            self.task = build_task(seed=config["seed"], microbatch_size=batch or 8)
             self.loss: Loss = functional.cross_entropy
-            text = f"{count(layers, 'layer')} a stage, {task.microbatch_size} samples"
+            text = f"{count(layers, 'layer')} a stage, {batch or 8} samples"
         else:
-            total = self.blocks.num_layers
+            total, hidden, tokens = self.blocks.num_layers, self.blocks.hidden, self.blocks.seq_len
             p = config["num_stages"]
             if not layers and total % p:
                 able = [str(n) for n in range(1, total + 1) if total % n == 0]
@@ -64,21 +64,25 @@ class Workload:
                     f"set num_stages to one of {', '.join(able)}, or set layers_per_stage",
                 )
             layers = layers or total // p
+            batch = batch or 4
             dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
-            task = build_noise(self.blocks, config["seed"], batch or 4, getattr(torch, dtype))
+            # Four microbatches of normal numbers, in place of embedded text, and as the target.
+            generator = torch.Generator().manual_seed(config["seed"])
+            shape = 4 * batch, tokens, hidden
+            noise = [torch.randn(shape, generator=generator) for _ in range(2)]
+            self.task = Task(inputs=noise[0], targets=noise[1], microbatch_size=batch)
             self.loss = functional.mse_loss
             text = (
-                f"{count(layers, 'block')} of hidden size {self.blocks.hidden} a stage (no "
-                f"embedding, no head), {task.microbatch_size} sequences of {self.blocks.seq_len}"
+                f"{count(layers, 'block')} of hidden size {hidden} a stage (no embedding, no "
+                f"head), {batch} sequences of {tokens}"
             )
         self.layers = layers
         """Of a rank."""
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.text = f"{name}, {text} a microbatch, {dtype}"
-        inputs = task.inputs.to(self.device, self.dtype)
-        self.task = replace(task, inputs=inputs, targets=task.targets.to(self.device))
+        self.task = self.task.to(self.device, self.dtype)
 
-    def build_modules(self, stages_per_rank: int) -> list[Module]:
+    def build_modules(self, stages_per_rank: int) -> list[nn.Module]:
         """By stage; each but the last gives a tensor of the form that it takes.
 
         Raises UserError when a rank's layers cannot be cut evenly.
@@ -88,9 +92,12 @@ class Workload:
         seed = self.config["seed"]
         if self.blocks is None:
             return build_stages(num_stages, layers, seed=seed, dtype=self.dtype)
+        size = replace(self.blocks, num_layers=num_stages * layers)
+        torch.manual_seed(seed)
         with self.device:
-            stages = build_blocks(self.blocks, num_stages, layers, seed)
-        return [stage.to(self.dtype) for stage in stages]
+            blocks = list(gpt2_layers(size).values())[1:-1]
+        cuts = range(0, len(blocks), layers)
+        return [nn.Sequential(*blocks[cut : cut + layers]).to(self.dtype) for cut in cuts]
 
     def build_trainers(
         self,

@@ -48,21 +48,19 @@ def print_training(config: dict[str, Any]) -> None:
     settings = {key: config[key] for key in KEYS}
     refused = []
     for one in TRAINED if name == "all" else [name]:
-        entry = SCHEDULES[one]
+        title = SCHEDULES[one].title
         try:
             result, errors = train_and_check(one, num_batches=config["steps"], every=3, **settings)
         except UserError as error:
-            refused.append(f"{entry.title}: {error}")
+            refused.append(f"{title}: {error}")
             continue
-        end = "diverged"
-        if not result.diverged:
-            end = f"{final_loss(result, config['num_microbatches']):.4f}"
+        loss = final_loss(result, config["num_microbatches"])
+        end = "diverged" if result.diverged else f"{loss:.4f}"
         off = median(error.relative_error for error in errors)
         stale = median(error.staleness_error for error in errors)
-        versions = " ".join(map(str, result.peak_versions))
         print(
-            f"{entry.title:<24}{result.losses[0]:>9.4f}{end:>10}{off:>14.2g}{stale:>9.2g}   "
-            f"{versions}",
+            f"{title:<24}{result.losses[0]:>9.4f}{end:>10}{off:>14.2g}{stale:>9.2g}  ",
+            *result.peak_versions,
             flush=True,  # the next one takes a second or two
         )
     for text in refused:

@@ -19,6 +19,7 @@ from pipedream.train.cut import CutLinears
 from pipedream.train.models import Task
 
 Weights = dict[str, torch.Tensor]
+Gradients = tuple[torch.Tensor, ...]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -26,10 +27,10 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class _InFlight:
     """What a microbatch leaves on a stage between its forward and its backward pass."""
 
-    x: torch.Tensor
-    out: torch.Tensor | None
     version: int
     weights: Weights
+    x: torch.Tensor
+    out: torch.Tensor | None
     linears: CutLinears
     """Empty where backward passes are whole."""
     gradients: Sequence[torch.Tensor | None] = ()
@@ -75,10 +76,10 @@ class StageTrainer:
         self.updates = 0
         self.peak_versions = 1
         self.num_forwards = 0
+        self.num_backwards = 0
         self.in_flight: dict[int, _InFlight] = {}
-        self.gradients: list[torch.Tensor] = []
+        self.gradients: Gradients = ()
         """Of the microbatches since the last update, added up."""
-        self.num_accumulated = 0
         self.losses: dict[int, torch.Tensor] = {}
         """Of the last stage: microbatch -> its mean loss, not divided."""
 
@@ -110,9 +111,7 @@ class StageTrainer:
         """
         version = self._version_of(microbatch)
         weights = self.versions[version if self.policy.stashed else self.updates]
-        x = x.detach()
-        if self.stage > 0:
-            x.requires_grad_()
+        x = x.detach().requires_grad_(self.stage > 0)
         linears = CutLinears()
         with linears if self.cut else nullcontext():
             out = torch.func.functional_call(self.module, weights, (x,), tie_weights=False)
@@ -121,7 +120,7 @@ class StageTrainer:
             loss = self.loss(out, target)
             self.losses[microbatch] = loss.detach()
             out = loss / self.batch_size
-        self.in_flight[microbatch] = _InFlight(x, out, version, weights, linears)
+        self.in_flight[microbatch] = _InFlight(version, weights, x, out, linears)
         self.num_forwards = microbatch + 1
         return out.detach()
 
@@ -154,19 +153,18 @@ class StageTrainer:
         for weight, gradient in flight.linears.weight_gradients():
             before = found[id(weight)]
             found[id(weight)] = gradient if before is None else before + gradient
-        self._accumulate([gradient for gradient in found.values() if gradient is not None])
+        self._accumulate(tuple(gradient for gradient in found.values() if gradient is not None))
 
-    def _accumulate(self, gradients: list[torch.Tensor]) -> None:
+    def _accumulate(self, gradients: Gradients) -> None:
         if self.gradients:
-            gradients = list(torch._foreach_add(self.gradients, gradients))
+            gradients = torch._foreach_add(self.gradients, gradients)
         self.gradients = gradients
-        self.num_accumulated += 1
-        if self.policy.per_microbatch or self.num_accumulated == self.batch_size:
+        self.num_backwards += 1
+        if self.policy.per_microbatch or self.num_backwards % self.batch_size == 0:
             self._update(gradients)
-            self.gradients = []
-            self.num_accumulated = 0
+            self.gradients = ()
 
-    def _update(self, gradients: list[torch.Tensor]) -> None:
+    def _update(self, gradients: Gradients) -> None:
         """SGD. A new version is new memory, and its predecessors are dropped when nobody can read
         them again; in place, the same memory changes under the graphs that are in flight."""
         old = self.weights

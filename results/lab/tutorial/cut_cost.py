@@ -24,7 +24,7 @@ from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op
 from pipedream.schedules.policies import POLICIES
-from pipedream.train.models import GPT2_SIZES, Task, build_blocks
+from pipedream.train.models import GPT2_SIZES, Task, gpt2_layers
 from pipedream.train.trainer import StageTrainer
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -102,8 +102,8 @@ def measure(repeats: int = REPEATS) -> dict[str, Any]:
     """way -> {"ms": [F, I, W] (F, B, 0 of the whole pass), "ratio": (I + W) / B}."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    size = replace(GPT2_SIZES[SETTINGS["model"]], vocabulary=1)
-    (module,) = build_blocks(size, 1, SETTINGS["blocks"], seed=0)
+    size = replace(GPT2_SIZES[SETTINGS["model"]], num_layers=SETTINGS["blocks"], vocabulary=1)
+    module = nn.Sequential(*list(gpt2_layers(size).values())[1:-1])
     x, dy = torch.randn(2, SETTINGS["sequences"], SETTINGS["tokens"], size.hidden)
     times: dict[str, list[Halves]] = {name: [] for name in WAYS}
     for turn in range(2 + repeats):
