@@ -259,10 +259,10 @@ def print_comparison(rows: Iterable[Row | Refused], case: Case) -> None:
     for note in simple.NOTES.split("\n", 2):  # the last has two lines
         print_wrapped("", note)
     if mixed:
-        print_wrapped("", MIXED)
-
-
-MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
+        text = (
+            "backward passes see newer weights than their forward passes did: no model's gradient."
+        )
+        print_wrapped("", f"*: {text}")
 
 
 if __name__ == "__main__":

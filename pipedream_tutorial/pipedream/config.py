@@ -40,22 +40,15 @@ _KINDS = {
 class Rule:
     """What one CONFIG key accepts."""
 
-    kind: type
-    """int, float, bool, str, or Fraction for a duration: 2, 0.5 and 1/3 are kept exactly."""
-    text: str = ""
-    """What --help says of it, if not the comment behind it in the script's CONFIG."""
-    many: bool = False
-    """A list of such values: [1, 2] in CONFIG, 1,2 on the command line."""
-    none: bool = False
-    """Whether None is accepted (none on the command line)."""
+    kind: type  # int, float, bool, str, or Fraction for a duration: 1/3 is kept exactly
+    text: str = ""  # what --help says of it, if not the comment behind it in the script's CONFIG
+    many: bool = False  # a list of such values: [1, 2] in CONFIG, 1,2 on the command line
+    none: bool = False  # whether None is accepted (none on the command line)
     choices: tuple[str, ...] = ()
-    or_file: str = ""
-    """How the name of a file ends that is accepted besides `choices`."""
+    or_file: str = ""  # how the name of a file ends that is accepted besides `choices`
     low: float = -math.inf
-    above: float = -math.inf
-    """The value has to be greater than this, not just equal to it."""
-    high: float = math.inf
-    """Given together with `low` or `above`."""
+    above: float = -math.inf  # the value has to be greater than this, not just equal to it
+    high: float = math.inf  # given together with `low` or `above`
 
     def check(self, key: str, value: object) -> Any:
         """`value` as `kind`, whether typed (text) or from CONFIG; else UserError."""

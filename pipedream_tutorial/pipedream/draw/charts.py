@@ -48,11 +48,11 @@ def utilization_comparison(work: Work) -> Figure:
 
     PipeDream's ways of keeping weights share a row where they are equally busy.
     """
-    bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = {}
+    bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = defaultdict(list)
     for row in work.found:
         idles = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction, row.steady_idle
         family = "pipedream" if row.name.startswith("pipedream") else row.name
-        bars.setdefault((tuple(1 - idle for idle in idles), family), []).append(row.title)
+        bars[tuple(1 - idle for idle in idles), family].append(row.title)
     ordered = [
         (shares, f"{titles[0]}, all {len(titles)} kinds" if len(titles) > 1 else titles[0])
         for (shares, _), titles in sorted(bars.items(), key=lambda bar: bar[0][0])
@@ -103,10 +103,8 @@ class IdleCurve(NamedTuple):
     """Idle shares against m: of one schedule, or of several that agree everywhere."""
 
     titles: list[str]
-    simulated: Shares
-    """For each number of microbatches that is allowed."""
-    closed: Shares
-    """By the closed forms, at more values of m, where they hold."""
+    simulated: Shares  # for each number of microbatches that is allowed
+    closed: Shares  # by the closed forms, at more values of m, where they hold
 
 
 def idle_curves(
@@ -115,28 +113,26 @@ def idle_curves(
     """Idle shares simulated at `counts` and by closed form at `closed_counts`, where one holds."""
     curves: list[IdleCurve] = []
     for name in names:
-        simulated = {}
-        closed = {}
+        curve = IdleCurve([SCHEDULES[name].title], {}, {})
         for m in sorted({*counts, *closed_counts}):
             sized = replace(case, num_microbatches=m, num_batches=1)
             try:
-                row = measure(name, sized)
+                idle = measure(name, sized).batch_idle
             except UserError:
                 continue
             if m in counts:
-                simulated[m] = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction
+                curve.simulated[m] = idle.makespan_fraction, idle.span_fraction
             known = closed_form(name, sized)
             if m in closed_counts and known is not None and known[0].idle_holds(known[1]):
                 form, sizes = known
-                spans = sum(form.span_idle(sizes, rank) for rank in range(sizes.p))
-                span = idle_fraction(Fraction(spans) / sizes.p, sizes)
-                closed[m] = idle_fraction(form.makespan_idle(sizes), sizes), span
-        title = SCHEDULES[name].title
-        alike = [curve for curve in curves if curve[1:] == (simulated, closed)]
+                span = sum(form.span_idle(sizes, rank) for rank in range(sizes.p))
+                shares = form.makespan_idle(sizes), Fraction(span) / sizes.p
+                curve.closed[m] = idle_fraction(shares[0], sizes), idle_fraction(shares[1], sizes)
+        alike = [other for other in curves if other[1:] == curve[1:]]
         if alike:
-            alike[0].titles.append(title)
-        elif simulated:
-            curves.append(IdleCurve([title], simulated, closed))
+            alike[0].titles.append(*curve.titles)
+        elif curve.simulated:
+            curves.append(curve)
     return curves
 
 
@@ -193,12 +189,10 @@ def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], ze
 
 def _curve_style(place: int) -> dict[str, Any]:
     """Colour, marker and dashes, each in turn."""
-    return HOLLOW | {
-        "color": LINE_COLOURS[place % len(LINE_COLOURS)],
-        "marker": MARKERS[place % len(MARKERS)],
-        "linestyle": DASHES[place % len(DASHES)],
-        "markersize": 8,
-    }
+    colour = LINE_COLOURS[place % len(LINE_COLOURS)]
+    marker = MARKERS[place % len(MARKERS)]
+    dashes = DASHES[place % len(DASHES)]
+    return HOLLOW | {"color": colour, "marker": marker, "linestyle": dashes, "markersize": 8}
 
 
 def _name_curves(ax: Axes, x: float, ends: Sequence[float], curves: Sequence[IdleCurve]) -> None:
@@ -208,14 +202,13 @@ def _name_curves(ax: Axes, x: float, ends: Sequence[float], curves: Sequence[Idl
         (float(ax.transData.transform((x, end))[1]), "\n".join(curve.titles), place)
         for place, (end, curve) in enumerate(zip(ends, curves, strict=True))
     )
-    tall = [line * (1 + text.count("\n")) for _, text, _ in labels]
     centres = [y for y, _, _ in labels]
+    tall = [line * (1 + text.count("\n")) for _, text, _ in labels]
     for _ in range(500):
         for i in range(len(centres) - 1):
-            push = (tall[i] + tall[i + 1]) / 2 - (centres[i + 1] - centres[i])
-            if push > 0:
-                centres[i] -= push / 2
-                centres[i + 1] += push / 2
+            push = max(0, (tall[i] + tall[i + 1]) / 2 - (centres[i + 1] - centres[i]))
+            centres[i] -= push / 2
+            centres[i + 1] += push / 2
         centres[0] = max(centres[0], ax.bbox.y0 + tall[0] / 2)
     for y, (_, text, place) in zip(centres, labels, strict=True):
         at = float(ax.transData.inverted().transform((0, y))[1])
@@ -283,6 +276,7 @@ def activations_and_versions(work: Work) -> Figure:
     """
     found = {row.name: row for row in work.found}
     shown = [found[name] for name in OVER_TIME if name in found]
+    end = float(max(row.stream.makespan for row in shown))
     p = work.case.num_stages
     fullest = max(shown, key=lambda row: max(row.peak_activations))
     most = max(shown, key=lambda row: max(row.weight_copies))
@@ -305,7 +299,7 @@ def activations_and_versions(work: Work) -> Figure:
         title, heights, columns=2, legend=legend, head=0.45, left=1.3, right=0.6, notes=notes
     )
     for place, (ax, row) in enumerate(zip(axes, shown, strict=False)):
-        ax.set_xlim(0, float(max(row.stream.makespan for row in shown)))
+        ax.set_xlim(0, end)
         rank_axis(ax, p, most_times=7)
         _draw_lanes(ax, row, max(held, kept))
         panel_title(ax, row.title)

@@ -1,6 +1,6 @@
 """Pictures of timelines: ranks from top to bottom, time from left to right."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -26,7 +26,7 @@ from pipedream.schedules.ops import (
     Pair,
     Schedule,
 )
-from pipedream.schedules.policies import POLICIES, WeightUse, weight_use
+from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Refused, Row, compare, measure
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.simulator import Timeline, simulate
@@ -46,8 +46,6 @@ ROW = 0.88
 
 Colouring = Callable[[Op], Colour]
 Labeller = Callable[[Op], str]
-Box = tuple[float, float, float, float]
-"""x, y, width, height in data units."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +56,20 @@ class Work:
     weight_size: Fraction
     """Of a rank's weights, in units of one microbatch's activations on it."""
 
-    def row(self, name: str) -> Row:
-        return measure(name, self.case)
+    @cached_property
+    def found(self) -> list[Row]:
+        """All schedules that this size allows; their streams have two batches."""
+        return [row for row in self._rows if isinstance(row, Row)]
 
     @cached_property
-    def rows(self) -> list[Row | Refused]:
-        """All schedules; their streams have two batches."""
-        return list(compare(replace(self.case, num_batches=2)))
-
-    @property
-    def found(self) -> list[Row]:
-        return [row for row in self.rows if isinstance(row, Row)]
-
-    @property
     def refusals(self) -> list[str]:
         """Notes on which schedules this size does not allow, and why."""
-        reasons = [row.reason for row in self.rows if isinstance(row, Refused)]
+        reasons = [row.reason for row in self._rows if isinstance(row, Refused)]
         return [f"Not possible here: {reason.partition(';')[0]}" for reason in reasons]
+
+    @cached_property
+    def _rows(self) -> list[Row | Refused]:
+        return list(compare(replace(self.case, num_batches=2)))
 
 
 def kind_colours(schedule: Schedule) -> Colouring:
@@ -121,6 +116,7 @@ def draw_grid(
     until: Fraction | None = None,
     colour: Colouring | None = None,
     labels: Sequence[Labeller] = (microbatch_number,),
+    outlined: Collection[Op] = (),
 ) -> None:
     """One rectangle for each operation: x and width are its time, y its rank (0 on top).
 
@@ -134,32 +130,49 @@ def draw_grid(
     num_ranks = timeline.schedule.num_ranks
     ax.set_xlim(0, 1.002 * end)
     ax.set_ylim(num_ranks - 0.5, -0.5)
+    # Printer's points that a unit of time and a rank take.
+    across = ax.bbox.width / (1.002 * end) * 72 / page.DPI
+    down = ax.bbox.height / num_ranks * 72 / page.DPI
     for rank in range(num_ranks):
         place = (0.0, rank - ROW / 2), float(timeline.makespan), ROW
         ax.add_patch(Rectangle(*place, **IDLE_HATCH, gid=f"idle {rank}"))
-    cells: list[tuple[Op, Box]] = []
+    cells: dict[Op, Rectangle] = {}
     for event in timeline.all_events():
         x = float(event.start)
         width = float(event.end - event.start)
         height = ROW / len(event.item.parts)
         for part, op in enumerate(event.item.parts):  # a pair's forward lies above its backward
-            cells.append((op, (x, event.rank - ROW / 2 + part * height, width, height)))
-    narrowest = min(width for _, (_, _, width, _) in cells if width) * points_per_unit(ax)[0]
-    edge: dict[str, Any] = {"edgecolor": EDGE, "linewidth": min(0.6, 0.08 * narrowest)}
-    for op, (x, y, width, height) in cells:
-        cell = Rectangle((x, y), width, height, facecolor=colour(op), **edge, gid=str(op))
-        ax.add_patch(cell)
-    inside = [(op, box) for op, box in cells if box[0] + box[2] <= end and box[2]]
-    _write_labels(ax, inside, colour, labels)
+            corner = x, event.rank - ROW / 2 + part * height
+            cells[op] = Rectangle(corner, width, height, facecolor=colour(op), gid=str(op))
+            ax.add_patch(cells[op])
+    narrowest = min(cell.get_width() for cell in cells.values() if cell.get_width()) * across
+    for op, cell in cells.items():
+        cell.set(edgecolor=EDGE, linewidth=min(0.6, 0.08 * narrowest))
+        if op in outlined:
+            width = min(3.0, 0.15 * cell.get_width() * across)
+            cell.set(edgecolor="black", linewidth=width, zorder=1.5, joinstyle="miter")
+
+    def room(label: str, cell: Rectangle) -> float:
+        """The largest font, in points, with which the label stays inside the cell."""
+        lines = label.split("\n")
+        # A digit of DejaVu Sans is 0.64 of the font's size wide, a line 1.2 of it high.
+        by_width = (cell.get_width() * across - 2) / (0.66 * max(map(len, lines)))
+        return min(by_width, (cell.get_height() * down - 1) / (1.2 * len(lines)))
+
+    inside = [op for op, cell in cells.items() if cell.get_width() and cell.get_bbox().x1 <= end]
+    for label in labels:
+        rooms = {op: room(label(op), cells[op]) for op in inside}
+        if min(rooms.values(), default=0) >= page.LEAST:
+            break
+    size = min(page.SMALL, max(page.LEAST, min(rooms.values(), default=0)))
+    # Where some cells are too small, their kind goes without: half a row of numbers misleads.
+    tight = {(op.kind, cells[op].get_height()) for op in inside if rooms[op] < size}
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size, "linespacing": 1.05}
+    for op in inside:
+        if (op.kind, cells[op].get_height()) not in tight:
+            x, y = cells[op].get_center()
+            ax.text(x, y, label(op), color=page.ink(colour(op)), **style)
     rank_axis(ax, num_ranks)
-
-
-def points_per_unit(ax: Axes) -> tuple[float, float]:
-    """Printer's points that one unit of an axes' x and of its y takes."""
-    (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
-    across = ax.bbox.width / abs(right - left)
-    down = ax.bbox.height / abs(high - low)
-    return across * 72 / page.DPI, down * 72 / page.DPI
 
 
 def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
@@ -171,34 +184,6 @@ def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
     ax.xaxis.set_major_formatter(lambda time, _: number(time))
 
 
-def _write_labels(
-    ax: Axes, cells: Sequence[tuple[Op, Box]], colour: Colouring, labels: Sequence[Labeller]
-) -> None:
-    across, down = points_per_unit(ax)
-
-    def room(label: str, box: Box) -> float:
-        """The largest font, in points, with which the label stays inside the cell."""
-        lines = label.split("\n")
-        # A digit of DejaVu Sans is 0.64 of the font's size wide, a line 1.2 of it high.
-        by_width = (box[2] * across - 2) / (0.66 * max(map(len, lines)))
-        return min(by_width, (box[3] * down - 1) / (1.2 * len(lines)))
-
-    for label in labels:
-        rooms = [room(label(op), box) for op, box in cells]
-        if min(rooms, default=0) >= page.LEAST:
-            break
-    size = min(page.SMALL, max(page.LEAST, min(rooms, default=0)))
-    # Where some cells are too small, their kind goes without: half a row of numbers misleads.
-    tight = {
-        (op.kind, box[3]) for (op, box), space in zip(cells, rooms, strict=True) if space < size
-    }
-    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size, "linespacing": 1.05}
-    for op, (x, y, width, height) in cells:
-        if (op.kind, height) not in tight:
-            middle = x + width / 2, y + height / 2
-            ax.text(*middle, label(op), color=page.ink(colour(op)), **style)
-
-
 class Panel(NamedTuple):
     """A timeline, the line above it, and how it is drawn if not by kind."""
 
@@ -206,54 +191,54 @@ class Panel(NamedTuple):
     timeline: Timeline
     labels: Sequence[Labeller] = (microbatch_number,)
     colour: Colouring | None = None
+    outlined: Collection[Op] = ()
 
 
-class Picture(NamedTuple):
-    """Timelines above each other, on one time axis."""
+def lay_out(
+    title: str,
+    panels: Sequence[Panel],
+    *,
+    unit: str | None = None,
+    notes: Sequence[str] = (),
+    rows: Sequence[str] = (),
+    tall: float = 1.2,
+    until: Fraction | None = None,
+    legend: Sequence[Artist] | None = None,
+    right: float = 0.4,
+) -> Figure:
+    """A page of timelines above each other, on one time axis that ends at `until`, or else at the
+    last makespan.
 
-    title: str
-    panels: list[Panel]
-    unit: str | None = None
-    """The time axis's label; None: the durations, which are the same for all panels."""
-    notes: Sequence[str] = ()
-    rows: Sequence[str] = ()
-    """The ranks' names; empty: their numbers."""
-    tall: float = 1.2
-    """Height of a row, in row heights."""
-    until: Fraction | None = None
-    """The end of the time axis; None: the last makespan."""
-    legend: Sequence[Artist] | None = None
-    right: float = 0.4
-    """Inches beside the panels."""
-
-
-def lay_out(picture: Picture) -> Figure:
-    """The page with all panels drawn."""
-    timelines = [panel.timeline for panel in picture.panels]
-    until = picture.until or max(timeline.makespan for timeline in timelines)
+    `unit` labels the time axis; by default it names the durations, which are the same for all
+    panels. `rows` are the ranks' names, if not their numbers; `tall` is a row's height in row
+    heights, and `right` what lies beside the panels, in inches.
+    """
+    timelines = [panel.timeline for panel in panels]
+    until = until or max(timeline.makespan for timeline in timelines)
     heights = []
     for timeline in timelines:
         p = timeline.schedule.num_ranks
         pairs = any(isinstance(item, Pair) for order in timeline.schedule.orders for item in order)
         # A quarter more where operations in pairs share a row.
-        heights.append(picture.tall * (p * row_height(p) * (1.25 if pairs else 1)))
+        heights.append(tall * (p * row_height(p) * (1.25 if pairs else 1)))
     figure, axes = page.new_figure(
-        picture.title,
+        title,
         heights,
-        legend=kind_legend(timelines) if picture.legend is None else picture.legend,
-        head=0.45 if picture.panels[0].text else 0.2,
+        legend=kind_legend(timelines) if legend is None else legend,
+        head=0.45 if panels[0].text else 0.2,
         gap=0.5,
-        notes=picture.notes,
-        left=2.5 if picture.rows else 0.95,
-        right=picture.right,
+        notes=notes,
+        left=2.5 if rows else 0.95,
+        right=right,
     )
-    for ax, panel in zip(axes, picture.panels, strict=True):
-        draw_grid(ax, panel.timeline, until=until, colour=panel.colour, labels=panel.labels)
-        page.panel_title(ax, panel.text)
-        if picture.rows:
-            ax.set_yticks(range(len(picture.rows)), picture.rows)
+    for ax, panel in zip(axes, panels, strict=True):
+        text, timeline, labels, colour, outlined = panel
+        draw_grid(ax, timeline, until=until, colour=colour, labels=labels, outlined=outlined)
+        page.panel_title(ax, text)
+        if rows:
+            ax.set_yticks(range(len(rows)), rows)
         ax.tick_params(labelbottom=ax is axes[-1])
-    time_label(axes[-1], timelines[-1], picture.unit)
+    time_label(axes[-1], timelines[-1], unit)
     return figure
 
 
@@ -294,12 +279,12 @@ def durations_text(timeline: Timeline) -> str:
 
 def naive_pipeline(work: Work) -> Figure:
     """One microbatch at a time: most of the picture is idle."""
-    timeline = work.row("naive").batch
+    timeline = measure("naive", work.case).batch
     title = (
         f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle "
         f"{idle_share(timeline)} of {number(timeline.makespan)} time units"
     )
-    return lay_out(Picture(title, [Panel("", timeline)], tall=1.6))
+    return lay_out(title, [Panel("", timeline)], tall=1.6)
 
 
 def microbatch_forward(work: Work) -> Figure:
@@ -319,7 +304,7 @@ def microbatch_forward(work: Work) -> Figure:
         ),
         Panel(f"The same batch as {m} microbatches: ranks idle {idle_share(cut)}", cut),
     ]
-    return lay_out(Picture(title, panels, tall=1.4))
+    return lay_out(title, panels, tall=1.4)
 
 
 def forwards_only(timeline: Timeline) -> Timeline:
@@ -333,13 +318,13 @@ def forwards_only(timeline: Timeline) -> Timeline:
 
 def microbatch_backward(work: Work) -> Figure:
     """A whole GPipe batch: all forwards, then all backwards."""
-    timeline = work.row("gpipe").batch
+    timeline = measure("gpipe", work.case).batch
     last = max(e.end for e in timeline.all_events() for op in e.item.parts if op.kind == FORWARD)
     title = (
         f"GPipe, {work.case.num_microbatches} microbatches: forwards until time {number(last)}, "
         f"backwards until {number(timeline.makespan)}; ranks idle {idle_share(timeline)}"
     )
-    return lay_out(Picture(title, [Panel("", timeline)], tall=1.6))
+    return lay_out(title, [Panel("", timeline)], tall=1.6)
 
 
 def all_schedules(work: Work) -> Figure:
@@ -371,7 +356,7 @@ def all_schedules(work: Work) -> Figure:
         if makespan > until:
             text += f"; cut off at {number(until)}"
         panels.append(Panel(text, first.batch))
-    return lay_out(Picture(title, panels, notes=work.refusals, tall=1, until=until))
+    return lay_out(title, panels, notes=work.refusals, tall=1, until=until)
 
 
 def weight_versioning(work: Work) -> Figure:
@@ -379,29 +364,40 @@ def weight_versioning(work: Work) -> Figure:
 
     A backward pass whose version is not its forward pass's is outlined.
     """
-    timeline = work.row("pipedream").batch
+    timeline = measure("pipedream", work.case).batch
     ops = list(timeline.schedule.ops())
-    ways = {"with stashing": "stash", "without stashing": "in-place"}
-    uses = [
-        weight_use(timeline.schedule, POLICIES[policy], work.case.num_microbatches)
-        for policy in ways.values()
-    ]
-    newest = max(use[op.stage].version(op) for use in uses for op in ops)
+    policies = {"with stashing": "stash", "without stashing": "in-place"}
+    uses = {
+        text: weight_use(timeline.schedule, POLICIES[policy], work.case.num_microbatches)
+        for text, policy in policies.items()
+    }
+    newest = max(use[op.stage].version(op) for use in uses.values() for op in ops)
     # The darkest shade is left out: black outlines would not show on it.
     shades = [colormaps["viridis"]((v + 1) / (newest + 1)) for v in range(newest + 1)]
-    wrong = [
-        {str(op) for op in ops if use[op.stage].version(op) != use[op.stage].forward[op.microbatch]}
-        for use in uses
-    ]
-    counts = " and ".join(f"{len(found)} {text}" for found, text in zip(wrong, ways, strict=True))
+    panels = []
+    counts = []
+    for text, use in uses.items():
+        version = {op: use[op.stage].version(op) for op in ops}
+        forward = {op: use[op.stage].forward[op.microbatch] for op in ops}
+        name = {op: f"{op.kind}{op.microbatch}" for op in ops}
+        used = {op: f"{name[op]}\nv{version[op]}" for op in ops}
+        both = {
+            op: used[op] + ("" if version[op] == forward[op] else f"\u2260{forward[op]}")
+            for op in ops
+        }
+        colour = {op: shades[version[op]] for op in ops}
+        peaks = ", ".join(str(use[stage].peak_versions) for stage in sorted(use))
+        title = f"{text.capitalize()}: versions kept by rank {peaks}"
+        labels = [cells.__getitem__ for cells in (both, used, name)]
+        wrong = [op for op in ops if version[op] != forward[op]]
+        panels.append(Panel(title, timeline, labels, colour.__getitem__, set(wrong)))
+        counts.append(f"{len(wrong)} {text}")
     backwards = sum(op.kind != FORWARD for op in ops)
     outlined = "B on other weights than its F"
-    picture = Picture(
-        f"Of {backwards} backward passes, {counts} see other weights than their forward pass did",
-        [
-            _versions_panel(timeline, text, use, shades)
-            for text, use in zip(ways, uses, strict=True)
-        ],
+    figure = lay_out(
+        f"Of {backwards} backward passes, {' and '.join(counts)} see other weights than their "
+        "forward pass did",
+        panels,
         tall=1.9,
         right=1.25,
         legend=[
@@ -409,48 +405,18 @@ def weight_versioning(work: Work) -> Figure:
             Patch(**IDLE_HATCH, label="idle"),
         ],
     )
-    figure = lay_out(picture)
-    axes = figure.axes
-    for ax, found in zip(axes, wrong, strict=True):
-        for patch in ax.patches:
-            if isinstance(patch, Rectangle) and patch.get_gid() in found:
-                width = min(3.0, 0.15 * patch.get_width() * points_per_unit(ax)[0])
-                patch.set(edgecolor="black", linewidth=width, zorder=1.5, joinstyle="miter")
-    _version_bar(figure, axes[0], axes[-1], ListedColormap(shades))
-    return figure
-
-
-def _versions_panel(
-    timeline: Timeline, text: str, use: dict[int, WeightUse], shades: Sequence[Colour]
-) -> Panel:
-    def version(op: Op) -> int:
-        return use[op.stage].version(op)
-
-    def told(op: Op) -> str:
-        first = use[op.stage].forward[op.microbatch]
-        other = "" if version(op) == first else f"\u2260{first}"
-        return f"{op.kind}{op.microbatch}\nv{version(op)}{other}"
-
-    peaks = ", ".join(str(use[stage].peak_versions) for stage in sorted(use))
-    labels = (
-        told,
-        lambda op: f"{op.kind}{op.microbatch}\nv{version(op)}",
-        lambda op: f"{op.kind}{op.microbatch}",
-    )
-    title = f"{text.capitalize()}: versions kept by rank {peaks}"
-    return Panel(title, timeline, labels, lambda op: shades[version(op)])
-
-
-def _version_bar(figure: Figure, first: Axes, last: Axes, palette: ListedColormap) -> None:
-    top = first.get_position()
-    bottom = last.get_position().y0
+    # Beside the panels, the shades as a bar.
+    top = figure.axes[0].get_position()
+    bottom = figure.axes[-1].get_position().y0
     inch = 1 / page.WIDTH
     bar_axes = figure.add_axes((top.x1 + 0.25 * inch, bottom, 0.22 * inch, top.y1 - bottom))
-    norm = BoundaryNorm([v - 0.5 for v in range(palette.N + 1)], palette.N)
-    bar = figure.colorbar(ScalarMappable(norm=norm, cmap=palette), cax=bar_axes)
+    norm = BoundaryNorm([v - 0.5 for v in range(newest + 2)], newest + 1)
+    colours = ScalarMappable(norm=norm, cmap=ListedColormap(shades))
+    bar = figure.colorbar(colours, cax=bar_axes, label="weight version")
     bar.locator = MaxNLocator(nbins=12, integer=True)
     bar.minorticks_off()
     bar.update_ticks()
     bar.ax.tick_params(labelsize=page.SMALL)
-    bar.set_label("weight version", fontsize=TEXT)
+    bar.ax.yaxis.label.set_fontsize(TEXT)
     bar.outline.set_edgecolor(EDGE)
+    return figure

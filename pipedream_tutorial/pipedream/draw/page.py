@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import product
 from math import hypot
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.artist import Artist
@@ -160,12 +160,11 @@ FAR = 18.0
 
 
 class Spot(NamedTuple):
-    """A place for one label, in pixels."""
+    """A place for one label."""
 
-    distance: float
-    box: Box
-    end: Point
-    """Where a line from far away ends."""
+    distance: float  # from its point, in points
+    end: Point  # where a line from far away ends, in pixels
+    boxes: list[Box]  # what it covers: the label, and small ones along such a line
 
 
 def place_labels(
@@ -179,37 +178,45 @@ def place_labels(
     """
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     figure.draw_without_rendering()
-    anchors = {point: _pixels(ax, point) for point in labels}
     inside: Box = ax.get_window_extent(renderer).extents
-    obstacles = [_around(anchor, DOT) for anchor in anchors.values()]
-    obstacles += [_around(_pixels(ax, point), 1) for point in avoid]
+    pixels: dict[Point, Any] = {p: ax.transData.transform(p) for p in (*labels, *avoid)}
+    obstacles = [_around(pixels[point], DOT) for point in labels]
+    obstacles += [_around(pixels[point], 1) for point in avoid]
     spots = {}
     for point, label in labels.items():
         probe = ax.text(0, 0, label, fontsize=SMALL)
         size = probe.get_window_extent(renderer).size
         probe.remove()
-        spots[point] = _spots(anchors[point], *size, inside)
-    tries = []
-    for first, a, b in product((0, 1), (1, -1), (1, -1)):
-        order = sorted(labels, key=lambda point: (a * point[first], b * point[1 - first]))
-        tries.append(_arrange({point: spots[point] for point in order}, anchors, obstacles))
-    possible = [placed for placed in tries if placed is not None]
+        spots[point] = _spots(pixels[point], *size, inside)
+
+    def arranged(order: Sequence[Point]) -> dict[Point, Spot]:
+        """Each label in turn at the nearest free spot, as far as there is one."""
+        taken = list(obstacles)
+        placed = {}
+        for point in order:
+            for spot in spots[point]:
+                if not any(_overlap(new, old) for new in spot.boxes for old in taken):
+                    taken += spot.boxes
+                    placed[point] = spot
+                    break
+        return placed
+
+    tries = [
+        arranged(sorted(labels, key=lambda point: (a * point[first], b * point[1 - first])))
+        for first, a, b in product((0, 1), (1, -1), (1, -1))
+    ]
+    possible = [placed for placed in tries if len(placed) == len(labels)]
     if not possible:
         raise RuntimeError("there is no room for all labels")
     best = min(possible, key=lambda placed: sum(spot.distance for spot in placed.values()))
-    to_data = ax.transData.inverted()
+    to_data = ax.transData.inverted().transform
     for point, spot in best.items():
-        left, low, _, high = spot.box
-        x, y = to_data.transform((left, (low + high) / 2))
+        left, low, _, high = spot.boxes[0]
+        x, y = to_data((left, (low + high) / 2))
         ax.text(x, y, labels[point], fontsize=SMALL, va="center_baseline")
         if spot.distance > FAR:
-            xs, ys = zip(point, to_data.transform(spot.end), strict=True)
+            xs, ys = zip(point, to_data(spot.end), strict=True)
             ax.plot(xs, ys, color=GREY, linewidth=0.8, zorder=1)
-
-
-def _pixels(ax: Axes, point: Point) -> Point:
-    x, y = ax.transData.transform(point)
-    return float(x), float(y)
 
 
 def _around(pixel: Point, margin: float) -> Box:
@@ -219,37 +226,8 @@ def _around(pixel: Point, margin: float) -> Box:
     return (x - m, y - m, x + m, y + m)
 
 
-def _arrange(
-    spots: Mapping[Point, Sequence[Spot]], anchors: Mapping[Point, Point], obstacles: Sequence[Box]
-) -> dict[Point, Spot] | None:
-    """Each label in turn at the nearest free spot; None where one finds none."""
-    taken = list(obstacles)
-    placed = {}
-    for point, choice in spots.items():
-        for spot in choice:
-            boxes = [spot.box, *_along(anchors[point], spot)]
-            if not any(_overlap(new, old) for new in boxes for old in taken):
-                break
-        else:
-            return None
-        taken += boxes
-        placed[point] = spot
-    return placed
-
-
 def _overlap(a: Box, b: Box) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
-def _along(anchor: Point, spot: Spot) -> list[Box]:
-    """Small boxes along the line to a spot that is far, outside the anchor's own marker."""
-    if spot.distance <= FAR:
-        return []
-    (x, y), (end_x, end_y) = anchor, spot.end
-    steps = max(2, int(hypot(end_x - x, end_y - y) / 6))
-    ways = [((end_x - x) * k / steps, (end_y - y) * k / steps) for k in range(steps)]
-    outside = (DOT + 0.5) * POINT
-    return [_around((x + a, y + b), 1) for a, b in ways if max(abs(a), abs(b)) >= outside]
 
 
 def _spots(anchor: Point, width: float, height: float, inside: Box) -> list[Spot]:
@@ -262,10 +240,19 @@ def _spots(anchor: Point, width: float, height: float, inside: Box) -> list[Spot
         near = x + left * POINT
         low = y + up * POINT - height / 2
         box = (near, low, near + width, low + height)
+        if near < inside[0] or low < inside[1] or box[2] > inside[2] or box[3] > inside[3]:
+            continue
         end = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
-        distance = hypot(end[0] - x, end[1] - y) / POINT
+        across = end[0] - x
+        along = end[1] - y
+        distance = hypot(across, along) / POINT
         if left < 0:
             distance += 4  # on the right a label reads as the point's own
-        if inside[0] <= near and inside[1] <= low and box[2] <= inside[2] and box[3] <= inside[3]:
-            found.append(Spot(distance, box, end))
+        boxes = [box]
+        if distance > FAR:
+            steps = max(2, int(hypot(across, along) / 6))
+            ways = [(across * k / steps, along * k / steps) for k in range(steps)]
+            outside = (DOT + 0.5) * POINT
+            boxes += [_around((x + a, y + b), 1) for a, b in ways if max(abs(a), abs(b)) >= outside]
+        found.append(Spot(distance, end, boxes))
     return sorted(found, key=lambda spot: spot.distance)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pipedream_simple import number
 
 from pipedream.schedules.ops import Item, Op, Schedule
-from pipedream.simulate.simulator import Event, Timeline
+from pipedream.simulate.simulator import Timeline
 
 IDLE = "."
 RUNNING = "-"
@@ -29,18 +29,12 @@ _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 class Scale(NamedTuple):
     """How time becomes columns."""
 
-    rate: Fraction
-    """Columns per unit of time."""
-    exact: bool
-    """Whether every start and end falls on a column's edge."""
-    numbers: bool
-    """Whether cells are wide enough for microbatch numbers; otherwise they show the letter."""
-    gap: int
-    """Columns left blank after each cell's text."""
-    blocks: int
-    """Lines that each rank is wrapped over."""
-    width: int
-    """Columns in one of these lines."""
+    rate: Fraction  # columns per unit of time
+    exact: bool  # whether every start and end falls on a column's edge
+    numbers: bool  # whether cells are wide enough for microbatch numbers; otherwise only letters
+    gap: int  # columns left blank after each cell's text
+    blocks: int  # lines that each rank is wrapped over
+    width: int  # columns in one of these lines
 
 
 def choose_scale(timeline: Timeline, columns: int, max_blocks: int = 3) -> Scale:
@@ -51,20 +45,14 @@ def choose_scale(timeline: Timeline, columns: int, max_blocks: int = 3) -> Scale
     of the median duration or more fits into its columns.
     """
     label = _labels(timeline.schedule)
-    lasting = sorted(
-        (event.end - event.start, len(label(event.item)))
-        for event in timeline.all_events()
-        if event.end > event.start
-    )
+    events = [event for event in timeline.all_events() if event.end > event.start]
+    lasting = sorted((event.end - event.start, len(label(event.item))) for event in events)
     typical = lasting[(len(lasting) - 1) // 2][0]
+    cells = [(duration, text) for duration, text in lasting if duration >= typical]
     unit = timeline.tick
     scales = []
     for numbers, gap in ((True, 1), (True, 0), (False, 0)):
-        rate = max(
-            ((text if numbers else 1) + gap) / duration
-            for duration, text in lasting
-            if duration >= typical
-        )
+        rate = max(((text if numbers else 1) + gap) / duration for duration, text in cells)
         # A tick far below a column would stretch the grid: columns are rounded then.
         exact = rate * unit * 2 > 1
         if exact:
@@ -96,24 +84,6 @@ def _labels(schedule: Schedule) -> Callable[[Item], str]:
     return lambda item: "&".join(map(one, item.parts))
 
 
-def _row(
-    events: Sequence[Event], label: Callable[[Item], str], scale: Scale, total: int
-) -> list[tuple[str, str]]:
-    """(character, kind) of every column; the kind is empty where nothing is coloured."""
-    row = [(IDLE, "")] * total
-    for event in events:
-        first, end = (math.floor(time * scale.rate) for time in (event.start, event.end))
-        width = end - first
-        text = label(event.item)
-        kind = "&" if "&" in text else text[0].upper()
-        if not scale.numbers or len(text) > width:  # never a number that is cut short
-            text = kind if kind == "&" else text[0]
-        gap = scale.gap if width > len(text) else 0
-        cells = [(character, kind) for character in text.ljust(width - gap, RUNNING)[:width]]
-        row[first:end] = cells + [(" ", "")] * gap
-    return row
-
-
 def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: int = 3) -> str:
     """Lines of at most `columns` columns: a time axis and a line a rank, wrapped where too long.
 
@@ -124,13 +94,30 @@ def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: 
     total = math.ceil(timeline.makespan * scale.rate)
     shown = min(total, scale.width * scale.blocks)
     label = _labels(timeline.schedule)
-    rows = [_row(events, label, scale, total) for events in timeline.events]
+    # (character, kind) of every column; the kind is empty where nothing is coloured.
+    rows = [[(IDLE, "")] * total for _ in timeline.events]
+    for event in timeline.all_events():
+        first = math.floor(event.start * scale.rate)
+        end = math.floor(event.end * scale.rate)
+        text = label(event.item)
+        kind = "&" if "&" in text else text[0].upper()
+        if not scale.numbers or len(text) > end - first:  # never a number that is cut short
+            text = kind if kind == "&" else text[0]
+        gap = scale.gap if end - first > len(text) else 0
+        cell = text.ljust(end - first - gap, RUNNING)[: end - first]
+        rows[event.rank][first:end] = [(letter, kind) for letter in cell] + [(" ", "")] * gap
     lines = []
     for begin in range(0, shown, scale.width):
         end = min(begin + scale.width, shown)
         lines.append("time".ljust(prefix) + _axis(scale.rate, begin, end))
         for rank, row in enumerate(rows):
-            lines.append(f"rank {rank} ".ljust(prefix) + _paint(row[begin:end], colour))
+            line = f"rank {rank} ".ljust(prefix)
+            for kind, cells in groupby(row[begin:end], key=lambda cell: cell[1]):
+                text = "".join(letter for letter, _ in cells)
+                if kind and colour:
+                    text = f"\x1b[30;48;5;{_BACKGROUND[kind]}m{text}\x1b[0m"
+                line += text
+            lines.append(line if colour else line.rstrip())
     if not scale.exact:
         lines.append(
             f"(a column is {float(1 / scale.rate):.3g} of time: starts and ends are rounded to it, "
@@ -143,14 +130,6 @@ def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: 
             f"microbatches show more)"
         )
     return "\n".join(lines)
-
-
-def _paint(row: Sequence[tuple[str, str]], colour: bool) -> str:
-    painted = ""
-    for kind, cells in groupby(row, key=lambda cell: cell[1]):
-        text = "".join(character for character, _ in cells)
-        painted += f"\x1b[30;48;5;{_BACKGROUND[kind]}m{text}\x1b[0m" if kind and colour else text
-    return painted if colour else painted.rstrip()
 
 
 def _axis(rate: Fraction, begin: int, end: int) -> str:

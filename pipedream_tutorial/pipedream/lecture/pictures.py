@@ -3,7 +3,7 @@
 import io
 from collections.abc import Sequence
 
-from pipedream.draw.grids import Panel, Picture, cost_text, lay_out
+from pipedream.draw.grids import Panel, cost_text, lay_out
 from pipedream.draw.page import DPI, WIDTH
 from pipedream.draw.terminal import draw
 from pipedream.schedules.catalogue import SCHEDULES
@@ -30,7 +30,7 @@ class Shown:
         from PIL import Image
 
         panels = [Panel(describe(timeline), timeline) for timeline in self.timelines]
-        figure = lay_out(Picture(self.title, panels))
+        figure = lay_out(self.title, panels)
         drawn = io.BytesIO()
         small = io.BytesIO()
         figure.savefig(drawn)

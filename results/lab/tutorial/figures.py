@@ -21,7 +21,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from pipedream.config import FOLDER
 from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, log_axis
-from pipedream.draw.grids import Panel, Picture, idle_text, kind_legend, lay_out
+from pipedream.draw.grids import Panel, idle_text, kind_legend, lay_out
 from pipedream.draw.page import (
     GREY,
     LINE_COLOURS,
@@ -55,6 +55,17 @@ ARROW = {"arrowstyle": "-|>,head_width=0.16,head_length=0.32", "color": "black",
          "shrinkA": 0, "shrinkB": 0}  # fmt: skip
 MESSAGE = Line2D([], [], color="black", marker=">", label="message a rank waits for")
 FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+
+
+class Picture(NamedTuple):
+    """What lay_out draws."""
+
+    title: str
+    panels: list[Panel]
+    unit: str | None = None
+    notes: Sequence[str] = ()
+    rows: Sequence[str] = ()
+    legend: Sequence[Artist] | None = None
 
 
 def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches: int = 1) -> Row:
@@ -181,7 +192,7 @@ def awaited(timeline: Timeline) -> list[Message]:
 def draw_picture(picture: Picture, path: Path) -> Figure:
     """Write it, where its legend has messages with an arrow for each that a rank waits for; what it
     was drawn from is in its metadata as a digest."""
-    figure = lay_out(picture)
+    figure = lay_out(**picture._asdict())
     for ax, panel in zip(figure.axes, picture.panels, strict=True):
         for message in awaited(panel.timeline) if MESSAGE in (picture.legend or ()) else ():
             ends = (float(message.arrives), message.receiver), (float(message.sent), message.sender)
