@@ -240,9 +240,8 @@ def improve(
 ) -> Words:
     """Move single letters and keep what is not longer; stops early at `goal`, makespan and span."""
     chance = random.Random(seed)
-    now = list(words)
+    now = best = words
     shortest = score(problem, words)
-    best = list(now)
     length = shortest[0]
     unit = min(time for own in problem.durations for time in own.values() if time)
     for turn in range(tries):
@@ -251,23 +250,21 @@ def improve(
         rank = chance.randrange(len(now))
         old = now[rank]
         source = chance.randrange(len(old))
-        target = source + chance.choice((-1, 1)) * chance.randint(1, 6)
-        letter = old[source]
+        target = max(0, source + chance.choice((-1, 1)) * chance.randint(1, 6))
         rest = old[:source] + old[source + 1 :]
-        new = rest[: max(0, target)] + letter + rest[max(0, target) :]
+        new = rest[:target] + old[source] + rest[target:]
         if new == old or not _allowed(new, problem.memory):
             continue
-        now[rank] = new
-        found = score(problem, now)
+        changed = [*now[:rank], new, *now[rank + 1 :]]
+        found = score(problem, changed)
         heat = unit * (1 - turn / tries)
         longer = found[0] - length
         if longer <= 0 or chance.random() < math.exp(-longer / (heat / 3 + 1e-9)):
+            now = changed
             length = found[0]
-            if found < shortest:
-                best = list(now)
-                shortest = found
-        else:
-            now[rank] = old
+        if found < shortest:
+            best = changed
+            shortest = found
     return best
 
 
