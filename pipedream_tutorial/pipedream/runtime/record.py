@@ -66,8 +66,8 @@ class MeasuredRun:
             span = max(e.end_ns for e in computed) - min(e.start_ns for e in computed)
             repeats.append((span, ranks, events))
         spans = [span for span, _, _ in repeats]
-        in_the_middle = (len(repeats) - 1) // 2
-        span, ranks, self.events = sorted(repeats, key=itemgetter(0))[in_the_middle]
+        repeats.sort(key=itemgetter(0))
+        span, ranks, self.events = repeats[(len(repeats) - 1) // 2]
         self.durations: dict[tuple[str, int], list[int]] = {}
         """Of the operations of each kind on each stage."""
         for op, event in self.by_operation("compute").items():

@@ -24,7 +24,7 @@ from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order
 from pipedream.simulate.trace import trace_document
-from pipedream.train.oracle import Config, Trainers, Workload, count, run_schedule
+from pipedream.train.oracle import Config, Workload, count, run_schedule
 from pipedream.train.trainer import StageTrainer, Weights
 
 
@@ -82,13 +82,13 @@ def exchange(value: Any) -> list[Any]:
     return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in both]
 
 
-def gather_weights(case: Case, workload: Workload, own: Trainers) -> list[Weights]:
-    """On rank 0 every stage's weights, of all ranks, on the CPU; on the others nothing."""
-    found = {s: {n: w.detach().cpu() for n, w in t.weights.items()} for s, t in own.items()}
+def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -> list[Weights]:
+    """On rank 0 every stage's weights, of all ranks; on the others nothing."""
     if dist.get_rank() > 0:
-        for weight in chain.from_iterable(weights.values() for weights in found.values()):
+        for weight in chain.from_iterable(weights.values() for weights in own.values()):
             dist.send(weight.contiguous(), 0)
         return []
+    found = dict(own)
     modules = workload.build_modules(case.schedule.stages_per_rank)  # for names and shapes
     for rank, stages in enumerate(case.schedule.stages()[1:], 1):
         for stage in stages:
@@ -126,11 +126,11 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             station.run(case)
         repeats = []
         for _ in range(config["repeats"]):
-            report, trainers = station.run(case, emulated=True)
+            report, weights = station.run(case, emulated=True)
             repeats.append(report)
         by_rank = exchange(repeats)
         wanted = config["check_weights"] or outputs["weights"]
-        by_stage = gather_weights(case, station.workload, trainers) if wanted else []
+        by_stage = gather_weights(case, station.workload, weights) if wanted else []
         if rank > 0:
             continue
         run = MeasuredRun(case, by_rank, by_stage)

@@ -31,6 +31,7 @@ from pipedream.runtime.record import Case, Report
 from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule
 from pipedream.simulate.trace import handed_on, transfers
 from pipedream.train.oracle import Config, Trainers, Workload
+from pipedream.train.trainer import Weights
 
 
 @contextmanager
@@ -205,10 +206,9 @@ class Station:
         self.config = config
         self.device = take_device(config, rank)
         self.workload = Workload(config, self.device)
-        self.slept_ms = config["forward_ms"], config["backward_ms"]
+        on_gpu = self.device.type == "cuda"
+        self.slept_ms = (0.0, 0.0) if on_gpu else (config["forward_ms"], config["backward_ms"])
         """In a forward and in a whole backward pass of a rank's layers."""
-        if self.device.type == "cuda":
-            self.slept_ms = 0.0, 0.0
 
     def meet(self, cases: Sequence[Case]) -> None:
         """Connect with the others, then run two microbatches of each case with nothing sent.
@@ -237,9 +237,10 @@ class Station:
         own = schedule.stages()[self.rank]
         return self.workload.build_trainers(schedule, case.policy, case.num_microbatches, own)
 
-    def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, Trainers]:
-        """Train the initial weights under a schedule, with CONFIG's sleeps if `emulated`. All ranks
-        have to call this together. Raises StageLostError when a peer is gone."""
+    def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
+        """Train the initial weights under a schedule, with CONFIG's sleeps if `emulated`; the final
+        weights by stage, on the CPU, so that the next run finds the GPU empty. All ranks have to
+        call this together. Raises StageLostError when a peer is gone."""
         trainers = self._trainers(case)
         on_gpu = self.device.type == "cuda"
         gc.disable()  # Python's collector would stop a stage for milliseconds, anywhere
@@ -269,7 +270,10 @@ class Station:
             at_once = sum(clock.read(end) - end[0] < AT_ONCE_NS for end in ends)
             report["waited_for_host"] = at_once / len(ends)
             report["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
-        return report, trainers
+        return report, {
+            trainer.stage: {name: w.detach().cpu() for name, w in trainer.weights.items()}
+            for trainer in own
+        }
 
     def _run_order(
         self, case: Case, trainers: Trainers, clock: Clock, slept_ms: tuple[float, float]

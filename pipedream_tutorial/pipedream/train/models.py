@@ -56,12 +56,6 @@ class Task:
         rows = slice(first, first + self.microbatch_size)
         return self.inputs[rows], self.targets[rows]
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Task":
-        """Numbers as `dtype`; classes stay what they are."""
-        kind = dtype if self.targets.is_floating_point() else None
-        inputs = self.inputs.to(device, dtype)
-        return replace(self, inputs=inputs, targets=self.targets.to(device, kind))
-
 
 def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
     """TASK_MICROBATCHES of normal inputs [samples, WIDTH], classified by a random network."""

@@ -51,7 +51,7 @@ class Workload:
         if self.blocks is None:
             layers = layers or 2
             dtype = dtype or "float64"
-            self.task = build_task(seed=config["seed"], microbatch_size=batch or 8)
+            task = build_task(seed=config["seed"], microbatch_size=batch or 8)
             self.loss: Loss = functional.cross_entropy
             text = f"{count(layers, 'layer')} a stage, {batch or 8} samples"
         else:
@@ -70,7 +70,8 @@ class Workload:
             generator = torch.Generator().manual_seed(config["seed"])
             shape = 4 * batch, tokens, hidden
             noise = [torch.randn(shape, generator=generator) for _ in range(2)]
-            self.task = Task(inputs=noise[0], targets=noise[1], microbatch_size=batch)
+            targets = noise[1].to(getattr(torch, dtype))
+            task = Task(inputs=noise[0], targets=targets, microbatch_size=batch)
             self.loss = functional.mse_loss
             text = (
                 f"{count(layers, 'block')} of hidden size {hidden} a stage (no embedding, no "
@@ -80,7 +81,8 @@ class Workload:
         """Of a rank."""
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.text = f"{name}, {text} a microbatch, {dtype}"
-        self.task = self.task.to(self.device, self.dtype)
+        inputs = task.inputs.to(self.device, self.dtype)
+        self.task = replace(task, inputs=inputs, targets=task.targets.to(self.device))
 
     def build_modules(self, stages_per_rank: int) -> list[nn.Module]:
         """By stage; each but the last gives a tensor of the form that it takes.
