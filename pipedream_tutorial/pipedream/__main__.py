@@ -69,6 +69,7 @@ EXTRA = {
     "csv": "write the schedule's order as CSV, which torch.distributed.pipelining loads",
     "trace": "write the schedule's timeline as JSON, which ui.perfetto.dev opens",
 }
+MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
 
 
 def run_script(
@@ -256,13 +257,11 @@ def print_comparison(rows: Iterable[Row | Refused], case: Case) -> None:
         )  # fmt: skip
         print(line + "*" * row.mixed, flush=True)
         mixed = mixed or row.mixed
-    for note in simple.NOTES.split("\n", 2):  # the last has two lines
-        print_wrapped("", note)
+    notes = simple.NOTES.split("\n", 2)  # the last has two lines
     if mixed:
-        text = (
-            "backward passes see newer weights than their forward passes did: no model's gradient."
-        )
-        print_wrapped("", f"*: {text}")
+        notes.append(MIXED)
+    for note in notes:
+        print_wrapped("", note)
 
 
 if __name__ == "__main__":

@@ -169,8 +169,10 @@ def draw_grid(
     tight = {(op.kind, cells[op].get_height()) for op in inside if rooms[op] < size}
     style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size, "linespacing": 1.05}
     for op in inside:
-        if (op.kind, cells[op].get_height()) not in tight:
-            x, y = cells[op].get_center()
+        cell = cells[op]
+        if (op.kind, cell.get_height()) not in tight:
+            x = cell.get_x() + cell.get_width() / 2
+            y = cell.get_y() + cell.get_height() / 2
             ax.text(x, y, label(op), color=page.ink(colour(op)), **style)
     rank_axis(ax, num_ranks)
 
