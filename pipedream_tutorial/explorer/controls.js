@@ -22,15 +22,9 @@ const RULES = {
     label: "memory limit", help: "microbatches that a rank may hold; 0 is no limit",
   },
   F: { name: "forward", above: true, ends: [0.25, 4], label: "F, forward", help: "time of a forward pass on one rank" },
-  I: {
-    name: "input_gradient", above: true, ends: [0.25, 4],
-    label: "I, input gradient", help: "first half of the backward pass",
-  },
+  I: { name: "input_gradient", above: true, ends: [0.25, 4], label: "I, input gradient", help: "first half of the backward pass" },
   W: { name: "weight_gradient", ends: [0, 4], label: "W, weight gradient", help: "second half of the backward pass" },
-  c: {
-    name: "communication", ends: [0, 4],
-    label: "c, communication", help: "time from one rank to the next; occupies neither",
-  },
+  c: { name: "communication", ends: [0, 4], label: "c, communication", help: "time from one rank to the next; occupies neither" },
   saving: {
     name: "overlap_saving", most: 1, ends: [0, 1],
     label: "overlap saving", help: "share of a pair's shorter half that is hidden (DualPipeV)",
@@ -84,12 +78,6 @@ function acceptedList(text, p) {
   throw new RuleError(`stage_scale has length ${list.length} for ${p} stages; ${fix}`);
 }
 
-function acceptedChoice(key, text) {
-  const names = [...Object.keys(SCHEDULES), "search", ...(key === "schedule" ? ["csv"] : [])];
-  if (names.includes(text) || (key === "other" && !text)) return text;
-  throw new RuleError(`${key}=${text} is not accepted; ${key} is one of ${names.join(", ")}`);
-}
-
 function toHash(chosen) {
   const written = (value) => {
     if (Array.isArray(value)) return value.map(written).join("_");
@@ -112,19 +100,21 @@ function fromHash(hash) {
 }
 
 function readValue(key, plain) {
-  if (key === "schedule" || key === "other") return acceptedChoice(key, plain);
-  if (typeof START[key] === "boolean") return plain === "1";
   if (key === "csv") return plain;
+  if (typeof START[key] === "boolean") return plain === "1";
+  if (key === "schedule" || key === "other") {
+    const names = [...Object.keys(SCHEDULES), "search", ...(key === "schedule" ? ["csv"] : [])];
+    if (names.includes(plain) || (key === "other" && !plain)) return plain;
+    throw new RuleError(`${key}=${plain} is not accepted; ${key} is one of ${names.join(", ")}`);
+  }
   if (!Array.isArray(START[key])) return accepted(key, plain);
   const list = plain ? plain.split("_") : [];
-  if (key === "moves") return list.map(readMove);
-  return list.map((one) => accepted(key === "solved" ? "level" : key, one));
-}
-
-function readMove(text) {
-  const [rank, from, to] = text.split(".").map(Number);
-  if ([rank, from, to].every((n) => Number.isInteger(n) && n >= 0)) return { rank, from, to };
-  throw new RuleError(`moves=${text} is not accepted; a move is rank.from.to`);
+  if (key !== "moves") return list.map((one) => accepted(key === "solved" ? "level" : key, one));
+  return list.map((text) => {
+    const [rank, from, to] = text.split(".").map(Number);
+    if ([rank, from, to].every((n) => Number.isInteger(n) && n >= 0)) return { rank, from, to };
+    throw new RuleError(`moves=${text} is not accepted; a move is rank.from.to`);
+  });
 }
 
 // The choices after a change. Moves name places in an order, so they go when that is another one.

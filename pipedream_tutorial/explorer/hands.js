@@ -1,5 +1,5 @@
-// Pointer, finger and keyboard on a timeline: focus an operation, drag it within its rank; and what
-// there is to say about the one in focus, and the legend.
+// The reader's hands. Pointer, finger and keyboard on a timeline: focus an operation, drag it within
+// its rank. And the clock: play, and step from one start or end to the next.
 "use strict";
 
 const LONG_PRESS_MS = 450;
@@ -21,8 +21,11 @@ function attachHands(pane, editable) {
     const { clientX: x, clientY: y } = event;
     if (pressed?.held) {
       if (!pane.drag && Math.abs(x - pressed.x) < 5) return;
-      aim(pane, pressed.place, placeAt(pane, pressed.place, x - chart.getBoundingClientRect().left));
-      return;
+      const { rank, index } = pressed.place;
+      const others = pane.run.timeline.lines[rank].toSpliced(index, 1);
+      const dragged = x - chart.getBoundingClientRect().left;
+      const before = others.filter(({ start, end }) => toX(pane, (start + end) / 2) < dragged);
+      return aim(pane, pressed.place, before.length);
     }
     if (pressed && Math.hypot(x - pressed.x, y - pressed.y) > 8) letGo();
     const place = event.pointerType === "touch" ? null : under(event);
@@ -67,12 +70,6 @@ function attachHands(pane, editable) {
 function focus(pane, place) {
   pane.focus = place;
   showFocus(pane);
-}
-
-// Where a cell that is dragged to x would be put among the others of its rank.
-function placeAt(pane, { rank, index }, x) {
-  const others = pane.run.timeline.lines[rank].toSpliced(index, 1);
-  return others.filter(({ start, end }) => toX(pane, (start + end) / 2) < x).length;
 }
 
 // Says what a move would do, and shows where it would go.
@@ -142,104 +139,117 @@ function neighbour(pane, step) {
   return others.reduce((best, other) => (distance(other) < distance(best) ? other : best), others[0] ?? cell);
 }
 
-const KINDS = {
-  F: ["forward", "forward pass"],
-  R: ["forward again", "forward pass once more, as its activations were not kept,"],
-  B: ["backward", "backward pass"],
-  I: ["input gradient", "input gradient, the first half of the backward pass"],
-  W: ["weight gradient", "weight gradient, the second half of the backward pass"],
-};
+const SECONDS = 12; // for the whole of it
 
-// Lines of text about the cell in focus.
-function describe(pane) {
-  const { run: { timeline, use } } = pane;
-  const cell = focused(pane);
-  const { item, rank, start, end } = cell;
-  const at = (ticks) => shortNumber(ticks * timeline.tick);
-  const names = item.map(
-    (op) => `${op.text}: ${KINDS[op.kind][1]} of microbatch ${op.microbatch} on stage ${op.stage}`,
-  );
-  return [
-    `${names.join("; with ")}. Rank ${rank}, from ${at(start)} to ${at(end)}.`,
-    waitText(timeline, cell, at),
-    ...item.filter((op) => op.kind !== "W").map((op) => weightText(use, op)),
-    slackText(item, pane.slack.get(cell), at),
-    ...measuredText(pane, cell),
-  ];
-}
-
-function waitText({ schedule, lines, cells, c }, { item, rank, index, bound }, at) {
-  const wanted = schedule.needs(item);
-  if (!wanted.length) return "Waits for nothing: its input is the data.";
-  const needs = wanted.map((need) => {
-    const from = cells.get(need);
-    const there = at(arrivalOf(from, rank, c));
-    return from.rank === rank ? `${need} (own, ended at ${there})` : `${need} (from rank ${from.rank}, there at ${there})`;
-  });
-  const own = lines[rank][index - 1]?.item.some((op) => op.text === bound) && !wanted.includes(bound);
-  const reason = own ? `It starts when its rank has ended ${bound}.` : `${bound} came last.`;
-  return `Waits for ${needs.join(" and ")}. ${bound ? reason : ""}`;
-}
-
-function weightText(use, op) {
-  const { version, behind } = use.get(op.text);
-  if (op.kind === "R") return `Runs with weights of version ${version}, as the backward pass will.`;
-  if (op.kind === "F") return `Runs with weights of version ${version}.`;
-  const [own, update] = ["F", "W"].map((kind) => use.get(keyOf(kind, op.stage, op.microbatch)));
-  const same =
-    own.version === version
-      ? "the same as its forward pass"
-      : `its forward pass had version ${own.version}, so this is the gradient of no model`;
-  const late = behind ?? update.behind;
-  return `Runs with weights of version ${version}, ${same}; ${late === 1 ? "1 update" : `${late} updates`} behind when applied.`;
-}
-
-// How late an operation may be, and which way it is worth moving.
-function slackText(item, slack, at) {
-  const weight = item.every((op) => op.kind === "W");
-  if (slack) {
-    const free = `Slack ${at(slack)}: in this order it may end that much later, and the whole ends no later.`;
-    return free + (weight ? " No other rank waits for a W: it may also move behind what comes after it." : "");
+class Player {
+  constructor() {
+    Object.assign(this, { time: null, playing: false, guess: null });
+    byId("play").onclick = () => this.toggle();
+    byId("forward").onclick = () => this.step(1);
+    byId("back").onclick = () => this.step(-1);
+    byId("all").onclick = () => this.reset();
+    byId("clock").oninput = () => this.show((byId("clock").value / 1000) * this.longest);
   }
-  return weight
-    ? "On a critical path. No other rank waits for a W, though: behind the next operation it may let that one start earlier."
-    : "On a critical path: if it starts earlier or gets shorter, the whole may end earlier.";
+
+  // times: all starts and ends, in units.
+  setTimes(times) {
+    this.times = [...new Set(times)].sort((a, b) => a - b);
+    this.longest = this.times.at(-1) ?? 0;
+    if (this.time !== null) this.show(this.time);
+  }
+
+  // Of each rank in its own span. (Up to the end of all, ranks with equal work idle alike.)
+  get idle() {
+    return main.run?.numbers.span.ranks;
+  }
+
+  get ended() {
+    return this.time === null || this.time >= this.longest;
+  }
+
+  setPlaying(playing) {
+    this.playing = playing;
+    byId("play").textContent = playing ? "Pause" : "Play";
+  }
+
+  toggle() {
+    if (this.playing) this.setPlaying(false);
+    else if (this.ended && byId("question").hidden && this.idle?.length > 1) this.ask();
+    else this.start();
+  }
+
+  start() {
+    byId("question").hidden = true;
+    this.setPlaying(true);
+    if (this.ended) this.time = 0;
+    let before = performance.now();
+    const frame = (now) => {
+      if (!this.playing) return;
+      this.show(this.time + ((now - before) / 1000 / SECONDS) * this.longest);
+      before = now;
+      if (this.ended) this.finish();
+      else requestAnimationFrame(frame);
+    };
+    requestAnimationFrame(frame);
+  }
+
+  ask() {
+    const asker = document.activeElement ?? byId("play");
+    const answers = this.idle.map((_, rank) => [`rank ${rank}`, rank]);
+    const buttons = [...answers, ["all alike", "alike"], ["just play", null]].map(([textContent, guess]) => {
+      const onclick = () => {
+        this.guess = guess;
+        asker.focus();
+        this.start();
+      };
+      return el("button", { type: "button", textContent, onclick });
+    });
+    const text = "First a guess: between its first and its last operation, which rank idles longest?";
+    byId("question").replaceChildren(el("p", {}, text), ...buttons);
+    byId("question").hidden = false;
+    buttons[0].focus();
+  }
+
+  finish() {
+    this.setPlaying(false);
+    if (this.guess === null || !this.idle) return;
+    byId("question").replaceChildren(el("p", {}, answerText(this.guess, this.idle)));
+    byId("question").hidden = false;
+    this.guess = null;
+  }
+
+  step(direction) {
+    this.setPlaying(false);
+    const now = this.time ?? (direction > 0 ? -1 : Infinity);
+    const beyond = (time) => (time - now) * direction > 1e-9;
+    const next = direction > 0 ? this.times.find(beyond) : this.times.findLast(beyond);
+    if (next !== undefined) this.show(next);
+  }
+
+  reset() {
+    this.setPlaying(false);
+    this.time = this.guess = null;
+    byId("question").hidden = true;
+    byId("clock").value = 1000;
+    panes.forEach((pane) => pane.draw(null));
+  }
+
+  show(time) {
+    this.time = Math.min(time, this.longest);
+    byId("clock").value = this.longest ? (1000 * this.time) / this.longest : 0;
+    panes.forEach((pane) => pane.draw(this.time));
+  }
 }
 
-function measuredText(pane, cell) {
-  const real = pane.measured?.cells.get(cell.item[0].text);
-  if (!real) return [];
-  const took = shortNumber(real.end - real.start);
-  const wanted = shortNumber((cell.end - cell.start) * pane.run.timeline.tick);
-  return [`Measured: ${took} ms (simulated ${wanted}), and it ended ${lateText(lateness(pane, real))}.`];
-}
-
-// What the frames, arrows and strips that are shown mean: a swatch's colour, or none, and a text.
-function showLegend(panes, chosen) {
-  const shown = panes.filter((pane) => pane.run);
-  const schedules = shown.map((pane) => pane.run.timeline.schedule);
-  const used = new Set(schedules.flatMap((schedule) => schedule.ops.map((op) => op.kind)));
-  const measured = shown.some((pane) => pane.measured);
-  const entries = [
-    ...Object.keys(KINDS).map((kind) => [used.has(kind), kind, `${kind}, ${KINDS[kind][0]}`]),
-    [schedules.some(({ copies, stagesPerRank }) => copies * stagesPerRank > 1), "",
-      "paler: a rank's later stages, or the second copy"],
-    [chosen.byVersion, "", "the kind at the foot; above it the version of the weights that a pass runs with (W reads none)"],
-    [measured, "bad", "under a measured operation: it ended later than simulated"],
-    [measured, "good", "it ended earlier"],
-    [chosen.held, "held", "held: microbatches whose activations the rank keeps"],
-    [chosen.held && chosen.K, "bad", "above the memory limit, the dashed line"],
-    [chosen.versions, "versions", "versions: copies of the weights that the rank keeps"],
-    [chosen.stale, "stale", "behind: updates that the last gradient did not know of"],
-    [chosen.path, "path", "framed: the critical path"],
-    [chosen.arrows, "quiet", "thin arrow: a message"],
-    [true, "ink", "thick frame: the operation pointed at"],
-    [true, "accent", "framed, with an arrow: what it waits for; dashed arrow: what waits for it"],
-  ];
-  const items = entries.filter(([on]) => on).map(([, colour, text]) => {
-    const swatch = el("span", { className: colour ? "swatch" : "" });
-    swatch.style.background = `var(--${colour})`;
-    return el("span", {}, swatch, text);
-  });
-  byId("legend").replaceChildren(...items);
+// idle: by rank. A rank that shares the first place is right, too.
+function answerText(guess, idle) {
+  const most = Math.max(...idle);
+  const first = range(idle.length).filter((rank) => idle[rank] > most - 1e-9);
+  const alike = first.length === idle.length;
+  const right = alike ? guess === "alike" : first.includes(guess);
+  const others = first.slice(0, -1).join(", ");
+  const some = others ? `ranks ${others} and ${first.at(-1)} idle` : `rank ${first[0]} idles`;
+  const who = alike ? "all ranks idle alike" : `${some} longest`;
+  return `${right ? "Right" : "No"}: ${who}, for ${shortNumber(most)}. By rank: ` +
+    `${idle.map(shortNumber).join(", ")}.`;
 }

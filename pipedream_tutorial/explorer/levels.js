@@ -2,18 +2,13 @@
 // Below them the bar of levels, and the text and goals of the one that is on.
 "use strict";
 
-const timeAtMost = (limit) => ({
-  text: `time ${limit} or less`,
-  met: ({ numbers }) => numbers.makespan <= limit + 1e-9,
-});
-const heldAtMost = (limit) => ({
-  text: `no rank holds more than ${limit} microbatches`,
-  met: ({ numbers }) => Math.max(...numbers.peakActivations) <= limit,
-});
-const idleAtMost = (share) => ({
-  text: `${100 * share}% idle or less`,
-  met: ({ numbers }) => numbers.idle.share <= share + 1e-9,
-});
+// A goal: what it says, and whether {numbers, trained} of a timeline meet it.
+const timeAtMost = (limit) => [`time ${limit} or less`, ({ numbers }) => numbers.makespan <= limit + 1e-9];
+const idleAtMost = (share) => [`${100 * share}% idle or less`, ({ numbers }) => numbers.idle.share <= share + 1e-9];
+const heldAtMost = (limit) => [
+  `no rank holds more than ${limit} microbatches`,
+  ({ numbers }) => Math.max(...numbers.peakActivations) <= limit,
+];
 
 const EVEN = { F: "1", I: "1", W: "1", c: "0", scale: [], n: 1, K: 0 };
 
@@ -72,9 +67,9 @@ const LEVELS = [
     schedules: ["1f1b", "pipedream-no-stash", "pipedream", "pipedream-vertical", "pipedream-2bw"],
     controls: [],
     goals: [
-      { text: "gradient error exactly 0", met: ({ trained }) => trained?.whole === 0 },
+      ["gradient error exactly 0", ({ trained }) => trained?.whole === 0],
       idleAtMost(0.1),
-      { text: "at most 2 weight versions on every stage", met: ({ numbers }) => numbers.peakVersions <= 2 },
+      ["at most 2 weight versions on every stage", ({ numbers }) => numbers.peakVersions <= 2],
     ],
     hint: "Stashing makes the error 0 but keeps 4 versions on the first rank. One of the schedules updates once a batch and stays one batch behind.",
     learned: "Stashing gives the exact gradient of the weights that the forward pass saw, so valid but not fresh: see the error against the newest weights. PipeDream-2BW needs two versions, whatever p; its weights are a whole batch behind.",
@@ -113,15 +108,15 @@ function showLesson(facts) {
   byId("lesson").hidden = !level;
   if (!level) return;
   const own = LEVELS[level - 1];
-  const goals = own.goals.map(({ text, met }) => ({ text, met: Boolean(facts && met(facts)) }));
-  const done = goals.every((goal) => goal.met);
+  const goals = own.goals.map(([text, isMet]) => [text, Boolean(facts && isMet(facts))]);
+  const done = goals.every(([, met]) => met);
   if (byId("lesson").dataset.level !== String(level)) {
     byId("lesson").dataset.level = level;
     byId("lesson-title").textContent = `Level ${level}: ${own.title}`;
     for (const part of ["text", "hint", "learned"]) byId(`lesson-${part}`).textContent = own[part];
     byId("hint").open = false;
   }
-  byId("goals").replaceChildren(...goals.map(({ text, met }) =>
+  byId("goals").replaceChildren(...goals.map(([text, met]) =>
     el("li", { className: met ? "met" : "unmet", textContent: `${met ? "✓" : "○"} ${text}` }),
   ));
   byId("learned").hidden = !done;

@@ -54,15 +54,11 @@ function refresh() {
 function place() {
   player.setTimes(panes.flatMap((pane) => pane.times));
   const longest = Math.max(player.longest, main.measured?.last ?? 0);
-  panes.forEach((pane) => pane.place(longest, roomForPane()));
-}
-
-// On a wide window all timelines are in view together, and what is said of an operation.
-function roomForPane() {
-  if (!WIDE.matches) return Infinity;
+  // On a wide window all timelines are in view together, and what is said of an operation.
   const top = byId("panes").getBoundingClientRect().top + scrollY;
   const shown = panes.filter((pane) => pane.run).length;
-  return (innerHeight - top - DETAIL_HEIGHT) / Math.max(1, shown) - 16;
+  const room = (innerHeight - top - DETAIL_HEIGHT) / Math.max(1, shown) - 16;
+  panes.forEach((pane) => pane.place(longest, WIDE.matches ? room : Infinity));
 }
 
 function say(text, verdict) {

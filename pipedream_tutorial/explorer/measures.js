@@ -12,6 +12,8 @@ function summary(timeline, use) {
     share: 1 - sum(busy) / (sum(whole) || 1),
   });
   const uses = [...use.values()];
+  const versionOf = (kind, { stage, microbatch }) => use.get(keyOf(kind, stage, microbatch)).version;
+  const backwards = schedule.ops.filter(({ kind }) => kind === "B" || kind === "I");
   return {
     makespan: last * tick,
     idle: idle(lines.map(() => last)),
@@ -19,13 +21,8 @@ function summary(timeline, use) {
     peakActivations: peakActivations(timeline),
     peakVersions: Math.max(...uses.map((own) => own.kept)),
     staleness: Math.max(...uses.map((own) => own.behind ?? 0)),
-    mixed: schedule.ops.some((op) => "BI".includes(op.kind) && isMixed(op, use)),
+    mixed: backwards.some((op) => versionOf(op.kind, op) !== versionOf("F", op)),
   };
-}
-
-// Whether a backward pass sees other weights than its forward pass saw.
-function isMixed({ stage, microbatch, text }, use) {
-  return use.get(text).version !== use.get(keyOf("F", stage, microbatch)).version;
 }
 
 // By rank: [time in ticks, value from then on], where the value changes: what `firstOf` says of

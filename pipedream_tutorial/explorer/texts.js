@@ -1,0 +1,104 @@
+// What there is to say about the operation in focus, and the legend.
+"use strict";
+
+const KINDS = {
+  F: ["forward", "forward pass"],
+  R: ["forward again", "forward pass once more, as its activations were not kept,"],
+  B: ["backward", "backward pass"],
+  I: ["input gradient", "input gradient, the first half of the backward pass"],
+  W: ["weight gradient", "weight gradient, the second half of the backward pass"],
+};
+
+// Lines of text about the cell in focus.
+function describe(pane) {
+  const { run: { timeline, use } } = pane;
+  const cell = focused(pane);
+  const { item, rank, start, end } = cell;
+  const at = (ticks) => shortNumber(ticks * timeline.tick);
+  const names = item.map(
+    (op) => `${op.text}: ${KINDS[op.kind][1]} of microbatch ${op.microbatch} on stage ${op.stage}`,
+  );
+  return [
+    `${names.join("; with ")}. Rank ${rank}, from ${at(start)} to ${at(end)}.`,
+    waitText(timeline, cell, at),
+    ...item.filter((op) => op.kind !== "W").map((op) => weightText(use, op)),
+    slackText(item, pane.slack.get(cell), at),
+    ...measuredText(pane, cell),
+  ];
+}
+
+function waitText({ schedule, lines, cells, c }, { item, rank, index, bound }, at) {
+  const wanted = schedule.needs(item);
+  if (!wanted.length) return "Waits for nothing: its input is the data.";
+  const needs = wanted.map((need) => {
+    const from = cells.get(need);
+    const there = at(arrivalOf(from, rank, c));
+    return from.rank === rank ? `${need} (own, ended at ${there})` : `${need} (from rank ${from.rank}, there at ${there})`;
+  });
+  const own = lines[rank][index - 1]?.item.some((op) => op.text === bound) && !wanted.includes(bound);
+  const reason = own ? `It starts when its rank has ended ${bound}.` : `${bound} came last.`;
+  return `Waits for ${needs.join(" and ")}. ${bound ? reason : ""}`;
+}
+
+function weightText(use, op) {
+  const { version, behind } = use.get(op.text);
+  if (op.kind === "R") return `Runs with weights of version ${version}, as the backward pass will.`;
+  if (op.kind === "F") return `Runs with weights of version ${version}.`;
+  const [own, update] = ["F", "W"].map((kind) => use.get(keyOf(kind, op.stage, op.microbatch)));
+  const same =
+    own.version === version
+      ? "the same as its forward pass"
+      : `its forward pass had version ${own.version}, so this is the gradient of no model`;
+  const late = behind ?? update.behind;
+  return `Runs with weights of version ${version}, ${same}; ${late === 1 ? "1 update" : `${late} updates`} behind when applied.`;
+}
+
+// How late an operation may be, and which way it is worth moving.
+function slackText(item, slack, at) {
+  const weight = item.every((op) => op.kind === "W");
+  if (slack) {
+    const free = `Slack ${at(slack)}: in this order it may end that much later, and the whole ends no later.`;
+    return free + (weight ? " No other rank waits for a W: it may also move behind what comes after it." : "");
+  }
+  return weight
+    ? "On a critical path. No other rank waits for a W, though: behind the next operation it may let that one start earlier."
+    : "On a critical path: if it starts earlier or gets shorter, the whole may end earlier.";
+}
+
+function measuredText(pane, cell) {
+  const real = pane.measured?.cells.get(cell.item[0].text);
+  if (!real) return [];
+  const took = shortNumber(real.end - real.start);
+  const wanted = shortNumber((cell.end - cell.start) * pane.run.timeline.tick);
+  return [`Measured: ${took} ms (simulated ${wanted}), and it ended ${lateText(lateness(pane, real))}.`];
+}
+
+// What the frames, arrows and strips that are shown mean: a swatch's colour, or none, and a text.
+function showLegend(panes, chosen) {
+  const shown = panes.filter((pane) => pane.run);
+  const schedules = shown.map((pane) => pane.run.timeline.schedule);
+  const used = new Set(schedules.flatMap((schedule) => schedule.ops.map((op) => op.kind)));
+  const measured = shown.some((pane) => pane.measured);
+  const entries = [
+    ...Object.keys(KINDS).map((kind) => [used.has(kind), kind, `${kind}, ${KINDS[kind][0]}`]),
+    [schedules.some(({ copies, stagesPerRank }) => copies * stagesPerRank > 1), "",
+      "paler: a rank's later stages, or the second copy"],
+    [chosen.byVersion, "", "the kind at the foot; above it the version of the weights that a pass runs with (W reads none)"],
+    [measured, "bad", "under a measured operation: it ended later than simulated"],
+    [measured, "good", "it ended earlier"],
+    [chosen.held, "held", "held: microbatches whose activations the rank keeps"],
+    [chosen.held && chosen.K, "bad", "above the memory limit, the dashed line"],
+    [chosen.versions, "versions", "versions: copies of the weights that the rank keeps"],
+    [chosen.stale, "stale", "behind: updates that the last gradient did not know of"],
+    [chosen.path, "path", "framed: the critical path"],
+    [chosen.arrows, "quiet", "thin arrow: a message"],
+    [true, "ink", "thick frame: the operation pointed at"],
+    [true, "accent", "framed, with an arrow: what it waits for; dashed arrow: what waits for it"],
+  ];
+  const items = entries.filter(([on]) => on).map(([, colour, text]) => {
+    const swatch = el("span", { className: colour ? "swatch" : "" });
+    swatch.style.background = `var(--${colour})`;
+    return el("span", {}, swatch, text);
+  });
+  byId("legend").replaceChildren(...items);
+}
