@@ -67,25 +67,20 @@ function readTrace(text) {
   slices.sort((a, b) => a.ts - b.ts || a.dur - b.dur);
   for (const [group, first] of Object.entries(FIRST_PID)) {
     const own = slices.filter(({ pid }) => pid >= first && pid < first + 1000);
-    const numRanks = 1 + Math.max(...own.map(({ pid }) => pid - first));
-    const lines = own.length && range(numRanks).map((rank) => own.filter(({ pid }) => pid === first + rank));
-    if (lines) return { group, ...readRun(lines, own[0].ts) };
+    if (!own.length) continue;
+    const ranks = range(1 + Math.max(...own.map(({ pid }) => pid - first)));
+    const lines = ranks.map((rank) => own.filter(({ pid }) => pid === first + rank).map(
+      ({ ts, dur, args }, index) => {
+        const ops = (args.parts ?? [args]).map(({ kind, stage, microbatch }) => buildOp(kind, stage, microbatch));
+        return { item: ops, rank, index, start: (ts - own[0].ts) / 1000, end: (ts + dur - own[0].ts) / 1000 };
+      },
+    ));
+    const cells = new Map(lines.flat().flatMap((cell) => cell.item.map((op) => [op.text, cell])));
+    const schedule = new Schedule(lines.map((line) => line.map(({ item }) => item)));
+    const run = { group, schedule, lines, cells, last: lastEnd(lines) };
+    return { ...run, durations: meanDurations(run) };
   }
   throw new RuleError("it holds no run of a pipeline; give a file that --trace wrote");
-}
-
-// slices: by rank; the first one starts at `first`.
-function readRun(slices, first) {
-  const cells = new Map();
-  const lines = slices.map((own, rank) => own.map(({ ts, dur, args }, index) => {
-    const item = (args.parts ?? [args]).map(({ kind, stage, microbatch }) => buildOp(kind, stage, microbatch));
-    const cell = { item, rank, index, start: (ts - first) / 1000, end: (ts + dur - first) / 1000 };
-    for (const op of item) cells.set(op.text, cell);
-    return cell;
-  }));
-  const schedule = new Schedule(lines.map((line) => line.map(({ item }) => item)));
-  const run = { schedule, lines, cells, last: lastEnd(lines) };
-  return { ...run, durations: meanDurations(run) };
 }
 
 // In ms: means of a rank's whole share, each rank's factor on them, and the sending time. A backward

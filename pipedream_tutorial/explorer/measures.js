@@ -107,17 +107,11 @@ const newest = (updates) => updates;
 // `flushes`: batches follow each other as repeats of one order. `perMicrobatch`: an update after each
 // backward pass, else one a batch. `stashed`: a backward pass uses its forward pass's weights.
 const POLICIES = {
-  flush: { flushes: true, perMicrobatch: false, forwardVersion: newest, stashed: true },
-  stash: { perMicrobatch: true, forwardVersion: newest, stashed: true },
-  vertical: {
-    perMicrobatch: true, stashed: true,
-    forwardVersion: (updates, i, m, p) => Math.max(0, i - (p - 1)),
-  },
-  "in-place": { perMicrobatch: true, forwardVersion: newest, stashed: false },
-  "2bw": {
-    perMicrobatch: false, stashed: true,
-    forwardVersion: (updates, i, m) => Math.max(0, Math.floor(i / m) - 1),
-  },
+  flush: { flushes: true, stashed: true, forwardVersion: newest },
+  stash: { perMicrobatch: true, stashed: true, forwardVersion: newest },
+  vertical: { perMicrobatch: true, stashed: true, forwardVersion: (updates, i, m, p) => Math.max(0, i - (p - 1)) },
+  "in-place": { perMicrobatch: true, forwardVersion: newest },
+  "2bw": { stashed: true, forwardVersion: (updates, i, m) => Math.max(0, Math.floor(i / m) - 1) },
 };
 
 // operation -> {version that it runs with, kept: versions that its stage keeps after it, behind:

@@ -137,36 +137,35 @@ class Schedule {
   }
 
   // The same stages with other orders.
-  withOrders(orders, kept = this.kept) {
-    return new Schedule(orders, this.copies, kept);
+  withOrders(orders) {
+    return new Schedule(orders, this.copies, this.kept);
   }
 }
 
 // The same batch again and again; microbatches of batch k are numbered from k m on.
-function repeat({ orders, numMicrobatches, copies, kept }, numBatches) {
-  const batches = range(numBatches).map((batch) => changedOps(orders, ({ kind, stage, microbatch }) =>
-    buildOp(kind, stage, microbatch + batch * numMicrobatches),
+function repeat(schedule, numBatches) {
+  const batches = range(numBatches).map((batch) => changedOps(schedule.orders, ({ kind, stage, microbatch }) =>
+    buildOp(kind, stage, microbatch + batch * schedule.numMicrobatches),
   ));
-  return new Schedule(orders.map((_, rank) => batches.flatMap((batch) => batch[rank])), copies, kept);
+  return schedule.withOrders(schedule.orders.map((_, rank) => batches.flatMap((orders) => orders[rank])));
 }
 
 // Every whole backward pass as its two halves, one after the other: nothing moves yet.
 function cutBackwards(schedule) {
-  const halves = (item) => {
-    const [{ kind, stage, microbatch }, second] = item;
-    return kind === "B" && !second ? [..."IW"].map((half) => [buildOp(half, stage, microbatch)]) : [item];
-  };
-  return schedule.withOrders(schedule.orders.map((order) => order.flatMap(halves)));
+  return schedule.withOrders(schedule.orders.map((order) => order.flatMap((item) => {
+    const [{ kind, stage, microbatch }] = item;
+    if (kind !== "B") return [item]; // nor is a pair cut: its first operation is an F
+    return [..."IW"].map((half) => [buildOp(half, stage, microbatch)]);
+  })));
 }
 
 // The same orders, with R, the forward pass once more, before every backward pass.
-function recomputed(schedule, kept) {
-  const again = (item) => {
+function recomputed({ orders, copies }, kept) {
+  const again = orders.map((order) => order.flatMap((item) => {
     const { kind, stage, microbatch } = item.at(-1);
     return kind === "B" || kind === "I" ? [[buildOp("R", stage, microbatch)], item] : [item];
-  };
-  const orders = schedule.orders.map((order) => order.flatMap(again));
-  return schedule.withOrders(orders, Fraction.parse(kept).toNumber());
+  }));
+  return new Schedule(again, copies, Fraction.parse(kept).toNumber());
 }
 
 // Durations as fractions, by a stage's place in the model. `scale` has a factor for each equal share

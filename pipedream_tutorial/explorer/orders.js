@@ -128,16 +128,12 @@ function repeatedBlock(p, m, block) {
 // The line with a W for each I in a later free slot, those on the way up first.
 function withWeights(line) {
   const full = [];
-  const waiting = { i: 0, I: 0 };
-  while (full.length < line.length || waiting.i || waiting.I) {
-    let letter = line[full.length];
-    if (letter in waiting) {
-      waiting[letter] += 1;
-    } else if (!letter && (waiting.i || waiting.I)) {
-      letter = waiting.i ? "w" : "W";
-      waiting[waiting.i ? "i" : "I"] -= 1;
-    }
-    full.push(letter);
+  const waiting = [];
+  while (full.length < line.length || waiting.length) {
+    const letter = line[full.length];
+    if (letter === "i") waiting.unshift("w");
+    if (letter === "I") waiting.push("W");
+    full.push(letter ?? waiting.shift());
   }
   return full;
 }

@@ -135,9 +135,8 @@ function generator(seed) {
 
 function allowed(word, memory) {
   const count = { F: 0, I: 0, W: 0 };
-  for (const kind of word) {
+  return [...word].every((kind) => {
     count[kind] += 1;
-    if (!(count.W <= count.I && count.I <= count.F && count.F <= count.W + memory)) return false;
-  }
-  return true;
+    return count.W <= count.I && count.I <= count.F && count.F <= count.W + memory;
+  });
 }
