@@ -295,9 +295,8 @@ function judge(timeline, move, memory = Infinity) {
     const shown = shortNumber(held);
     return illegal(`rank ${move.rank} would hold ${shown} microbatches, and the limit is ${memory}.`);
   }
-  const [was, is, by] = [timeline.last, after.last, Math.abs(after.last - timeline.last)].map((ticks) =>
-    shortNumber(ticks * timeline.tick),
-  );
+  const [was, is] = [timeline, after].map(({ last }) => shortNumber(last * timeline.tick));
+  const by = shortNumber(Math.abs(after.last - timeline.last) * timeline.tick);
   const name = schedule.orders[move.rank][move.from].map((op) => op.text).join(" | ");
   if (after.last === timeline.last) return { verdict: "same", text: `Free: ${name} may move, time stays ${is}.` };
   if (after.last < timeline.last) return { verdict: "shorter", text: `Gains ${by}: time falls from ${was} to ${is}.` };

@@ -94,27 +94,23 @@ function zbV(r, p, m) {
 // One slot between neighbours; the pause keeps two operations of a rank out of the same slot.
 function vMin(p, m) {
   const pause = p % 3 ? 0 : 2;
-  return repeatedBlock(p, m, (r) => ({
-    F: r, f: 2 * p - 1 - r, i: 2 * p + pause + r, I: 4 * p + pause - 1 - r,
-  }));
+  return repeatedBlock(p, m, (r) => [r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r]);
 }
 
 // Two slots between neighbours wherever the way leads down the V.
 function vHalf(p, m) {
   const pause = p % 2 ? 0 : 3;
-  return repeatedBlock(p, m, (r) => ({
-    F: 2 * r, f: 3 * p - 2 - r, i: 3 * p + pause - 1 + 2 * r, I: 6 * p + pause - 2 - r,
-  }));
+  return repeatedBlock(p, m, (r) => [2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r]);
 }
 
-// A line is a rank's letters by slot. One microbatch's are again every 6 slots; two passes then pull
-// operations forward at both ends, as schedules/building_blocks.py explains; W has no slots of its
-// own in the second.
+// A line is a rank's letters by slot. block(r): the slots of microbatch 0's F, f, i and I; every 6
+// slots comes the next. Two passes then pull operations forward at both ends, as
+// schedules/building_blocks.py explains; W has no slots of its own in the second.
 function repeatedBlock(p, m, block) {
   const repeated = range(p).map((r) => {
     const line = [];
-    for (const [letter, slot] of Object.entries(block(r))) {
-      for (let i = 0; i < m; i++) line[slot + 6 * i] = letter;
+    for (const [k, slot] of block(r).entries()) {
+      for (let i = 0; i < m; i++) line[slot + 6 * i] = "FfiI"[k];
     }
     return line;
   });
