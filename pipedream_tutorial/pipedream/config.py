@@ -54,11 +54,9 @@ class Rule:
         """`value` as `kind`, whether typed (text) or from CONFIG; else UserError."""
         if self.none and str(value).strip().lower() == "none":
             return None
-        parts: object = [value]
-        if self.many:
-            parts = value
-            if isinstance(value, str):
-                parts = value.strip().removeprefix("[").removesuffix("]").split(",")
+        parts: object = value if self.many else [value]
+        if self.many and isinstance(value, str):
+            parts = value.strip().removeprefix("[").removesuffix("]").split(",")
         if not isinstance(parts, (list, tuple)) or not parts:
             raise self._error(key, value)
         found = []

@@ -200,20 +200,17 @@ def lay_out(
     title: str,
     panels: Sequence[Panel],
     *,
-    unit: str | None = None,
     notes: Sequence[str] = (),
-    rows: Sequence[str] = (),
     tall: float = 1.2,
     until: Fraction | None = None,
     legend: Sequence[Artist] | None = None,
+    left: float = 0.95,
     right: float = 0.4,
 ) -> Figure:
     """A page of timelines above each other, on one time axis that ends at `until`, or else at the
-    last makespan.
+    last makespan and whose label names the durations, which are the same for all panels.
 
-    `unit` labels the time axis; by default it names the durations, which are the same for all
-    panels. `rows` are the ranks' names, if not their numbers; `tall` is a row's height in row
-    heights, and `right` what lies beside the panels, in inches.
+    `tall` is a row's height in row heights; `left` and `right` lie beside the panels, in inches.
     """
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
@@ -230,17 +227,15 @@ def lay_out(
         head=0.45 if panels[0].text else 0.2,
         gap=0.5,
         notes=notes,
-        left=2.5 if rows else 0.95,
+        left=left,
         right=right,
     )
     for ax, panel in zip(axes, panels, strict=True):
         text, timeline, labels, colour, outlined = panel
         draw_grid(ax, timeline, until=until, colour=colour, labels=labels, outlined=outlined)
         page.panel_title(ax, text)
-        if rows:
-            ax.set_yticks(range(len(rows)), rows)
         ax.tick_params(labelbottom=ax is axes[-1])
-    time_label(axes[-1], timelines[-1], unit)
+    time_label(axes[-1], timelines[-1])
     return figure
 
 
@@ -263,9 +258,9 @@ def cost_text(timeline: Timeline) -> str:
     return f"ends at {ends}, idle {idle_share(timeline)}; microbatches held at most by rank {held}"
 
 
-def time_label(ax: Axes, timeline: Timeline, text: str | None = None) -> None:
-    """Names the time axis and its unit: the durations, if not something else."""
-    ax.set_xlabel(text or f"time in units: {durations_text(timeline)}", fontsize=TEXT)
+def time_label(ax: Axes, timeline: Timeline) -> None:
+    """Names the time axis and its unit: the durations."""
+    ax.set_xlabel(f"time in units: {durations_text(timeline)}", fontsize=TEXT)
 
 
 def durations_text(timeline: Timeline) -> str:

@@ -58,7 +58,7 @@ FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v",
 
 
 class Picture(NamedTuple):
-    """What lay_out draws."""
+    """What lay_out draws; `unit` and `rows` replace the time axis's label and ranks' numbers."""
 
     title: str
     panels: list[Panel]
@@ -192,9 +192,15 @@ def awaited(timeline: Timeline) -> list[Message]:
 def draw_picture(picture: Picture, path: Path) -> Figure:
     """Write it, where its legend has messages with an arrow for each that a rank waits for; what it
     was drawn from is in its metadata as a digest."""
-    figure = lay_out(**picture._asdict())
-    for ax, panel in zip(figure.axes, picture.panels, strict=True):
-        for message in awaited(panel.timeline) if MESSAGE in (picture.legend or ()) else ():
+    title, panels, unit, notes, rows, legend = picture
+    left = 2.5 if rows else 0.95
+    figure = lay_out(title, panels, notes=notes, legend=legend, left=left)
+    if unit is not None:
+        figure.axes[-1].set_xlabel(unit)
+    for ax in figure.axes if rows else ():
+        ax.set_yticks(range(len(rows)), rows)
+    for ax, panel in zip(figure.axes, panels, strict=True):
+        for message in awaited(panel.timeline) if MESSAGE in (legend or ()) else ():
             ends = (float(message.arrives), message.receiver), (float(message.sent), message.sender)
             ax.annotate("", *ends, arrowprops=ARROW)
     return save(figure, path, digest(picture))
