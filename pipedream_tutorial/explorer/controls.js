@@ -22,9 +22,15 @@ const RULES = {
     label: "memory limit", help: "microbatches that a rank may hold; 0 is no limit",
   },
   F: { name: "forward", above: true, ends: [0.25, 4], label: "F, forward", help: "time of a forward pass on one rank" },
-  I: { name: "input_gradient", above: true, ends: [0.25, 4], label: "I, input gradient", help: "first half of the backward pass" },
+  I: {
+    name: "input_gradient", above: true, ends: [0.25, 4],
+    label: "I, input gradient", help: "first half of the backward pass",
+  },
   W: { name: "weight_gradient", ends: [0, 4], label: "W, weight gradient", help: "second half of the backward pass" },
-  c: { name: "communication", ends: [0, 4], label: "c, communication", help: "time from one rank to the next; occupies neither" },
+  c: {
+    name: "communication", ends: [0, 4],
+    label: "c, communication", help: "time from one rank to the next; occupies neither",
+  },
   saving: {
     name: "overlap_saving", most: 1, ends: [0, 1],
     label: "overlap saving", help: "share of a pair's shorter half that is hidden (DualPipeV)",

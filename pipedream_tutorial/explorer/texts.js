@@ -50,7 +50,8 @@ function weightText(use, op) {
       ? "the same as its forward pass"
       : `its forward pass had version ${own.version}, so this is the gradient of no model`;
   const late = behind ?? update.behind;
-  return `Runs with weights of version ${version}, ${same}; ${late === 1 ? "1 update" : `${late} updates`} behind when applied.`;
+  const updates = late === 1 ? "1 update" : `${late} updates`;
+  return `Runs with weights of version ${version}, ${same}; ${updates} behind when applied.`;
 }
 
 // How late an operation may be, and which way it is worth moving.
