@@ -121,20 +121,23 @@ class Row:
         return peak_activations(self._fullest)
 
     @cached_property
-    def _use(self) -> dict[int, WeightUse]:
-        """By stage, in the model's order; a second copy's stages after the first's."""
-        use = weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
-        return {stage: use[stage] for stage in chain(*self._fullest.chains)}
+    def _use(self) -> dict[int, WeightUse | None]:
+        """By stage, in the model's order, a second copy's after the first's; None with flushes,
+        where all passes of a batch use one version."""
+        use: dict[int, WeightUse] = {}
+        if not self.flushes:
+            use = weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
+        return {stage: use.get(stage) for stage in chain(*self._fullest.chains)}
 
     @cached_property
     def peak_versions(self) -> tuple[int, ...]:
         """By stage, in the model's order: weight versions kept at most."""
-        return tuple(use.peak_versions for use in self._use.values())
+        return tuple(use.peak_versions if use else 1 for use in self._use.values())
 
     @property
     def staleness(self) -> tuple[int, ...]:
         """By stage likewise: most updates between a microbatch's weights and its own update."""
-        return tuple(max(use.staleness.values()) for use in self._use.values())
+        return tuple(max(use.staleness.values()) if use else 0 for use in self._use.values())
 
     @property
     def weight_copies(self) -> tuple[Fraction, ...]:
@@ -149,7 +152,7 @@ class Row:
     @property
     def mixed(self) -> bool:
         """Whether a backward pass sees other weights than its forward pass saw."""
-        return any(use.backward != use.forward for use in self._use.values())
+        return any(use and use.backward != use.forward for use in self._use.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,14 +14,14 @@ Nothing else is assumed, and no schedule is known here by name.
 """
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipedream.errors import UserError
 from pipedream.schedules.ops import (
@@ -172,9 +172,8 @@ class Needs:
             return [Op(FORWARD, stage, i)]
         found = [Op(RECOMPUTE if self.recomputes else FORWARD, stage, i)]
         if stage in self.after:
-            whole = Op(BACKWARD, self.after[stage], i)
             half = Op(INPUT_GRADIENT, self.after[stage], i)
-            found.append(half if half in self.rank_of else whole)
+            found.append(half if half in self.rank_of else half._replace(kind=BACKWARD))
         return found
 
 
@@ -194,60 +193,102 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
     now = timeline
     free = [0] * len(timeline.ends)
     for left in reversed(range(count)):
-        ends = [line[-1] if line else 0 for line in now.ends]
-        steps = {end - before for before, end in zip(free, ends, strict=True) if end}
-        free = ends
-        if len(steps) == 1:  # all ranks moved on by the same time, and always will
-            (step,) = steps
-            return [end + left * step if end else 0 for end in ends]
+        lines = list(zip(free, now.starts, now.ends, strict=True))
+        free = [ends[-1] if ends else before for before, _, ends in lines]
+        # Once a batch starts a step after the one before, so do all: no rank that was kept by its
+        # own work is freer now, and none that waited for data is free too late for them.
+        own = [(before, starts[0], ends[-1]) for before, starts, ends in lines if ends]
+        step = next(end - before for before, start, end in own if start == before)
+        if all(
+            end - step == start if start == before else end - step <= start
+            for before, start, end in own
+        ):
+            return [end + left * step if end else 0 for end in free]
         if left:
             now = _run(timeline.schedule, timeline.costs, free)
     return free
 
 
+Results = dict[int, int]
+"""Of a stage's F, R, W or backward pass: microbatch -> when it was there, in ticks."""
+
+
+class Rule(NamedTuple):
+    """For a rank's items that differ in nothing but their microbatches."""
+
+    lasts: int
+    takes: list[tuple[int, Results, int]]
+    """For which operation of the item (0, or 1 in a pair), what, and the time to send it."""
+    gives: list[Results]
+
+
+Rules = dict[tuple[Any, Any], Rule]
+"""By the item's key."""
+
+
 def _run(schedule: Schedule, costs: Costs, free: Sequence[int]) -> Timeline:
     """Where rank r is free from free[r] ticks on."""
-    wanted = Needs(schedule)
-    position = schedule.position()
-    kinds = {item.key: item for order in schedule.orders for item in order}
-    lasts = {key: costs.duration(item, position) for key, item in kinds.items()}
-    times = [costs.communication, *lasts.values()]
-    scale = math.lcm(*(time.denominator for time in times))
-    tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)
-    ticks = {key: int(time / tick) for key, time in lasts.items()}
-    send = int(costs.communication / tick)
+    tick, rules = _rules(schedule, costs)
     starts: list[list[int]] = [[] for _ in free]
     ends: list[list[int]] = [[] for _ in free]
-    ended: dict[Op, int] = {}
-
-    def advance(rank: int) -> Iterator[None]:
-        """Run a rank's items; comes back where it has to wait."""
-        now = free[rank]
-        for item in schedule.orders[rank]:
-            for op in item.parts:
-                for need in wanted.of(op):
-                    while need not in ended:
-                        yield
-                    arrival = ended[need]
-                    if send and wanted.rank_of[need] != rank:
-                        arrival += send
-                    now = max(now, arrival)
-            starts[rank].append(now)
-            now += ticks[item.key]
-            ends[rank].append(now)
-            for op in item.parts:
-                ended[op] = now
-
-    ranks = list(map(advance, range(schedule.num_ranks)))
+    ranks = list(map(_advance, schedule.orders, rules, free, starts, ends))
     done = -1
-    while done < len(ended):  # down the ranks with forward passes, up with backward passes
-        done = len(ended)
+    while done < sum(map(len, ends)):  # down the ranks with forward passes, up with backward passes
+        done = sum(map(len, ends))
         for rank in ranks:
             next(rank, None)
         ranks.reverse()
-    if done < len(wanted.rank_of):
-        raise _stuck(schedule, wanted, ended)
+    if done < sum(map(len, schedule.orders)):
+        raise _stuck(schedule, [len(own) for own in ends])
     return Timeline(schedule=schedule, costs=costs, tick=tick, starts=starts, ends=ends)
+
+
+def _advance(
+    order: Sequence[Item], rules: Rules, now: int, starts: list[int], ends: list[int]
+) -> Iterator[None]:
+    """Run a rank's items; comes back where it has to wait."""
+    for item in order:
+        parts = item.parts
+        lasts, takes, gives = rules[item.key]
+        for place, results, delay in takes:
+            i = parts[place].microbatch
+            while i not in results:
+                yield
+            if results[i] + delay > now:
+                now = results[i] + delay
+        starts.append(now)
+        now += lasts
+        ends.append(now)
+        for op, results in zip(parts, gives, strict=True):
+            results[op.microbatch] = now
+
+
+def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[Rules]]:
+    """The tick, and the rules of each rank."""
+    wanted = Needs(schedule)
+    position = schedule.position()
+    some = [{item.key: item for item in order} for order in schedule.orders]
+    lasts = {key: costs.duration(item, position) for own in some for key, item in own.items()}
+    times = [costs.communication, *lasts.values()]
+    scale = math.lcm(*(time.denominator for time in times))
+    tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)
+    ended: dict[tuple[str, int], Results] = defaultdict(dict)
+
+    def results(op: Op) -> Results:  # B and I give the same
+        return ended[BACKWARD if op.kind == INPUT_GRADIENT else op.kind, op.stage]
+
+    def rule(item: Item, stages: Sequence[int]) -> Rule:
+        takes = []
+        for place, op in enumerate(item.parts):
+            for need in wanted.of(op):
+                delay = 0 if need.stage in stages else int(costs.communication / tick)
+                takes.append((place, results(need), delay))
+        return Rule(int(lasts[item.key] / tick), takes, list(map(results, item.parts)))
+
+    return tick, [
+        {key: rule(item, stages) for key, item in own.items()}
+        for own, stages in zip(some, schedule.stages(), strict=True)
+    ]
 
 
 def _check_once_and_whole(schedule: Schedule) -> None:
@@ -270,16 +311,22 @@ def _check_once_and_whole(schedule: Schedule) -> None:
             )
 
 
-def _stuck(schedule: Schedule, wanted: Needs, ended: Collection[Op]) -> Exception:
-    """What an operation needs that no rank runs; else the circle in which the ranks wait."""
+def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
+    """What a rank waits for that none runs; else the circle in which they wait."""
+    wanted = Needs(schedule)
+    for op in schedule.ops():
+        for need in wanted.of(op):
+            if need not in wanted.rank_of:
+                return ValueError(f"{op} needs {need}, which no rank runs")
+    left = [order[count:] for order, count in zip(schedule.orders, ended, strict=True)]
+    to_come = {op for items in left for item in items for op in item.parts}
     waits = {}
-    for rank, order in enumerate(schedule.orders):
-        for op in (op for item in order for op in item.parts):
-            for need in wanted.of(op):
-                if need not in wanted.rank_of:
-                    return ValueError(f"{op} needs {need}, which no rank runs")
-                if need not in ended and rank not in waits:
-                    waits[rank] = op, f"{op}, which needs {need}", wanted.rank_of[need]
+    for rank, items in enumerate(left):
+        needs = ((op, need) for item in items[:1] for op in item.parts for need in wanted.of(op))
+        for op, need in needs:
+            if need in to_come:
+                waits[rank] = op, f"{op}, which needs {need}", wanted.rank_of[need]
+                break
     return DeadlockError(waits)
 
 
