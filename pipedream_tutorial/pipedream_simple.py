@@ -104,7 +104,9 @@ def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
     orders = []
     for r, word in enumerate(words):
         second = 2 * len(words) - 1 - r
-        orders.append(numbered((x.upper(), r if x.isupper() else second) for x in word))
+        word = list(word)
+        step = {x: (x.upper(), r if x.isupper() else second) for x in set(word)}
+        orders.append(numbered(step[x] for x in word))
     return orders
 
 
@@ -216,7 +218,13 @@ def measure(name: str, config: dict[str, Any]) -> Row:
         times, ends = simulate(orders, duration)
         versions, staleness = map(list, zip(*map(stashed_versions, orders), strict=True))
     else:
-        for _ in range(count - 1):  # a rank begins the next batch once its own work is done
+        before = [0] * p
+        for left in range(count - 1, 0, -1):
+            step, *others = {end - begin for begin, end in zip(before, ends, strict=True)}
+            if not others:  # all ranks moved on by the same time, and always will
+                ends = [end + left * step for end in ends]
+                break
+            before = ends  # a rank begins the next batch once its own work is done
             _, ends = simulate(orders, duration, ends)
     stream = max(ends)
     work = m * v * (duration["F"] + duration["B"])  # of a rank, in a batch

@@ -13,7 +13,6 @@ first all operations of both ends move forward, then those of the draining end o
 back in whatever is left free. The orders are the authors', operation by operation.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from pipedream_simple import from_words
@@ -26,14 +25,13 @@ F_DOWN, F_UP, I_UP, I_DOWN, W = range(5)
 CHANGES = {F_DOWN: (1, 0), F_UP: (1, 0), I_UP: (0, 1), I_DOWN: (0, 1), W: (-1, -1), None: (0, 0)}
 """What a slot's operation adds to the activations held, and to the W that wait."""
 
-Slots = dict[tuple[int, int, int], int]
-"""(rank, F_DOWN ... W, microbatch) -> slot; without W where those take what is free."""
+Slots = list[list[list[int]]]
+"""rank -> F_DOWN ... (and W in the first pass) -> the slots of microbatches 0, 1, ..."""
 
-Line = dict[int, int]
-"""A rank's: slot -> kind."""
+Moment = tuple[int, int]
+"""Slot and rank."""
 
 START, END = (0, 0), (10**9, 0)
-"""Moments are slot and rank."""
 
 
 def v_min(p: int, m: int, *, reorder: bool = True) -> Schedule:
@@ -55,103 +53,113 @@ def _scheduled(
 ) -> Schedule:
     """A rank's slots of microbatch 0, m times, 6 apart; with `reorder` pulled together at both
     ends."""
-    slots = {
-        (rank, kind, i): slot + SLOTS * i
-        for rank, own in enumerate(block)
-        for kind, slot in enumerate(own)
-        for i in range(m)
-    }
+    slots = [[[slot + SLOTS * i for i in range(m)] for slot in own] for own in block]
     if reorder:
-        for rank, line in enumerate(_lines(slots)):
-            for number, (slot, _) in enumerate(_weights(line)):
-                slots[rank, W, number] = slot
-        _pull(slots, m)
+        for own in slots:
+            own.append([slot for slot, _ in _weights(own)])
+        _pull(slots)
         _squeeze(slots)
-        slots = {key: slot for key, slot in slots.items() if key[1] != W}
-        _pull(slots, m)
-    return named(name, from_words([_word(line) for line in _lines(slots)]))
+        for own in slots:
+            own.pop()
+        _pull(slots)
+    return named(name, from_words([_word(own) for own in slots]))
 
 
-def _lines(slots: Slots) -> list[Line]:
-    lines: list[Line] = [{} for _ in range(1 + max(rank for rank, _, _ in slots))]
-    for (rank, kind, _), slot in slots.items():
-        lines[rank][slot] = kind
-    return lines
-
-
-def _word(line: Line) -> list[str]:
+def _word(own: list[list[int]]) -> list[str]:
     """A rank's operations by slot, W included; small letters on the way up."""
-    placed = [(slot, "FfiI"[kind]) for slot, kind in line.items()]
-    placed += [(slot, "w" if kind == I_UP else "W") for slot, kind in _weights(line)]
+    placed = [(slot, "FfiI"[kind]) for kind, line in enumerate(own) for slot in line]
+    placed += [(slot, "w" if kind == I_UP else "W") for slot, kind in _weights(own)]
     return [letter for _, letter in sorted(placed)]
 
 
-def _weights(line: Line) -> Iterator[tuple[int, int]]:
+def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
     """(slot, the I that it belongs to) of each W: in the free slots, those of I_UP first."""
+    taken = {slot: kind for kind, line in enumerate(own) for slot in line}
     waiting = {I_UP: 0, I_DOWN: 0}
-    for slot in range(2 * max(line)):
-        kind = line.get(slot)
+    left = 2 * len(own[I_UP])
+    slot = own[I_UP][0]
+    while left:
+        kind = taken.get(slot)
         if kind in waiting:
             waiting[kind] += 1
-        elif kind is None and any(waiting.values()):
+        elif kind is None and (waiting[I_UP] or waiting[I_DOWN]):
             first = I_UP if waiting[I_UP] else I_DOWN
             waiting[first] -= 1
+            left -= 1
             yield slot, first
+        slot += 1
 
 
-def _pull(slots: Slots, m: int) -> None:
+def _pull(slots: Slots) -> None:
     """Move operations to earlier free slots, where data and memory allow, in the order of time.
 
     In the full pipeline, from rank 0's first I_DOWN to the last F_DOWN, everything stays. So do, in
     the pass that has no slots for W, the operations before.
     """
-    with_weights = (0, W, 0) in slots
-    ranks = [_Rank(line, fills=not with_weights) for line in _lines(slots)]
-    limit = max(held for rank in ranks for held, _ in rank.states)
-    full = slots[0, I_DOWN, 0], 0
-    lasts = [(slots[rank, F_DOWN, m - 1], rank) for rank in range(len(ranks))]
+    with_weights = len(slots[0]) > W
+    lines = [_Line(own, with_weights) for own in slots]
+    limit = max(max(line.held) for line in lines)
+    full = slots[0][I_DOWN][0], 0
+    lasts = [(own[F_DOWN][-1], rank) for rank, own in enumerate(slots)]
     drains = next((last for last in lasts if last > full), END)
-    fills = full if with_weights else START
-    for slot, rank, kind, i in _by_time(slots):
-        if fills <= (slot, rank) <= drains:
-            continue
-        waits = [_source(slots, rank, kind, i)]
+    for slot, rank, kind, i in _by_time(slots, full if with_weights else START, drains):
+        own = slots[rank]
+        waits = _source(slots, rank, kind, i)
         if i:
-            waits.append(slots[rank, kind, i - 1])
+            waits = max(waits, own[kind][i - 1])
         if F_DOWN < kind < W:
-            waits.append(slots[rank, kind - 1, i])
-        slots[rank, kind, i] = ranks[rank].move(slot, 1 + max(waits), limit)
+            waits = max(waits, own[kind - 1][i])
+        own[kind][i] = lines[rank].move(slot, 1 + waits, limit)
 
 
-def _by_time(slots: Slots) -> list[tuple[int, int, int, int]]:
-    """(slot, rank, kind, microbatch) of all."""
-    return sorted((slot, *key) for key, slot in slots.items())
+def _by_time(slots: Slots, before: Moment, after: Moment) -> list[tuple[int, int, int, int]]:
+    """(slot, rank, kind, microbatch) of all before the one moment and after the other."""
+    return sorted(
+        (slot, rank, kind, i)
+        for rank, own in enumerate(slots)
+        for kind, line in enumerate(own)
+        for i, slot in enumerate(line)
+        if (slot, rank) < before or (slot, rank) > after
+    )
 
 
 def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
     """The slot in which a neighbouring rank gives what an operation takes in; -1 for none."""
     neighbour = rank - 1 if kind in (F_DOWN, I_UP) else rank + 1
-    return -1 if kind == W else slots.get((neighbour, kind, i), -1)
+    return slots[neighbour][kind][i] if kind != W and 0 <= neighbour < len(slots) else -1
 
 
-class _Rank:
-    """One rank's slots, and what it holds after each."""
+class _Line:
+    """A rank's slots. Where none has been given to W, it runs in those that are free."""
 
-    def __init__(self, line: Line, fills: bool) -> None:
-        """`fills`: W has no slots and runs in those that are free."""
-        self.kinds = [line.get(slot) for slot in range(1 + max(line))]
-        self.fills = fills
-        self.states: list[tuple[int, int]] = []
-        """After each slot: stages' activations, and W whose I is done."""
+    def __init__(self, own: list[list[int]], with_weights: bool) -> None:
+        self.with_weights = with_weights
+        self.kinds: list[int | None] = [None] * (1 + max(line[-1] for line in own))
+        for kind, line in enumerate(own):
+            for slot in line:
+                self.kinds[slot] = kind
+        self.held: list[int] = []
+        """After each slot: stages' activations."""
+        self.waiting: list[int] = []
+        """And W whose I is done."""
         self._replay(0, len(self.kinds), len(self.kinds))
 
     def move(self, old: int, earliest: int, limit: int) -> int:
         """The operation's new slot: the first that is free where no more than `limit` are held at
         any time, and each W comes after its I."""
         kind = self.kinds[old]
+        if kind in (F_DOWN, F_UP, W):  # not from before a time when all is held, or no W waits
+            states, bound = (self.waiting, 0) if kind == W else (self.held, limit)
+            while bound in states[earliest:old]:
+                earliest = states.index(bound, earliest) + 1
         for slot in range(earliest, old):
             if self.kinds[slot] is None:
                 self.kinds[old], self.kinds[slot] = None, kind
+                if self.with_weights:  # then no other W moves
+                    by_held, by_waiting = CHANGES[kind]
+                    self.held[slot:old] = [held + by_held for held in self.held[slot:old]]
+                    self.waiting[slot:old] = [w + by_waiting for w in self.waiting[slot:old]]
+                    return slot
                 if self._replay(slot, old, limit):
                     return slot
                 self.kinds[old], self.kinds[slot] = kind, None
@@ -159,29 +167,33 @@ class _Rank:
 
     def _replay(self, begin: int, changed: int, limit: int) -> bool:
         """Count again from slot `begin` until, from slot `changed` on, it is as it was. False, and
-        nothing changed, where that cannot be."""
-        held, waiting = self.states[begin - 1] if begin else (0, 0)
-        states = []
+        nothing changed, if more than `limit` are held then."""
+        held, waiting = (self.held[begin - 1], self.waiting[begin - 1]) if begin else (0, 0)
+        all_held, all_waiting = [], []
+        end = len(self.kinds)
         for slot in range(begin, len(self.kinds)):
             kind = self.kinds[slot]
-            if kind is None and waiting and self.fills:
+            if kind is None and waiting and not self.with_weights:
                 kind = W
             by_held, by_waiting = CHANGES[kind]
             held += by_held
             waiting += by_waiting
-            if held > limit or waiting < 0:
-                return False
-            if slot >= changed and (held, waiting) == self.states[slot]:
+            if slot >= changed and (held, waiting) == (self.held[slot], self.waiting[slot]):
+                end = slot
                 break
-            states.append((held, waiting))
-        self.states[begin : begin + len(states)] = states
+            if held > limit:
+                return False
+            all_held.append(held)
+            all_waiting.append(waiting)
+        self.held[begin:end] = all_held
+        self.waiting[begin:end] = all_waiting
         return True
 
 
 def _squeeze(slots: Slots) -> None:
     """The same orders, every operation as soon as its rank and its data are ready."""
-    free: dict[int, int] = defaultdict(int)
-    for _, rank, kind, i in _by_time(slots):
+    free = [0] * len(slots)
+    for _, rank, kind, i in _by_time(slots, END, END):
         begin = max(free[rank], 1 + _source(slots, rank, kind, i))
-        slots[rank, kind, i] = begin
+        slots[rank][kind][i] = begin
         free[rank] = begin + 1

@@ -63,8 +63,8 @@ FOUND = "search-"
 @cache
 def trainable() -> tuple[str, ...]:
     """Names of the schedules with one copy of the model; the others are simulated only."""
-    sizes = 4, 8  # suit them all
-    return tuple(name for name in SCHEDULES if len(build_schedule(name, *sizes).chains) == 1)
+    built = {name: build_schedule(name, 4, 8) for name in SCHEDULES}  # sizes that suit them all
+    return tuple(n for n, s in built.items() if len(s.chains) == 1)
 
 
 def schedule_for_training(

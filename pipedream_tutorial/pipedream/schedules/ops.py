@@ -2,6 +2,7 @@
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -19,6 +20,8 @@ WEIGHT_GRADIENT = "W"
 RECOMPUTE = "R"
 _WRITTEN = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _WRITTEN_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+Key = tuple[str, int]
+"""Kind and stage of an operation."""
 
 
 class Op(NamedTuple):
@@ -37,11 +40,6 @@ class Op(NamedTuple):
     def parts(self) -> tuple["Op", ...]:
         return (self,)
 
-    @property
-    def key(self) -> tuple[str, int]:
-        """All but the microbatch."""
-        return self[:2]
-
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
@@ -55,10 +53,6 @@ class Pair(NamedTuple):
     @property
     def parts(self) -> tuple[Op, ...]:
         return (self.forward, self.backward)
-
-    @property
-    def key(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        return self.forward.key, self.backward.key
 
     def __str__(self) -> str:
         return f"({self.forward};{self.backward})OVERLAP_F_B"
@@ -97,17 +91,33 @@ class Schedule:
         return [[op for item in order for op in item.parts] for order in self.orders]
 
     @cached_property
-    def num_microbatches(self) -> int:
-        return len({i for _, _, i in self.ops()})
+    def runs(self) -> list[dict[Key, list[int]]]:
+        """By rank: (kind, stage) -> the microbatches, in the order in which they run."""
+        found: list[dict[Key, list[int]]] = []
+        for order in self.flat:
+            own: dict[Key, list[int]] = defaultdict(list)
+            for kind, stage, i in order:
+                own[kind, stage].append(i)
+            found.append(dict(own))
+        return found
 
     @cached_property
-    def kinds(self) -> set[str]:
-        return {kind for kind, _, _ in self.ops()}
+    def known(self) -> dict[Key, set[int]]:
+        """(kind, stage) -> the microbatches that some rank runs it for."""
+        found: dict[Key, set[int]] = defaultdict(set)
+        for own in self.runs:
+            for key, line in own.items():
+                found[key].update(line)
+        return dict(found)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        return len(set[int]().union(*self.known.values()))
 
     @property
     def cuts_backward(self) -> bool:
         """Whether some backward passes are run as I and W."""
-        return WEIGHT_GRADIENT in self.kinds
+        return any(kind == WEIGHT_GRADIENT for kind, _ in self.known)
 
     def ops(self) -> Iterable[Op]:
         """All operations, those in pairs too."""
@@ -115,7 +125,7 @@ class Schedule:
 
     def stages(self) -> list[list[int]]:
         """By rank: the stages that it holds, sorted."""
-        return [sorted({stage for _, stage, _ in order}) for order in self.flat]
+        return [sorted({stage for _, stage in own}) for own in self.runs]
 
     def position(self) -> dict[int, int]:
         """stage -> its place in the model, 0 for the one that holds the first layers."""
@@ -132,12 +142,12 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
     No barrier is put between batches. A rank starts its next batch when its own order allows.
     """
     m = schedule.num_microbatches
+
+    def shifted(item: Item, by: int) -> Item:
+        return item_of([Op(kind, stage, i + by) for kind, stage, i in item.parts])
+
     orders = tuple(
-        tuple(
-            item_of([Op(kind, stage, k * m + i) for kind, stage, i in item.parts])
-            for k in range(num_batches)
-            for item in order
-        )
+        order + tuple(shifted(item, k * m) for k in range(1, num_batches) for item in order)
         for order in schedule.orders
     )
     return replace(schedule, orders=orders)

@@ -46,13 +46,14 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
         raise UserError(
             f"{schedule.name} has several stages a rank", "choose one with a single stage, as 1f1b"
         )
+    ranks = schedule.ranks()
     wanted = Needs(schedule)
     programs = []
     for rank, order in enumerate(schedule.flat):
         steps: list[Step] = []
         for op in order:
             for need in wanted.of(op):
-                peer = wanted.rank_of[need]
+                peer = ranks[need]
                 if peer == rank:
                     continue
                 receive = Action(RECV, need, peer)
@@ -104,11 +105,14 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
                     through = Action(SEND, action.op, rank)
                     posted[action.peer].remove(through)
                     ended.append(through)
-    stuck = {}
-    for rank, actions in enumerate(posted):
-        for action in actions[:1]:
-            late = action.kind == RECV and action.op in sent[action.peer, rank]  # behind another
-            stuck[rank] = action.op, str(action), rank if late else action.peer
-    if stuck:
-        raise DeadlockError(stuck)
+
+    def follow(rank: int) -> tuple[Op, str, int] | None:
+        if not posted[rank]:
+            return None
+        action = posted[rank][0]
+        late = action.kind == RECV and action.op in sent[action.peer, rank]  # behind another
+        return action.op, str(action), rank if late else action.peer
+
+    if any(posted):
+        raise DeadlockError(next(r for r, actions in enumerate(posted) if actions), follow)
     return ended

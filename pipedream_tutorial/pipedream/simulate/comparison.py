@@ -79,7 +79,7 @@ class Row:
             return simulate(repeat(batch, self.num_batches), self.batch.costs)
         count = batch.num_microbatches * self.num_batches
         schedule = build_schedule(self.name, batch.num_ranks, count)
-        if RECOMPUTE in batch.kinds:
+        if any(kind == RECOMPUTE for kind, _ in batch.known):
             schedule = recomputed(schedule, batch.kept)
         return simulate(schedule, self.batch.costs)
 
@@ -121,38 +121,44 @@ class Row:
         return peak_activations(self._fullest)
 
     @cached_property
-    def _use(self) -> dict[int, WeightUse | None]:
-        """By stage, in the model's order, a second copy's after the first's; None with flushes,
-        where all passes of a batch use one version."""
-        use: dict[int, WeightUse] = {}
-        if not self.flushes:
-            use = weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
-        return {stage: use.get(stage) for stage in chain(*self._fullest.chains)}
+    def _use(self) -> dict[int, WeightUse]:
+        """By stage; nothing with flushes, where all passes of a batch use one version."""
+        if self.flushes:
+            return {}
+        return weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
 
     @cached_property
+    def _versions(self) -> dict[int, int]:
+        """stage -> weight versions kept at most; in the model's order, a second copy's after the
+        first's."""
+        use = self._use
+        stages = chain(*self._fullest.chains)
+        return {stage: use[stage].peak_versions if use else 1 for stage in stages}
+
+    @property
     def peak_versions(self) -> tuple[int, ...]:
-        """By stage, in the model's order: weight versions kept at most."""
-        return tuple(use.peak_versions if use else 1 for use in self._use.values())
+        """By stage, in the model's order."""
+        return tuple(self._versions.values())
 
     @property
     def staleness(self) -> tuple[int, ...]:
         """By stage likewise: most updates between a microbatch's weights and its own update."""
-        return tuple(max(use.staleness.values()) if use else 0 for use in self._use.values())
+        if self.flushes:
+            return (0,) * len(self._versions)
+        return tuple(max(self._use[stage].staleness.values()) for stage in self._versions)
 
     @property
     def weight_copies(self) -> tuple[Fraction, ...]:
         """By rank: parameters kept, in units of a rank's share of the model. Two copies of the
         model (Chimera, DualPipe) count as two."""
-        kept = dict(zip(self._use, self.peak_versions, strict=True))
-        v = self._fullest.stages_per_rank
-        return tuple(
-            Fraction(sum(kept[stage] for stage in own), v) for own in self._fullest.stages()
-        )
+        fullest = self._fullest
+        held = (sum(map(self._versions.__getitem__, own)) for own in fullest.stages())
+        return tuple(Fraction(count, fullest.stages_per_rank) for count in held)
 
     @property
     def mixed(self) -> bool:
         """Whether a backward pass sees other weights than its forward pass saw."""
-        return any(use and use.backward != use.forward for use in self._use.values())
+        return any(use.backward != use.forward for use in self._use.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate, chain
 from typing import TypeVar
 
 from pipedream.schedules.ops import (
@@ -52,6 +53,21 @@ def idle_in_a_row(timeline: Timeline, last_ends: Sequence[int], count: int) -> I
     )
 
 
+Amounts = tuple[Fraction | int, ...]
+
+
+def _changes(schedule: Schedule) -> dict[str, Amounts]:
+    """By kind of operation: by how much it changes what is held, one step after the other."""
+    gone = 1 - schedule.kept
+    return {
+        FORWARD: (1, -gone) if gone else (1,),
+        INPUT_GRADIENT: (0,),
+        WEIGHT_GRADIENT: (-1,),
+        BACKWARD: (-1,),
+        RECOMPUTE: (gone,),
+    }
+
+
 def activation_steps(schedule: Schedule) -> list[list[tuple[Op, Fraction | int]]]:
     """By rank: after each operation, how many stages' activations of a microbatch it holds.
 
@@ -61,39 +77,26 @@ def activation_steps(schedule: Schedule) -> list[list[tuple[Op, Fraction | int]]
     adds the rest. One stage of a schedule with v stages a rank holds 1/v of what a whole rank's
     share would.
     """
-    gone = 1 - schedule.kept
-    changes: dict[str, tuple[Fraction | int, ...]] = {
-        FORWARD: (1, -gone) if gone else (1,),
-        INPUT_GRADIENT: (0,),
-        WEIGHT_GRADIENT: (-1,),
-        BACKWARD: (-1,),
-        RECOMPUTE: (gone,),
-    }
+    changes = _changes(schedule)
     found = []
     for order in schedule.flat:
-        held: Fraction | int = 0
-        steps = []
-        for op in order:
-            for by in changes[op.kind]:
-                held += by
-                steps.append((op, held))
-        found.append(steps)
+        steps = [(op, by) for op in order for by in changes[op[0]]]
+        held = accumulate(by for _, by in steps)
+        found.append([(op, count) for (op, _), count in zip(steps, held, strict=True)])
     return found
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Most activations that each rank holds, in units of one microbatch on a rank's whole share."""
-    return tuple(
-        Fraction(max((held for _, held in steps), default=0)) / schedule.stages_per_rank
-        for steps in activation_steps(schedule)
-    )
+    changes = _changes(schedule)
+    peaks = []
+    for order in schedule.flat:
+        held = accumulate(chain.from_iterable([changes[kind] for kind, _, _ in order]))
+        peaks.append(Fraction(max(held, default=0)) / schedule.stages_per_rank)
+    return tuple(peaks)
 
 
 Time = TypeVar("Time", int, Fraction)
-Times = Mapping[Op, tuple[Time, Time]]
-"""operation -> start and end."""
-Levels = dict[int, list[tuple[Time, Fraction]]]
-"""rank -> (time, how much there is from then on), in units of a rank's share of the model."""
 
 
 def times_of(timeline: Timeline) -> dict[Op, tuple[Fraction, Fraction]]:
@@ -101,8 +104,13 @@ def times_of(timeline: Timeline) -> dict[Op, tuple[Fraction, Fraction]]:
     return {op: (e.start, e.end) for e in timeline.all_events() for op in e.item.parts}
 
 
-def held_activations(schedule: Schedule, times: Times[Time], zero: Time) -> Levels[Time]:
-    """Microbatches, from the start of a forward pass or R to the end of what frees them."""
+def held_activations(
+    schedule: Schedule, times: Mapping[Op, tuple[Time, Time]], zero: Time
+) -> dict[int, list[tuple[Time, Fraction]]]:
+    """rank -> (time, activations held from then on), in microbatches of a rank's whole share.
+
+    Counted from the start of a forward pass or R to the end of the pass that frees them.
+    """
     found = {}
     for rank, steps in enumerate(activation_steps(schedule)):
         points: list[tuple[Time, Fraction | int]] = [(zero, 0)]
@@ -116,10 +124,15 @@ def held_activations(schedule: Schedule, times: Times[Time], zero: Time) -> Leve
 
 
 def live_versions(
-    schedule: Schedule, times: Times[Time], zero: Time, use: Mapping[int, WeightUse]
-) -> Levels[Time]:
-    """Copies of the weights. Every stage starts with one; an operation changes their number when it
-    ends."""
+    schedule: Schedule,
+    times: Mapping[Op, tuple[Time, Time]],
+    zero: Time,
+    use: Mapping[int, WeightUse],
+) -> dict[int, list[tuple[Time, Fraction]]]:
+    """rank -> (time, weight versions kept from then on), in copies of a rank's whole share.
+
+    Every stage starts with one version; an operation changes their number when it ends.
+    """
     found = {}
     for rank, stages in enumerate(schedule.stages()):
         kept = dict.fromkeys(stages, 1)
@@ -135,7 +148,7 @@ def live_versions(
 def _where_it_changes(
     points: Iterable[tuple[Time, Fraction | int]], v: int
 ) -> list[tuple[Time, Fraction]]:
-    """In units of v stages; of several points at one time the last."""
+    """In units of a rank's whole share of v stages; of several points at one time the last."""
     found: list[tuple[Time, Fraction]] = []
     for time, count in dict(points).items():
         if not found or found[-1][1] != Fraction(count, v):

@@ -15,13 +15,14 @@ Nothing else is assumed, and no schedule is known here by name.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipedream.errors import UserError
 from pipedream.schedules.ops import (
@@ -31,6 +32,7 @@ from pipedream.schedules.ops import (
     RECOMPUTE,
     WEIGHT_GRADIENT,
     Item,
+    Key,
     Op,
     Schedule,
     load_csv,
@@ -43,17 +45,22 @@ Number = int | str | Fraction
 class DeadlockError(RuntimeError):
     """The orders can never all run: some operations wait for each other in a circle."""
 
-    def __init__(self, waits: dict[int, tuple[Op, str, int]]) -> None:
-        """`waits`: rank -> the operation it is at, the same in words, and the rank it waits for."""
-        path: list[int] = []
-        rank = next(iter(waits))
-        while rank in waits and rank not in path:
-            path.append(rank)
-            rank = waits[rank][2]
-        circle = path[path.index(rank) :] if rank in path else path
-        text = "; ".join(f"rank {rank} is at {waits[rank][1]}" for rank in circle)
+    def __init__(self, rank: int, follow: Callable[[int], tuple[Op, str, int] | None]) -> None:
+        """`follow` tells what a rank is at (the operation, and in words) and for which rank it
+        waits; None for one that has nothing left to do, which ends the way."""
+        path: dict[int, tuple[Op, str]] = {}
+        while rank not in path:
+            found = follow(rank)
+            if found is None:
+                rank = next(iter(path))
+                break
+            op, text, following = found
+            path[rank] = op, text
+            rank = following
+        circle = list(path.items())[list(path).index(rank) :]
+        text = "; ".join(f"rank {r} is at {text}" for r, (_, text) in circle)
         super().__init__(f"deadlock: {text}")
-        self.cycle = [waits[rank][0] for rank in circle]
+        self.cycle = [op for _, (op, _) in circle]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,10 +163,12 @@ class Needs:
     """Finds what operations wait for, knowing which ones the schedule has."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.rank_of = schedule.ranks()
-        self.recomputes = RECOMPUTE in schedule.kinds
+        self.known = schedule.known
         self.after = {a: b for chain in schedule.chains for a, b in pairwise(chain)}
         self.before = {b: a for a, b in self.after.items()}
+
+    def __contains__(self, op: Op) -> bool:
+        return op.microbatch in self.known.get(op[:2], ())
 
     def of(self, op: Op) -> list[Op]:
         """The operations whose results this one takes in, those on its own stage included."""
@@ -168,12 +177,14 @@ class Needs:
             return [Op(FORWARD, self.before[stage], i)] if stage in self.before else []
         if kind == WEIGHT_GRADIENT:
             return [Op(INPUT_GRADIENT, stage, i)]
-        if kind == RECOMPUTE:
-            return [Op(FORWARD, stage, i)]
-        found = [Op(RECOMPUTE if self.recomputes else FORWARD, stage, i)]
-        if stage in self.after:
+        again = Op(RECOMPUTE, stage, i)
+        if op == again or again not in self:
+            found = [Op(FORWARD, stage, i)]
+        else:
+            found = [again]
+        if kind != RECOMPUTE and stage in self.after:
             half = Op(INPUT_GRADIENT, self.after[stage], i)
-            found.append(half if half in self.rank_of else half._replace(kind=BACKWARD))
+            found.append(half if half in self else half._replace(kind=BACKWARD))
         return found
 
 
@@ -203,27 +214,33 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
             end - step == start if start == before else end - step <= start
             for before, start, end in own
         ):
-            return [end + left * step if end else 0 for end in free]
+            return [
+                end + left * step if line else end for end, line in zip(free, now.ends, strict=True)
+            ]
         if left:
             now = _run(timeline.schedule, timeline.costs, free)
     return free
 
 
-Results = dict[int, int]
-"""Of a stage's F, R, W or backward pass: microbatch -> when it was there, in ticks."""
+_Results = dict[int, int]
+"""Microbatch -> when an operation's result was there, in ticks."""
 
 
-class Rule(NamedTuple):
-    """For a rank's items that differ in nothing but their microbatches."""
+class _Rule(NamedTuple):
+    """For one kind of item on a rank."""
 
     lasts: int
-    takes: list[tuple[int, Results, int]]
+    takes: list[tuple[int, _Results, int]]
     """For which operation of the item (0, or 1 in a pair), what, and the time to send it."""
-    gives: list[Results]
+    gives: list[tuple[int, _Results]]
 
 
-Rules = dict[tuple[Any, Any], Rule]
-"""By the item's key."""
+_Kind = tuple[object, ...]
+"""An item without its microbatches."""
+
+
+def _kind(item: Item) -> _Kind:
+    return item[:2] if isinstance(item, Op) else tuple(op[:2] for op in item)
 
 
 def _run(schedule: Schedule, costs: Costs, free: Sequence[int]) -> Timeline:
@@ -231,27 +248,35 @@ def _run(schedule: Schedule, costs: Costs, free: Sequence[int]) -> Timeline:
     tick, rules = _rules(schedule, costs)
     starts: list[list[int]] = [[] for _ in free]
     ends: list[list[int]] = [[] for _ in free]
-    ranks = list(map(_advance, schedule.orders, rules, free, starts, ends))
-    done = -1
-    while done < sum(map(len, ends)):  # down the ranks with forward passes, up with backward passes
-        done = sum(map(len, ends))
-        for rank in ranks:
+    lines = zip(schedule.orders, rules, free, starts, ends, strict=True)
+    ranks = [(_advance(*line), line[-1]) for line in lines]
+    going = True
+    while going:  # down the ranks with forward passes, up with backward passes
+        going = False
+        for rank, done in ranks:
+            before = len(done)
             next(rank, None)
+            going = going or len(done) > before
         ranks.reverse()
-    if done < sum(map(len, schedule.orders)):
-        raise _stuck(schedule, [len(own) for own in ends])
+    if any(len(done) < len(order) for done, order in zip(ends, schedule.orders, strict=True)):
+        raise _stuck(schedule, [len(done) for done in ends])
     return Timeline(schedule=schedule, costs=costs, tick=tick, starts=starts, ends=ends)
 
 
 def _advance(
-    order: Sequence[Item], rules: Rules, now: int, starts: list[int], ends: list[int]
+    order: Sequence[Item], rules: dict[_Kind, _Rule], now: int, starts: list[int], ends: list[int]
 ) -> Iterator[None]:
     """Run a rank's items; comes back where it has to wait."""
     for item in order:
-        parts = item.parts
-        lasts, takes, gives = rules[item.key]
+        numbers: Sequence[int]
+        if len(item) == 3:  # an operation; both lines spelled out, for they are most of the time
+            lasts, takes, gives = rules[item[:2]]
+            numbers = item[2:]
+        else:
+            lasts, takes, gives = rules[_kind(item)]
+            numbers = [op.microbatch for op in item]
         for place, results, delay in takes:
-            i = parts[place].microbatch
+            i = numbers[place]
             while i not in results:
                 yield
             if results[i] + delay > now:
@@ -259,52 +284,56 @@ def _advance(
         starts.append(now)
         now += lasts
         ends.append(now)
-        for op, results in zip(parts, gives, strict=True):
-            results[op.microbatch] = now
+        for place, results in gives:
+            results[numbers[place]] = now
 
 
-def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[Rules]]:
+def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind, _Rule]]]:
     """The tick, and the rules of each rank."""
     wanted = Needs(schedule)
     position = schedule.position()
-    some = [{item.key: item for item in order} for order in schedule.orders]
-    lasts = {key: costs.duration(item, position) for own in some for key, item in own.items()}
+    first_two = itemgetter(0, 1)
+    kinds = []
+    for order in schedule.orders:
+        some = dict(zip(map(first_two, order), order, strict=True)).values()  # and all pairs
+        kinds.append({_kind(item): item for item in some})
+    lasts = {kind: costs.duration(item, position) for own in kinds for kind, item in own.items()}
     times = [costs.communication, *lasts.values()]
     scale = math.lcm(*(time.denominator for time in times))
     tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)
-    ended: dict[tuple[str, int], Results] = defaultdict(dict)
+    ended: dict[Key, _Results] = defaultdict(dict)
 
-    def results(op: Op) -> Results:  # B and I give the same
+    def results(op: Op) -> _Results:  # B and I give the same
         return ended[BACKWARD if op.kind == INPUT_GRADIENT else op.kind, op.stage]
 
-    def rule(item: Item, stages: Sequence[int]) -> Rule:
+    def rule(item: Item, stages: Sequence[int]) -> _Rule:
         takes = []
         for place, op in enumerate(item.parts):
             for need in wanted.of(op):
                 delay = 0 if need.stage in stages else int(costs.communication / tick)
                 takes.append((place, results(need), delay))
-        return Rule(int(lasts[item.key] / tick), takes, list(map(results, item.parts)))
+        gives = list(enumerate(map(results, item.parts)))
+        return _Rule(int(lasts[_kind(item)] / tick), takes, gives)
 
     return tick, [
-        {key: rule(item, stages) for key, item in own.items()}
-        for own, stages in zip(some, schedule.stages(), strict=True)
+        {kind: rule(item, stages) for kind, item in own.items()}
+        for own, stages in zip(kinds, schedule.stages(), strict=True)
     ]
 
 
 def _check_once_and_whole(schedule: Schedule) -> None:
     """Each operation once, and with a backward pass B, or I and W, for each microbatch on a stage;
     ValueError names what is not so."""
-    ((op, times),) = Counter(schedule.ops()).most_common(1)
-    if times > 1:
-        raise ValueError(f"{op} is in the orders twice")
-    if schedule.kinds == {FORWARD}:
+    for (kind, stage), there in schedule.known.items():
+        lines = [own.get((kind, stage), []) for own in schedule.runs]
+        if sum(map(len, lines)) > len(there):
+            ((i, _),) = Counter(chain(*lines)).most_common(1)
+            raise ValueError(f"{stage}{kind}{i} is in the orders twice")
+    if all(kind == FORWARD for kind, _ in schedule.known):  # an order of forward passes alone
         return
-    backward: dict[tuple[int, int], str] = {}
-    for kind, stage, i in schedule.ops():
-        done = backward.get((stage, i), "")
-        backward[stage, i] = done + kind if kind in "BIW" else done
-    for (stage, i), kinds in backward.items():
-        if kinds not in ("B", "IW", "WI"):
+    for stage in {stage for _, stage in schedule.known}:
+        forwards, wholes, inputs, weights = (schedule.known.get((k, stage), set()) for k in "FBIW")
+        for i in (wholes & inputs) | (inputs ^ weights) | (forwards - wholes - inputs):
             raise ValueError(
                 f"stage {stage} needs either {stage}B{i} or both {stage}I{i} and {stage}W{i} "
                 f"for microbatch {i}"
@@ -316,18 +345,19 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
     wanted = Needs(schedule)
     for op in schedule.ops():
         for need in wanted.of(op):
-            if need not in wanted.rank_of:
+            if need not in wanted:
                 return ValueError(f"{op} needs {need}, which no rank runs")
-    left = [order[count:] for order, count in zip(schedule.orders, ended, strict=True)]
-    to_come = {op for items in left for item in items for op in item.parts}
-    waits = {}
-    for rank, items in enumerate(left):
-        needs = ((op, need) for item in items[:1] for op in item.parts for need in wanted.of(op))
-        for op, need in needs:
-            if need in to_come:
-                waits[rank] = op, f"{op}, which needs {need}", wanted.rank_of[need]
-                break
-    return DeadlockError(waits)
+    ranks = schedule.ranks()
+    lines = list(zip(schedule.orders, ended, strict=True))
+    done = {op for order, count in lines for item in order[:count] for op in item.parts}
+
+    def follow(rank: int) -> tuple[Op, str, int]:
+        item = schedule.orders[rank][ended[rank]]
+        waits = ((op, need) for op in item.parts for need in wanted.of(op) if need not in done)
+        op, need = next(waits)
+        return op, f"{op}, which needs {need}", ranks[need]
+
+    return DeadlockError(next(r for r, (o, count) in enumerate(lines) if count < len(o)), follow)
 
 
 def load_order(path: Path) -> Schedule:
@@ -338,9 +368,9 @@ def load_order(path: Path) -> Schedule:
     schedule = load_csv(path)
     count = schedule.num_microbatches
     try:
-        if {i for _, _, i in schedule.ops()} != set(range(count)):
+        if set[int]().union(*schedule.known.values()) != set(range(count)):
             raise ValueError(f"its {count} microbatches are not numbered 0 to {count - 1}")
-        if schedule.kinds == {FORWARD}:
+        if all(kind == FORWARD for kind, _ in schedule.known):
             raise ValueError("it has no backward pass")
         simulate(repeat(schedule, 2), build_costs(schedule))
     except (DeadlockError, ValueError) as error:

@@ -116,7 +116,7 @@ def handed_on(schedule: Schedule) -> list[tuple[Op, Op]]:
     """(operation that gives, operation that takes) for each result that another stage takes in."""
     wanted = Needs(schedule)
     pairs = ((need, op) for op in schedule.ops() for need in wanted.of(op))
-    return [(need, op) for need, op in pairs if need.stage != op.stage and need in wanted.rank_of]
+    return [(need, op) for need, op in pairs if need.stage != op.stage and need in wanted]
 
 
 def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:
