@@ -285,6 +285,9 @@ F forward; B backward, or its halves I (the input's gradient) and W (the weights
 microbatch; - goes on; . idle; f, b, i, w: on a stage of the rank that is not its first"""
 
 
+MOST_COLUMNS = 100_000  # where some operations are far shorter than others, they do not show
+
+
 def number(value: Fraction | int) -> str:
     return f"{float(value):.4g}"
 
@@ -312,10 +315,13 @@ def draw(row: Row) -> str:
     p = len(row.orders)
     labels = {(k, s, i): f"{k if s < p else k.lower()}{i}" for k, s, i in row.times}
     lasting = [(len(labels[op]), *times) for op, times in row.times.items() if times[0] < times[1]]
+    last = max(end for _, _, end in lasting)
     rate = max(Fraction(columns, end - start) for columns, start, end in lasting)  # columns a tick
-    width = math.ceil(max(end for _, _, end in lasting) * rate)
+    rate = min(rate, Fraction(MOST_COLUMNS, last))
+    width = math.ceil(last * rate)
     unit = rate / row.tick
-    every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if step * unit >= 10)
+    steps = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+    every = next(step for step in steps if step * unit >= 10)
     marks = ""
     for time in range(0, math.ceil(width / unit), every):
         marks = marks.ljust(math.floor(time * unit)) + str(time)

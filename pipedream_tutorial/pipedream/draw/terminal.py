@@ -95,7 +95,7 @@ def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: 
     shown = min(total, scale.width * scale.blocks)
     label = _labels(timeline.schedule)
     # (character, kind) of every column; the kind is empty where nothing is coloured.
-    rows = [[(IDLE, "")] * total for _ in timeline.events]
+    rows = [[(IDLE, "")] * shown for _ in timeline.events]
     for event in timeline.all_events():
         first = math.floor(event.start * scale.rate)
         end = math.floor(event.end * scale.rate)
@@ -104,8 +104,10 @@ def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: 
         if not scale.numbers or len(text) > end - first:  # never a number that is cut short
             text = kind if kind == "&" else text[0]
         gap = scale.gap if end - first > len(text) else 0
-        cell = text.ljust(end - first - gap, RUNNING)[: end - first]
-        rows[event.rank][first:end] = [(letter, kind) for letter in cell] + [(" ", "")] * gap
+        room = max(0, min(end, shown) - first)
+        cell = text.ljust(min(end - first - gap, room), RUNNING)[: end - first]
+        whole = [(letter, kind) for letter in cell] + [(" ", "")] * gap
+        rows[event.rank][first : first + room] = whole[:room]
     lines = []
     for begin in range(0, shown, scale.width):
         end = min(begin + scale.width, shown)
