@@ -1,5 +1,6 @@
 """Pictures: what is drawn is what was computed, and nothing is written over something else."""
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from pipedream.draw import charts, grids
@@ -75,12 +77,27 @@ def watched(make: Callable[[], Figure]) -> Figure:
     return figure
 
 
+def numbers_of(picture: Path) -> np.ndarray:
+    """Its pixels, 0 to 1; of an SVG the numbers in it."""
+    if picture.suffix == ".png":
+        return imread(picture)
+    return np.array(re.findall(r"-?\d+\.?\d*", picture.read_text()), dtype=float)
+
+
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
-    """All pictures of the shipped CONFIG."""
-    path = tmp_path_factory.mktemp("shipped") / "picture.png"
+    """All pictures of the shipped CONFIG, which are those in figures/."""
+    folder = tmp_path_factory.mktemp("shipped")
     work = Work(case=case_of(), weight_size=Fraction(1))
-    return {name: watched(lambda: save(draw(work), path)) for name, draw in PICTURES.items()}  # noqa: B023
+    figures = {}
+    for name, draw in PICTURES.items():
+        path = folder / f"{name}{pipedream_visual.SUFFIXES.get(name, '.png')}"
+        figures[name] = watched(lambda: save(draw(work), path))  # noqa: B023
+        kept = Path(pipedream_visual.__file__).with_name("figures") / path.name
+        numbers, expected = map(numbers_of, (path, kept))
+        assert numbers.shape == expected.shape, f"python pipedream_visual.py --only {name}"
+        assert np.abs(numbers - expected).mean() < 1e-3, f"python pipedream_visual.py --only {name}"
+    return figures
 
 
 def rectangles(ax: Axes) -> list[Rectangle]:
