@@ -275,11 +275,14 @@ def stashed_versions(order: Order) -> tuple[int, int]:
 
 # --- What is printed -------------------------------------------------------------------------
 
-NOTES = """\
-bubble: idle share until the last rank ends; span: within each rank's own span; used: busy share.
-In a row: after a flush a rank starts the next batch once its own work is done; others never pause.
-At most, on any rank or stage: activ., microbatches whose activations it holds; weights, copies of
-its parameters; stale, updates between the weights a microbatch saw and its own."""
+NOTES = (
+    "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
+    "share.",
+    "In a row: after a flush a rank starts the next batch once its own work is done; others never "
+    "pause.",
+    "At most, on any rank or stage: activ., microbatches whose activations it holds; weights, "
+    "copies of\nits parameters; stale, updates between the weights a microbatch saw and its own.",
+)
 LEGEND = """\
 F forward; B backward, or its halves I (the input's gradient) and W (the weights'); number:
 microbatch; - goes on; . idle; f, b, i, w: on a stage of the rank that is not its first"""
@@ -360,7 +363,7 @@ def main(config: dict[str, Any]) -> None:
         except ValueError as error:
             line = f"{title:<24}not possible: {error}"
         print(line, flush=True)  # each as soon as it is there
-    print(NOTES, "More schedules, search, training: python -m pipedream", sep="\n")
+    print(*NOTES, "More schedules, search, training: python -m pipedream", sep="\n")
 
 
 if __name__ == "__main__":

@@ -257,10 +257,7 @@ def print_comparison(rows: Iterable[Row | Refused], case: Case) -> None:
         )  # fmt: skip
         print(line + "*" * row.mixed, flush=True)
         mixed = mixed or row.mixed
-    notes = simple.NOTES.split("\n", 2)  # the last has two lines
-    if mixed:
-        notes.append(MIXED)
-    for note in notes:
+    for note in (*simple.NOTES, *([MIXED] if mixed else [])):
         print_wrapped("", note)
 
 
