@@ -53,16 +53,17 @@ def summary(records: Mapping[str, Record]) -> str:
         "| record, runs predicted | makespan off by | utilisation off by | goal |",
         "|---|---:|---:|---|",
     ]
-    for record in records.values():
+    for name, record in records.items():
+        link = f"[{title(record)}](records/{name})"
         cases = checked(record)
         if not cases:
-            lines.append(f"| {title(record)}, 0 | - | - | nothing was predicted |")
+            lines.append(f"| {link}, 0 | - | - | nothing was predicted |")
             continue
         percent = max(abs(makespan_error(case)) for case in cases)
         points = max(abs(points_error(case)) for case in cases)
         met = not outside_goal(record)
         lines.append(
-            f"| {title(record)}, {len(cases)} | {percent:.1f}% | {points:.1f} points "
+            f"| {link}, {len(cases)} | {percent:.1f}% | {points:.1f} points "
             f"| {'met' if met else 'not met'} |"
         )
     return "\n".join(lines)
@@ -86,9 +87,9 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         summary(records),
         "![Measured and simulated utilisation](figures/prediction.png)",
         wrapped(
-            "Below, for each m: makespan in ms, on the CPU with how far off the simulated one is; "
-            "on GPUs utilisation, with how many points the simulated one is off. \\*: the run that "
-            "the times are from. Of runs that were repeated, those predicted worst are shown."
+            "Below, of the largest machine, for each m: makespan in ms and utilisation, with how "
+            "many points the simulated one is off. \\*: the run that the times are from. Of runs "
+            "that were repeated, those predicted worst are shown."
         ),
         *sections(records),
     ]
@@ -138,17 +139,18 @@ def _goals(records: Mapping[str, Record]) -> str:
 
 
 def sections(records: Mapping[str, Record]) -> list[str]:
-    """A heading for each size and device, below it each kind of work with a table for each record;
-    of records of the same runs the one predicted worst has the table, the others have a line."""
-    groups: dict[tuple[str, str], dict[str, Record]] = {}
-    for name, record in records.items():
-        head = f"### {record['num_stages']} stages, {_device(record)}"
-        groups.setdefault((head, wrapped(_work(record))), {})[name] = record
+    """Of the GPUs' records with the most stages: each kind of work, below it a table for each
+    record; of records of the same runs the one predicted worst has it, the others have a line."""
+    on_gpu = {name: record for name, record in records.items() if goal_of(record) is GPU_GOAL}
+    most = max((record["num_stages"] for record in on_gpu.values()), default=0)
+    groups: dict[str, dict[str, Record]] = {}
+    for name, record in on_gpu.items():
+        if record["num_stages"] == most:
+            workload = record["workload"].replace(" (no embedding, no head)", "")
+            groups.setdefault(wrapped(f"Work: {workload}."), {})[name] = record
     found: list[str] = []
-    before: tuple[str, ...] = ()
-    for what, alike in groups.items():
-        found += [part for part in what if part not in before]
-        before = what
+    for work, alike in groups.items():
+        found.append(work)
         shown = {_runs(record): name for name, record in sorted(alike.items(), key=_worst)}
         for name, record in sorted(alike.items(), key=lambda named: named[0] not in shown.values()):
             calibration = title_of(record["calibration"]["schedule"])
@@ -171,44 +173,23 @@ def _worst(named: tuple[str, Record]) -> float:
     return max((abs(error(case)) for case in checked(named[1])), default=0.0)
 
 
-def _work(record: Record) -> str:
-    """What the times of a record are of."""
-    slept = record["emulated_ms"]
-    if slept["forward"] or slept["backward"]:
-        return (
-            f"Emulated: {slept['forward']:g} ms of sleep a forward and {slept['backward']:g} a "
-            "backward, on top of a small real computation."
-        )
-    workload = record.get("workload", record["config"]["model"])
-    return f"Real work: {workload.replace(' (no embedding, no head)', '')}."
-
-
 def _run_table(record: Record) -> str:
-    """A line a schedule, a column a number of microbatches; on a GPU what stage 0 took, too."""
+    """A line a schedule, a column a number of microbatches, and what stage 0 took."""
     cases = record["cases"]
     runs = {(case["schedule"], case["num_microbatches"]): case for case in cases}
     sizes = sorted({m for _, m in runs})
-    memory = any(case["measured"]["peak_memory_mib"] for case in cases)
-    head = ["schedule", *(f"m = {m}" for m in sizes), *["stage 0's peak GiB"] * memory]
+    head = ["schedule", *(f"m = {m}" for m in sizes), "stage 0's peak GiB"]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     for name in dict.fromkeys(name for name, _ in runs):
         row = [runs.get((name, m)) for m in sizes]
-        cells = [title_of(name), *("-" if case is None else _cell(case, record) for case in row)]
-        if memory:
-            peaks = [case["measured"]["peak_memory_mib"] for case in row if case is not None]
-            most = max((mib[0] for mib in peaks if mib is not None), default=None)
-            cells.append("-" if most is None else f"{most / 1024:.1f}")
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = [title_of(name), *("-" if case is None else _cell(case) for case in row)]
+        most = max(case["measured"]["peak_memory_mib"][0] for case in row if case is not None)
+        lines.append("| " + " | ".join([*cells, f"{most / 1024:.1f}"]) + " |")
     return "\n".join(lines)
 
 
-def _cell(case: Mapping[str, Any], record: Record) -> str:
-    """'625.7 (-0.5%)', or of GPUs '471.2, 54.7% (+0.7)': what the record's goal is about."""
-    on_gpu = goal_of(record) is GPU_GOAL
+def _cell(case: Mapping[str, Any]) -> str:
+    """'471.2, 54.7% (+0.7)': makespan and utilisation, and how far off it was simulated."""
     text = f"{case['measured']['makespan_ms']:,.1f}" + r" \*" * case["calibrated_on"]
-    if on_gpu:
-        text += f", {100 * case['measured']['utilisation']:.1f}%"
-    if case["predicted"] is None:
-        return text
-    off = f"{points_error(case):+.1f}" if on_gpu else f"{makespan_error(case):+.1f}%"
-    return f"{text} ({off})"
+    text += f", {100 * case['measured']['utilisation']:.1f}%"
+    return text if case["predicted"] is None else f"{text} ({points_error(case):+.1f})"
