@@ -38,11 +38,6 @@ function normals(chance, count, scale) {
   });
 }
 
-function buildModel(numStages) {
-  const chance = generator(0);
-  return range(numStages).map(() => randomStage(chance));
-}
-
 // By microbatch: {x, wanted}.
 function buildTask() {
   const chance = generator(1000);
@@ -97,7 +92,8 @@ function exactGradients(weights, { x, wanted }, batchSize) {
 function trainAlong({ timeline, policy, use, batchSize }, learningRate) {
   const { numStages, numMicrobatches } = timeline.schedule;
   const task = buildTask();
-  const versions = buildModel(numStages).map((own) => [own]); // by stage, oldest first
+  const chance = generator(0);
+  const versions = range(numStages).map(() => [randomStage(chance)]); // by stage, oldest first
   const flights = versions.map(() => []); // by stage and microbatch: what its passes left
   const added = versions.map(() => []); // gradients that wait for the update
   const ops = [...new Set(timeline.cells.values())].flatMap(({ item }) => item);

@@ -76,10 +76,8 @@ function focus(pane, place) {
 function aim(pane, { rank, index }, to) {
   if (pane.drag?.to === to) return;
   const move = { rank, from: index, to };
-  const judged =
-    to === index
-      ? { verdict: "same", text: "Here it is now." }
-      : judge(pane.run.timeline, move, pane.chosen.K || Infinity);
+  const here = { verdict: "same", text: "Here it is now." };
+  const judged = to === index ? here : judge(pane.run.timeline, move, pane.chosen.K || Infinity);
   pane.drag = { ...move, ...judged };
   say(judged.text, judged.verdict);
   pane.draw();

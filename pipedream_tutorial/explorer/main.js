@@ -100,29 +100,25 @@ function openAt({ chosen, refused }) {
   if (refused.length) say(`error: ${refused.join("; ")}`, "illegal");
 }
 
-function begin() {
-  buildLevelBar();
-  buildControls();
-  attachHands(main, true);
-  attachHands(beside, false);
-  attachFiles();
-  byId("undo").onclick = () => store.change({ moves: store.chosen.moves.slice(0, -1) });
-  byId("reset").onclick = () => store.change({ moves: [] });
-  byId("earlier").onclick = () => move(-1);
-  byId("later").onclick = () => move(1);
-  byId("last").onclick = () => move(Infinity);
-  byId("share").onclick = share;
-  byId("again").onclick = () => startLevel(store.chosen.level);
-  let width = 0;
-  new ResizeObserver(() => {
-    if (width === byId("panes").clientWidth) return; // only as high as was drawn
-    width = byId("panes").clientWidth;
-    place();
-  }).observe(byId("panes"));
-  addEventListener("resize", place);
-  addEventListener("hashchange", () => openAt(fromHash(location.hash)));
-  openAt(opened);
-}
-
-begin();
+buildLevelBar();
+buildControls();
+attachHands(main, true);
+attachHands(beside, false);
+attachFiles();
+byId("undo").onclick = () => store.change({ moves: store.chosen.moves.slice(0, -1) });
+byId("reset").onclick = () => store.change({ moves: [] });
+byId("earlier").onclick = () => move(-1);
+byId("later").onclick = () => move(1);
+byId("last").onclick = () => move(Infinity);
+byId("share").onclick = share;
+byId("again").onclick = () => startLevel(store.chosen.level);
+let drawnWidth = 0;
+new ResizeObserver(() => {
+  if (drawnWidth === byId("panes").clientWidth) return; // only as high as was drawn
+  drawnWidth = byId("panes").clientWidth;
+  place();
+}).observe(byId("panes"));
+addEventListener("resize", place);
+addEventListener("hashchange", () => openAt(fromHash(location.hash)));
+openAt(opened);
 window.explorer = { store, main, beside, player }; // for the console, and the tests

@@ -70,9 +70,8 @@ function liveVersions(timeline, use) {
 
 // How many updates behind the newest microbatch's weights were.
 function stalenessSteps(timeline, use) {
-  return stepsByRank(timeline, () => 0, ({ item, end }) =>
-    item.filter(isUpdate).map((op) => [end, use.get(op.text).behind]),
-  );
+  const behind = ({ item, end }) => item.filter(isUpdate).map((op) => [end, use.get(op.text).behind]);
+  return stepsByRank(timeline, () => 0, behind);
 }
 
 // The cells that fix the makespan, first to last.
@@ -102,16 +101,15 @@ function isUpdate({ kind }) {
   return kind === "B" || kind === "W";
 }
 
-const newest = (updates) => updates;
-
 // `flushes`: batches follow each other as repeats of one order. `perMicrobatch`: an update after each
 // backward pass, else one a batch. `stashed`: a backward pass uses its forward pass's weights.
+// `versionOf`: the version that microbatch i runs with; the newest one, if not given.
 const POLICIES = {
-  flush: { flushes: true, stashed: true, forwardVersion: newest },
-  stash: { perMicrobatch: true, stashed: true, forwardVersion: newest },
-  vertical: { perMicrobatch: true, stashed: true, forwardVersion: (updates, i, m, p) => Math.max(0, i - (p - 1)) },
-  "in-place": { perMicrobatch: true, forwardVersion: newest },
-  "2bw": { stashed: true, forwardVersion: (updates, i, m) => Math.max(0, Math.floor(i / m) - 1) },
+  flush: { flushes: true, stashed: true },
+  stash: { perMicrobatch: true, stashed: true },
+  vertical: { perMicrobatch: true, stashed: true, versionOf: (i, m, p) => Math.max(0, i - (p - 1)) },
+  "in-place": { perMicrobatch: true },
+  "2bw": { stashed: true, versionOf: (i, m) => Math.max(0, Math.floor(i / m) - 1) },
 };
 
 // operation -> {version that it runs with, kept: versions that its stage keeps after it, behind:
@@ -129,11 +127,12 @@ function stageUse(ops, policy, m, p) {
   const left = new Set(upcoming); // microbatches that are to be gone through
   const inUse = new Map(); // microbatch that is under way -> its version
   let updates = 0;
+  const versionOf = (i) => policy.versionOf?.(i, m, p) ?? updates;
   return ops.map((op) => {
     const { kind, microbatch: i, text } = op;
     const own = {};
     if (kind === "F") {
-      own.version = policy.forwardVersion(updates, i, m, p);
+      own.version = versionOf(i);
       if (own.version > updates) {
         const what = `microbatch ${i} would run with version ${own.version} before there is one`;
         throw new RuleError(`${what}; take ${p - 1} microbatches a batch or more`);
@@ -149,16 +148,12 @@ function stageUse(ops, policy, m, p) {
       left.delete(i);
       if (policy.perMicrobatch || ![...left].some((other) => batchOf(other) === batchOf(i))) updates += 1;
     }
-    own.kept = keptVersions(policy, [...inUse.values()], updates, upcoming[0], m, p);
-    return [text, own];
+    const kept = new Set([updates]);
+    if (policy.stashed) { // those in use, and all from the oldest still to be read
+      for (const version of inUse.values()) kept.add(version);
+      const oldest = upcoming.length ? versionOf(upcoming[0]) : updates;
+      for (let version = oldest; version < updates; version++) kept.add(version);
+    }
+    return [text, { ...own, kept: kept.size }];
   });
-}
-
-// The newest version, those in use, and all between them and the oldest still to be read.
-function keptVersions(policy, inUse, updates, next, m, p) {
-  if (!policy.stashed) return 1;
-  const oldest = next === undefined ? updates : policy.forwardVersion(updates, next, m, p);
-  const kept = new Set([...inUse, updates]);
-  for (let version = oldest; version < updates; version++) kept.add(version);
-  return kept.size;
 }

@@ -36,8 +36,7 @@ function byRank(wordOf) {
 // microbatchOf(i, copy): the number of a copy's microbatch i among all.
 function twoCopies(words, microbatchOf) {
   const p = words.length;
-  const renumbered = ({ kind, stage, microbatch }) =>
-    buildOp(kind, stage, microbatchOf(microbatch, stage < p ? 0 : 1));
+  const renumbered = ({ kind, stage, microbatch: i }) => buildOp(kind, stage, microbatchOf(i, stage < p ? 0 : 1));
   return new Schedule(changedOps(fromWords(words).orders, renumbered), 2);
 }
 
@@ -66,10 +65,8 @@ function zeroBubble(m, ahead, delay) {
 function interleaved(p, m, v) {
   const rounds = Math.max(1, Math.floor(m / p));
   if (m % rounds) {
-    throw new RuleError(
-      `${m} microbatches cannot be cut into ${rounds} equal rounds over ${p} ranks; ` +
-        `take a multiple of ${p}, such as ${rounds * p} or ${(rounds + 1) * p}`,
-    );
+    const what = `${m} microbatches cannot be cut into ${rounds} equal rounds over ${p} ranks`;
+    throw new RuleError(`${what}; take a multiple of ${p}, such as ${rounds * p} or ${(rounds + 1) * p}`);
   }
   const size = m / rounds;
   const chunks = range(m * v).map((step) => Math.floor(step / size) % v);
@@ -211,10 +208,8 @@ function placeByTime(lines, place) {
 
 function dualpipeV(p, m) {
   if (m < 2 * p) {
-    throw new RuleError(
-      `dualpipe-v needs at least 2 microbatches a rank, not ${m} for ${p} ranks; ` +
-        `set num_microbatches to ${2 * p} or more`,
-    );
+    const what = `dualpipe-v needs at least 2 microbatches a rank, not ${m} for ${p} ranks`;
+    throw new RuleError(`${what}; set num_microbatches to ${2 * p} or more`);
   }
   return byRank(dualpipeWord)(p, m);
 }
@@ -242,11 +237,9 @@ function dualpipeWord(r, p, m) {
 // one copy's stages on the way down and the other's on the way up.
 function dualpipe(p, m) {
   if (p % 2 || m % 2 || m < 2 * p) {
-    throw new RuleError(
-      `dualpipe needs an even number of ranks, and an even number of microbatches, 2 a rank or ` +
-        `more, not p=${p}, m=${m}; ` +
-        `take p=${p + (p % 2)} and m=${Math.max(2 * (p + (p % 2)), m + (m % 2))}`,
-    );
+    const even = p + (p % 2);
+    const what = "dualpipe needs an even number of ranks, and an even number of microbatches, 2 a rank or more";
+    throw new RuleError(`${what}, not p=${p}, m=${m}; take p=${even} and m=${Math.max(2 * even, m + (m % 2))}`);
   }
   const half = range(p / 2).map((r) => dualpipeWord(r, p / 2, m / 2));
   const swapped = (letter) => (letter < "a" ? letter.toLowerCase() : letter.toUpperCase());
@@ -258,10 +251,8 @@ function dualpipe(p, m) {
 // operation takes one slot, no rank gets a slot twice (schedules/orders.py says why).
 function chimera(p, m) {
   if (p % 2 || m % p) {
-    throw new RuleError(
-      `chimera needs an even number of ranks and whole units of p microbatches, not p=${p}, ` +
-        `m=${m}; take p=${p + (p % 2)} and a multiple of it`,
-    );
+    const what = "chimera needs an even number of ranks and whole units of p microbatches";
+    throw new RuleError(`${what}, not p=${p}, m=${m}; take p=${p + (p % 2)} and a multiple of it`);
   }
   const half = p / 2;
   const words = range(p).map((r) => {
@@ -381,17 +372,20 @@ function policyOf(name) {
 // What an expression of `idle` or `when` comes to for these choices.
 function evaluate(expression, { p, m, v, F, I, W }) {
   const [f, i, w] = [F, I, W].map((value) => Fraction.parse(value).toNumber());
-  const formula = new Function(
-    "p", "m", "v", "F", "I", "W", "B", "min", "max", "abs", "ceil", `return ${expression};`,
-  );
-  return formula(p, m, v, f, i, w, i + w, Math.min, Math.max, Math.abs, Math.ceil);
+  const known = { p, m, v, F: f, I: i, W: w, B: i + w, min: Math.min, max: Math.max, abs: Math.abs, ceil: Math.ceil };
+  return new Function(...Object.keys(known), `return ${expression};`)(...Object.values(known));
 }
 
 // A sentence on a schedule, and its idle time as a formula, with its value where it holds.
 function aboutOf(name, chosen) {
   const { says, idle = IDLE, when = "" } = entryOf(name);
-  if (name === "search") return `${says} ${searchText(searchedFor(chosen))}`;
   if (name === "csv") return says;
+  if (name === "search") {
+    const { length, bound, tried, unit } = searchedFor(chosen);
+    const [found, least] = [length, bound].map((ticks) => shortNumber(ticks * unit));
+    const proved = length === bound ? "shortest possible" : `no order takes less than ${least}`;
+    return `${says} ${found} after ${tried} tries; ${proved}.`;
+  }
   const { flushes } = policyOf(name);
   const even = !chosen.scale.length && [chosen.c, chosen.saving].every((value) => Number(value) === 0);
   const own = !chosen.cut && !chosen.recompute && !chosen.moves.length && chosen.n === 1 && flushes;
@@ -400,9 +394,4 @@ function aboutOf(name, chosen) {
   const ranges = when.split(" && ").map((range) => range.replace("===", "=").replace(" * ", " "));
   const where = ["even stages", "c = 0", ...ranges.filter(Boolean)].join(", ");
   return `${text} ${flushes ? "a batch" : "once"} (${where}).`;
-}
-
-function searchText({ length, bound, tried, unit }) {
-  const [found, least] = [length, bound].map((ticks) => shortNumber(ticks * unit));
-  return `${found} after ${tried} tries; ${length === bound ? "shortest possible" : `no order takes less than ${least}`}.`;
 }

@@ -57,18 +57,17 @@ function byLength(one, other) {
 // What no order can be shorter than, in ticks; simulate/search.py derives it.
 function lowerBound({ m, memory, c, durations }) {
   const total = (times, of) => sum(times.map(of));
-  return Math.max(
-    ...durations.map((own, rank) => {
-      const head = total(durations.slice(0, rank), (t) => t.F + c);
-      const trip = total(durations.slice(rank + 1), (t) => t.F + t.I + 2 * c);
-      const each = own.F + own.I + own.W;
-      const waits = head + own.F + trip + m * each - memory * own.F;
-      const [rounds, rest] = [Math.floor((m - 1) / memory), (m - 1) % memory];
-      const chain = head + rounds * (trip + each) + rest * own.F + own.F + trip + own.I;
-      const tail = total(durations.slice(0, rank), (t) => c + t.I);
-      return Math.max(waits, head + m * each, chain + Math.max(own.W, tail));
-    }),
-  );
+  const bounds = durations.map((own, rank) => {
+    const head = total(durations.slice(0, rank), (t) => t.F + c);
+    const trip = total(durations.slice(rank + 1), (t) => t.F + t.I + 2 * c);
+    const each = own.F + own.I + own.W;
+    const waits = head + own.F + trip + m * each - memory * own.F;
+    const [rounds, rest] = [Math.floor((m - 1) / memory), (m - 1) % memory];
+    const chain = head + rounds * (trip + each) + rest * own.F + own.F + trip + own.I;
+    const tail = total(durations.slice(0, rank), (t) => c + t.I);
+    return Math.max(waits, head + m * each, chain + Math.max(own.W, tail));
+  });
+  return Math.max(...bounds);
 }
 
 // {words, length, span, bound, tried}: the best of the words that the rules write, improved.

@@ -15,9 +15,7 @@ function describe(pane) {
   const cell = focused(pane);
   const { item, rank, start, end } = cell;
   const at = (ticks) => shortNumber(ticks * timeline.tick);
-  const names = item.map(
-    (op) => `${op.text}: ${KINDS[op.kind][1]} of microbatch ${op.microbatch} on stage ${op.stage}`,
-  );
+  const names = item.map((op) => `${op.text}: ${KINDS[op.kind][1]} of microbatch ${op.microbatch} on stage ${op.stage}`);
   return [
     `${names.join("; with ")}. Rank ${rank}, from ${at(start)} to ${at(end)}.`,
     waitText(timeline, cell, at),
@@ -45,10 +43,8 @@ function weightText(use, op) {
   if (op.kind === "R") return `Runs with weights of version ${version}, as the backward pass will.`;
   if (op.kind === "F") return `Runs with weights of version ${version}.`;
   const [own, update] = ["F", "W"].map((kind) => use.get(keyOf(kind, op.stage, op.microbatch)));
-  const same =
-    own.version === version
-      ? "the same as its forward pass"
-      : `its forward pass had version ${own.version}, so this is the gradient of no model`;
+  let same = "the same as its forward pass";
+  if (own.version !== version) same = `its forward pass had version ${own.version}, so this is the gradient of no model`;
   const late = behind ?? update.behind;
   const updates = late === 1 ? "1 update" : `${late} updates`;
   return `Runs with weights of version ${version}, ${same}; ${updates} behind when applied.`;

@@ -48,17 +48,5 @@ def test_every_picture_is_shown_and_every_folder_is_on_the_map() -> None:
         assert f"`{file.name}`" in section, file
 
 
-def test_the_first_part_is_read_in_an_hour() -> None:
-    """Some 1,300 words beside blocks and tables, no table with more than four rows; all pages
-    together 5,500 words."""
-    text = without_blocks("README.md")
-    rows = re.findall(r"(?:^\|.*\n)+", text, re.M)
-    assert all(len(table.splitlines()) <= 2 + 4 for table in rows)
-    prose = re.sub(r"(?m)^(\||<).*$", "", text)
-    assert 1000 <= len(re.findall(r"\S*\w\S*", prose)) <= 1400
-    all_words = [re.findall(r"\S*\w\S*", (FOLDER / page).read_text()) for page in PAGES]
-    assert sum(map(len, all_words)) <= 5500
-
-
 def test_pages_and_pictures_are_those_of_the_records() -> None:
     assert stale(FOLDER) == []
