@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -72,14 +72,13 @@ def terminal(section: Section) -> str:
     """Title, first table and notes, as wide as the terminal; a table that would be wider goes
     without the least of its columns."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns
-    table = section.tables[0]
-    columns = dict(zip(table.headers, zip(*table.rows, strict=True), strict=True))
+    columns = section.tables[0].columns
     for least in ("", *LEAST):
-        columns.pop(least, None)
+        columns = {name: cells for name, cells in columns.items() if name != least}
         headings = [name.replace("peak ", "").replace(" ", "\n", 1) for name in columns]
         text = tabulate(
             [headings, *zip(*columns.values(), strict=True)],  # as headings they get padding
-            tablefmt="plain", disable_numparse=True, colalign=_align(list(columns)),
+            tablefmt="plain", disable_numparse=True, colalign=_align(columns),
             maxcolwidths=[NAME_WIDTH, *[None] * (len(columns) - 1)],
         )  # fmt: skip
         if max(map(len, text.splitlines())) <= width:
@@ -88,7 +87,7 @@ def terminal(section: Section) -> str:
     return "\n".join([textwrap.fill(section.title, width), text, *notes])
 
 
-def _align(headers: Sequence[str]) -> list[str]:
+def _align(headers: Iterable[str]) -> list[str]:
     return ["left" if name in WORDS else "right" for name in headers]
 
 
@@ -108,7 +107,7 @@ def markdown(title: str, heading: str, sections: Sequence[Section]) -> str:
         for line in (f"## {section.title}", *section.notes):
             lines += ["", line]
         for table in section.tables:
-            text = tabulate(table.rows, table.headers, **MARKDOWN)
+            text = tabulate(table.columns, "keys", **MARKDOWN)
             lines += ["", f"### {table.title}", "", table.about, "", text]
         for name in section.plots:
             lines += ["", f"![{name}]({name}.png)"]
@@ -124,8 +123,8 @@ def html(title: str, heading: str, sections: Sequence[Section], note: str = "") 
         lines += [f"<p>{escape(text)}</p>" for text in section.notes]
         for table in section.tables:
             rows = tabulate(
-                table.rows, table.headers, "html",
-                disable_numparse=True, colalign=_align(table.headers),
+                table.columns, "keys", "html",
+                disable_numparse=True, colalign=_align(table.columns),
             )  # fmt: skip
             lines += [f"<h3>{escape(table.title)}</h3>", f"<p>{escape(table.about)}</p>"]
             lines.append(f'<div class="wide">{rows}</div>')

@@ -13,10 +13,6 @@ from distributed_training.records.record import Record, is_alive
 Value = Callable[[Record], float | None]
 MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 NOTHING = "-"
-MEASURED = (
-    "tokens/s", "ms a step", "MFU", "peak GPU memory", "peak host memory", "training loss",
-    "validation loss", "validation perplexity",
-)  # fmt: skip
 _IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 
@@ -109,11 +105,8 @@ MS_A_STEP = Number(
     lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, spread=True
 )
 MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds, NOTHING)
-# What was measured. GPU memory is what PyTorch's allocator reserved: "allocated" leaves out the
-# buffers of CUDA graphs.
-COLUMNS: Mapping[str, Callable[..., str]] = {
-    **SETTINGS,
-    "strategy": lambda r: " ".join([r.strategy["name"], *layout_words(r)]),
+# GPU memory is what PyTorch's allocator reserved: "allocated" leaves out buffers of CUDA graphs.
+MEASURED = {
     "tokens/s": TOKENS_PER_S,
     "ms a step": MS_A_STEP,
     "MFU": Number(lambda r: r.performance.get("mfu"), "{:.1%}".format),
@@ -126,6 +119,11 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
     ),
     "validation loss": Number(_trained("loss"), "{:.4f}".format, spread=True),
     "validation perplexity": Number(_trained("perplexity"), "{:.1f}".format, spread=True),
+}
+COLUMNS: Mapping[str, Callable[..., str]] = {
+    **SETTINGS,
+    "strategy": lambda r: " ".join([r.strategy["name"], *layout_words(r)]),
+    **MEASURED,
 }
 PREDICTED = {  # what -> heading, measured, predicted
     "time": ("ms", MS_A_STEP, MS_PREDICTED),
@@ -147,15 +145,22 @@ class Layout:
         """Runs with results."""
         return [r for r in self.records if r.performance]
 
+    @property
+    def ended(self) -> str:
+        """How, in a word or two."""
+        missing = self.num_runs - len(self.records)
+        if self.why:
+            return "failed"
+        return f"{missing} of {self.num_runs} not run yet" if missing else status(self.records[-1])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of words and numbers as text; the first column names the row."""
+    """Columns of words and numbers as text; the first names the rows."""
 
     title: str
     about: str
-    headers: list[str]
-    rows: list[list[str]]
+    columns: dict[str, list[str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,9 +184,9 @@ class Comparison:
         """What all runs have in common."""
         if not self.records:
             return self.work
-        common = [f"{name} {value}" for name, value in common_settings(self.records).items()]
-        common.append(f"on {self.records[0].machine['gpu_name'] or 'CPU'}")
-        return "; ".join(filter(None, (", ".join(common), self.work)))
+        common = [f"{name} {value}, " for name, value in common_settings(self.records).items()]
+        text = f"{''.join(common)}on {self.records[0].machine['gpu_name'] or 'CPU'}"
+        return f"{text}; {self.work}" if self.work else text
 
     @property
     def notes(self) -> list[str]:
@@ -201,28 +206,17 @@ class Comparison:
 
     def tables(self) -> list[Table]:
         """Those that there are figures for."""
-        fullest = "Of the fullest process at its fullest moment, as predicted."
-        sends = (
+        memory = "Of the fullest process at its fullest moment, as predicted."
+        sent = (
             "Of the process that sends most, by formula (strategies/LAWS.md), collectives as rings."
         )
-        memory = {}
-        sent = {}
-        for layout in self.finished:
-            r = layout.done[0]
-            prediction = r.prediction or {}
-            parts = dict(prediction.get("memory_bytes", {}))
-            if parts and not r.machine["gpu_name"]:  # with what Python and the libraries take
-                parts["Python"] = prediction["host_bytes"] - sum(parts.values())
-            memory[layout.name] = parts
-            axes = prediction.get("sent_bytes", {})
-            sent[layout.name] = {f"over {axis}": size for axis, size in axes.items()}
         found = [
             results(self),
             predictions(self),
-            _parts("Memory by component", fullest, self.rows, memory),
-            _parts("Bytes sent a step", sends, self.rows, sent),
+            _parts("Memory by component", memory, self, _memory),
+            _parts("Bytes sent a step", sent, self, _sent),
         ]
-        return [table for table in found if len(table.headers) > 1]
+        return [table for table in found if len(table.columns) > 1]
 
 
 def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -233,8 +227,9 @@ def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def common_settings(records: Sequence[Record]) -> dict[str, str]:
     """The columns of SETTINGS in which all agree."""
-    differ = differing([{name: cell(r) for name, cell in SETTINGS.items()} for r in records])
-    return {name: cell(records[0]) for name, cell in SETTINGS.items() if name not in differ}
+    settings = [{name: cell(r) for name, cell in SETTINGS.items()} for r in records]
+    differ = differing(settings)
+    return {name: text for name, text in settings[0].items() if name not in differ}
 
 
 def status(r: Record) -> str:
@@ -288,76 +283,85 @@ def run_names(records: Sequence[Record]) -> list[str]:
 
 def results(comparison: Comparison) -> Table:
     """How fast, how good; every layout has a row, those that failed, too."""
-    rows = []
-    for layout in comparison.layouts:
-        done = layout.done
-        cells = [COLUMNS[name](*done) if done else NOTHING for name in MEASURED]
-        count = len(layout.records)
-        runs = f"{count} of {layout.num_runs}" if layout.num_runs > 1 else NOTHING
-        if layout.why:
-            ended = "failed"
-        elif count < layout.num_runs:
-            ended = f"{layout.num_runs - count} of {layout.num_runs} not run yet"
-        else:
-            ended = status(layout.records[-1])
-        rows.append([layout.name, *cells, runs, ended])
+    layouts = comparison.layouts
+    columns = {comparison.rows: [layout.name for layout in layouts]}
+    for name, number in MEASURED.items():
+        columns[name] = [number(*layout.done) for layout in layouts]
+    columns["runs"] = [
+        f"{len(layout.records)} of {layout.num_runs}" if layout.num_runs > 1 else NOTHING
+        for layout in layouts
+    ]
+    columns["status"] = [layout.ended for layout in layouts]
     about = "Median step of each run"
-    if any(len(layout.records) > 1 for layout in comparison.layouts):
+    if any(len(layout.records) > 1 for layout in layouts):
         about += "; mean ± standard deviation over the seeds"
-    headers = [comparison.rows, *MEASURED, "runs", "status"]
-    return _table("Results", f"{about}.", headers, rows)
+    return _table("Results", f"{about}.", columns)
 
 
 def predictions(comparison: Comparison) -> Table:
     """What the plan said before each run."""
-    on_gpu = any(r.machine["gpu_name"] for r in comparison.records)
+    records = comparison.records
+    on_gpu = any(r.machine["gpu_name"] for r in records)
     what = "what tensors hold on the fullest GPU" if on_gpu else "RAM of the fullest process"
     about = f"Memory is {what}. Each prediction was made before its run"
-    headers = [comparison.rows]
-    finished = comparison.finished if any(r.prediction for r in comparison.records) else []
-    rows = [[layout.name] for layout in finished]
+    layouts = comparison.finished if any(r.prediction for r in records) else []
+    columns = {comparison.rows: [layout.name for layout in layouts]}
     for name, (heading, found, said) in PREDICTED.items():
-        headers += [f"{heading} measured", f"{heading} predicted", f"{heading} off"]
-        errors = [abs(error) for r in comparison.records for error in _errors(said, found, [r])]
-        if errors:
+        columns[f"{heading} measured"] = [found(*layout.done) for layout in layouts]
+        columns[f"{heading} predicted"] = [said(*layout.done) for layout in layouts]
+        off = [_error(said, found, layout.done) for layout in layouts]
+        columns[f"{heading} off"] = [NOTHING if e is None else f"{e:+.0%}" for e in off]
+        each = [_error(said, found, [r]) for r in records]
+        if errors := [abs(error) for error in each if error is not None]:
             near = sum(error <= 0.10 for error in errors)
             median = statistics.median(errors)
             about += f"; {name}: {near} of {len(errors)} within 10%, median {median:.0%} off"
-        for row, layout in zip(rows, finished, strict=True):
-            off = [f"{error:+.0%}" for error in _errors(said, found, layout.done)]
-            row += [found(*layout.done), said(*layout.done), *(off or [NOTHING])]
-    for row, layout in zip(rows, finished, strict=True):
-        bound = {r.prediction["bound_by"] for r in layout.done if r.prediction} - {None}
-        row.append(", ".join(sorted(bound)) or NOTHING)
-    return _table("Prediction and measurement", f"{about}.", [*headers, "mostly"], rows)
+    bounds = [{r.prediction["bound_by"] for r in layout.done if r.prediction} for layout in layouts]
+    columns["mostly"] = [", ".join(sorted(each - {None})) or NOTHING for each in bounds]
+    return _table("Prediction and measurement", f"{about}.", columns)
 
 
-def _errors(said: Number, found: Number, records: Sequence[Record]) -> list[float]:
-    """Mean prediction by mean measurement, less one; empty where one of them is missing."""
+def _error(said: Number, found: Number, records: Sequence[Record]) -> float | None:
+    """Mean prediction by mean measurement, less one; None where one of them is missing."""
     expected = said.values(records)
     measured = found.values(records)
     if not expected or not measured:
-        return []
-    return [statistics.fmean(expected) / statistics.fmean(measured) - 1]
+        return None
+    return statistics.fmean(expected) / statistics.fmean(measured) - 1
 
 
-def _parts(title: str, about: str, first: str, parts: Mapping[str, dict[str, float]]) -> Table:
+def _memory(r: Record) -> dict[str, float]:
+    prediction = r.prediction or {}
+    parts = dict(prediction.get("memory_bytes", {}))
+    if parts and not r.machine["gpu_name"]:  # with what Python and the libraries take
+        parts["Python"] = prediction["host_bytes"] - sum(parts.values())
+    return parts
+
+
+def _sent(r: Record) -> dict[str, float]:
+    sent = (r.prediction or {}).get("sent_bytes", {})
+    return {f"over {axis}": size for axis, size in sent.items()}
+
+
+def _parts(
+    title: str, about: str, comparison: Comparison, parts: Callable[[Record], dict[str, float]]
+) -> Table:
     """A row a layout, a column a part (in bytes), and the sum."""
-    names = dict.fromkeys(part for each in parts.values() for part in each)
-    rows = []
-    for name, each in parts.items():
-        sizes = [*(each.get(part) for part in names), sum(each.values())]
-        rows.append([name, *(gib(size) if size else NOTHING for size in sizes)])
-    return _table(title, about, [first, *names, "in all"], rows)
+    columns = {comparison.rows: [layout.name for layout in comparison.finished]}
+    sizes = [parts(layout.done[0]) for layout in comparison.finished]
+    names = dict.fromkeys(name for each in sizes for name in each)
+    for each in sizes:
+        each["in all"] = sum(each.values())
+    for name in (*names, "in all"):
+        columns[name] = [gib(size) if (size := each.get(name)) else NOTHING for each in sizes]
+    return _table(title, about, columns)
 
 
-def _table(title: str, about: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _table(title: str, about: str, columns: Mapping[str, Sequence[str]]) -> Table:
     """Without the columns that say nothing."""
-    told = [[NOTHING if cell == NOT_MEASURED else cell for cell in row] for row in rows]
-    kept = [place for place in range(len(headers)) if any(row[place] != NOTHING for row in told)]
-    return Table(
-        title=title,
-        about=about,
-        headers=[headers[place] for place in kept],
-        rows=[[row[place] for place in kept] for row in told],
-    )
+    told = {
+        name: [NOTHING if cell == NOT_MEASURED else cell for cell in cells]
+        for name, cells in columns.items()
+    }
+    kept = {name: cells for name, cells in told.items() if {*cells} - {NOTHING}}
+    return Table(title=title, about=about, columns=kept)

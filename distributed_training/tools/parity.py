@@ -217,13 +217,13 @@ def write_page(out: Path, runs: Sequence[compare.Run]) -> None:
         f"itself with other micro-batches, each tensor by itself, and in any case {least}."
     )
     notes = [f"{run.name} {run.verdict}: {run.why}" for run in layouts if run.why]
-    rows = []
-    for run in runs:
-        sizes = [f"{max(each.values()):.1e}" for each in run.apart.values()]
-        sizes = sizes or [NOTHING] * len(LIMITS)
-        rows.append([run.name, *sizes, f"{run.seconds:.0f}", run.verdict])
-    headers = ["layout", *LIMITS, "seconds", "verdict"]
-    table = Table(title="Differences", about=rule, headers=headers, rows=rows)
+    columns = {"layout": [run.name for run in runs]}
+    for what in LIMITS:
+        sizes = [run.apart.get(what) for run in runs]
+        columns[what] = [f"{max(each.values()):.1e}" if each else NOTHING for each in sizes]
+    columns["seconds"] = [f"{run.seconds:.0f}" for run in runs]
+    columns["verdict"] = [run.verdict for run in runs]
+    table = Table(title="Differences", about=rule, columns=columns)
     about = provenance(shlex.join(["python", *sys.argv]))
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     source = f"{about['command']}; {about['made_at']}; commit {about['git_commit']}; {versions}"

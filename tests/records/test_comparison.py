@@ -44,7 +44,8 @@ def over_seeds():
 def rows_of(comparison, title="Results"):
     """Name -> heading -> cell of one table."""
     (table,) = (table for table in comparison.tables() if table.title == title)
-    return {row[0]: dict(zip(table.headers, row, strict=True)) for row in table.rows}
+    rows = zip(*table.columns.values(), strict=True)
+    return {row[0]: dict(zip(table.columns, row, strict=True)) for row in rows}
 
 
 def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_differ():
