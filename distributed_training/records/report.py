@@ -10,7 +10,6 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 
 from tabulate import tabulate
@@ -18,6 +17,7 @@ from tabulate import tabulate
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import MARKDOWN, Comparison, Table, group_by_work
+from distributed_training.records.templates import fill
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 from distributed_training.settings.parser import Parser
@@ -30,22 +30,6 @@ LEAST = (
     "MFU", "validation perplexity", "ms a step", "runs", "peak host memory", "training loss",
 )  # fmt: skip
 WORDS = {"run", "strategy", "layout", "status", "verdict", "mostly"}  # columns aligned left
-_HEAD = """<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root { color-scheme: light dark }
-body { font: 1rem/1.5 system-ui, sans-serif; max-width: 75rem; margin: auto; padding: 1rem }
-h2 { font-size: 1.1rem; margin: 2.5rem 0 .5rem }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
-th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #8886 }
-.plots { display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start }
-img { width: 36rem; max-width: 100%; height: auto }
-</style>
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,40 +84,13 @@ def save_plots(sections: Sequence[Section], folder: Path) -> list[str]:
     return list(plots)
 
 
-def markdown(title: str, heading: str, sections: Sequence[Section]) -> str:
-    """The page for a repository, beside which the plots lie."""
-    lines = [f"# {title}", "", heading]
-    for section in sections:
-        for line in (f"## {section.title}", *section.notes):
-            lines += ["", line]
-        for table in section.tables:
-            text = tabulate(table.columns, "keys", **MARKDOWN)
-            lines += ["", f"### {table.title}", "", table.about, "", text]
-        for name in section.plots:
-            lines += ["", f"![{name}]({name}.png)"]
-    return "\n".join([*lines, ""])
-
-
-def html(title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
-    """One file: no network, no script, light or dark, any width."""
-    lines = [_HEAD.replace("{title}", escape(title)), f"<h1>{escape(title)}</h1>"]
-    lines += [f"<p>{escape(text)}</p>" for text in (heading, note) if text]
-    for section in sections:
-        lines.append(f"<h2>{escape(section.title)}</h2>")
-        lines += [f"<p>{escape(text)}</p>" for text in section.notes]
-        for table in section.tables:
-            rows = tabulate(
-                table.columns, "keys", "html",
-                disable_numparse=True, colalign=_align(table.columns),
-            )  # fmt: skip
-            lines += [f"<h3>{escape(table.title)}</h3>", f"<p>{escape(table.about)}</p>"]
-            lines.append(f'<div class="wide">{rows}</div>')
-        lines.append('<div class="plots">')
-        for name, png in section.plots.items():
-            data = base64.b64encode(png).decode()
-            lines.append(f'<img alt="{name}" src="data:image/png;base64,{data}">')
-        lines.append("</div>")
-    return "\n".join([*lines, ""])
+def page(form: str, title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
+    """As Markdown, for a repository, the plots beside it; as HTML, one file: no network, no script,
+    light or dark, any width."""
+    return fill(
+        f"page.{form}.jinja", title=title, heading=heading, sections=sections, note=note,
+        tabulate=tabulate, markdown=MARKDOWN, align=_align, b64encode=base64.b64encode,
+    )  # fmt: skip
 
 
 def find_records(paths: Sequence[Path]) -> list[Record]:
@@ -185,7 +142,7 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     print("\n\n".join(filter(None, [about, *map(terminal, sections), note])), flush=True)
     try:
         if arguments.html is not None:
-            text = html("Training runs", about, sections, note)
+            text = page("html", "Training runs", about, sections, note)
             arguments.html.write_text(text, encoding="utf-8")
             wrote = short_path(arguments.html)
         else:

@@ -336,8 +336,9 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     if count(runs, "ok") < len(runs):
         number = f"{count(runs, 'ok')} of {number}"
     heading = f"{number}, each in processes of its own, one after the other."
-    for file, form in (("compare.md", report.markdown), ("compare.html", report.html)):
-        (out / file).write_text(form(TITLE, heading, sections), encoding="utf-8")
+    for form in ("md", "html"):
+        page = report.page(form, TITLE, heading, sections)
+        (out / f"compare.{form}").write_text(page, encoding="utf-8")
     for section in sections:
         print(f"\n{report.terminal(section)}")
     print(f"\nwrote {short_path(out)}/compare.md and compare.html")

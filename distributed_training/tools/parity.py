@@ -228,7 +228,7 @@ def write_page(out: Path, runs: Sequence[compare.Run]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     source = f"{about['command']}; {about['made_at']}; commit {about['git_commit']}; {versions}"
     section = report.Section(title, notes, [table])
-    text = report.html("Parity of layouts", heading, [section], source)
+    text = report.page("html", "Parity of layouts", heading, [section], source)
     (out / "parity.html").write_text(text, encoding="utf-8")
     found = [
         {"name": run.name, "set": run.values, "verdict": run.verdict, "why": run.why,

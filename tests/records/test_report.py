@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from distributed_training.records.record import RECORD_FILE
-from distributed_training.records.report import build_sections, find_records, html, main, terminal
+from distributed_training.records.report import build_sections, find_records, main, page, terminal
 from distributed_training.records.tables import group_by_work
 from distributed_training.settings.files import ROOT
 from tests.support import made_record, record_values, refused
@@ -117,7 +117,7 @@ def test_the_page_has_the_records_figures_and_asks_no_network():
         made_record(run_dir="runs/4-d", work__seed=7, status="failed", error="<b>&", step=5),
     ]
     sections = build_sections(group_by_work(records))
-    text = html("Training runs", "4 runs: runs/<run>...", sections, "left out")
+    text = page("html", "Training runs", "4 runs: runs/<run>...", sections, "left out")
     assert "http" not in text
     newest, oldest = tables_of(text)
     assert [dict(zip(oldest[0], row, strict=True)) for row in oldest[1:]] == [
