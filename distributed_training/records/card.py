@@ -12,45 +12,10 @@ from distributed_training.models import find_model
 from distributed_training.records.display import last_part
 from distributed_training.records.record import BEST, Record, plural
 from distributed_training.records.tables import COLUMNS, MARKDOWN
+from distributed_training.records.templates import fill
 
 CARD = "README.md"
 _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
-_TEXT = """---
-{front}
----
-
-# {r.config[model]} trained on {dataset}
-
-The weights after step {steps}{best}. {r.num_parameters:,} parameters; {weights} initial weights.
-Trained on {r.data[num_train_samples]:,} samples of {r.config[max_length]} tokens an epoch.
-
-{losses}
-
-## How it was trained
-
-{steps} of {r.num_steps} steps of {r.batch.global_batch_size} sequences each.
-Strategy `{strategy}` on {processes} ({device}).
-
-{settings}
-
-## How to use it
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{place}")
-model = AutoModelForCausalLM.from_pretrained("{place}")
-inputs = tokenizer("The value of", return_tensors="pt")
-output = model.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=40)
-print(tokenizer.decode(output[0]))
-```
-
-In the repository that trained it:
-
-```
-python real_model_example.py generate {local} --prompt "The value of"
-```
-"""
 
 
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
@@ -77,23 +42,15 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
     ]
     # Paths are nobody's business.
     settings = [(key, last_part(str(value))) for key, value in r.work.items()]
-    local = Path("runs", folder.parent.name, folder.name)
-    text = _TEXT.format(
-        r=r,
-        front=front.to_yaml(),
-        dataset=last_part(r.config["dataset"]),
-        weights=last_part(r.config["weights"]),
-        best=best,
+    text = fill(
+        "card.md.jinja", r=r, repo_id=repo_id,
+        folder=str(Path("runs", folder.parent.name, folder.name)),
+        front=front.to_yaml(), steps=steps, best=best, strategy=COLUMNS["strategy"](r),
+        processes=plural(r.world_size, "process"), last_part=last_part, quote=shlex.quote,
         losses=tabulate(
             losses, ["step", "validation loss", "perplexity"], "github",
             floatfmt=("g", ".4f", ".2f"),
         ),
-        steps=steps,
-        strategy=COLUMNS["strategy"](r),
-        processes=plural(r.world_size, "process"),
-        device=r.machine["gpu_name"] or "CPU",
         settings=tabulate(settings, ["key", "value"], **MARKDOWN),
-        place=repo_id or local,
-        local=shlex.quote(str(local)),
     )  # fmt: skip
     (folder / CARD).write_text(text, encoding="utf-8")
