@@ -17,8 +17,8 @@ PROJECT = "distributed-training"
 class Tracker:
     """Receives numbers by step, and at the end those that sum the run up; this one drops them."""
 
-    send: Callable[[dict[str, float], int], object] = lambda values, step: None
-    close: Callable[[dict[str, float]], object] = lambda final: None
+    send: Callable[..., object] = lambda values, step=None: None  # no step: of the whole run
+    end: Callable[[], object] = lambda: None
 
     def log_step(self, row: dict[str, Any]) -> None:
         """A row of metrics.jsonl."""
@@ -33,6 +33,10 @@ class Tracker:
         memory = {name.replace("_bytes", "_gib"): size for name, size in peaks.items()}
         values |= {f"memory/{name}": size / GIB for name, size in memory.items() if size}
         self.send(values, row["step"])
+
+    def close(self, final: dict[str, float]) -> None:
+        self.send(final)
+        self.end()
 
 
 def perplexity(loss: float) -> float:
@@ -64,33 +68,23 @@ def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any]) -> T
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(run_dir / "tensorboard"))
+        kinds = (bool, int, float, str)
+        hparams = {k: v if isinstance(v, kinds) else str(v) for k, v in about.items()}
 
-        def send(values: dict[str, float], step: int) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
+        def send(values: dict[str, float], step: int | None = None) -> None:
+            if step is None:
+                writer.add_hparams(hparams, values, run_name=".")  # in the same folder
+            else:
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step)
 
-        def close(final: dict[str, float]) -> None:
-            kinds = (bool, int, float, str)
-            hparams = {k: v if isinstance(v, kinds) else str(v) for k, v in about.items()}
-            writer.add_hparams(hparams, final, run_name=".")  # in the same folder
-            writer.close()
-
-        return Tracker(send, close)
+        return Tracker(send, writer.close)
     module = importlib.import_module(log_to)
     if log_to == "mlflow":
         module.set_experiment(PROJECT)
         module.start_run(run_name=run_dir.name)
         module.log_params(about)
-        log = module.log_metrics
-        end = module.end_run
-    else:  # trackio has wandb's interface
-        own = {"dir": str(run_dir)} if log_to == "wandb" else {}
-        module.init(project=PROJECT, name=run_dir.name, config=about, **own)
-        log = module.log
-        end = module.finish
-
-    def log_and_end(final: dict[str, float]) -> None:
-        log(final)
-        end()
-
-    return Tracker(log, log_and_end)
+        return Tracker(module.log_metrics, module.end_run)
+    own = {"dir": str(run_dir)} if log_to == "wandb" else {}  # trackio has wandb's interface
+    module.init(project=PROJECT, name=run_dir.name, config=about, **own)
+    return Tracker(module.log, module.finish)
