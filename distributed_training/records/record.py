@@ -4,13 +4,13 @@ import."""
 import contextlib
 import functools
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
 import platform
 import subprocess
 import time
-import zlib
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
 from distributed_training.settings.engines import MESH_AXES
-from distributed_training.settings.files import ROOT, load_json, parse_as, publish
+from distributed_training.settings.files import ROOT, crc32, load_json, parse_as, publish
 
 RECORD_FILE = "record.json"
 LAST = "hf"  # a folder of the run's weights in Hugging Face's format
@@ -249,9 +249,9 @@ def append_metrics(run_dir: Path, rows: list[dict[str, Any]]) -> None:
 def truncate_metrics(run_dir: Path, num_steps: int) -> None:
     """Drop rows past `num_steps`, which a resumed run repeats, and lines that a crash broke."""
     path = run_dir / METRICS_FILE
-    kept = []
     if not path.is_file():
         return
+    kept = []
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             if json.loads(line)["step"] <= num_steps:
@@ -281,10 +281,9 @@ def new_run_dir(output_dir: Path, strategy: str, model: str, world_size: int) ->
 def free_path(folder: Path, name: str, suffix: str = "") -> Path:
     """A path in `folder` that is not taken; the name gets a number where it is."""
     path = folder / f"{name}{suffix}"
-    count = 1
+    numbers = itertools.count(2)
     while path.exists():
-        count += 1
-        path = folder / f"{name}-{count}{suffix}"
+        path = folder / f"{name}-{next(numbers)}{suffix}"
     return path
 
 
@@ -322,5 +321,4 @@ def versions() -> dict[str, str]:
 def code() -> dict[str, str]:
     """CRC-32 of each Python file of the package and of the strategies."""
     files = [*ROOT.glob("distributed_training/**/*.py"), *ROOT.glob("strategies/*/*.py")]
-    found = {str(file.relative_to(ROOT)): zlib.crc32(file.read_bytes()) for file in sorted(files)}
-    return {name: f"CRC-32 {checksum:08x}" for name, checksum in found.items()}
+    return {str(file.relative_to(ROOT)): f"CRC-32 {crc32(file):08x}" for file in sorted(files)}
