@@ -43,6 +43,7 @@ from distributed_training.run.ranks import handling
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import expand_home, load_json, parse_as
+from distributed_training.settings.parser import at_least
 from distributed_training.settings.strategies import strategy_options
 
 # Not part of what is compared; a key that is typed or in the plan stays as it is.
@@ -93,7 +94,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("plan", nargs="?", metavar="PLAN.json", help="runs, as in results/plans/")
     add("--strategies", metavar="A,B", help="without a plan: strategies, separated by commas")
-    add("--seeds", type=int, default=1, metavar="N", help="runs of each, with seed, seed + 1, ...")
+    seeds = "runs of each, with seed, seed + 1, ..."
+    add("--seeds", type=at_least(1), default=1, metavar="N", help=seeds)
     add("--out", metavar="FOLDER", help="for records and page; default: in output_dir")
     add("--git_commit", help=argparse.SUPPRESS)  # of this tree, where it has no .git
 
@@ -129,8 +131,6 @@ def plan_runs(
 ) -> tuple[list[Run], Path]:
     """(the runs that are wanted, with `always` where nothing else is typed or in the plan; where
     they go). Raises UserError where nothing can be compared."""
-    if arguments.seeds < 1:
-        raise UserError(f"--seeds {arguments.seeds} is not at least 1")
     if (arguments.plan is None) == (arguments.strategies is None):
         what = "give either a plan or --strategies"
         raise UserError(what, fix="type --strategies dp,fsdp or PLAN.json")
@@ -159,18 +159,18 @@ def plan_runs(
         command.append("--force")
     seeds = range(arguments.seeds)
     runs = [plan_run(each, more, build, command, processes) for more in seeds for each in layouts]
-    telling = {*differing([run.values for run in runs])} - {"strategy", "seed"}
+    telling = {*differing([run.values for run in runs])} - {"strategy", "seed", *WORK}
     for run in runs:
         settings = {key: value for key, value in run.values.items() if key != "seed"}
-        run.work = ", ".join(f"{key} {settings[key]}" for key in settings if key in WORK)
-        words = [f"{key}={settings[key]}" for key in settings if key in telling - WORK]
+        run.work = ", ".join(f"{key} {value}" for key, value in settings.items() if key in WORK)
+        words = [f"{key}={value}" for key, value in settings.items() if key in telling]
         run.name = " ".join([settings["strategy"], *words])
-    built = next((run.config for run in runs if run.config is not None), None)
-    if built is None:
+    configs = [run.config for run in runs if run.config is not None]
+    if not configs:
         raise UserError(runs[0].why)
     if arguments.out:
         return runs, Path(expand_home("--out", arguments.out))
-    return runs, Path(built.output_dir) / f"compare-{name}-x{processes}"
+    return runs, Path(configs[0].output_dir) / f"compare-{name}-x{processes}"
 
 
 def by_name(values: Values) -> Values:

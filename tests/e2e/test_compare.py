@@ -71,7 +71,7 @@ def test_a_plan_of_results_is_input(tmp_path):
     [
         (["--strategies", "dp,fspd"], ["strategy='fspd' is not known", "did you mean 'fsdp'"]),
         ([], ["either a plan or --strategies"]),
-        (["--strategies", "dp", "--seeds", "0"], ["--seeds 0"]),
+        (["--strategies", "dp", "--seeds", "0"], ["--seeds", "'0' is not"]),
         (["--strategies", "dp", "--batch_size", "auto"], ["needs a batch_size"]),
         (["--strategies", "dp", "--cluster", "8xH100"], ["--cluster only plans"]),
         ([str(small_text())], ["JSON"]),
