@@ -183,14 +183,12 @@ def _apart_in_state(run: compare.Run, reference: compare.Run) -> dict[str, float
         (folder,) = list_checkpoints(folder_of(each))
         files.append(TensorFiles(sorted(folder.glob("*.safetensors"))))
     ours, theirs = files
-    found = {}
-    for name in sorted(ours.stored.keys() | theirs.stored.keys()):
-        if name.startswith(STATE):
-            found[name] = math.inf  # unless both have it
-            if name in ours.stored and name in theirs.stored:
-                other = theirs.whole(name)
-                size = max(float(vector_norm(other)), TINY)
-                found[name] = float(vector_norm(ours.whole(name) - other)) / size
+    names = sorted(ours.stored.keys() | theirs.stored.keys())
+    found = {name: math.inf for name in names if name.startswith(STATE)}  # unless both have it
+    for name in found.keys() & ours.stored.keys() & theirs.stored.keys():
+        other = theirs.whole(name)
+        size = max(float(vector_norm(other)), TINY)
+        found[name] = float(vector_norm(ours.whole(name) - other)) / size
     return found
 
 
