@@ -2,68 +2,33 @@
 
 import contextlib
 import ctypes
-import math
 import os
 import signal
-import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+import psutil
+
 from distributed_training.settings.errors import RunError
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-POLL_S = 0.05
 STDIN = 0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent ends
 Body = Callable[[], int]  # what a fork does; returns the exit code
 
 
-class Fork:
-    """A process that begins as a copy of this one, which has no other threads, and does what
-    `body` does; the rest is what is used of Popen."""
-
-    stdin = None
-
-    def __init__(self, body: Body) -> None:
-        self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPS, signal.SIGTSTP))
-        self.pid = os.fork()
-        if self.pid == 0:
-            _run_fork(body, before)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def poll(self) -> int | None:
-        """The exit code, negative for a signal's number; None while it runs."""
-        if self.returncode is None:
-            with contextlib.suppress(ChildProcessError):  # a signal's handler has just seen the end
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def send_signal(self, signum: int) -> None:
-        """Unless it has ended."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # its end has just been seen, as above
-                os.kill(self.pid, signum)
-
-    def kill(self) -> None:
-        """At once."""
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self, timeout_s: float = math.inf) -> int:
-        """The exit code, once there is one; raises subprocess.TimeoutExpired."""
-        end = time.monotonic() + timeout_s
-        while (code := self.poll()) is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(["fork"], timeout_s)
-            time.sleep(POLL_S)
-        return code
+def fork(body: Body) -> psutil.Process:
+    """Begin a process as a copy of this one, which has no other threads, to do what `body` does."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPS, signal.SIGTSTP))
+    pid = os.fork()
+    if pid == 0:
+        _run_fork(body, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return psutil.Process(pid)
 
 
 def _run_fork(body: Body, mask: Iterable[int]) -> NoReturn:
@@ -101,7 +66,7 @@ def beside(answer: Callable[[], str]) -> Callable[[], str]:
             pipe.write(answer())
         return 0
 
-    process = Fork(body)
+    process = fork(body)
     os.close(write)
 
     def wait() -> str:

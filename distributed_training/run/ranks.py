@@ -20,8 +20,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from distributed_training.plan.machine import threads_per_process
-from distributed_training.run.forks import POLL_S, STOPS, Body, Fork, killed_by
+from distributed_training.run.forks import STOPS, Body, fork, killed_by
 from distributed_training.settings.errors import UserError
 
 LOOPBACK = "127.0.0.1"
@@ -34,8 +36,9 @@ SLURM_SCRIPT = "configs/train.slurm"
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
+POLL_S = 0.05
 Command = Sequence[str]  # a script with its arguments
-Ranks = Sequence[subprocess.Popen[bytes] | Fork]
+Ranks = Sequence[psutil.Process]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +147,7 @@ class Ended:
 @contextlib.contextmanager
 def starting(command: Command, count: int) -> Iterator[Ranks]:
     """Ranks for `run_ranks`, which start while the block runs; they end where it fails."""
-    ranks: list[subprocess.Popen[bytes] | Fork] = []
+    ranks: list[psutil.Process] = []
     try:
         if count:
             _start(ranks, command, count)
@@ -175,22 +178,21 @@ def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "
         try:
             if not ranks:
                 _start(ranks, what, count)
-            for pipe in filter(None, [process.stdin for process in ranks]):
+            for process in [] if callable(what) else ranks:
                 # It may have ended already.
-                with contextlib.suppress(BrokenPipeError), pipe:
+                with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
                     pipe.write(f"{line}\n".encode())
             if told:  # before all were there
                 _send(ranks, told[-1])
             while not (told or any(codes.values()) or len(codes) == len(ranks)):
-                time.sleep(POLL_S)
-                found = {rank: process.poll() for rank, process in enumerate(ranks)}
-                codes = {rank: code for rank, code in found.items() if code is not None}
+                gone, _ = psutil.wait_procs(ranks, POLL_S)
+                codes = {ranks.index(process): process.returncode for process in gone}
         finally:
             _end(ranks, told=bool(told))
     return Ended(signum=told[0] if told else 0, codes=codes)
 
 
-def _start(ranks: list[subprocess.Popen[bytes] | Fork], what: Command | Body, count: int) -> None:
+def _start(ranks: list[psutil.Process], what: Command | Body, count: int) -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         environment = {
             "OMP_NUM_THREADS": str(threads_per_process(count)), **os.environ,
@@ -202,9 +204,9 @@ def _start(ranks: list[subprocess.Popen[bytes] | Fork], what: Command | Body, co
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             if callable(what):
                 store = None if rank == 0 else listener
-                ranks.append(Fork(functools.partial(_be_rank, what, own, store)))
+                ranks.append(fork(functools.partial(_be_rank, what, own, store)))
                 continue
-            process = subprocess.Popen(
+            process = psutil.Popen(
                 [sys.executable, "-u", *what],
                 env=own,
                 stdin=subprocess.PIPE,
@@ -224,7 +226,8 @@ def _be_rank(body: Body, environment: Mapping[str, str], of_rank_0: socket.socke
 
 def _send(ranks: Ranks, signum: int) -> None:
     for process in ranks:
-        process.send_signal(signum)  # unless it has ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            process.send_signal(signum)
 
 
 def _end(ranks: Ranks, *, told: bool) -> None:
@@ -234,13 +237,9 @@ def _end(ranks: Ranks, *, told: bool) -> None:
     if not told:
         _send(ranks, signal.SIGTERM)
         patience_s = min(patience_s, FAILED_S)
-    end = time.monotonic() + patience_s
-    for process in ranks:
-        try:
-            process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    _, left = psutil.wait_procs(ranks, patience_s)
+    _send(left, signal.SIGKILL)
+    psutil.wait_procs(left)
 
 
 @contextlib.contextmanager
