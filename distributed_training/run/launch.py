@@ -120,10 +120,11 @@ def start(
             plan = reserve_run_dir(make(config))
     else:
         startup = Startup()
-        planned = _plan_beside(make, config)
+        # In another process: tokenizers begin threads, and with threads none can be forked.
+        planned = beside(lambda: plan_as_text(partial(make, config)))
         worker = _import_worker()
         startup.end("import")
-        plan = reserve_run_dir(planned())
+        plan = reserve_run_dir(plan_from_text(planned()))
         worker.use_cpu()
         plan.strategy.traits.load()  # DeepSpeed, say
         startup.end("plan")
@@ -133,7 +134,7 @@ def start(
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
         what = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         below = config.model_copy(update={"below_bytes": estimate_memory(plan).needed_bytes})
-        plan = reserve_run_dir(_plan_beside(make, below)())
+        plan = reserve_run_dir(make(below))
         instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
         code = spawn(plan, command, max_restarts)
@@ -143,12 +144,6 @@ def start(
 def can_fork(machine: Machine) -> bool:
     """CUDA does not outlive a fork, and importing DeepSpeed may begin with it."""
     return not machine.num_gpus
-
-
-def _plan_beside(make: Callable[[RunConfig], Plan], config: RunConfig) -> Callable[[], Plan]:
-    """Plan in another process: tokenizers begin threads, and with threads none can be forked."""
-    answer = beside(lambda: plan_as_text(partial(make, config)))
-    return lambda: plan_from_text(answer())
 
 
 def train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
@@ -172,7 +167,6 @@ def start_planned() -> int:
     folder is the first line of standard input."""
     process = current_process(os.environ)
     assert process is not None
-    prepare_environment(process.local_world_size)
     worker = _import_worker()
     startup = Startup()
     worker.warm_up(process)

@@ -23,7 +23,9 @@ import torch
 import real_model_example
 real_model_example.__file__ = __file__  # --num_gpus starts this script
 from distributed_training.engines import native
+from distributed_training.run import launch
 
+launch.can_fork = lambda machine: False
 Engine, steps, on_gpus = native.NativeEngine, [], []
 right, start = Engine.train_step, Engine.__init__
 torch.cuda.max_memory_allocated = lambda device: 0
