@@ -15,6 +15,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -25,9 +26,8 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from distributed_training.plan.topology import Topology
 from distributed_training.records.record import mark_stopped
-from distributed_training.run.ranks import LAUNCHER
+from distributed_training.run.ranks import LAUNCHER, Process
 from distributed_training.run.rendezvous import of_this_attempt
 from distributed_training.run.saving import claims
 from distributed_training.settings.config import RunConfig
@@ -53,15 +53,15 @@ _LAUNCHED = (LAUNCHER, "TORCHELASTIC_RUN_ID", "LOCAL_SIZE")  # by us, torchrun, 
 class Watch:
     """The threads of one process. `at` is called by the main thread, wherever it comes to."""
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, process: Process, environment: Mapping[str, str] = os.environ) -> None:
         if environment.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
             sys.exit(128 + signal.SIGTERM)  # it was killed before it could be watched
         self.launchers = find_launchers() if any(map(environment.get, _LAUNCHED)) else []
         self.address = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
         self.main = threading.get_ident()
-        self.run_dir = Path()
-        self.rank = 0
-        self.world_size = 1
+        self.run_dir = Path(os.devnull)  # until it is known, in which nothing can be noted
+        self.rank = process.rank
+        self.world_size = process.world_size
         self._given_s: float | None = None
         self._least_s = 0.0
         self._steps_s: deque[float] = deque(maxlen=1000)  # how long the last took, to the second
@@ -74,21 +74,18 @@ class Watch:
         self._others: dict[int, dict[str, Any]] = {}
         self._heard = self._answered = float("inf")
         self._said_slow = 0
-        self._far = False
+        self._far = process.rank != process.local_rank  # from the store, on the first node
         self._ended = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
-    def begin(self, run_dir: Path, topology: Topology, config: RunConfig) -> None:
+    def begin(self, run_dir: Path, config: RunConfig) -> None:
         """The run is known; from now on the others are watched, too."""
         claims.hold(run_dir)
         self.run_dir = run_dir
         self._given_s = config.hang_timeout_s
         # Compilers and traces hold up a step now and then.
         self._least_s = UNKNOWN_S if config.compile or config.profile else LEAST_S
-        self.rank = topology.rank
-        self.world_size = topology.world_size
         self._heard = self._answered = self._clock
-        self._far = topology.rank != topology.local_rank  # from the store, on the first node
         threading.Thread(target=self._beat, daemon=True).start()
 
     def at(self, place: str, *, is_step: bool = False, thread: int | None = None) -> None:
@@ -153,17 +150,16 @@ class Watch:
     def _describe(self) -> dict[str, Any]:
         """Where this process is, for the others."""
         frames = sys._current_frames()
-        frame = frames.get(self._thread) or frames.get(self.main)
         waits = None
         where = ""
-        while frame is not None and not where:
+        for frame, line in traceback.walk_stack(frames.get(self._thread, frames[self.main])):
             file = frame.f_code.co_filename
             module = str(frame.f_globals.get("__name__"))
             if waits is None and module != _WRAPPER:  # the innermost one
                 waits = module.startswith(_WAITING)
             if "distributed_training/" in file:
-                where = f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
-            frame = frame.f_back
+                where = f"{Path(file).name}:{line} {frame.f_code.co_name}"
+                break
         return {
             "host": platform.node(), "pid": os.getpid(), "place": self._place,
             "count": self._count, "waits": bool(waits), "where": where,
@@ -194,22 +190,19 @@ class Watch:
     def _look_at_others(self) -> None:
         here = platform.node()
         silent = f"shows no sign of life for {LOST_S:.0f} s"
-        reason = ""
-        ends = list[int]()
+        noted_s = LOST_S - NOTED_WITHIN_S
         if self._clock - self._answered > LOST_S:
             reason = f"rank {self.rank} on {here} lost rank 0 on {self.address[0]}: it {silent}"
-            if self._far:
-                ends = [each.pid for each in self.launchers[:1]]  # would wait for minutes
-        elif self._clock - self._heard > LOST_S > 2 * (self._clock - self._answered):
-            # The store answers; one that does not is itself what is lost, a moment from now.
+            launchers = self.launchers[:1] if self._far else []  # which would wait for minutes
+            self._give_up(reason, noted_s, [each.pid for each in launchers])
+        # The store answers; one that does not is itself what is lost, a moment from now.
+        if self._clock - self._heard > LOST_S > 2 * (self._clock - self._answered):
             following = (self.rank + 1) % self.world_size
             other = self._others.get(following, {})
             at = f"rank {following} on {other['host']}" if other else f"rank {following}"
             reason = f"lost {at} in {self._place}: it {silent}, is frozen or cut off"
-            if other.get("host") == here:  # frozen, it would not hear SIGTERM
-                ends = [other["pid"]]
-        if reason:
-            self._give_up(reason, LOST_S - NOTED_WITHIN_S, ends)
+            # Frozen, it would not hear SIGTERM.
+            self._give_up(reason, noted_s, [other["pid"]] if other.get("host") == here else [])
 
     def _look_at_progress(self, seconds: float) -> None:
         found = {**self._others, 0: self._describe()}  # its own is old where the store is slow

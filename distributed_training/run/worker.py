@@ -65,7 +65,7 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     seen = torch.cuda.device_count
     device = prepare(given.machine.num_gpus if isinstance(given, Plan) else seen(), process)
     config = given.config if isinstance(given, Plan) else given
-    watch = Watch()
+    watch = Watch(process)
     store = meet(process, config.rendezvous_timeout_s)
     with process_group(device, store, p2p_channels=p2p_channels(config.gradient_compression)):
         ask = gather_in(store, process.rank, process.world_size)
@@ -77,7 +77,7 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
         topology = build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
-        watch.begin(given.run_dir, topology, given.config)
+        watch.begin(given.run_dir, given.config)
         # Training saves at Ctrl-C. Before and after it the run just ends, at once: libraries make
         # something else of a KeyboardInterrupt, such as a checkpoint that cannot be read.
         leave = functools.partial(end_failed, given, topology, KeyboardInterrupt(), store)

@@ -7,12 +7,13 @@ import time
 
 import pytest
 
+from distributed_training.run.ranks import Process
 from distributed_training.run.watch import LOST_S, Watch, who_is_late
 
 
 @pytest.fixture
 def watch():
-    found = Watch({})
+    found = Watch(Process(rank=0, world_size=1, local_rank=0, local_world_size=1), {})
     yield found
     found.end()
 
