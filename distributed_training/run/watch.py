@@ -103,7 +103,7 @@ class Watch:
         """How long the run may be where it is; 0: for ever."""
         if self._given_s is not None:
             compiles = self._is_step and not self._steps_s and self._least_s == UNKNOWN_S
-            return max(self._given_s, UNKNOWN_S) if compiles else self._given_s
+            return max(self._given_s, UNKNOWN_S) if self._given_s and compiles else self._given_s
         if self.world_size == 1:  # whoever started it sees where it is, in a debugger, say
             return 0.0
         if self._is_step and self._steps_s:

@@ -73,6 +73,8 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
     assert watch.limit_s == 7
     watch._steps_s.clear()  # it is the first
     assert watch.limit_s == 600
+    watch._given_s = 0
+    assert watch.limit_s == 0, "never, also while the first step is compiled"
     watch._given_s, watch.world_size = None, 1
     assert watch.limit_s == 0, "nobody waits for it"
 
