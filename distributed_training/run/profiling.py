@@ -7,7 +7,6 @@ for pytorch.org/memory_viz. The first steps compile, allocate and capture graphs
 import os
 
 import torch
-from torch.profiler import ProfilerActivity
 
 from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.parallel.private import dump_memory_history, record_memory_history
@@ -40,9 +39,9 @@ class Profile:
     """Tracing, from here to `stop`; `step_ended` is called after each step in between."""
 
     def __init__(self, plan: Plan, topology: Topology, done: int, display: Display) -> None:
+        self.record: dict[str, object] | None = None  # of what was written
         self.steps = steps_to_trace(plan, done)
         self._done = done
-        self._written = False
         self._on_gpu = topology.device_type == "cuda"
         self._rank = topology.rank
         self._run_dir = plan.run_dir
@@ -56,12 +55,8 @@ class Profile:
                 for file in self._run_dir.glob(name.format("*")):
                     file.unlink()
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-        activities = [ProfilerActivity.CPU]
-        if self._on_gpu:
-            activities.append(ProfilerActivity.CUDA)
         wait = self.steps.start - done - 2  # the step before is the profiler's warm-up
         self._profiler = torch.profiler.profile(
-            activities=activities,
             schedule=torch.profiler.schedule(wait=wait, warmup=1, active=len(self.steps), repeat=1),
             on_trace_ready=self._write,
         )
@@ -72,17 +67,6 @@ class Profile:
         """The steps that are not timed: profiling begins before the first that is traced, and
         writing ends within the one after the last."""
         return range(self.steps.start - 1, self.steps.stop + 1) if self.steps else range(0)
-
-    def as_record(self) -> dict[str, object] | None:
-        """What the record says of it; None where nothing was written."""
-        if not self._written:
-            return None
-        memory = MEMORY_FILE.format("*") if self._on_gpu else None
-        last = min(self._done, self.steps[-1])
-        return {
-            "first_step": self.steps[0], "last_step": last,
-            "traces": TRACE_FILE.format("*"), "memory": memory,
-        }  # fmt: skip
 
     def step_ended(self) -> None:
         """Go on to the next step; the files are written after the last."""
@@ -105,4 +89,8 @@ class Profile:
         if self._on_gpu:
             dump_memory_history(self._run_dir / MEMORY_FILE.format(self._rank))
         profiler.export_chrome_trace(str(self._run_dir / TRACE_FILE.format(self._rank)))
-        self._written = True
+        memory = MEMORY_FILE.format("*") if self._on_gpu else None
+        self.record = {
+            "first_step": self.steps[0], "last_step": self._done,
+            "traces": TRACE_FILE.format("*"), "memory": memory,
+        }  # fmt: skip

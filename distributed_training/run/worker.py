@@ -361,7 +361,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     total = {name: sum(rank["disk"][name] for rank in ranks) for name in trainer.disk}
     return {
         **vars(trainer.history),
-        "profile": trainer.profile.as_record(),
+        "profile": trainer.profile.record,
         "performance": performance,
         "memory": memory | {"by_rank": ranks},
         "disk": total | {"num_steps": max(1, len(durations))} if total else None,
