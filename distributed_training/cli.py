@@ -6,7 +6,6 @@ A command is an entry of COMMANDS. No torch import before training begins.
 import argparse
 import importlib
 import itertools
-import os
 import platform
 import re
 import sys
@@ -215,7 +214,7 @@ def links(add: Add, program: Program) -> Act:
 def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]) -> int:
     """Do `work` as one of this command's processes, or start them, as many as there can be here
     unless `num_gpus` says otherwise; the exit code."""
-    if current_process(os.environ) is not None:
+    if current_process() is not None:
         return work()
     count = requested_processes(num_gpus or "all", detect_machine(), {})
     if count == 1:

@@ -86,7 +86,7 @@ def run(tmp_path, monkeypatch):
         ]  # fmt: skip
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
         monkeypatch.setattr("distributed_training.run.launch.detect_machine", lambda: machine)
-        monkeypatch.setattr(launch, "current_process", lambda _: process)
+        monkeypatch.setattr(launch, "current_process", lambda: process)
         return real_model_example.main()
 
     return call

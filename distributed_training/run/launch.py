@@ -70,7 +70,7 @@ def start(
 ) -> int:
     """Train under `config`: as a worker when a launcher started this process, else plan, and start
     as many processes as `num_gpus` says; or plan for a `cluster`. Returns the exit code."""
-    process = current_process(os.environ)
+    process = current_process()
     if not dry_run and (process is None or process.rank == 0):
         print("planning the run, importing torch ...", flush=True)
     if process is not None:
@@ -148,7 +148,7 @@ def can_fork(machine: Machine) -> bool:
 
 def train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
     """Run this process's part of the plan with what the launching process has imported."""
-    process = current_process(os.environ)
+    process = current_process()
     assert process is not None
     run = partial(worker.run, load_plan(run_dir), process, Startup(startup_s))
     return exit_code(run)
@@ -165,7 +165,7 @@ def ran_out_early(run_dir: Path) -> bool:
 def start_planned() -> int:
     """Run this process's part of the plan that the launching process makes meanwhile, and whose
     folder is the first line of standard input."""
-    process = current_process(os.environ)
+    process = current_process()
     assert process is not None
     worker = _import_worker()
     startup = Startup()

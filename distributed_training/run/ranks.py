@@ -78,18 +78,18 @@ def _age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / ticks_a_second
 
 
-def current_process(environment: Mapping[str, str]) -> Process | None:
+def current_process() -> Process | None:
     """What a launcher set for this process; None when none started it."""
-    if "RANK" not in environment:
-        tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun alone, not by sbatch
-        if tasks != "1" and "SLURM_PTY_PORT" not in environment:  # nor in a shell from srun --pty
+    if "RANK" not in os.environ:
+        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun alone, not by sbatch
+        if tasks != "1" and "SLURM_PTY_PORT" not in os.environ:  # nor in a shell from srun --pty
             what = f"srun started this command {tasks} times"
             fix = f"one task a node, with torchrun in it: sbatch --nodes=2 {SLURM_SCRIPT}"
             raise UserError(what, "no launcher told the processes their ranks", fix)
         return None
     try:
-        here = environment.get("LOCAL_SIZE") or environment["WORLD_SIZE"]  # deepspeed's word
-        told = {"LOCAL_WORLD_SIZE": here, **environment}
+        here = os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"]  # deepspeed's word
+        told = {"LOCAL_WORLD_SIZE": here, **os.environ}
         return Process(**{field.name: int(told[field.name.upper()]) for field in fields(Process)})
     except (KeyError, ValueError) as error:
         what = "RANK is set but WORLD_SIZE or LOCAL_RANK is not a number"

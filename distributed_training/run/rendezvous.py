@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -73,9 +72,9 @@ def _agent_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def current_agent(environment: Mapping[str, str]) -> str | None:
+def current_agent() -> str | None:
     """The agent of torchrun that started this process (host, number, since when); else None."""
-    agent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in environment else None
+    agent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
     return agent and f"{socket.gethostname()} {agent.pid} {agent.create_time()}"
 
 

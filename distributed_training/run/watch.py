@@ -53,11 +53,11 @@ _LAUNCHED = (LAUNCHER, "TORCHELASTIC_RUN_ID", "LOCAL_SIZE")  # by us, torchrun, 
 class Watch:
     """The threads of one process. `at` is called by the main thread, wherever it comes to."""
 
-    def __init__(self, process: Process, environment: Mapping[str, str] = os.environ) -> None:
-        if environment.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+    def __init__(self, process: Process) -> None:
+        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
             sys.exit(128 + signal.SIGTERM)  # it was killed before it could be watched
-        self.launchers = find_launchers() if any(map(environment.get, _LAUNCHED)) else []
-        self.address = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+        self.launchers = find_launchers() if any(map(os.environ.get, _LAUNCHED)) else []
+        self.address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         self.main = threading.get_ident()
         self.run_dir = Path(os.devnull)  # until it is known, in which nothing can be noted
         self.rank = process.rank

@@ -70,7 +70,7 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     with process_group(device, store, p2p_channels=p2p_channels(config.gradient_compression)):
         ask = gather_in(store, process.rank, process.world_size)
         if isinstance(given, RunConfig):
-            given = agree_on_plan(given, process, ask, current_agent(os.environ))
+            given = agree_on_plan(given, process, ask, current_agent())
             check_disks(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
             startup.end("plan")

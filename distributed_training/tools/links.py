@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import itertools
 import math
-import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,7 +62,7 @@ class Group:
 @contextlib.contextmanager
 def open_group() -> Iterator[Group]:
     """Join the process group that the launcher describes, or make one of this process alone."""
-    process = current_process(os.environ) or single_process()
+    process = current_process() or single_process()
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
     store = rendezvous.meet(process, RENDEZVOUS_S)

@@ -12,7 +12,6 @@ count and its formula differ.
 import contextlib
 import dataclasses
 import json
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -213,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     out = parser.parse_args(argv).out
-    if current_process(os.environ) is not None:
+    if current_process() is not None:
         work(out)
         return 0
     cases: dict[str, Any] = {}

@@ -122,7 +122,7 @@ def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
 def test_one_process_is_a_launchers_only_one(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     process = single_process()
-    assert process == current_process(os.environ)
+    assert process == current_process()
     store = rendezvous.meet(process, 60)
     port = int(os.environ["MASTER_PORT"])  # the system chose it while it was bound
     with socket.create_connection(("127.0.0.1", port), 60):

@@ -13,7 +13,7 @@ from distributed_training.run.watch import LOST_S, Watch, who_is_late
 
 @pytest.fixture
 def watch():
-    found = Watch(Process(rank=0, world_size=1, local_rank=0, local_world_size=1), {})
+    found = Watch(Process(rank=0, world_size=1, local_rank=0, local_world_size=1))
     yield found
     found.end()
 
