@@ -39,9 +39,8 @@ def _run_fork(body: Body, mask: Iterable[int]) -> NoReturn:
         os.setsid()
         for signum in (*STOPS, signal.SIGTSTP):
             if signal.getsignal(signum) != signal.SIG_IGN:
-                signal.signal(signum, signal.SIG_DFL)
-        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+                interrupts = signum == signal.SIGINT
+                signal.signal(signum, signal.default_int_handler if interrupts else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.dup2(os.open(os.devnull, os.O_RDONLY), STDIN)
         code = body()

@@ -102,11 +102,10 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
     try:
         return json.dumps({"plan": PLAN_AS_JSON.dump_json(make()).decode()})
     except UserError as error:
-        return json.dumps({"error": str(error)})
+        said = str(error)
     except OSError as error:  # a full or read-only disk under the cache, most often
-        return json.dumps(
-            {"error": f"preparing the data failed; {error}; set output_dir elsewhere"}
-        )
+        said = f"preparing the data failed; {error}; set output_dir elsewhere"
+    return json.dumps({"error": said})
 
 
 def plan_from_text(text: str) -> Plan:
