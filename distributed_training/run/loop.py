@@ -18,15 +18,9 @@ from distributed_training.engines.base import Engine, StepResult
 from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
+from distributed_training.records import record as records
 from distributed_training.records.display import Display, short_path
 from distributed_training.records.metrics import PeakMemory, StepTimer, disk_bytes
-from distributed_training.records.record import (
-    BEST,
-    LAST,
-    RunRecord,
-    append_metrics,
-    truncate_metrics,
-)
 from distributed_training.records.trackers import Tracker, perplexity
 from distributed_training.run.ending import SIGNALS, Stopping
 from distributed_training.run.profiling import Profile
@@ -117,7 +111,7 @@ class Trainer:
     sampler: Sampler
     display: Display
     history: History = field(default_factory=History)
-    record: RunRecord | None = None  # on rank 0 only
+    record: records.RunRecord | None = None  # on rank 0 only
     tracker: Tracker = field(default_factory=Tracker)
     at: Callable[..., None] = lambda place, **_: None  # told where training is
     startup: Startup = field(default_factory=Startup)
@@ -132,7 +126,6 @@ class Trainer:
         self.saver = checkpoint.Saver(self.plan, self.topology)
         self._chat = self.tokenizer.talks(self.data.form)
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
-        self._flushed_at = time.monotonic()
         self._stopping = Stopping(self.display.say)
         self._first = 0  # step that this process took first, and that compiled
         self._passed_over = 0  # step whose batch is left out after a rollback
@@ -176,12 +169,13 @@ class Trainer:
         """Write the model, beside the last save, and draw a sample."""
         self.at("the export")
         config = self.plan.config
-        last = self.plan.run_dir / LAST
+        last = self.plan.run_dir / records.LAST
         best = self.history.best
         written: Future[None] | None = None
         if config.export and best and best["step"] == self.step:  # gathered already
             if self.topology.rank == 0:
-                written = export.in_thread(export.copy_folder, self.plan.run_dir / BEST, last)
+                made = self.plan.run_dir / records.BEST
+                written = export.in_thread(export.copy_folder, made, last)
         elif config.export:
             written = self._export(last, self.saver.weights(self.step))
         self.sample = self._sample("after")
@@ -316,7 +310,7 @@ class Trainer:
             if error is not None:
                 break  # the steps after it were done on what it left
         if self.record is not None:
-            append_metrics(self.plan.run_dir, rows)
+            records.append_metrics(self.plan.run_dir, rows)
         if error is not None:
             self.history.cut(error.step)
             self.write_record()
@@ -376,9 +370,9 @@ class Trainer:
         self.history.loads.append({"step": step, "load_s": time.monotonic() - began})
         self.write_record()  # so that a kill before the next save does not lose it
         if self.topology.rank == 0:
-            truncate_metrics(self.plan.run_dir, step)
+            records.truncate_metrics(self.plan.run_dir, step)
             if self.history.best is None:  # or of a step that is done again
-                shutil.rmtree(self.plan.run_dir / BEST, ignore_errors=True)
+                shutil.rmtree(self.plan.run_dir / records.BEST, ignore_errors=True)
 
     def _evaluate(self) -> None:
         """Loss and perplexity over the validation samples, normalised by real tokens."""
@@ -399,7 +393,7 @@ class Trainer:
             self.history.best = row
             self._finish_saving()
             self.at(f"exporting step {self.step}")
-            if written := self._export(self.plan.run_dir / BEST):
+            if written := self._export(self.plan.run_dir / records.BEST):
                 written.result()
 
     def _end_epoch(self) -> None:

@@ -36,7 +36,6 @@ from distributed_training.records import metrics, trackers
 from distributed_training.records import record as records
 from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
-from distributed_training.records.record import code, versions
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import History, Trainer
 from distributed_training.run.prepare import (
@@ -133,7 +132,7 @@ def agree_on_plan(
     the plan goes on with it. Collective."""
     typed = config.to_user_words()
     del typed["output_dir"]  # as a path: checkouts may lie in different places
-    check_ranks_agree({**typed, **versions(), **code()}, ask)
+    check_ranks_agree({**typed, **records.versions(), **records.code()}, ask)
     launchers = sorted(set(ask(agent))) if agent else []
 
     def make() -> Plan:
@@ -286,8 +285,8 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     watch.at("the end")
     results = collect_results(trainer)
     if record is not None:
-        results.update(status="interrupted" if signum else "ok", finished_at=records.timestamp())
-        record.update(**results)
+        status = "interrupted" if signum else "ok"
+        record.update(**results, status=status, finished_at=records.timestamp())
         finished = record.as_record()
         if not signum:
             display.table(summary_rows(finished))

@@ -70,6 +70,6 @@ def test_other_code_on_another_rank_is_named(tmp_path, monkeypatch):
     file = "distributed_training/run/loop.py"
     assert {file, "strategies/12_local_sgd/local_sgd.py"} <= code().keys()
     versions = iter([{file: "one"}, {file: "another"}])
-    monkeypatch.setattr(worker, "code", lambda: next(versions))
+    monkeypatch.setattr(worker.records, "code", lambda: next(versions))
     for said in plan_on_two_ranks(tmp_path):
         assert said.startswith(f"rank 1 on {os.uname().nodename} has another {file} than rank 0")

@@ -123,7 +123,7 @@ def test_checkpoints_are_saved_when_they_are_due_once_the_record_has_what_led_to
     every, steps, monkeypatch
 ):
     """A kill between the two would lose for good what the record lacks."""
-    monkeypatch.setattr(loop, "append_metrics", lambda *_: None)
+    monkeypatch.setattr(loop.records, "append_metrics", lambda *_: None)
     record, curves = {"skipped_steps": []}, []
     trainer = make_trainer(checkpoint_every=every)
     trainer.record = SimpleNamespace(update=lambda **values: record.update(values))
@@ -218,7 +218,7 @@ def test_the_best_so_far_is_saved_at_each_evaluation_that_beats_those_before(
 
 def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch):
     rows, batches = [], []
-    monkeypatch.setattr(loop, "append_metrics", lambda _, new: rows.extend(new))
+    monkeypatch.setattr(loop.records, "append_metrics", lambda _, new: rows.extend(new))
     answers = [
         StepResult(torch.tensor(6.0), 4, torch.tensor(0.5), False),
         StepResult(torch.tensor(9.0), 2, None, True),
