@@ -37,7 +37,10 @@ def meet(process: Process, limit_s: float) -> dist.Store:
             address, other = _connect(host, port, who, end, limit_s)
             limit = timedelta(seconds=max(1.0, end - time.monotonic()))
             opened = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
-            store = of_this_attempt(opened)
+            # Apart from what was written before torchrun started the processes again: where its
+            # agent serves, the server stays. Agents of several nodes may count differently.
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _agent_serves() else "0"
+            store = dist.PrefixStore(f"attempt {attempt}", opened)
             if not _is_loopback(other):
                 store.set(_AS_RANK_0_IS_SEEN, other)
             hosts = _wait_for_all(store, process, end, limit_s)
@@ -59,13 +62,6 @@ def meet(process: Process, limit_s: float) -> dist.Store:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # or eth1 is eth10, too
     return dist.PrefixStore("default_pg", store)
-
-
-def of_this_attempt(store: dist.Store) -> dist.Store:
-    """The store, apart from what was written before torchrun started the processes again: where its
-    agent serves, the server stays. Agents of several nodes may count differently."""
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _agent_serves() else "0"
-    return dist.PrefixStore(f"attempt {attempt}", store)
 
 
 def _agent_serves() -> bool:

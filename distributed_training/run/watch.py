@@ -28,7 +28,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed_training.records.record import mark_stopped
 from distributed_training.run.ranks import LAUNCHER, Process
-from distributed_training.run.rendezvous import of_this_attempt
 from distributed_training.run.saving import claims
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
@@ -57,7 +56,6 @@ class Watch:
         if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
             sys.exit(128 + signal.SIGTERM)  # it was killed before it could be watched
         self.launchers = find_launchers() if any(map(os.environ.get, _LAUNCHED)) else []
-        self.address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         self.main = threading.get_ident()
         self.run_dir = Path(os.devnull)  # until it is known, in which nothing can be noted
         self.rank = process.rank
@@ -78,7 +76,7 @@ class Watch:
         self._ended = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
-    def begin(self, run_dir: Path, config: RunConfig) -> None:
+    def begin(self, run_dir: Path, config: RunConfig, store: dist.Store) -> None:
         """The run is known; from now on the others are watched, too."""
         claims.hold(run_dir)
         self.run_dir = run_dir
@@ -86,7 +84,7 @@ class Watch:
         # Compilers and traces hold up a step now and then.
         self._least_s = UNKNOWN_S if config.compile or config.profile else LEAST_S
         self._heard = self._answered = self._clock
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._beat, args=[store], daemon=True).start()
 
     def at(self, place: str, *, is_step: bool = False, thread: int | None = None) -> None:
         """The main thread begins something, or to wait for another `thread` that does it."""
@@ -114,14 +112,10 @@ class Watch:
         """Nothing is watched any more."""
         self._ended.set()
 
-    def _beat(self) -> None:
+    def _beat(self, of_main: dist.Store) -> None:
         """Write and read signs of life. May block where the store does not answer."""
-        store: dist.Store | None = None
-        if self.world_size > 1:
-            host, port = self.address
-            limit = timedelta(seconds=LOST_S)
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=limit)
-            store = dist.PrefixStore("watch", of_this_attempt(store))
+        store = dist.PrefixStore("watch", of_main.clone())  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=LOST_S))
         following = (self.rank + 1) % self.world_size
         beats = 0
         while beats == 0 or not self._ended.wait(BEAT_S):
@@ -131,8 +125,6 @@ class Watch:
                     claims.renew(self.run_dir)
                 except RunError as error:
                     self._give_up(str(error), 0)
-            if store is None:
-                continue
             try:
                 store.set(str(self.rank), json.dumps({"beat": beats, **self._describe()}))
                 wanted = {following}
@@ -192,7 +184,8 @@ class Watch:
         silent = f"shows no sign of life for {LOST_S:.0f} s"
         noted_s = LOST_S - NOTED_WITHIN_S
         if self._clock - self._answered > LOST_S:
-            reason = f"rank {self.rank} on {here} lost rank 0 on {self.address[0]}: it {silent}"
+            first = os.environ["MASTER_ADDR"]
+            reason = f"rank {self.rank} on {here} lost rank 0 on {first}: it {silent}"
             launchers = self.launchers[:1] if self._far else []  # which would wait for minutes
             self._give_up(reason, noted_s, [each.pid for each in launchers])
         # The store answers; one that does not is itself what is lost, a moment from now.

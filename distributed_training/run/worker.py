@@ -76,7 +76,7 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
         topology = build_topology(given, process, device)
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
-        watch.begin(given.run_dir, given.config)
+        watch.begin(given.run_dir, given.config, store)
         # Training saves at Ctrl-C. Before and after it the run just ends, at once: libraries make
         # something else of a KeyboardInterrupt, such as a checkpoint that cannot be read.
         leave = functools.partial(end_failed, given, topology, KeyboardInterrupt(), store)

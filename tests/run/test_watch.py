@@ -93,7 +93,8 @@ def test_a_frozen_rank_0_is_told_from_a_node_cut_off(
     watch, monkeypatch, heard_s, answered_s, reason
 ):
     watch.end()
-    watch.rank, watch.world_size, watch.address = 1, 2, ("node0", "1")
+    watch.rank, watch.world_size = 1, 2
+    monkeypatch.setenv("MASTER_ADDR", "node0")
     watch._heard, watch._answered = watch._clock - heard_s, watch._clock - answered_s
     found = [""]
     monkeypatch.setattr(watch, "_give_up", lambda reason, *_: found.append(reason))
