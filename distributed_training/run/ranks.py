@@ -31,7 +31,6 @@ LOOPBACK = "127.0.0.1"
 LAUNCHER = "RANKS_LAUNCHER"  # the number of the process that started them
 STORE_SOCKET = "RANKS_STORE_SOCKET"  # rank 0's file descriptor
 
-SLURM_SCRIPT = "configs/train.slurm"
 # Ranks are killed after so long: torchrun's variable, and its default; after one has failed.
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
@@ -62,7 +61,12 @@ class Startup:
 
     def __init__(self, before: Mapping[str, float] | None = None) -> None:
         self.seconds = dict(before or {})
-        self._last = time.monotonic() if before else time.monotonic() - _age_s()
+        self._last = time.monotonic()
+        if not before:
+            # psutil counts from when the system was started, to the second; proc(5): the 22nd word.
+            begun = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+            begun_s = int(begun) / os.sysconf("SC_CLK_TCK")
+            self._last -= time.clock_gettime(time.CLOCK_BOOTTIME) - begun_s
 
     def end(self, phase: str) -> None:
         """A phase has ended, and the next begun."""
@@ -71,20 +75,13 @@ class Startup:
         self._last = now
 
 
-def _age_s() -> float:
-    """Of this process. psutil counts from when the system was started, to the second."""
-    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): 22nd
-    ticks_a_second = os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / ticks_a_second
-
-
 def current_process() -> Process | None:
     """What a launcher set for this process; None when none started it."""
     if "RANK" not in os.environ:
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun alone, not by sbatch
         if tasks != "1" and "SLURM_PTY_PORT" not in os.environ:  # nor in a shell from srun --pty
             what = f"srun started this command {tasks} times"
-            fix = f"one task a node, with torchrun in it: sbatch --nodes=2 {SLURM_SCRIPT}"
+            fix = "one task a node, with torchrun in it: sbatch --nodes=2 configs/train.slurm"
             raise UserError(what, "no launcher told the processes their ranks", fix)
         return None
     try:
@@ -99,7 +96,7 @@ def current_process() -> Process | None:
 def single_process() -> Process:
     """Set what process groups ask the environment for, as a launcher of one process would."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any that is free then
+    os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT="0")  # any that is free then
     return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
