@@ -191,7 +191,7 @@ class Trainer:
         if config.generate is None:
             return None
         eos_id = tokenizer.eos_id
-        prompt = tokenizer.begin(config.generate) or [eos_id]
+        prompt = tokenizer.begin(config.generate)
         if self._chat:
             eos_id = tokenizer.end_of_answer
             prompt = tokenizer.ask([{"role": "user", "content": config.generate}])

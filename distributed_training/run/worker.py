@@ -333,6 +333,7 @@ def _remember_speed(plan: Plan, performance: dict[str, Any]) -> None:
 def collect_results(trainer: Trainer) -> dict[str, Any]:
     """History, performance, memory by rank, disk traffic with checkpoints. Collective."""
     plan = trainer.plan
+    config = plan.config
     sampler = trainer.sampler
     durations = trainer.timer.durations_s()
     # Steps that the data fill (the last of an epoch takes as long with fewer tokens), untraced.
@@ -342,10 +343,8 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     samples = min(sampler.global_batch_size, sampler.num_samples)
     performance = metrics.summarise_performance(
         full or durations,
-        tokens_per_step=samples * plan.config.max_length * trainer.data.train.real_share,
-        flops_per_token=plan.size.flops_per_token(
-            plan.config.max_length, frozen=plan.config.lora_rank > 0
-        ),
+        tokens_per_step=samples * config.max_length * trainer.data.train.real_share,
+        flops_per_token=plan.size.flops_per_token(config.max_length, frozen=config.lora_rank > 0),
         world_size=plan.num_processes,
         device_name=plan.machine.gpu_name,
     )
