@@ -453,9 +453,8 @@ class Trainer:
 
     def _agree(self) -> tuple[int, bool]:
         """(signal to stop for, whether to flush): signals reach ranks at different steps, and only
-        rank 0's clock decides on output. GPUs do not wait for these CPU integers. A save that has
-        ended is taken note of on all ranks. Collective.
-        """
+        rank 0's clock decides on output. GPUs do not wait for these CPU integers. All ranks take
+        note of a save that has ended. Collective."""
         waited_s = time.monotonic() - self._flushed_at
         due = self.topology.rank == 0 and (self.step == self._first or waited_s >= FLUSH_EVERY_S)
         votes = torch.tensor([self._stopping.signum, int(due), int(self.saver.has_ended())])
