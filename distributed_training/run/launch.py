@@ -71,6 +71,7 @@ def start(
     """Train under `config`: as a worker when a launcher started this process, else plan, and start
     as many processes as `num_gpus` says; or plan for a `cluster`. Returns the exit code."""
     process = current_process()
+    startup = Startup()
     if not dry_run and (process is None or process.rank == 0):
         print("planning the run, importing torch ...", flush=True)
     if process is not None:
@@ -78,7 +79,7 @@ def start(
             what = f"--num_gpus {num_gpus} but the launcher started {process.world_size} processes"
             raise UserError(what, fix="give the number to the launcher only")
         if not dry_run:
-            return _work(config, process, Startup())
+            return _work(config, process, startup)
         if process.rank > 0:
             return 0
     machine = detect_machine() if cluster is None else cluster.machine
@@ -106,7 +107,6 @@ def start(
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
     unsure = AUTO in (config.strategy, config.batch_size)
     if count == 1 and not max_restarts and not (unsure and machine.num_gpus):
-        startup = Startup()
         plan = reserve_run_dir(make(config))
         startup.end("plan")
         return _work(plan, single_process(), startup)
@@ -119,7 +119,6 @@ def start(
         with starting(command, count if count <= machine.num_gpus else 0) as begun:
             plan = reserve_run_dir(make(config))
     else:
-        startup = Startup()
         # In another process: tokenizers begin threads, and with threads none can be forked.
         planned = beside(lambda: plan_as_text(partial(make, config)))
         worker = _import_worker()
