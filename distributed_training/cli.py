@@ -8,6 +8,7 @@ import importlib
 import itertools
 import platform
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -287,6 +288,7 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     about = about.splitlines()[0]
     program = Program(config=config, script=file, about=about, output_dir=output_dir)
     streams.fill_closed()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides how processes end
     name = "train"
     argv = sys.argv[1:]
     if argv and not argv[0].startswith("-"):

@@ -71,7 +71,7 @@ def beside(answer: Callable[[], str]) -> Callable[[], str]:
     def wait() -> str:
         with open(read) as pipe:
             text = pipe.read()
-        code = process.wait() or 0  # None where SIGCHLD is ignored
+        code = process.wait()
         if code < 0:
             raise RunError(f"the process that planned was {killed_by(-code)}")
         if code or not text:

@@ -183,8 +183,7 @@ def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "
                 _send(ranks, told[-1])
             while not (told or any(codes.values()) or len(codes) == len(ranks)):
                 gone, _ = psutil.wait_procs(ranks, POLL_S)
-                # None where SIGCHLD is ignored.
-                codes = {ranks.index(process): process.returncode or 0 for process in gone}
+                codes = {ranks.index(process): process.returncode for process in gone}
         finally:
             _end(ranks, told=bool(told))
     return Ended(signum=told[0] if told else 0, codes=codes)
