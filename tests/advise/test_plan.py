@@ -12,7 +12,7 @@ from distributed_training.advise import checks
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.run.prepare import make_plan, reserve_run_dir
-from distributed_training.settings.config import KEYS, build_config
+from distributed_training.settings.config import KEYS, build_config, load_preset
 from distributed_training.settings.errors import UserError
 from real_model_example import CONFIG
 from tests.plan.helpers import NAMES, SPLIT, UNSPLIT, plan_for
@@ -155,7 +155,8 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
     assert plan.config.max_length <= plan.size.num_positions
     requested = plan.requested.to_user_words()
     decided = {key for key in words if requested[key] not in ("auto", words[key])}
-    assert decided <= {"eval_samples"}  # with model=auto, which is gpt2-tiny without a GPU
+    # With model=auto, which is gpt2-tiny without a GPU, and for one's own text as the preset says.
+    assert decided <= {"eval_samples", *load_preset("words")}
     if plan.strategy.name == "infinity":
         assert plan.offload_dir.name == plan.run_dir.name
         assert machine.num_gpus or words["model"] == "gpt2-tiny"
