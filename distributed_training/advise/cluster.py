@@ -10,6 +10,7 @@ from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.rates import Rates, cpu_rates, measured_rates, rates_of
 from distributed_training.predict.stages import with_orders
+from distributed_training.records.record import plural
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -76,15 +77,22 @@ def this_machine(
     machine: Machine, num_processes: int, processes_here: int, gpu: str | None = None
 ) -> Cluster:
     """The machine at hand, and others like it; `gpu` describes GPUs that the table lacks."""
-    name = f"{num_processes} x {machine.gpu_name}"
+    rates = None
     if machine.num_gpus == 0:
-        processes = "process" if num_processes == 1 else "processes"
-        name = f"{num_processes} {processes} on {machine.num_cpus} cores"
+        name = f"{plural(num_processes, 'process')} on {machine.num_cpus} cores"
+        guess = cpu_rates(machine.num_cpus, processes_here)
+        rates = measured_rates(f"cpu-x{processes_here}", guess)
+    else:
+        name = f"{num_processes} x {machine.gpu_name}"
+        found = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
+        if found is not None:
+            limited = limited_to(found, machine.power_w)
+            rates = measured_rates(str(machine.gpu_name), rates_of(limited))
     return Cluster(
         num_processes=num_processes,
         processes_a_node=processes_here,
         machine=machine,
-        rates=machine_rates(machine, processes_here, gpu),
+        rates=rates,
         name=name,
     )
 
@@ -94,14 +102,3 @@ def lay_out_on(cluster: Cluster, config: RunConfig, **options: Any) -> Plan:
     here = cluster.processes_a_node
     plan = lay_out(config, cluster.machine, cluster.num_processes, here, **options)
     return with_orders(plan, cluster.rates)
-
-
-def machine_rates(machine: Machine, num_processes: int, gpu: str | None = None) -> Rates | None:
-    """Rates of a process of this machine; None for a GPU that is not in the table."""
-    if machine.num_gpus == 0:
-        guess = cpu_rates(machine.num_cpus, num_processes)
-        return measured_rates(f"cpu-x{num_processes}", guess)
-    found = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
-    if found is None:
-        return None
-    return measured_rates(str(machine.gpu_name), rates_of(limited_to(found, machine.power_w)))

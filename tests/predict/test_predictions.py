@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 
-from distributed_training.advise.cluster import machine_rates, parse_cluster
+from distributed_training.advise.cluster import parse_cluster, this_machine
 from distributed_training.advise.rank import enumerate_plans, rank_layouts, settings_of
 from distributed_training.plan.schedules import divisors
 from distributed_training.predict import constants
@@ -90,9 +90,9 @@ def test_every_fitted_value_says_where_it_comes_from():
 
 def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
-    assert machine_rates(GPU_MACHINE, 4) == H200
+    assert this_machine(GPU_MACHINE, 4, 4).rates == H200
     shutil.copy(ROOT / "results/calibration/h200-x4.json", calibration_file("NVIDIA H200"))
-    rates = machine_rates(GPU_MACHINE, 4)
+    rates = this_machine(GPU_MACHINE, 4, 4).rates
     assert rates.measured_at
     assert rates.gemm_flops == pytest.approx(7e14, rel=0.05)
     assert rates.link_bytes == pytest.approx(3e11, rel=0.05)
@@ -104,13 +104,13 @@ def test_runs_measure_in_passing_what_the_next_plan_uses(tmp_path, monkeypatch):
     for bound_by, took in (("host", 0.15), ("host", 0.12), ("memory", 0.11), ("memory", 9.0)):
         said = {"bound_by": bound_by, "step_time_s": 0.1}
         remember_speed(GPU_MACHINE.gpu_name, said, took, "2026-11-22T20:00:00")
-    rates = machine_rates(GPU_MACHINE, 4)
+    rates = this_machine(GPU_MACHINE, 4, 4).rates
     assert rates.host.block == pytest.approx(1.5 * 1.2 * H200.host.block)
     assert rates.gemm_flops == pytest.approx(H200.gemm_flops / 1.1), "no run is 90 times as slow"
     assert rates.measured_at.startswith("2026-11-22")
     (file,) = tmp_path.iterdir()
     file.write_text("{")
-    assert machine_rates(GPU_MACHINE, 4) == H200
+    assert this_machine(GPU_MACHINE, 4, 4).rates == H200
 
 
 @pytest.mark.parametrize(
