@@ -83,8 +83,12 @@ def lay_out(
     asked = Candidate(config=given, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
     if mesh is None:
         mesh = layouts.fill_mesh(asked, num_processes)
-        asked = replace(asked, mesh=mesh)
-    config = _choose_settings(asked, machine, notes)
+    decided = {"precision": _choose_precision(given, machine)}
+    if given.pipeline_schedule == AUTO:
+        decided["pipeline_schedule"] = strategy.schedule
+    asked = replace(asked, mesh=mesh, config=with_values(given, **decided))
+    _check_pairs(asked)
+    config = _choose_switches(asked, machine, notes)
     asked = replace(asked, config=config)
     layout = layouts.build_layout(asked)
     batch = layouts.cut_batch(asked)
@@ -129,32 +133,6 @@ def lay_out(
     return plan
 
 
-def _choose_settings(candidate: Candidate, machine: Machine, notes: list[str]) -> RunConfig:
-    """Decide every other "auto"; UserError where an explicit value is impossible here."""
-    config = candidate.config
-    strategy = candidate.strategy
-    size = candidate.model.size
-    if config.max_length > size.num_positions:
-        what = f"max_length={config.max_length} is beyond the model: {config.model} has "
-        fix = f"set max_length to at most {size.num_positions}"
-        raise UserError(f"{what}{size.num_positions}", fix=fix)
-    decided = {"precision": _choose_precision(config, machine)}
-    if config.pipeline_schedule == AUTO:
-        decided["pipeline_schedule"] = strategy.schedule
-    config = with_values(config, **decided)
-    if config.lora_rank and strategy.swaps_to_disk and config.precision == "fp32":
-        what = f"lora_rank={config.lora_rank} with strategy={config.strategy!r} and "
-        why = "DeepSpeed rounds frozen weights in files to 16 bits"
-        fix = "set precision to bf16, or strategy to offload"
-        raise UserError(f"{what}precision='fp32'", why, fix)
-    _check_pairs(replace(candidate, config=config))
-    if config.gradient_compression == "powersgd" and config.compression_rank > size.hidden_size:
-        what = f"compression_rank={config.compression_rank} is above that of any matrix"
-        why = f"{config.model}'s have {size.hidden_size} columns or rows"
-        raise UserError(what, why, "set it to 32 or less")
-    return _choose_switches(replace(candidate, config=config), machine, notes)
-
-
 def _choose_precision(config: RunConfig, machine: Machine) -> str:
     on_gpu = machine.num_gpus > 0
     has_bf16 = machine.compute_capability >= (8, 0)
@@ -171,8 +149,9 @@ def _choose_precision(config: RunConfig, machine: Machine) -> str:
 
 
 def _check_pairs(candidate: Candidate) -> None:
-    """Raises UserError for a key whose value does not go with another's, or with the strategy."""
+    """Raises UserError for a key whose value does not go with another's, strategy or model."""
     config = candidate.config
+    size = candidate.model.size
     asked = candidate.strategy.mesh
     mesh = candidate.mesh
     tp = mesh["tp"]
@@ -181,13 +160,21 @@ def _check_pairs(candidate: Candidate) -> None:
     in_ddp = native and divided <= {"dp_replicate"}
     in_fsdp = native and "dp_shard" in divided and "pp" not in divided
     fp16 = config.precision == "fp16"
+    rounds = candidate.strategy.swaps_to_disk and config.precision == "fp32"
+    powersgd = config.gradient_compression == "powersgd"
     own_buckets = config.bucket_cap_mb is not None
     adds_errors = config.gradient_compression in ("powersgd", "topk-int8")
     chunks = config.loss_chunk_tokens > 0
     here = f"strategy={config.strategy!r}"
+    named = f"model={config.model!r}"
     kind = f"gradient_compression={config.gradient_compression!r}"
     stays = "what is not finite would stay in what is added to later gradients"
     for refused, key, other, why, fix in (
+        (config.max_length > size.num_positions, "max_length", named,
+         f"it has {size.num_positions} positions", f"set it to {size.num_positions} or less"),
+        (config.lora_rank > 0 and rounds, "lora_rank", f"{here} and precision='fp32'",
+         "DeepSpeed rounds frozen weights in files to 16 bits",
+         "set precision to bf16, or strategy to offload"),
         (config.fsdp_prefetch != 1 and not in_fsdp, "fsdp_prefetch", here,
          "it is for FSDP's blocks", "set it to 1, or strategy to fsdp"),
         (own_buckets and not in_ddp, "bucket_cap_mb", here,
@@ -204,6 +191,8 @@ def _check_pairs(candidate: Candidate) -> None:
          f"its {tp} processes have a part of every token's logits", "set it to 0"),
         (chunks and fp16, "loss_chunk_tokens", "precision='fp16'",
          "gradients would be computed before they are scaled", "set precision to bf16, or it to 0"),
+        (powersgd and config.compression_rank > size.hidden_size, "compression_rank", named,
+         f"its matrices have {size.hidden_size} columns or rows", "set it to 32 or less"),
     ):  # fmt: skip
         if refused:
             raise UserError(f"{key}={getattr(config, key)!r} does not go with {other}", why, fix)
