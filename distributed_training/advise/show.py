@@ -77,8 +77,8 @@ def count(number: float) -> str:
     return f"{number:.3g}"
 
 
-def command(plan: Plan, cluster: Cluster, script: str, typed: Sequence[str]) -> str:
-    """What to type for a layout; `typed`: the keys that the user gave."""
+def command(plan: Plan, cluster: Cluster, script: str, typed: dict[str, str]) -> str:
+    """What to type for a layout; `typed`: the keys that the user gave, and their values."""
     here = cluster.processes_a_node
     if cluster.nodes > 1:
         wait_s = plan.config.rendezvous_timeout_s
@@ -95,13 +95,11 @@ def torchrun_command(nodes: int, here: int, wait_s: int) -> list[str]:
     return ["torchrun", *place, wait, f"--nproc_per_node={here}"]
 
 
-def _options(plan: Plan, typed: Sequence[str]) -> list[str]:
-    """What else the user typed, keys and values in turns, then what gives a layout."""
-    given = dict(zip(typed[::2], typed[1::2], strict=True))
+def _options(plan: Plan, typed: dict[str, str]) -> list[str]:
+    """What else the user typed, then what gives a layout."""
     settings = {"strategy": plan.strategy.name, **settings_of(plan)}
-    own = {f"--{key}": str(value) for key, value in settings.items()}
-    kept = {key: value for key, value in given.items() if key not in own}
-    return [word for pair in (kept | own).items() for word in pair]
+    kept = {key: value for key, value in typed.items() if key not in settings}
+    return [word for key, value in (kept | settings).items() for word in (f"--{key}", str(value))]
 
 
 def as_dict(choice: Prediction) -> dict[str, Any]:
@@ -141,7 +139,7 @@ def why_first(best: Prediction, others: Sequence[Prediction]) -> str:
     return f"{said}."
 
 
-def batch_script(choice: Prediction, cluster: Cluster, script: Path, typed: Sequence[str]) -> str:
+def batch_script(choice: Prediction, cluster: Cluster, script: Path, typed: dict[str, str]) -> str:
     """configs/train.slurm for a layout, with a quarter more RAM than is predicted for a node."""
     plan = choice.plan
     ram = choice.memory.host_bytes * cluster.processes_a_node

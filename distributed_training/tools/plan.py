@@ -108,11 +108,7 @@ def run(
     for text in (legend, why_first(fitting[0], fitting[1:])):
         print(textwrap.fill(text, WIDTH))
     print()
-    typed = []
-    for text in arguments.overrides:
-        key, _, value = text.partition("=")
-        if key != "strategy":
-            typed += [f"--{key}", value]
+    typed = dict(text.split("=", 1) for text in arguments.overrides)
     for choice in fitting[:BEST]:
         print(f"  {command(choice.plan, cluster, script.name, typed)}")
     if arguments.write:
