@@ -65,14 +65,11 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
     `dry_run`, and the options of `own`, a module of tools/; every key is an option by all of its
     names."""
     name = program.script.name
-    others = [other for other in COMMANDS if other != "train"]
+    others = [f"{name} {other} --help" for other in COMMANDS if other != "train"]
     parser = Parser(
         prog=name,
         description=program.about,
-        usage="\n       ".join(
-            [f"{name} [train] [--KEY VALUE ...] [--preset NAME]"]
-            + [f"{name} {other} --help" for other in others]
-        ),
+        usage="\n       ".join([f"{name} [train] [--KEY VALUE ...] [--preset NAME]", *others]),
         epilog=f"Other launchers work, too: deepspeed --num_gpus=N {name}",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
     )
@@ -165,17 +162,11 @@ def train(argv: Sequence[str], program: Program) -> int:
     )
 
 
-def report(argv: Sequence[str], program: Program) -> int:
-    """Tables and plots from run records."""
-    return _load("records.report").main(argv, program.output_dir)
-
-
 def own_options(
     command: Callable[[Add, Program], Act], argv: Sequence[str], program: Program
 ) -> int:
     """A command without CONFIG's keys: `command` adds its options and says what to do with them."""
-    prog = f"{program.script.name} {command.__name__}"
-    parser = Parser(prog=prog, description=command.__doc__)
+    parser = Parser(prog=f"{program.script.name} {command.__name__}", description=command.__doc__)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
     act = command(parser.add_argument, program)
     return act(parser.parse_args(argv))
@@ -200,12 +191,8 @@ def links(add: Add, program: Program) -> Act:
     for axis in ("pp", "dp_shard", "tp"):
         size = f"processes along {axis}; what is left is dp_replicate"
         add(f"--{axis}", metavar="N", type=int, default=1, help=size)
-    add(
-        "--largest",
-        metavar="MIB",
-        type=at_least(1),
-        help="largest tensor; 1024 on GPUs, 16 without",
-    )
+    largest = "largest tensor; 1024 on GPUs, 16 without"
+    add("--largest", metavar="MIB", type=at_least(1), help=largest)
     add("--seconds", metavar="S", type=float, default=0.15, help="for a figure (default 0.15)")
     folder = program.output_dir / "links"
     add("--out", metavar="FOLDER", type=Path, default=folder, help="of the record and picture")
@@ -270,7 +257,7 @@ def calibrate(add: Add, program: Program) -> Act:
 COMMANDS: dict[str, Callable[[Sequence[str], Program], int]] = {
     "train": train,
     **{name: partial(over_config, name) for name in ("plan", "compare", "parity")},
-    "report": report,
+    "report": lambda argv, program: _load("records.report").main(argv, program.output_dir),
     **{
         command.__name__: partial(own_options, command)
         for command in (doctor, generate, export, push, links, overlap, calibrate)
