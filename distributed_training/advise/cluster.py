@@ -3,7 +3,6 @@
 import re
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 from distributed_training.plan.choose import lay_out
 from distributed_training.plan.machine import Machine
@@ -97,8 +96,8 @@ def this_machine(
     )
 
 
-def lay_out_on(cluster: Cluster, config: RunConfig, **options: Any) -> Plan:
+def lay_out_on(cluster: Cluster, config: RunConfig, mesh: dict[str, int] | None = None) -> Plan:
     """A draft for the cluster's processes (`lay_out`), with the orders that a search finds."""
     here = cluster.processes_a_node
-    plan = lay_out(config, cluster.machine, cluster.num_processes, here, **options)
+    plan = lay_out(config, cluster.machine, cluster.num_processes, here, mesh=mesh)
     return with_orders(plan, cluster.rates)

@@ -62,4 +62,5 @@ def draft_plan(
     decided = choose_spread(decided, cluster, notes)
     if config.checkpoint_every == 0:
         notes.append("checkpoint_every=0: nothing will be saved, not on Ctrl-C either")
-    return lay_out_on(cluster, decided, requested=config, notes=notes)
+    plan = lay_out_on(cluster, decided)
+    return replace(plan, requested=config, notes=notes + plan.notes)

@@ -1,7 +1,6 @@
 """From CONFIG to a draft: "auto" as machine and layout decide it. No torch import."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,15 +68,11 @@ def lay_out(
     processes_here: int,
     *,
     mesh: dict[str, int] | None = None,
-    requested: RunConfig | None = None,
-    notes: Sequence[str] = (),
 ) -> Plan:
     """A draft for a CONFIG whose model, strategy and batch size are known; `mesh`: another than
-    the strategy's own; `requested`, `notes`: CONFIG before these were decided, and what was said.
-
-    Raises UserError where the processes make no such mesh, or a setting does not go with it.
-    """
-    notes = list(notes)
+    the strategy's own. Raises UserError where the processes make no such mesh, or a setting does
+    not go with it."""
+    notes = list[str]()
     strategy = load_strategy(given)
     model = find_model(given.model)
     asked = Candidate(config=given, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
@@ -106,7 +101,7 @@ def lay_out(
     only_copies = mesh["dp_replicate"] == num_processes
     averages = not strategy.traits.rounded_weights and batch.num_replicas > 1
     plan = Plan(
-        requested=requested or given,
+        requested=given,
         config=with_values(config, **batch.model_dump(include=set(layouts.OPEN_BATCH))),
         strategy=strategy,
         machine=machine,
