@@ -80,19 +80,20 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
         raise UserError(what, fix="give the others whole numbers of 1 or more")
     if open_axis and world_size % fixed == 0:
         axes[open_axis] = world_size // fixed
-    what, why = why_indivisible(replace(candidate, mesh=axes))
-    if math.prod(axes.values()) != world_size:
-        what = f"mesh {show_axes(axes)} does not make {world_size} processes"
-        number = f"a multiple of {fixed}" if open_axis else fixed
-        why = f"that of {os.path.relpath(strategy.source)} needs {number}"
-    if not what:
-        return axes
-    found = nearest_layouts(candidate, world_size)[:3]
-    fix = "set " + "; or ".join(map(show_settings, found))
-    if not found:
-        given = show_settings(_changes(candidate.config, OPEN))
-        fix = f"take fsdp with {given}" if given else "take fsdp"
-    raise UserError(what, why, fix)
+    try:
+        if math.prod(axes.values()) != world_size:
+            what = f"mesh {show_axes(axes)} does not make {world_size} processes"
+            number = f"a multiple of {fixed}" if open_axis else fixed
+            raise UserError(what, f"that of {os.path.relpath(strategy.source)} needs {number}")
+        _check_divisible(replace(candidate, mesh=axes))
+    except UserError as error:
+        found = nearest_layouts(candidate, world_size)[:3]
+        fix = "set " + "; or ".join(map(show_settings, found))
+        if not found:
+            given = show_settings(_changes(candidate.config, OPEN))
+            fix = f"take fsdp with {given}" if given else "take fsdp"
+        raise UserError(str(error), fix=fix) from None
+    return axes
 
 
 def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
@@ -163,9 +164,7 @@ def _needed_settings(candidate: Candidate) -> Settings | None:
 
 def build_layout(candidate: Candidate) -> Layout:
     """Cut the model for a mesh; UserError where that, or a setting of CONFIG, cannot be."""
-    what, why = why_indivisible(candidate)
-    if what:
-        raise UserError(what, why)
+    _check_divisible(candidate)
     config = candidate.config
     size = candidate.model.size
     ranks = candidate.schedule.ranks(candidate.mesh["pp"])
@@ -196,25 +195,24 @@ def build_layout(candidate: Candidate) -> Layout:
     return Layout(blocks_per_stage=tuple(counts), ranks=ranks)
 
 
-def why_indivisible(candidate: Candidate) -> tuple[str, str]:
-    """What of the model cannot be divided over the mesh, and why; empty where all can."""
+def _check_divisible(candidate: Candidate) -> None:
+    """Raises UserError where the model cannot be divided over the mesh."""
     size = candidate.model.size
     label = candidate.model.label
     pp = candidate.mesh["pp"]
     tp = candidate.mesh["tp"]
-    if size.num_heads % tp:
-        what = f"tp={tp} does not divide num_heads={size.num_heads} of {label}"
-        return what, "attention is split by heads"
-    if (size.num_kv_heads or tp) % tp:
-        what = f"tp={tp} does not divide the {size.num_kv_heads} heads of k and v of {label}"
-        return what, "attention is split by them"
-    if (size.mlp_units or tp) % tp:
-        return f"tp={tp} does not divide the {size.mlp_units} parts of {label}'s MLP", ""
+    for parts, named, why in (
+        (size.num_heads, f"num_heads={size.num_heads} of {label}", "attention is split by heads"),
+        (size.num_kv_heads, f"the {size.num_kv_heads} heads of k and v of {label}",
+         "attention is split by them"),
+        (size.mlp_units, f"the {size.mlp_units} parts of {label}'s MLP", ""),
+    ):  # fmt: skip
+        if (parts or tp) % tp:
+            raise UserError(f"tp={tp} does not divide {named}", why)
     each = SCHEDULES[candidate.strategy.schedule].stages_per_rank
     if pp > 1 and pp * each > size.num_layers:
         what = f"pp={pp} needs {pp * each} stages but {label} has {size.num_layers} blocks"
-        return what, f"its pipeline schedule has {each} a process"
-    return "", ""
+        raise UserError(what, f"its pipeline schedule has {each} a process")
 
 
 def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:
