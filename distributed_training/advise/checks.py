@@ -34,7 +34,7 @@ def run_checks(prediction: Prediction, cluster: Cluster) -> None:
     plan = prediction.plan
     check_packages(plan)
     check_gpus(plan)
-    check_settings(plan)
+    check_swapping(plan)
     check_memory(prediction, cluster)
     check_disk(plan)
     check_extensions(plan)
@@ -68,21 +68,15 @@ def check_gpus(plan: Plan) -> None:
         raise UserError(what, "one process drives one GPU", f"use --num_gpus {gpus}")
 
 
-def check_settings(plan: Plan) -> None:
-    """Engine and machine do what CONFIG asks for."""
-    config = plan.config
-    strategy = f"strategy={plan.strategy.name!r}"
-    if config.on_nonfinite == "skip" and not plan.strategy.traits.leaves_out_updates:
-        what = f"on_nonfinite='skip' does not work with {strategy}"
-        why = "its engine updates before the norm of the gradients is known here"
-        raise UserError(what, why, "set on_nonfinite to rollback or stop")
+def check_swapping(plan: Plan) -> None:
+    """No parameters are swapped that would be overwritten in use."""
     # On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
     # gradients came out wrong. Parts below its 1 MiB threshold, as all of gpt2-tiny's, never swap.
     matrices = (rows * columns for rows, columns in plan.size.block_matrices)
     largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
     swaps = plan.strategy.offload["param"] == "nvme"
     if swaps and not plan.machine.num_gpus and largest >= MIB:
-        what = f"{strategy} with model={config.model!r} needs a GPU"
+        what = f"strategy={plan.strategy.name!r} with model={plan.config.model!r} needs a GPU"
         why = "without one DeepSpeed overwrites parameters that are in use"
         raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")
 

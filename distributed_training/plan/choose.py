@@ -164,6 +164,7 @@ def _check_pairs(candidate: Candidate) -> None:
     named = f"model={config.model!r}"
     kind = f"gradient_compression={config.gradient_compression!r}"
     stays = "what is not finite would stay in what is added to later gradients"
+    skips = config.on_nonfinite == "skip"
     for refused, key, other, why, fix in (
         (config.max_length > size.num_positions, "max_length", named,
          f"it has {size.num_positions} positions", f"set it to {size.num_positions} or less"),
@@ -180,8 +181,11 @@ def _check_pairs(candidate: Candidate) -> None:
          "it takes a single bucket on CPUs", "set it to None"),
         (adds_errors and fp16, "gradient_compression", "precision='fp16'",
          stays, "set precision to bf16"),
-        (adds_errors and config.on_nonfinite == "skip", "gradient_compression",
-         "on_nonfinite='skip'", stays, "set on_nonfinite to rollback or stop"),
+        (adds_errors and skips, "gradient_compression", "on_nonfinite='skip'",
+         stays, "set on_nonfinite to rollback or stop"),
+        (skips and not candidate.strategy.traits.leaves_out_updates, "on_nonfinite", here,
+         "its engine updates before the norm of the gradients is known here",
+         "set it to rollback or stop"),
         (chunks and tp > 1, "loss_chunk_tokens", f"tp={tp}",
          f"its {tp} processes have a part of every token's logits", "set it to 0"),
         (chunks and fp16, "loss_chunk_tokens", "precision='fp16'",

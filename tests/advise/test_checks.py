@@ -52,11 +52,11 @@ SMALL = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
 
 def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
     for strategy in ("dp", "zero3", "offload"):  # which swap no parameters
-        checks.check_settings(draft(tmp_path, strategy, model="gpt2-xl"))
-    checks.check_settings(draft(tmp_path, "infinity", model="gpt2-tiny"))
-    checks.check_settings(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
+        checks.check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
+    checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-tiny"))
+    checks.check_swapping(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
     with refused("model='gpt2-medium' needs a GPU", "overwrites", "set model to gpt2-tiny"):
-        checks.check_settings(draft(tmp_path, "infinity", model="gpt2-medium"))
+        checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-medium"))
 
 
 def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"gradient_compression": "topk-int8", "on_nonfinite": "skip"}, "on_nonfinite='skip'"),
         # An overflow would stay in the error that is kept.
         ({"gradient_compression": "powersgd", "precision": "fp16"}, "precision='fp16'"),
+        ({"strategy": "zero2", "on_nonfinite": "skip"}, "set it to rollback"),
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
         ({"strategy": "local_sgd", "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"local_steps": 8}, "local_steps"),
@@ -112,3 +113,5 @@ def test_another_algorithm_is_ranked_only_when_asked_for():
     assert as_chosen(build("local_sgd"), "dp").engine_options == {}
     compressed = rank_layouts(lambda name: build(name, gradient_compression="bf16"), H200)
     assert {choice.plan.mesh["dp_replicate"] for choice in compressed} == {8}
+    skips = rank_layouts(lambda name: build(name, on_nonfinite="skip"), H200)
+    assert {choice.plan.strategy.engine for choice in skips} == {"native"}
