@@ -156,17 +156,11 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
     return [f"set {show_settings(settings)}" for settings in suggestions]
 
 
-def best_layout(
-    build: Callable[[str], RunConfig], cluster: Cluster, below_bytes: int | None = None
-) -> Prediction | None:
-    """The simplest of the quickest layouts that fit, and that need less of a GPU than
+def best_layout(build: Callable[[str], RunConfig], cluster: Cluster) -> Prediction | None:
+    """The simplest of the quickest layouts that fit, and that need less of a GPU than CONFIG's
     `below_bytes`; None without. `build` as for `rank_layouts`."""
-    most = below_bytes or sys.maxsize
-    choices = [
-        choice
-        for choice in rank_layouts(build, cluster)
-        if choice.room_on_gpu != "no" and choice.memory.needed_bytes < most
-    ]
+    ranked = rank_layouts(build, cluster)
+    choices = [choice for choice in ranked if choice.room_on_gpu != "no" and _is_below(choice)]
     # What the host lacks is for the run's own checks to say.
     choices = [choice for choice in choices if choice.fits] or choices
     if not choices:
@@ -180,12 +174,16 @@ def best_layout(
     )
 
 
+def _is_below(choice: Prediction) -> bool:
+    return choice.memory.needed_bytes < (choice.plan.config.below_bytes or sys.maxsize)
+
+
 def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunConfig:
     """Decide "auto" for strategy and batch_size: what is predicted to be quickest here."""
     if config.strategy == AUTO:
         few = 8 if config.batch_size == AUTO else config.batch_size
         build = functools.partial(as_chosen, with_values(config, batch_size=few))
-        best = best_layout(build, cluster, config.below_bytes)
+        best = best_layout(build, cluster)
         if best is None:
             raise _none_found(config, build, cluster)
         name = best.plan.strategy.name
@@ -203,8 +201,7 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
             with contextlib.suppress(UserError):
                 plan = lay_out_on(cluster, with_values(config, batch_size=size))
                 prediction = predict(plan, cluster.rates)
-                needed = prediction.memory.needed_bytes
-                if prediction.room == "yes" and needed < (config.below_bytes or sys.maxsize):
+                if prediction.room == "yes" and _is_below(prediction):
                     speeds[size] = prediction.tokens_per_s or size
         enough = BUSY * max(speeds.values(), default=0.0)
         size = next((size for size, speed in speeds.items() if speed >= enough), 1)
