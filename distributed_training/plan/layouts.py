@@ -16,7 +16,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 from distributed_training.models import ModelSize, ModelSpec
@@ -223,28 +222,26 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     one that comes later in the model gets the odd block, in a V the earlier one: the simulator of
     pipedream_tutorial found these the shorter.
     """
-    # Products of a token with the output layer's matrix, in those of a block.
+    # Products of a token with a block's matrices, with the output layer's.
     block = size.block_matrix_parameters + 2 * size.attention_width * seq_len
-    head = Fraction(size.padded_vocab_size * size.hidden_size, block)  # in blocks
+    head = size.padded_vocab_size * size.hidden_size
     pp = max(ranks) + 1
     each = len(ranks) // pp
-    v_shaped = each > 1 and ranks[pp] == pp - 1
-
-    def others(last: int) -> int:
-        """Blocks of the costliest process without the output layer."""
-        return -(-(size.num_layers - last) // (pp - 1))
-
-    choices = range(each, size.num_layers - each * (pp - 1) + 1)
-    # On a tie, more blocks for the process with the output layer: others have less to do.
-    last = min(choices, key=lambda blocks: (max(Fraction(others(blocks)), blocks + head), -blocks))
-    rest = size.num_layers - last
-    totals = [rest // (pp - 1) + (i < rest % (pp - 1)) for i in range(pp - 1)]
-    totals.insert(ranks[-1], last)
+    last = ranks[-1]
+    totals = [each] * pp
+    costs = [each * block] * pp
+    costs[last] += head
+    for _ in range(size.num_layers - len(ranks)):
+        # On a tie to the process with the output layer: others have less to do.
+        rank = min(range(pp), key=lambda rank: (costs[rank], rank != last))
+        totals[rank] += 1
+        costs[rank] += block
     if each == 1:
         return totals
+    v_shaped = ranks[pp] == pp - 1
     first = [-(-total // 2) if v_shaped else total // 2 for total in totals]
     # The stage with the output layer is to cost what the other one of its process does.
-    first[ranks[-1]] = last - max(1, int((last - head) / 2))
+    first[last] = totals[last] - max(1, (totals[last] * block - head) // (2 * block))
     second = [total - blocks for total, blocks in zip(totals, first, strict=True)]
     return first + (second[::-1] if v_shaped else second)
 
