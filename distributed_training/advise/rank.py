@@ -53,11 +53,9 @@ def rank_layouts(
                 schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
                 key = (own, *plan.mesh.values(), schedule, plan.batch.num_microbatches)
                 known = choices.get(key)
-                if known is None:
-                    choices[key] = predict(plan, cluster.rates)
                 # Of two names for one layout, that which needs fewer settings.
-                elif len(settings_of(plan)) < len(settings_of(known.plan)):
-                    choices[key] = replace(known, plan=plan)
+                if known is None or len(settings_of(plan)) < len(settings_of(known.plan)):
+                    choices[key] = predict(plan, cluster.rates)
     return sorted(choices.values(), key=lambda choice: choice.order)
 
 
