@@ -8,7 +8,6 @@ from typing import Any
 
 from tabulate import DataRow, TableFormat, tabulate
 
-from distributed_training.advise.cluster import Cluster
 from distributed_training.advise.rank import settings_of
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.constants import FITTED
@@ -77,26 +76,23 @@ def count(number: float) -> str:
     return f"{number:.3g}"
 
 
-def command(plan: Plan, cluster: Cluster, script: str, typed: dict[str, str]) -> str:
-    """What to type for a layout; `typed`: the keys that the user gave, and their values."""
-    here = cluster.processes_a_node
-    if cluster.nodes > 1:
-        wait_s = plan.config.rendezvous_timeout_s
-        start = [*torchrun_command(cluster.nodes, here, wait_s), script]
-    else:
-        start = ["python", script, *(["--num_gpus", str(here)] if here > 1 else [])]
-    return shlex.join([*start, *_options(plan, typed)])
+def launch_command(plan: Plan, script: str, words: Sequence[str]) -> str:
+    """What to type, on each node, to start the processes of a plan; `words`: the options."""
+    here = plan.processes_here
+    nodes = plan.num_processes // here
+    start = ["python", script]
+    if nodes > 1:
+        # By itself torchrun waits ten minutes for the others.
+        wait = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
+        place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
+        start = ["torchrun", *place, wait, f"--nproc_per_node={here}", script]
+    elif here > 1 and not any(word.startswith("--num_gpus") for word in words):
+        start += ["--num_gpus", str(here)]
+    return shlex.join([*start, *words])
 
 
-def torchrun_command(nodes: int, here: int, wait_s: int) -> list[str]:
-    """torchrun for several nodes, typed on each; by itself it waits ten minutes for the others."""
-    place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
-    wait = f"--rdzv_conf=join_timeout={wait_s}"
-    return ["torchrun", *place, wait, f"--nproc_per_node={here}"]
-
-
-def _options(plan: Plan, typed: dict[str, str]) -> list[str]:
-    """What else the user typed, then what gives a layout."""
+def options_of(plan: Plan, typed: dict[str, str]) -> list[str]:
+    """What else the user `typed`, keys and their values, then what gives a layout."""
     settings = {"strategy": plan.strategy.name, **settings_of(plan)}
     kept = {key: value for key, value in typed.items() if key not in settings}
     return [word for key, value in (kept | settings).items() for word in (f"--{key}", str(value))]
@@ -139,19 +135,20 @@ def why_first(best: Prediction, others: Sequence[Prediction]) -> str:
     return f"{said}."
 
 
-def batch_script(choice: Prediction, cluster: Cluster, script: Path, typed: dict[str, str]) -> str:
+def batch_script(choice: Prediction, script: Path, words: Sequence[str]) -> str:
     """configs/train.slurm for a layout, with a quarter more RAM than is predicted for a node."""
     plan = choice.plan
-    ram = choice.memory.host_bytes * cluster.processes_a_node
+    here = plan.processes_here
+    ram = choice.memory.host_bytes * here
     job = (ROOT / "configs" / "train.slurm").read_text(encoding="utf-8")
-    for there, here in {
+    for there, own in {
         "--job-name=gpt2": f"--job-name={plan.strategy.name}",
-        "#SBATCH --nodes=1": f"#SBATCH --nodes={cluster.nodes}",
-        "--gpus-per-node=4": f"--gpus-per-node={cluster.processes_a_node}",
+        "#SBATCH --nodes=1": f"#SBATCH --nodes={plan.num_processes // here}",
+        "--gpus-per-node=4": f"--gpus-per-node={here}",
         "--mem=64G": f"--mem={math.ceil(1.25 * ram / GIB)}G",
         'cd "$SLURM_SUBMIT_DIR"': f"cd {shlex.quote(str(script.parent))}",
-        "(real_model_example.py": f"({shlex.join([script.name, *_options(plan, typed)])}",
+        "(real_model_example.py": f"({shlex.join([script.name, *words])}",
     }.items():
         assert job.count(there) == 1, there
-        job = job.replace(there, here)
+        job = job.replace(there, own)
     return job

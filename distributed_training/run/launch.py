@@ -8,19 +8,18 @@ import importlib
 import json
 import math
 import os
-import shlex
 import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 from distributed_training.advise.cluster import Cluster
-from distributed_training.advise.show import layout_name, torchrun_command
+from distributed_training.advise.show import launch_command, layout_name
 from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.machine import Machine, detect_machine, threads_per_process
 from distributed_training.plan.plan import Plan, load_plan
@@ -100,8 +99,8 @@ def start(
 
     if dry_run:
         plan = make(config)
-        typed = [os.path.relpath(script), *arguments]
-        print(describe_plan(plan, "(this one)" if process else _launch_command(plan, typed)))
+        command_line = launch_command(plan, os.path.relpath(script), arguments)
+        print(describe_plan(plan, "(this one)" if process else command_line))
         return 0
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
@@ -264,17 +263,6 @@ def spawn(
         print(f"note: {reason}, after the run had finished", file=sys.stderr)
         return 0
     return code
-
-
-def _launch_command(plan: Plan, command: Sequence[str]) -> str:
-    count = plan.num_processes
-    here = plan.processes_here
-    if count > here:
-        start = torchrun_command(count // here, here, plan.config.rendezvous_timeout_s)
-        return shlex.join([*start, *command])
-    told = any(word.startswith("--num_gpus") for word in command)
-    more = [] if told or count == 1 else ["--num_gpus", str(count)]
-    return shlex.join(["python", command[0], *more, *command[1:]])
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:

@@ -11,11 +11,10 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distributed_training.advise import scaling
+from distributed_training.advise import scaling, show
 from distributed_training.advise.checks import check_memory
 from distributed_training.advise.cluster import Cluster, parse_cluster, this_machine
 from distributed_training.advise.rank import choose_spread, rank_layouts
-from distributed_training.advise.show import as_dict, batch_script, command, table, why_first
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.machine import detect_machine
 from distributed_training.predict.predict import Prediction
@@ -78,7 +77,7 @@ def run(
     if not choices:
         raise UserError(f"no strategy runs {config.model} as CONFIG has it", fix="see --dry-run")
     if arguments.json:
-        print(json.dumps([as_dict(choice) for choice in choices], indent=1))
+        print(json.dumps([show.as_dict(choice) for choice in choices], indent=1))
         return 0
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
@@ -86,7 +85,7 @@ def run(
     batch = choices[0].plan.batch.global_batch_size
     tokens = f"{batch} x {config.max_length} tokens a step"
     print(f"{config.model} on {cluster.name}: {tokens}, {len(choices)} layouts\n")
-    print(table(choices if arguments.all else fitting[:SHOWN]))
+    print(show.table(choices if arguments.all else fitting[:SHOWN]))
     print()
     if len(fitting) > SHOWN and not arguments.all:
         hidden = len(fitting) - SHOWN
@@ -105,15 +104,17 @@ def run(
     if cluster.nodes > 1 and rates is not None:
         gbit = 8 * rates.network_bytes / 1e9
         legend += f" Between nodes each GPU has {gbit:g} Gbit/s: --network_gbit sets it."
-    for text in (legend, why_first(fitting[0], fitting[1:])):
+    for text in (legend, show.why_first(fitting[0], fitting[1:])):
         print(textwrap.fill(text, WIDTH))
     print()
     typed = dict(text.split("=", 1) for text in arguments.overrides)
     for choice in fitting[:BEST]:
-        print(f"  {command(choice.plan, cluster, script.name, typed)}")
+        words = show.options_of(choice.plan, typed)
+        print(f"  {show.launch_command(choice.plan, script.name, words)}")
     if arguments.write:
         path = Path(expand_home("--write", arguments.write))
-        path.write_text(batch_script(fitting[0], cluster, script, typed), encoding="utf-8")
+        words = show.options_of(fitting[0].plan, typed)
+        path.write_text(show.batch_script(fitting[0], script, words), encoding="utf-8")
         print(f"wrote {path}")
     return 0
 
