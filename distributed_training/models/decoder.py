@@ -8,7 +8,7 @@ import fnmatch
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +23,16 @@ Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
 """What tensor parallelism makes of a module: split by its output; split by its input (outputs are
 terms of a sum); held whole and used by each process on its own tokens, or on its own heads; the
 same for a table that is indexed by position; rows dealt out by token."""
+_ROLES: dict[str, Role] = {
+    "token_embedding": "vocabulary",
+    "blocks.*.norm_[12]": "whole",
+    "blocks.*.qkv": "column",
+    "blocks.*.attention_out": "row",
+    "blocks.*.mlp_in": "column",
+    "blocks.*.mlp_out": "row",
+    "norm_out": "whole",
+    "output_rows": "vocabulary",
+}
 
 
 class Linear(nn.Linear):
@@ -67,6 +77,40 @@ class Past:
         return self._kept[block]
 
 
+class Block(nn.Module):
+    """Pre-norm transformer block: causal attention, then an MLP. A family's __init__ sets norm_1,
+    qkv, attention_out, norm_2, mlp_in and mlp_out, in the order of its parameters."""
+
+    norm_1: nn.Module
+    attention_out: Linear
+    norm_2: nn.Module
+    # x [B, T, D], position of its first token -> q, k, v, each [B, H, T, K]; k, v with H or fewer.
+    heads: Callable[..., Sequence[torch.Tensor]]
+    mlp: Callable[..., torch.Tensor]  # [B, T, D] -> [B, T, D]
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        x = x + F.dropout(self.attention(self.norm_1(x), past), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.norm_2(x)), self.dropout, self.training)
+
+    def attention(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+        """Causal self-attention, [B, T, D] -> [B, T, D]."""
+        start = past.length if past is not None else 0
+        q, k, v = self.heads(x, start)
+        if past is not None:
+            k, v = past.add(self, k, v)
+        rate = self.dropout if self.training else 0.0
+        shared = k.shape[1] < q.shape[1]
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=start == 0, dropout_p=rate, enable_gqa=shared
+        )
+        return self.attention_out(y.transpose(1, 2).flatten(2))
+
+
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm, output layer: a whole model, or a stage of one.
 
@@ -76,10 +120,8 @@ class Decoder(nn.Module):
 
     # What the first stage holds besides blocks.
     first_modules: ClassVar[tuple[str, ...]] = ("token_embedding",)
-    # Patterns of module names, "blocks.*.mlp" -> role, besides those of the modules below.
-    roles: ClassVar[dict[str, Role]]
-    # The blocks' method whose dropout masks belong to heads, which tp splits.
-    attention: ClassVar[str] = "attention"
+    # Patterns of module names -> role, besides those of _ROLES.
+    roles: ClassVar[dict[str, Role]] = {}
     token_embedding: nn.Embedding
     blocks: nn.ModuleDict
     norm_out: nn.Module
@@ -161,12 +203,10 @@ class Decoder(nn.Module):
 
     def find_roles(self) -> dict[str, Role]:
         """What tensor parallelism makes of this model's, or stage's, modules, by their names."""
-        ends = {"token_embedding": "vocabulary", "output_rows": "vocabulary", "norm_out": "whole"}
-        patterns: dict[str, Any] = {**ends, **self.roles}
         return {
             name: role
             for name, _ in self.named_modules()
-            for pattern, role in patterns.items()
+            for pattern, role in (_ROLES | self.roles).items()
             if fnmatch.fnmatchcase(name, pattern)
         }
 

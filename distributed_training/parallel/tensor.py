@@ -58,9 +58,8 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
             _pad_rows(model.get_submodule(name), mesh.size())
     parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
     for block in model.blocks.values() if model.dropout and not sequence_parallel else ():
-        attention = getattr(block, model.attention)
-        own = partial(with_own_masks, attention, mesh.get_local_rank())
-        setattr(block, model.attention, own)
+        # Dropout masks of attention belong to heads.
+        block.attention = partial(with_own_masks, block.attention, mesh.get_local_rank())
     if model.is_last:
         model.loss = partial(_split_loss, mesh, between)
         model.project = partial(_split_projection, mesh, between)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed_training.engines.base import Engine
 from distributed_training.models import decoder, llama
-from distributed_training.models.gpt2 import SIZES, gpt2_size, model
+from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel import lora
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.compression import apply_compression, bucket_mib
@@ -243,7 +243,7 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     generator's states before every dropout of one training step, as hashes. Equal states draw equal
     masks."""
     seen: dict[str, list[str]] = {}
-    model.F = decoder.F = _watched(seen, DRAWING)
+    decoder.F = _watched(seen, DRAWING)
     lora.F = _watched(seen, {"dropout": "adapter"})
 
     def step(run: Run) -> list[Any]:

@@ -6,6 +6,7 @@ Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary positions); Ain
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
-from distributed_training.models.decoder import Decoder, Linear, Past
+from distributed_training.models.decoder import Block, Decoder, Linear
 from distributed_training.models.llama import Config, Rope, unit_size
 
 
@@ -71,13 +72,12 @@ def angles(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
     return torch.stack([angle.cos(), angle.sin()])
 
 
-class Block(nn.Module):
-    """Pre-norm transformer block: causal attention, then a gated MLP. The rows of `qkv` are ordered
-    (group, q of each head/k/v, K), so that a split over groups is a split of rows, those of
-    `mlp_in` (unit, gate/up)."""
+class LlamaBlock(Block):
+    """Attention, then a gated MLP. The rows of `qkv` are ordered (group, q of each head/k/v, K), so
+    that a split over groups is a split of rows, those of `mlp_in` (unit, gate/up)."""
 
     def __init__(self, config: Config, rotary: Rotary, dropout: float) -> None:
-        super().__init__()
+        super().__init__(dropout)
         d = config.hidden_size
         hidden = config.intermediate_size
         heads = config.num_attention_heads
@@ -87,7 +87,6 @@ class Block(nn.Module):
         self.queries = heads // groups  # of each group
         self.head_size = config.head_dim
         self.unit_size = unit_size(hidden)
-        self.dropout = dropout
         self.rotary = rotary
         self.norm_1 = norm(d)
         self.qkv = Linear(d, (heads + 2 * groups) * self.head_size, bias=config.biases[0])
@@ -98,55 +97,33 @@ class Block(nn.Module):
         self.mlp_in = Linear(d, 2 * hidden, bias=False)
         self.mlp_out = Linear(hidden, d, bias=False)
 
-    def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        x = x + F.dropout(self.attention(self.norm_1(x), past), self.dropout, self.training)
-        units = self.mlp_in(self.norm_2(x)).unflatten(-1, (-1, 2, self.unit_size))
-        gate, up = units.unbind(-2)
-        hidden = (F.silu(gate) * up).flatten(-2)
-        return x + F.dropout(self.mlp_out(hidden), self.dropout, self.training)
-
-    def attention(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        """Causal self-attention, [B, T, D] -> [B, T, D]."""
-        start = past.length if past is not None else 0
+    def heads(self, x: torch.Tensor, start: int) -> Sequence[torch.Tensor]:
         rows = self.qkv(x).unflatten(-1, (-1, self.queries + 2, self.head_size))
         q, k, v = rows.split([self.queries, 1, 1], dim=-2)  # (B, T, G, H / G, K), (B, T, G, 1, K)
         q = self.rotary(self.norm_q(q), start)
         k = self.rotary(self.norm_k(k), start)
         # Kernels for fp32 on GPUs, and those of older ones, have a head of k and v for each of q.
-        shared = not x.is_cuda or x.dtype is torch.bfloat16
-        if not shared:
+        if x.is_cuda and x.dtype is not torch.bfloat16:
             k = k.expand_as(q)
             v = v.expand_as(q)
-        q, k, v = (heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v))
-        if past is not None:
-            k, v = past.add(self, k, v)
-        rate = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=start == 0, dropout_p=rate, enable_gqa=shared and self.queries > 1
-        )
-        return self.attention_out(y.transpose(1, 2).flatten(2))
+        return [each.flatten(2, 3).transpose(1, 2) for each in (q, k, v)]
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.mlp_in(x).unflatten(-1, (-1, 2, self.unit_size)).unbind(-2)
+        return self.mlp_out((F.silu(gate) * up).flatten(-2))
 
 
 class Llama(Decoder):
     """A decoder with rotary positions."""
 
-    roles = {  # noqa: RUF012
-        "blocks.*.norm_1": "whole",
-        "blocks.*.qkv": "column",
-        "blocks.*.norm_[qk]": "heads",
-        "blocks.*.attention_out": "row",
-        "blocks.*.norm_2": "whole",
-        "blocks.*.mlp_in": "column",
-        "blocks.*.mlp_out": "row",
-    }
+    roles = {"blocks.*.norm_[qk]": "heads"}  # noqa: RUF012
 
     def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
         super().__init__(size, dropout=dropout)
         config = size.config
         rotary = Rotary(config.rope_parameters, size.num_positions, config.head_dim)
         self.token_embedding = nn.Embedding(size.padded_vocab_size, size.hidden_size)
-        blocks = {str(i): Block(config, rotary, dropout) for i in range(size.num_layers)}
+        blocks = {str(i): LlamaBlock(config, rotary, dropout) for i in range(size.num_layers)}
         self.blocks = nn.ModuleDict(blocks)
         self.norm_out = RMSNorm(size.hidden_size, config.rms_norm_eps)
         if not size.tied:
