@@ -127,7 +127,7 @@ class Decoder(nn.Module):
     norm_out: nn.Module
     output_rows: nn.Embedding  # a table like the embedding, [P, D], where the size is not tied
 
-    def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
+    def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__()
         self.size = size
         self.dropout = dropout
@@ -229,12 +229,12 @@ def project_to_vocabulary(x: torch.Tensor, weight: torch.Tensor, vocab_size: int
     return F.linear(x, weight)[..., :vocab_size]
 
 
-def build_decoder(make: Callable[[], Decoder], seed: int, std: float = 0.02) -> Decoder:
-    """What `make` makes, in fp32 on the current default device, with random weights that depend on
-    `seed` alone, the same on every device: matrices normal with deviation `std`, those whose
+def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: int) -> Decoder:
+    """A family's model, in fp32 on the current default device, with random weights that depend on
+    `seed` alone, the same on every device: matrices normal with deviation 0.02, those whose
     products are added to the residuals with less (Radford et al. 2019), biases 0, norms 1."""
     with torch.device("meta"):
-        model = make()
+        model = family(size, dropout)
     model.to_empty(device=torch.get_default_device())
     roles = model.find_roles()
 
@@ -246,14 +246,14 @@ def build_decoder(make: Callable[[], Decoder], seed: int, std: float = 0.02) -> 
         # A generator of its own, so that all cores can draw at the same time.
         generator = torch.Generator().manual_seed(seed * 100_003 + index)
         adds = roles.get(name.removesuffix(".weight")) == "row"
-        deviation = std / math.sqrt(2 * model.size.num_layers) if adds else std
+        deviation = 0.02 / math.sqrt(2 * size.num_layers) if adds else 0.02
         drawn = torch.empty(values.shape, device="cpu")
         values.data.copy_(drawn.normal_(0.0, deviation, generator=generator))
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, itertools.count(), model.named_parameters()))
     for name in model.vocabulary_parameters():
-        model.get_parameter(name).data[model.size.vocab_size :].zero_()
+        model.get_parameter(name).data[size.vocab_size :].zero_()
     return model
 
 

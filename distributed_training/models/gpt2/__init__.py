@@ -106,7 +106,7 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.gpt2.model import GPT2
 
-    return build_decoder(lambda: GPT2(size, dropout=dropout), seed)
+    return build_decoder(GPT2, size, dropout, seed)
 
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:

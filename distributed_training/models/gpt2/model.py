@@ -51,8 +51,8 @@ class GPT2(Decoder):
     first_modules = ("token_embedding", "position_embedding")
     roles = {"position_embedding": "positions"}  # noqa: RUF012
 
-    def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
-        super().__init__(size, dropout=dropout)
+    def __init__(self, size: ModelSize, dropout: float) -> None:
+        super().__init__(size, dropout)
         d = size.hidden_size
         self.token_embedding = nn.Embedding(size.padded_vocab_size, d)
         self.position_embedding = nn.Embedding(size.num_positions, d)

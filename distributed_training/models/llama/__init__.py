@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
@@ -18,13 +18,8 @@ if TYPE_CHECKING:
 
     from distributed_training.models.decoder import Decoder
 
-# model_type -> the class of transformers that opens what we write.
-MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+Kind = Literal["llama", "mistral", "qwen2", "qwen3"]
+MODEL_TYPES = get_args(Kind)
 STORES_TRANSPOSED = False
 _FIX = "give a model without it, of those in models/llama/sizes.json for example"
 # Our names -> Hugging Face's, but for what holds several of theirs.
@@ -56,7 +51,7 @@ class Rope(BaseModel, strict=True):
 class Config(BaseModel, strict=True):
     """A config.json, older or newer, as far as the function that is computed depends on it."""
 
-    model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
+    model_type: Kind
     vocab_size: PositiveInt
     max_position_embeddings: PositiveInt
     num_hidden_layers: PositiveInt
@@ -160,7 +155,7 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.llama.model import Llama
 
-    return build_decoder(lambda: Llama(size, dropout=dropout), seed)
+    return build_decoder(Llama, size, dropout, seed)
 
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
@@ -188,8 +183,8 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
     document = config.model_dump(exclude={"rope_parameters"}) | {"rope_theta": rope.rope_theta}
     if rope.rope_type != "default":
         document["rope_scaling"] = rope.model_dump(exclude={"rope_theta"}, exclude_unset=True)
-    architectures = [MODEL_TYPES[config.model_type]]
-    return {**document, "architectures": architectures, "eos_token_id": eos_token_id}
+    architecture = f"{config.model_type.capitalize()}ForCausalLM"
+    return {**document, "architectures": [architecture], "eos_token_id": eos_token_id}
 
 
 def unit_size(hidden: int) -> int:

@@ -118,8 +118,8 @@ class Llama(Decoder):
 
     roles = {"blocks.*.norm_[qk]": "heads"}  # noqa: RUF012
 
-    def __init__(self, size: ModelSize, *, dropout: float = 0.0) -> None:
-        super().__init__(size, dropout=dropout)
+    def __init__(self, size: ModelSize, dropout: float) -> None:
+        super().__init__(size, dropout)
         config = size.config
         rotary = Rotary(config.rope_parameters, size.num_positions, config.head_dim)
         self.token_embedding = nn.Embedding(size.padded_vocab_size, size.hidden_size)
