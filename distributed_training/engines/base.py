@@ -15,6 +15,7 @@ from distributed_training.data.samples import StepBatch
 from distributed_training.models.decoder import Past
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.tensor_files import Part, TensorFiles
+from distributed_training.plan.topology import Topology
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
@@ -38,6 +39,7 @@ class StepResult:
 class Engine(abc.ABC):
     """One strategy at work. Every method is collective: all ranks call it, in the same order."""
 
+    topology: Topology
     optimizer: torch.optim.Optimizer
     base_fingerprint = 0  # of the frozen weights that adapters stand beside, if any
     gradient_names: Sequence[str] = ()  # parameters, in the order of `StepResult.gradients`
@@ -58,7 +60,7 @@ class Engine(abc.ABC):
     def past(self) -> Past | None:
         """What `logits` may be given to see each token of a growing text once; None where no rank
         runs the whole model."""
-        return None
+        return Past() if self.topology.pp == self.topology.tp == 1 else None
 
     def set_learning_rate(self, rate: float) -> None:
         """The rate of the next step."""

@@ -110,9 +110,6 @@ class DeepSpeedEngine(base.Engine):
         with base.evaluating(self.engine):
             return self.engine(*to_device(self.topology.device, inputs, targets))
 
-    def past(self) -> Past | None:
-        return Past() if self.topology.pp == 1 else None
-
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         with base.evaluating(self.engine):
             return self.engine(input_ids.to(self.topology.device), past=past)

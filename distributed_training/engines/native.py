@@ -42,7 +42,6 @@ class NativeEngine(base.Engine):
         self.config = config
         self.topology = topology
         self.compute_dtype = model.compute_dtype
-        self.size = model.size
         self.tp_parts = plan.tp_parts
         # DDP works over the default group, as it does in everybody's script.
         self.copies_only = plan.only_copies
@@ -235,9 +234,6 @@ class NativeEngine(base.Engine):
                 total += loss.sum()
         return total
 
-    def past(self) -> Past | None:
-        return Past() if self.pipeline is None and self.tp_group is None else None
-
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         batch, length = input_ids.shape
         samples, tokens = self.tp_parts
@@ -261,19 +257,19 @@ class NativeEngine(base.Engine):
 
     def describe_dtypes(self) -> dict[str, str]:
         parameter = str(self.parameters[0].dtype)
-        same = dict.fromkeys(("parameters", "gradients", "optimizer_state"), parameter)
-        if self.config.lora_rank:
-            same["frozen_parameters"] = str(self.compute_dtype or torch.float32)
+        dtypes = dict.fromkeys(("parameters", "gradients", "optimizer_state"), parameter)
         arithmetic = str(self.compute_dtype or torch.float32)
-        return {**same, "arithmetic": arithmetic, "reduction": str(torch.float32)}
+        if self.config.lora_rank:
+            dtypes["frozen_parameters"] = arithmetic
+        return {**dtypes, "arithmetic": arithmetic, "reduction": str(torch.float32)}
 
     def state_parts(self) -> Iterator[Part]:
         for stage, named in self.named:
             tables = stage.vocabulary_parameters()
             # The last stage's copy of a tied embedding is the first one's.
-            copied = set(tables) if self.size.tied and not stage.is_first else set()
+            copied = tables if stage.size.tied and not stage.is_first else ()
             for number, (name, parameter) in enumerate(named):
-                rows = self.size.vocab_size if name in tables else parameter.shape[0]
+                rows = stage.size.vocab_size if name in tables else parameter.shape[0]
                 start, place, copies = place_of(parameter, self.topology)
                 writes = name not in copied and number % copies == place
                 held = {"weight": parameter, **self.optimizer.state.get(self.local[parameter], {})}
