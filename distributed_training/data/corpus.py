@@ -7,6 +7,7 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from distributed_training.data import files as on_disk
@@ -44,10 +45,11 @@ class Source:
         """What is tokenised, in its order; of running text, where asked, line by line, of questions
         and answers through the model's template."""
         if self.form == RUNNING:
+            read = partial(on_disk.read_text, by_line=by_line)
             cut = pieces.cut_lines if by_line else pieces.cut_text
             in_memory = ([text] for text in self.texts)
-            for blocks in itertools.chain(map(on_disk.read_blocks, self.files), in_memory):
-                yield from cut(blocks)
+            for parts in itertools.chain(map(read, self.files), in_memory):
+                yield from cut(parts)
         else:
             for where, record in on_disk.read_records(*self.files):
                 yield from pieces.cut_record(record, self.form, where, chat)

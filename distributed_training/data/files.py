@@ -9,7 +9,7 @@ import io
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,9 +40,9 @@ def read_bytes(path: Path) -> Iterator[bytes]:
         yield from iter(partial(file.read, _BLOCK), b"")
 
 
-def read_blocks(path: Path) -> Iterator[str]:
-    """The text, a block at a time: UTF-8, or UTF-16 with its byte order mark; CRLF becomes LF.
-    Raises UserError for any other encoding."""
+def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
+    """The text, a block or a line at a time: UTF-8, or UTF-16 with its byte order mark; CRLF
+    becomes LF. Raises UserError for any other encoding."""
     with _open(path) as file:
         head = file.read(4)
         if head.count(0) > 1:
@@ -50,31 +50,18 @@ def read_blocks(path: Path) -> Iterator[str]:
             raise _not_utf8(path, "it begins with zeros", encoding, "UTF-16 without its mark")
         file.seek(0)
         marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        text = io.TextIOWrapper(file, "utf-16" if marked else "utf-8-sig", newline="")
+        # A separator such as U+2028 may occur inside a JSON string: lines end at line feeds.
+        text = io.TextIOWrapper(file, "utf-16" if marked else "utf-8-sig", newline="\n")
         try:
-            for block in iter(partial(text.read, _BLOCK), ""):
-                while block.endswith("\r") and (more := text.read(1)):
-                    block += more
-                yield block.replace("\r\n", "\n")
+            for part in text if by_line else iter(partial(text.read, _BLOCK), ""):
+                while part.endswith("\r") and (more := text.read(1)):
+                    part += more
+                yield part.replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             start = error.start
             before = error.object[max(0, start - 20) : start].decode("ascii", "replace")
             why = f"{error.encoding}: {error.reason}, 0x{error.object[start]:02x} after {before!r}"
             raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
-
-
-def split_lines(blocks: Iterable[str]) -> Iterator[str]:
-    """The text between line feeds. A separator such as U+2028 may occur inside a JSON string."""
-    held = list[str]()  # a line may have many blocks
-    for block in blocks:
-        *ended, rest = block.split("\n")
-        if ended:
-            held.append(ended[0])
-            yield "".join(held)
-            yield from ended[1:]
-            held = []
-        held.append(rest)
-    yield "".join(held)
 
 
 def read_records(*paths: Path) -> Iterator[tuple[str, Any]]:
@@ -84,11 +71,11 @@ def read_records(*paths: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(split_lines(read_blocks(path)), 1):
+    for number, line in enumerate(read_text(path, by_line=True), 1):
         if line.strip():
             where = f"{path} line {number}"
             try:
-                yield where, parse_json(line)
+                yield where, parse_json(line.removesuffix("\n"))
             except json.JSONDecodeError as error:
                 raise UserError(f"{where} column {error.colno} is not JSON", error.msg) from None
             except ValueError as error:
@@ -97,7 +84,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)
-    rows = csv.DictReader((f"{line}\n" for line in split_lines(read_blocks(path))), strict=True)
+    rows = csv.DictReader(read_text(path, by_line=True), strict=True)
     try:
         for row in rows:
             where = f"{path} line {rows.line_num}"

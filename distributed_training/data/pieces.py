@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from distributed_training.data.files import split_lines
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
@@ -125,9 +124,9 @@ def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
         yield Piece(rest[start:])
 
 
-def cut_lines(blocks: Iterable[str]) -> Iterator[Piece]:
-    """Every line that is not blank, as a text."""
-    for part in split_lines(blocks):
+def cut_lines(parts: Iterable[str]) -> Iterator[Piece]:
+    """Every line that is not blank, as a text; of parts that are whole lines."""
+    for part in parts:
         yield from (Piece(line) for line in part.splitlines() if line.strip())
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from distributed_training.data import files
 from distributed_training.data.corpus import read_corpus
-from distributed_training.data.files import read_blocks
+from distributed_training.data.files import read_text
 from distributed_training.data.pieces import PROMPT
 from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
 from distributed_training.settings.errors import UserError
@@ -31,7 +31,8 @@ def test_encodings_with_their_mark_and_windows_lines(newline, encoding, tmp_path
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     for block in (1, 3, 2**20):
         monkeypatch.setattr(files, "_BLOCK", block)
-        assert "".join(read_blocks(tmp_path / "a.txt")) == STORY + "\r"
+        for by_line in (False, True):
+            assert "".join(read_text(tmp_path / "a.txt", by_line=by_line)) == STORY + "\r"
 
 
 @pytest.mark.parametrize(
@@ -47,10 +48,10 @@ def test_other_bytes_are_refused_with_a_command_that_mends_them(content, words, 
     file = tmp_path / "my notes.txt"
     file.write_bytes(content)
     with refused("my notes.txt cannot be read", *words) as caught:
-        "".join(read_blocks(file))
+        "".join(read_text(file))
     command = str(caught.value)[str(caught.value).index("iconv ") :]
     subprocess.run(command, shell=True, check=True)
-    mended = "".join(read_blocks(tmp_path / "my notes.utf8.txt"))
+    mended = "".join(read_text(tmp_path / "my notes.utf8.txt"))
     assert mended in ("ein Café ä", "Ã", "plain words")
 
 

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distributed_training.data import pieces
+from distributed_training.data.files import read_text
 from distributed_training.data.pieces import Piece, cut_lines, cut_record, cut_text, find_form
 from tests.support import refused
 
@@ -63,10 +64,14 @@ def test_a_text_without_spaces_is_cut_all_the_same(monkeypatch):
     assert parts == ["x" * 10, "x" * 10, "x" * 5, " yyyyy", " zz"]
 
 
-@given(st.text(AWKWARD, max_size=60), st.lists(st.integers(1, 9), min_size=1, max_size=3))
-def test_lines_are_those_of_the_whole_text(text, sizes):
-    lines = [piece.text for piece in cut_lines(blocks_of(text.replace("\r\n", "\n"), sizes))]
-    assert lines == [line for line in text.splitlines() if line.strip()]
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(AWKWARD, max_size=60))
+def test_lines_are_those_of_the_whole_text(text, tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(text.encode())
+    for parts in (read_text(file, by_line=True), [text]):  # on disk, or in memory
+        found = [piece.text for piece in cut_lines(parts)]
+        assert found == [line for line in text.splitlines() if line.strip()]
 
 
 def question(text):
