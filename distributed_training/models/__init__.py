@@ -237,11 +237,8 @@ def find_model(name: str) -> ModelSpec:
             if name in (label, hub_id):
                 return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
             names.append(label)
-    folder = Path(name).resolve()
-    hub_id = None
-    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        folder = _fetch_config(name)
-        hub_id = name
+    hub_id = name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
+    folder = _fetch_config(name) if hub_id else Path(name).resolve()
     if (folder / "config.json").is_file():
         config = load_json(folder / "config.json", "model")
         kind = config.get("model_type") if isinstance(config, dict) else None

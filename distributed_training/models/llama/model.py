@@ -19,13 +19,8 @@ from distributed_training.models.decoder import Block, Decoder, Linear
 from distributed_training.models.llama import Config, Rope, unit_size
 
 
-class RMSNorm(nn.Module):
-    """Division by the root mean square; in the dtype of its input, with fp32 inside the kernel."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm in the dtype of its input, with fp32 inside the kernel."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
