@@ -141,9 +141,14 @@ class ModelSpec:
     hub_id: str | None = None  # of published weights on the Hugging Face Hub
     weights_dir: Path | None = None  # the Hugging Face folder, where CONFIG gives one
 
+    @property
+    def code(self) -> Any:
+        """What the family exports."""
+        return _load(self.family)
+
     def build(self, *, dropout: float, seed: int) -> Decoder:
         """On the CPU in fp32, with random weights that depend on `seed` alone."""
-        return _load(self.family).build(self.size, dropout=dropout, seed=seed)
+        return self.code.build(self.size, dropout=dropout, seed=seed)
 
     def load(self, model: Decoder, folder: Path) -> None:
         """Copy the weights in `folder`, in Hugging Face's format, into `model`, in fp32; raise
@@ -153,8 +158,8 @@ class ModelSpec:
         stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118, no dict
         for ours, values in model.state_dict().items():
             rest = values.shape[1:]
-            transposed = self.stores_transposed and ours.startswith("blocks.")
-            for name, part in _load(self.family).to_hf(ours, values, self.size).items():
+            transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
+            for name, part in self.code.to_hf(ours, values, self.size).items():
                 shape = [part.numel() // rest.numel(), *rest]
                 if transposed:
                     shape.reverse()
@@ -171,16 +176,15 @@ class ModelSpec:
         """Write full fp32 `state`, on the CPU, as a folder that transformers opens."""
         from safetensors.torch import save_file
 
-        family = _load(self.family)
         tensors = {}
         for ours, values in state.items():
-            transposed = self.stores_transposed and ours.startswith("blocks.")
-            for name, part in family.to_hf(ours, values, self.size).items():
+            transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
+            for name, part in self.code.to_hf(ours, values, self.size).items():
                 rows = part.reshape(-1, *values.shape[1:])
                 tensors[name] = (rows.t() if transposed else rows).contiguous()
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        document = {**family.to_config(self.size, eos_token_id), "dtype": "float32"}
+        document = {**self.code.to_config(self.size, eos_token_id), "dtype": "float32"}
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
     @property
@@ -188,14 +192,9 @@ class ModelSpec:
         """Whether weights lie in the folder that CONFIG names."""
         return self.weights_dir is not None and bool(weight_files(self.weights_dir))
 
-    @property
-    def stores_transposed(self) -> bool:
-        """Whether Hugging Face's matrices are [in, out]."""
-        return bool(_load(self.family).STORES_TRANSPOSED)
-
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """What has a row for each of one of our matrices, as Hugging Face's modules have it."""
-        parts = _load(self.family).to_hf(f"{matrix}.weight", rows, self.size).items()
+        parts = self.code.to_hf(f"{matrix}.weight", rows, self.size).items()
         last = rows.shape[1:]
         return {name.removesuffix(".weight"): part.reshape(-1, *last) for name, part in parts}
 
@@ -204,7 +203,7 @@ class ModelSpec:
         if not (folder / "config.json").is_file():
             what = f"weights={str(folder)!r} is not a Hugging Face model folder"
             raise UserError(what, "it has no config.json", "give an earlier run's hf/ folder")
-        (found,) = _load(self.family).sizes(folder).values()
+        (found,) = self.code.sizes(folder).values()
         for name, ours in asdict(self.size).items():
             if (theirs := getattr(found, name)) != ours:
                 what = f"weights {folder}: {name}={theirs} but the model has {ours}"

@@ -45,10 +45,9 @@ class ChunkedCrossEntropy:
     ) -> torch.Tensor:
         if torch.is_grad_enabled():
             return _Chunked.apply(x, weight, targets, vocab_size, self.tokens, self.compute)
-        losses = []
-        parts = x.flatten(0, -2).split(self.tokens)
-        for part, own in zip(parts, targets.flatten().split(self.tokens), strict=True):
-            losses.append(summed_cross_entropy(part, weight, own, vocab_size))
+        chunks = [each.split(self.tokens) for each in (x.flatten(0, -2), targets.flatten())]
+        pairs = zip(*chunks, strict=True)
+        losses = [summed_cross_entropy(part, weight, own, vocab_size) for part, own in pairs]
         return torch.stack(losses).sum()
 
 

@@ -63,7 +63,7 @@ def save_adapters(
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "target_modules": sorted({".".join(name.split(".")[-4:-2]) for name in tensors}),
-        "fan_in_fan_out": spec.stores_transposed,
+        "fan_in_fan_out": spec.code.STORES_TRANSPOSED,
     }  # fmt: skip
     (folder / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
 
