@@ -164,10 +164,10 @@ def pytest_collection_finish() -> None:
 def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither cache nor Hub has anything, whatever this machine holds."""
 
-    def fetch_all(repo_id: str, *_: object, **__: object) -> None:
+    def fetch_folder(repo_id: str, *_: object, **__: object) -> None:
         raise OSError(f"{repo_id} is hidden from unit tests")
 
-    monkeypatch.setattr(hub, "fetch_all", fetch_all)
+    monkeypatch.setattr(hub, "fetch_folder", fetch_folder)
 
 
 @pytest.fixture(scope="module")

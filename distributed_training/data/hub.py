@@ -24,8 +24,8 @@ _COPY = "then copy ~/.cache/huggingface here"
 
 def fetch_wikitext() -> dict[str, Path]:
     """WikiText-2's Parquet files by split; OSError where they are not available."""
-    paths = fetch_all(WIKITEXT_ID, tuple(WIKITEXT_FILES.values()), repo_type="dataset")
-    return dict(zip(WIKITEXT_FILES, paths, strict=True))
+    folder = fetch_folder(WIKITEXT_ID, tuple(WIKITEXT_FILES.values()), repo_type="dataset")
+    return {split: folder / Path(name).name for split, name in WIKITEXT_FILES.items()}
 
 
 def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list[Path]]:
@@ -69,11 +69,6 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
     finally:
         if unanswered:  # the end of the run may send its model there
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
-
-
-def fetch_folder(repo_id: str, filenames: tuple[str, ...]) -> Path:
-    """Folder with these files of a model; OSError when they are not available."""
-    return fetch_all(repo_id, filenames)[0].parent
 
 
 def fetch_weights(repo_id: str) -> Path:
@@ -124,8 +119,9 @@ def check_push(repo_id: str) -> None:
         raise UserError(what, fix="type: hf auth login, or set HF_TOKEN")
 
 
-def fetch_all(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> list[Path]:
-    """Paths of files in the Hub's cache, downloaded unless all are there; OSError in one line."""
+def fetch_folder(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> Path:
+    """Where the Hub's cache has these files, downloaded unless all are there; OSError in one line
+    where they are not available."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError
@@ -137,11 +133,13 @@ def fetch_all(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "mod
     ask = partial(hf_hub_download, repo_id, repo_type=repo_type, etag_timeout=TIMEOUT_S)
     try:
         with contextlib.suppress(LocalEntryNotFoundError):
-            return [Path(ask(name, local_files_only=True)) for name in filenames]
+            paths = [ask(name, local_files_only=True) for name in filenames]
+            return Path(paths[0]).parent
         # Asks once, where the download would retry for minutes.
         url = hf_hub_url(repo_id, filenames[0], repo_type=repo_type)
         get_hf_file_metadata(url, timeout=TIMEOUT_S)
-        return [Path(ask(name)) for name in filenames]
+        paths = [ask(name) for name in filenames]
+        return Path(paths[0]).parent
     except Exception as error:  # those of whichever HTTP client the library uses
         reason = str(error).strip().partition("\n")[0]
         raise OSError(f"{repo_id}: {type(error).__name__}: {reason[:200]}") from None

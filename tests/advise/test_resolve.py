@@ -95,7 +95,7 @@ def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
 
 def test_missing_weights_are_pointed_out(monkeypatch):
     """On a Hub that has all else; the shipped tokenizer stands in for GPT-2's."""
-    monkeypatch.setattr(hub, "fetch_all", lambda _, names, **__: [EMBEDDED_DIR / n for n in names])
+    monkeypatch.setattr(hub, "fetch_folder", lambda *_, **__: EMBEDDED_DIR)
     monkeypatch.setattr(hub, "fetch_weights", Mock(side_effect=OSError("404")))
     resolved, notes = decide(gpu())
     assert (resolved.config.tokenizer, resolved.config.weights) == ("gpt2", "random")
@@ -155,7 +155,7 @@ def test_tensor_parallelism_across_machines_is_pointed_out(tmp_path):
 
 
 def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "fetch_all", Mock(side_effect=AssertionError("asked the Hub")))
+    monkeypatch.setattr(hub, "fetch_folder", Mock(side_effect=AssertionError("asked the Hub")))
     given = {"strategy": "tp", "model": "gpt2-xl", "output_dir": str(tmp_path)}
     with refused("tp=2 does not divide num_heads=25"):
         make_plan(build_config(given), gpu(num_gpus=2), num_processes=2, processes_here=2)
