@@ -218,7 +218,7 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
         self.project = model.project
         self.vocab_size = model.size.vocab_size
         self.scale = 1.0
-        start = model.stage(range(0), is_first=True, is_last=False)
+        start = model.stage(range(0))
         norm, *rows = [model.get_submodule(name) for name in model.last_modules]
         layers: list[Any] = [start, *model.blocks.values(), norm]
         if model.size.tied:

@@ -38,7 +38,6 @@ class NativeEngine(base.Engine):
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         config = plan.config
-        layout = plan.layout
         self.config = config
         self.topology = topology
         self.compute_dtype = model.compute_dtype
@@ -50,11 +49,10 @@ class NativeEngine(base.Engine):
         on_gpu = topology.device_type == "cuda"
         eager_steps = NUM_EAGER_STEPS if config.cuda_graphs else None
         self.step = StepGraph(self._step, topology.device, num_eager_steps=eager_steps)
-        last = len(layout.stages) - 1
         stages = {
-            index: model.stage(own, is_first=index == 0, is_last=index == last)
-            for index, own in enumerate(layout.stages)
-            if layout.ranks[index] == topology.pp_rank
+            index: model.stage(own)
+            for index, own in enumerate(plan.layout.stages)
+            if plan.layout.ranks[index] == topology.pp_rank
         }
         # Under their indices: with zb-v both ends of the model lie here, each with an embedding.
         self.parts = nn.ModuleDict({str(index): part for index, part in stages.items()})

@@ -184,20 +184,20 @@ class Decoder(nn.Module):
         """What the last stage holds besides blocks, in order."""
         return ("norm_out",) if self.size.tied else ("norm_out", "output_rows")
 
-    def stage(self, blocks: range, *, is_first: bool, is_last: bool) -> "Decoder":
+    def stage(self, blocks: range) -> "Decoder":
         """A run of blocks, with what belongs to the ends, under the names of the whole model. Takes
         modules over; a last stage that is not the first gets a copy of a tied embedding."""
         part = copy.copy(self)
         nn.Module.__init__(part)  # without modules and hooks
-        part.is_first = is_first
-        part.is_last = is_last
-        for name in self.first_modules if is_first else ():
+        part.is_first = blocks.start == 0
+        part.is_last = blocks.stop == self.size.num_layers
+        for name in self.first_modules if part.is_first else ():
             setattr(part, name, getattr(self, name))
         part.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in blocks})
-        if is_last and self.size.tied and not is_first:
+        if part.is_last and self.size.tied and not part.is_first:
             weight = self.token_embedding.weight.detach().clone()
             part.token_embedding = nn.Embedding.from_pretrained(weight, freeze=False)
-        for name in self.last_modules if is_last else ():
+        for name in self.last_modules if part.is_last else ():
             setattr(part, name, getattr(self, name))
         return part
 
