@@ -5,7 +5,7 @@ import itertools
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,8 @@ class Source:
     """The texts of a split, in files that are read anew each time, or in memory."""
 
     form: str  # RUNNING, where a padded sample is a line; else that of the records
-    files: tuple[Path, ...] = ()
-    texts: tuple[str, ...] = ()
+    files: Sequence[Path] = ()
+    texts: Sequence[str] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +93,7 @@ def _find_corpus(dataset: str, key: str) -> Corpus:
     what = f"{key}={dataset!r}"
     if dataset in (EMBEDDED, PROSE):
         texts = read_embedded() if dataset == EMBEDDED else read_prose()
-        return {"train": Source(form=RUNNING, texts=tuple(texts))}
+        return {"train": Source(form=RUNNING, texts=texts)}
     if dataset == WIKITEXT:
         try:
             parquet = hub.fetch_wikitext()
@@ -105,14 +105,14 @@ def _find_corpus(dataset: str, key: str) -> Corpus:
             # An article begins at ` = Title = `.
             articles = re.split(r"(?m)^(?= *= [^=\n].* = *$)", lines)
             texts = [text for text in articles if text.strip()]
-            corpus[split] = Source(form=RUNNING, texts=tuple(texts))
+            corpus[split] = Source(form=RUNNING, texts=texts)
         return corpus
     if is_hub_name(dataset):
         splits = hub.ask_for_dataset(key, dataset, download=True)
         if "train" not in splits:
             raise UserError(f"{what} has no split called train", f"it has {', '.join(splits)}")
         used = [split for split in ("train", "validation") if split in splits]
-        return {split: _find_form(tuple(splits[split]), what) for split in used}
+        return {split: _find_form(splits[split], what) for split in used}
     return {"train": _find_source(Path(dataset), what)}
 
 
@@ -127,11 +127,11 @@ def _find_source(path: Path, what: str) -> Source:
     if not path.exists():
         fix = f'give a {", ".join(_KINDS)} file, a folder of them, "wikitext-2" or "embedded"'
         raise UserError(f"{what} does not exist", fix=fix)
-    files: tuple[Path, ...] = (path,)
+    files = [path]
     if path.is_dir():  # in the order of their names, but for hidden ones
         below = [file for file in sorted(path.rglob("*")) if file.suffix in _KINDS]
         shown = [file for file in below if "/." not in f"/{file.relative_to(path).as_posix()}"]
-        files = tuple(file for file in shown if not file.is_dir())
+        files = [file for file in shown if not file.is_dir()]
     found = sorted({file.suffix or "a file without an extension" for file in files})
     are_texts = set(found) <= set(TEXT_KINDS)
     if not files or not (are_texts or set(found) <= set(RECORD_KINDS)):
@@ -143,7 +143,7 @@ def _find_source(path: Path, what: str) -> Source:
     return Source(form=RUNNING, files=files) if are_texts else _find_form(files, what)
 
 
-def _find_form(files: tuple[Path, ...], what: str) -> Source:
+def _find_form(files: Sequence[Path], what: str) -> Source:
     """Records, all of the form of the first."""
     for where, record in on_disk.read_records(*files):
         return Source(form=pieces.find_form(record, where), files=files)
