@@ -46,9 +46,7 @@ class DeepSpeedEngine(base.Engine):
             apply_lora(model, config)
             # ZeRO-3 drops a block's weights once the gradient of its input is there: the first
             # block's input has one, too, then.
-            model.get_submodule(model.first_modules[0]).register_forward_hook(
-                lambda _layer, _ids, x: x.requires_grad_()
-            )
+            model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         tables = set(model.vocabulary_parameters())
         rows = model.size.vocab_size
@@ -219,19 +217,16 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
         self.vocab_size = model.size.vocab_size
         self.scale = 1.0
         start = model.stage(range(0))
-        norm, *rows = [model.get_submodule(name) for name in model.last_modules]
-        layers: list[Any] = [start, *model.blocks.values(), norm]
-        if model.size.tied:
-            (weight,) = start.vocabulary_parameters()
-            rows = [start.get_submodule(weight.removesuffix(".weight"))]
-        if model.size.tied and rows[0].weight.requires_grad:
-            layers[0] = _tied_part(start, weight)
-            layers.append(_tied_part(rows[0], "weight", forward_fn=lambda _rows, x: x))
+        layers: list[Any] = [start, *model.blocks.values(), model.norm_out]
+        rows = start.token_embedding if model.size.tied else model.output_rows
+        if model.size.tied and rows.weight.requires_grad:
+            layers[0] = _tied_part(start, "token_embedding.weight")
+            layers.append(_tied_part(rows, "weight", forward_fn=lambda _rows, x: x))
         else:  # an output layer that `head` uses has a place among the layers
             layers.append(nn.Identity())
-            layers[-1].rows = rows[0]
+            layers[-1].rows = rows
         # In a list, as a module it would be a layer's parameter twice; other stages do not keep it.
-        self.rows = rows if topology.pp_rank == topology.pp - 1 else []
+        self.rows = [rows] if topology.pp_rank == topology.pp - 1 else []
         self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
         grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
         # It prints what it was given, and broadcasts the embedding, which is no part of training.

@@ -115,11 +115,10 @@ class Decoder(nn.Module):
     """Token embedding, blocks, final norm, output layer: a whole model, or a stage of one.
 
     A family's __init__ sets the modules below, in the order of its parameters, and those that
-    `place` needs. The embedding has `size.padded_vocab_size` rows; padding is cut off the logits,
-    or masked, before anything sees them."""
+    `place` needs: the first stage holds what is set before the blocks, the last what is set after.
+    The embedding has `size.padded_vocab_size` rows; padding is cut off the logits, or masked,
+    before anything sees them."""
 
-    # What the first stage holds besides blocks.
-    first_modules: ClassVar[tuple[str, ...]] = ("token_embedding",)
     # Patterns of module names -> role, besides those of _ROLES.
     roles: ClassVar[dict[str, Role]] = {}
     token_embedding: nn.Embedding
@@ -179,11 +178,6 @@ class Decoder(nn.Module):
         """Rows of the output layer, [P, D]; on the last stage, and on the first where tied."""
         return self.token_embedding.weight if self.size.tied else self.output_rows.weight
 
-    @property
-    def last_modules(self) -> tuple[str, ...]:
-        """What the last stage holds besides blocks, in order."""
-        return ("norm_out",) if self.size.tied else ("norm_out", "output_rows")
-
     def stage(self, blocks: range) -> "Decoder":
         """A run of blocks, with what belongs to the ends, under the names of the whole model. Takes
         modules over; a last stage that is not the first gets a copy of a tied embedding."""
@@ -191,14 +185,16 @@ class Decoder(nn.Module):
         nn.Module.__init__(part)  # without modules and hooks
         part.is_first = blocks.start == 0
         part.is_last = blocks.stop == self.size.num_layers
-        for name in self.first_modules if part.is_first else ():
-            setattr(part, name, getattr(self, name))
+        modules = list(self.named_children())
+        place = modules.index(("blocks", self.blocks))
+        for name, module in modules[:place] if part.is_first else ():
+            setattr(part, name, module)
         part.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in blocks})
         if part.is_last and self.size.tied and not part.is_first:
             weight = self.token_embedding.weight.detach().clone()
             part.token_embedding = nn.Embedding.from_pretrained(weight, freeze=False)
-        for name in self.last_modules if part.is_last else ():
-            setattr(part, name, getattr(self, name))
+        for name, module in modules[place + 1 :] if part.is_last else ():
+            setattr(part, name, module)
         return part
 
     def find_roles(self) -> dict[str, Role]:

@@ -48,7 +48,6 @@ class GPT2Block(Block):
 class GPT2(Decoder):
     """GPT-2 with learnt positions, its output layer tied to the token embedding."""
 
-    first_modules = ("token_embedding", "position_embedding")
     roles = {"position_embedding": "positions"}  # noqa: RUF012
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
