@@ -64,7 +64,7 @@ def test_a_text_without_spaces_is_cut_all_the_same(monkeypatch):
     assert parts == ["x" * 10, "x" * 10, "x" * 5, " yyyyy", " zz"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(text=st.text(AWKWARD, max_size=60))
 def test_lines_are_those_of_the_whole_text(text, tmp_path):
     file = tmp_path / "a.txt"
