@@ -6,11 +6,14 @@ for weights only.
 """
 
 import functools
-from collections import Counter
+import itertools
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from distributed_training.plan.plan import Plan
 
+Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each other
 Operation = tuple[str, int, int]
 Order = tuple[Operation, ...]  # of one process
 
@@ -104,55 +107,65 @@ def _zb_v(p: int, m: int, rank: int) -> list[Operation]:
     return [(kind, stages[half], i) for kind, half, i in read_order(words) if i < m]
 
 
+def flow(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
+    """What an operation's result is for on the next stage, and how many seconds later it is there:
+    at once where that is in the same process. `ranks`: the process of each stage."""
+    gives: dict[Step, tuple[Step, float]] = {}
+    for stage, (rank, following) in enumerate(itertools.pairwise(ranks)):
+        apart = 0.0 if rank == following else message_s
+        gives["F", stage] = ("F", stage + 1), apart
+        for kind in "BI":
+            gives[kind, stage + 1] = (kind, stage), apart
+    return gives
+
+
 def simulate(
-    orders: Sequence[Order],
-    seconds: Mapping[tuple[str, int], float],
-    ranks: Sequence[int],
-    message_s: float,
-    launching: Mapping[tuple[str, int], float] | None = None,
-) -> dict[Operation, tuple[float, float]]:
-    """Begin and end of each operation, where one of a stage takes `seconds[kind, stage]` and what
-    it makes is there `message_s` later on another process. `ranks`: the process of each stage.
+    orders: Sequence[Sequence[Step | Operation]],
+    seconds: Mapping[Step, float],
+    gives: Mapping[Step, tuple[Step, float]],
+    launching: Mapping[Step, float] | None = None,
+) -> dict[Step, list[tuple[float, float]]]:
+    """Begin and end of each operation, by micro-batch, where one of a stage takes `seconds` and its
+    result is for what `flow` says; nothing where processes wait for each other forever.
 
     `launching`: seconds for which the host of a process launches an operation, one after the other
     and ahead of the GPU, which cannot end before.
     """
+    # When each micro-batch's input, or the gradient of its output, is there.
+    ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
+    spans: dict[Step, list[tuple[float, float]]] = defaultdict(list)
     hosts = [0.0] * len(orders)
-    spans: dict[Operation, tuple[float, float]] = {}
     clock = [0.0] * len(orders)
     left = [list(reversed(order)) for order in orders]
     while any(left):
-        before = len(spans)
+        before = sum(map(len, left))
         for rank, steps in enumerate(left):
+            end = clock[rank]
             while steps:
-                operation = steps[-1]
-                begin = clock[rank]
-                source = _source(operation, len(ranks) - 1)
-                if source is not None:
-                    if source not in spans:
+                step = steps[-1][:2]
+                done = spans[step]
+                begin = end
+                if step in ready:
+                    there = ready[step]
+                    if len(there) == len(done):
                         break
-                    there = spans[source][1]
-                    if ranks[source[1]] != rank:
-                        there += message_s
-                    begin = max(begin, there)
+                    if there[len(done)] > begin:
+                        begin = there[len(done)]
+                end = begin + seconds[step]
                 if launching:
-                    hosts[rank] += launching[operation[:2]]
-                clock[rank] = max(begin + seconds[operation[:2]], hosts[rank])
-                spans[steps.pop()] = begin, clock[rank]
-        assert len(spans) > before, "an order that waits for itself"
+                    hosts[rank] += launching[step]
+                    end = max(end, hosts[rank])
+                done.append((begin, end))
+                if step in gives:
+                    to, message_s = gives[step]
+                    ready[to].append(end + message_s)
+                steps.pop()
+            clock[rank] = end
+        if sum(map(len, left)) == before:
+            return {}
     return spans
 
 
-def length_of(spans: Mapping[Operation, tuple[float, float]]) -> float:
+def length_of(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float:
     """Seconds until the last operation ends."""
-    return max(end for _, end in spans.values())
-
-
-def _source(operation: Operation, last: int) -> Operation | None:
-    """Which one, of another stage or the loss, makes what this one works on."""
-    kind, stage, number = operation
-    if kind == "F":
-        return ("F", stage - 1, number) if stage else None
-    if kind == "W":
-        return None
-    return (kind, stage + 1, number) if stage < last else ("F", stage, number)
+    return max((each[-1][1] for each in spans.values()), default=math.inf)

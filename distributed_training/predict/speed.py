@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import P2P_CHANNELS
 from distributed_training.predict.constants import FITTED
-from distributed_training.predict.orders import find_orders, length_of, simulate
+from distributed_training.predict.orders import find_orders, flow, length_of, simulate
 from distributed_training.predict.rates import Rates, tiled
 from distributed_training.predict.traffic import Formulas, Shapes, formulas_by_place, sent_bytes
 
@@ -66,17 +66,16 @@ class Work(Shapes):
         processes = formulas_by_place(self.plan)
         costs = self.operations()
         orders = find_orders(self.plan)
-        ranks = self.plan.layout.ranks
         seconds = {key: float(cost.sum()) for key, cost in costs.items()}
-        message = self.message() if self.pp > 1 else 0.0
-        on_gpu = length_of(simulate(orders, seconds, ranks, message))
+        gives = flow(self.plan.layout.ranks, self.message())
+        on_gpu = length_of(simulate(orders, seconds, gives))
         busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
         phase = on_gpu
         if rates.on_host:  # while a stage waits, others have its share of a core
             on_gpu = max(sum(busy) / len(busy), on_gpu * rates.core_share)
             phase = on_gpu
         elif self.pp > 1 and not graph:  # the host of each stage launches its operations
-            phase = length_of(simulate(orders, seconds, ranks, message, self._launching()))
+            phase = length_of(simulate(orders, seconds, gives, self._launching()))
         slowest = busy.index(max(busy))
         process = processes[slowest]
         spent = np.sum([costs[kind, stage] for kind, stage, _ in orders[slowest]], axis=0).tolist()

@@ -11,25 +11,25 @@ decide, and `random()`, which Python keeps as it is.
 """
 
 import functools
-import math
 import random
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.schedules import FoundOrders
+from distributed_training.plan.schedules import SCHEDULES, FoundOrders
 from distributed_training.predict.orders import (
     Operation,
+    Step,
     build_orders,
     by_operation,
     find_orders,
+    flow,
+    length_of,
     simulate,
 )
 from distributed_training.predict.rates import Rates, rates_of
 from distributed_training.predict.speed import Work
 from distributed_training.settings.gpus import known_gpu
 
-Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each other
 Words = list[Step]
 # By trial on durations of gpt2-medium over 4 H200s (3f6f234), p 2 to 8 and m 1 to 32.
 MORE_HELD = 1  # micro-batches, than zb-v's p
@@ -63,7 +63,9 @@ def expect_spans(plan: Plan) -> dict[Operation, tuple[float, float]]:
     """Begin and end of each operation of a step in seconds, by what the search went by."""
     assert plan.orders is not None
     seconds = by_operation(plan.orders.stage_s)
-    return simulate(find_orders(plan), seconds, plan.layout.ranks, plan.orders.message_s)
+    gives = flow(plan.layout.ranks, plan.orders.message_s)
+    spans = simulate(find_orders(plan), seconds, gives)
+    return {(*step, number): span for step in spans for number, span in enumerate(spans[step])}
 
 
 @functools.lru_cache(maxsize=64)
@@ -90,13 +92,7 @@ def search_orders(
         [(kind, stage) for kind, stage, _ in order if (kind, stage) != at_once]
         for order in build_orders("zb-v", p, m)
     ]
-    # What an operation's result is for, and how much later it is there: where the V turns it
-    # stays in the process.
-    gives: dict[Step, tuple[Step, float]] = {}
-    for stage in range(last):
-        apart = 0.0 if stage == p - 1 else message_s
-        gives["F", stage] = ("F", stage + 1), apart
-        gives["I", stage + 1] = ("I", stage), apart
+    gives = flow(SCHEDULES["zb-v"].ranks(p), message_s)
     gives["F", last] = gives.pop(at_once)
 
     def held_by(words: Words) -> int | None:
@@ -118,7 +114,6 @@ def search_orders(
                 return None
         return most
 
-    busy = [sum(took[step] for step in words) for words in best]
     kept = min(p + MORE_HELD, m)
     room = [
         max(held_by(words) or 0, kept * (blocks[rank] + blocks[-1 - rank]))
@@ -126,7 +121,7 @@ def search_orders(
     ]
     draw = random.Random(0).random
     orders = list(best)
-    now = shortest = _length(orders, took, gives, busy, math.inf) or math.inf
+    now = shortest = length_of(simulate(orders, took, gives))
     heat = HEAT * sum(took.values()) / len(took)
     count = sum(map(len, orders))
     changes = min(CHANGES * count, SIMULATED // count)
@@ -146,8 +141,8 @@ def search_orders(
             continue
         orders[rank] = new
         most = now + heat * (1 - change / changes) * draw()
-        length = _length(orders, took, gives, busy, most)
-        if length is None:
+        length = length_of(simulate(orders, took, gives))
+        if length > most:
             orders[rank] = old
             continue
         now = length
@@ -158,52 +153,3 @@ def search_orders(
     return tuple(
         " ".join(ends.get(step, f"{step[0]}{step[1]}") for step in words) for words in best
     )
-
-
-def _length(
-    orders: Sequence[Words],
-    took: Mapping[Step, float],
-    gives: Mapping[Step, tuple[Step, float]],
-    busy: Sequence[float],
-    most: float,
-) -> float | None:
-    """Seconds until all is done; None where that is more than `most`, or a deadlock."""
-    idle = [most - seconds for seconds in busy]  # seconds that are left to wait
-    # When each micro-batch's input, or the gradient of its output, is there.
-    ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
-    taken = dict.fromkeys(ready, 0)
-    clock = [0.0] * len(orders)
-    at = [0] * len(orders)
-    waiting = list(range(len(orders)))
-    while waiting:
-        before = sum(at)
-        still = []
-        for rank in waiting:
-            words = orders[rank]
-            now = clock[rank]
-            place = at[rank]
-            while place < len(words):
-                step = words[place]
-                if step in ready:
-                    there = ready[step]
-                    number = taken[step]
-                    if number == len(there):
-                        still.append(rank)
-                        break
-                    if there[number] > now:
-                        idle[rank] -= there[number] - now
-                        if idle[rank] < 0:
-                            return None
-                        now = there[number]
-                    taken[step] = number + 1
-                now += took[step]
-                if step in gives:
-                    to, message_s = gives[step]
-                    ready[to].append(now + message_s)
-                place += 1
-            clock[rank] = now
-            at[rank] = place
-        if sum(at) == before:
-            return None
-        waiting = still
-    return max(clock)

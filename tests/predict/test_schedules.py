@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict.orders import build_orders, length_of, simulate
+from distributed_training.predict.orders import build_orders, flow, length_of, simulate
 
 FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
 
@@ -26,9 +26,9 @@ def test_a_message_takes_its_time_between_processes_and_none_within_one():
     """Forward 1, backward 2: of one micro-batch over two stages all follows in a row."""
     seconds = {(kind, stage): took for kind, took in (("F", 1.0), ("B", 2.0)) for stage in (0, 1)}
     orders = build_orders("gpipe", 2, 1)
-    assert length_of(simulate(orders, seconds, (0, 1), 0.25)) == 6.5
+    assert length_of(simulate(orders, seconds, flow((0, 1), 0.25))) == 6.5
     alone = [orders[0][:1] + orders[1] + orders[0][1:]]
-    assert length_of(simulate(alone, seconds, (0, 0), 0.25)) == 6.0
+    assert length_of(simulate(alone, seconds, flow((0, 0), 0.25))) == 6.0
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -45,7 +45,7 @@ def test_orders_are_whole_and_idle_and_hold_as_the_closed_forms_say(name):
         done = [operation for order in orders for operation in order]
         assert sorted(done) == sorted(itertools.product(kinds, range(len(ranks)), range(m)))
         seconds = {(kind, s): lengths[kind] for kind in kinds for s in range(len(ranks))}
-        length = length_of(simulate(orders, seconds, ranks, 0.0))
+        length = length_of(simulate(orders, seconds, flow(ranks, 0.0)))
         busy = sum(seconds[kind, stage] for kind, stage, _ in done)
         bubble = schedule.bubble(p, m)
         if bubble is not None:

@@ -16,6 +16,7 @@ from distributed_training.predict.orders import (
     build_orders,
     by_operation,
     find_orders,
+    flow,
     length_of,
     read_order,
     simulate,
@@ -44,7 +45,7 @@ def search_orders(*durations):
 
 def length(orders, seconds, message=MESSAGE):
     ranks = SCHEDULES["zb-v"].ranks(len(seconds) // 2)
-    return length_of(simulate(orders, by_operation(seconds), ranks, message))
+    return length_of(simulate(orders, by_operation(seconds), flow(ranks, message)))
 
 
 def held(order, blocks):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict.orders import Order, length_of, simulate
+from distributed_training.predict.orders import Order, flow, length_of, simulate
 
 
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def explain(
         if kind == "B" and SCHEDULES[schedule].splits_backward:
             kind = "I"
         seconds[kind, int(stage)] = took
-    spans = simulate(orders, seconds, stage_ranks, message_s=0.0)
-    busy = sum(seconds[kind, stage] for kind, stage, _ in spans) / len(orders)
+    spans = simulate(orders, seconds, flow(stage_ranks, 0.0))
+    busy = sum(seconds[step] * len(done) for step, done in spans.items()) / len(orders)
     simulated = 1 - busy / length_of(spans)
     return {
         "formula": formula,
