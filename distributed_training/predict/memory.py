@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.constants import FITTED
 from distributed_training.predict.orders import find_orders
-from distributed_training.predict.traffic import Formulas
+from distributed_training.predict.traffic import Formulas, formulas_by_place
 from distributed_training.settings.strategies import Strategy
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -49,7 +49,7 @@ class MemoryEstimate:
 
 def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     """Peaks by component of a plan's processes; `tokenised`: the samples are there already."""
-    by_place = [process.peak() for process in _processes(plan)]
+    by_place = [Held(plan, place).peak() for place in range(plan.mesh["pp"])]
     peak = max(map(_total, by_place))
     context = 0
     if plan.machine.num_gpus:
@@ -70,7 +70,7 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
 def estimate_state(plan: Plan) -> dict[str, int]:
     """Bytes of model state of the process that holds most of the model: of each of STATE on the
     device, of "host" and "disk" what offload keeps there."""
-    return _state_of(max(_processes(plan), key=lambda process: process.parameters))
+    return _state_of(max(formulas_by_place(plan), key=lambda process: process.parameters))
 
 
 def estimate_copy(plan: Plan) -> int:
@@ -78,7 +78,7 @@ def estimate_copy(plan: Plan) -> int:
     hold the same divide, and what each process has for itself."""
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
-    held = max(process.learning for process in _processes(plan))
+    held = max(process.learning for process in formulas_by_place(plan))
     each = 12 / (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"]) + _own_bytes(plan)
     if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same
         each += 12
@@ -116,10 +116,6 @@ def bytes_a_parameter(
         each["host"] += 4 / shards
         each["gradients"] = 0
     return each
-
-
-def _processes(plan: Plan) -> list["Held"]:
-    return [Held(plan, place) for place in range(plan.mesh["pp"])]
 
 
 def _total(parts: Mapping[str, float]) -> float:

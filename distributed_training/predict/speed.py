@@ -47,7 +47,56 @@ class StepTime:
 
 def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     """The time of one step."""
-    return Work(plan, rates).estimate()
+    work = Work(plan, rates)
+    graph = work.config.cuda_graphs is True  # one launch a step
+    processes = formulas_by_place(plan)
+    costs = work.operations()
+    orders = find_orders(plan)
+    seconds = {key: float(cost.sum()) for key, cost in costs.items()}
+    gives = flow(plan.layout.ranks, work.message())
+    on_gpu = length_of(simulate(orders, seconds, gives))
+    busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
+    phase = on_gpu
+    if rates.on_host:  # while a stage waits, others have its share of a core
+        on_gpu = max(sum(busy) / len(busy), on_gpu * rates.core_share)
+        phase = on_gpu
+    elif work.pp > 1 and not graph:  # the host of each stage launches its operations
+        phase = length_of(simulate(orders, seconds, gives, work.launching()))
+    slowest = busy.index(max(busy))
+    process = processes[slowest]
+    spent = np.sum([costs[kind, stage] for kind, stage, _ in orders[slowest]], axis=0).tolist()
+    computing = sum(spent)
+    data = work.data_parallel(process, computing)
+    update = work.update(process)
+    step_host, waits = work.host_step(process)
+    launching = 0.0
+    if not graph:
+        blocks = max(each.num_blocks for each in processes)
+        launching = work.host_block() * blocks * work.micro_batches + step_host
+    gpu = phase + data + update
+    # Seconds of an optimizer on the host, and of files.
+    offload = 0.0
+    disk = 0.0
+    share = max(each.learning for each in processes) / work.shards
+    if work.strategy.swaps_to_disk:
+        together = share * min(work.node_size, plan.num_processes)  # one disk a node
+        disk = SWAPPED_BYTES * together / rates.disk_bytes
+    elif work.strategy.steps_on_host:
+        offload = rates.host_adam_s * (share * min(work.node_size, work.shards))
+    total = gpu + launching if rates.on_host else max(gpu, launching)
+    total += waits
+    total += offload + disk
+    parts = dict(zip(("arithmetic", "memory", "network"), spent, strict=True))
+    parts["memory"] += update
+    parts["network"] += data
+    parts["bubble"] = max(0.0, on_gpu - computing) if work.pp > 1 else 0.0
+    parts["host RAM"] = offload
+    parts["disk"] = disk
+    parts["host"] = max(0.0, total - sum(parts.values()))
+    listed = sum(parts.values())
+    if listed > total:  # the slowest stage's, which others' beat
+        parts = {name: part * total / listed for name, part in parts.items()}
+    return StepTime(seconds=total, parts=parts)
 
 
 class Work(Shapes):
@@ -58,59 +107,6 @@ class Work(Shapes):
         self.rates = rates
         self.node_size = plan.processes_here
         self.eager = 1.0 if plan.config.compile else FITTED.elementwise.eager
-
-    def estimate(self) -> StepTime:
-        """Of all that a step does."""
-        rates = self.rates
-        graph = self.config.cuda_graphs is True  # one launch a step
-        processes = formulas_by_place(self.plan)
-        costs = self.operations()
-        orders = find_orders(self.plan)
-        seconds = {key: float(cost.sum()) for key, cost in costs.items()}
-        gives = flow(self.plan.layout.ranks, self.message())
-        on_gpu = length_of(simulate(orders, seconds, gives))
-        busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
-        phase = on_gpu
-        if rates.on_host:  # while a stage waits, others have its share of a core
-            on_gpu = max(sum(busy) / len(busy), on_gpu * rates.core_share)
-            phase = on_gpu
-        elif self.pp > 1 and not graph:  # the host of each stage launches its operations
-            phase = length_of(simulate(orders, seconds, gives, self._launching()))
-        slowest = busy.index(max(busy))
-        process = processes[slowest]
-        spent = np.sum([costs[kind, stage] for kind, stage, _ in orders[slowest]], axis=0).tolist()
-        computing = sum(spent)
-        data = self._data_parallel(process, computing)
-        update = self.update(process)
-        step_host, waits = self._host_step(process)
-        launching = 0.0
-        if not graph:
-            blocks = max(each.num_blocks for each in processes)
-            launching = self._host_block() * blocks * self.micro_batches + step_host
-        gpu = phase + data + update
-        # Seconds of an optimizer on the host, and of files.
-        offload = 0.0
-        disk = 0.0
-        share = max(each.learning for each in processes) / self.shards
-        if self.strategy.swaps_to_disk:
-            together = share * min(self.node_size, self.plan.num_processes)  # one disk a node
-            disk = SWAPPED_BYTES * together / rates.disk_bytes
-        elif self.strategy.steps_on_host:
-            offload = rates.host_adam_s * (share * min(self.node_size, self.shards))
-        total = gpu + launching if rates.on_host else max(gpu, launching)
-        total += waits
-        total += offload + disk
-        parts = dict(zip(("arithmetic", "memory", "network"), spent, strict=True))
-        parts["memory"] += update
-        parts["network"] += data
-        parts["bubble"] = max(0.0, on_gpu - computing) if self.pp > 1 else 0.0
-        parts["host RAM"] = offload
-        parts["disk"] = disk
-        parts["host"] = max(0.0, total - sum(parts.values()))
-        listed = sum(parts.values())
-        if listed > total:  # the slowest stage's, which others' beat
-            parts = {name: part * total / listed for name, part in parts.items()}
-        return StepTime(seconds=total, parts=parts)
 
     def operations(self) -> dict[tuple[str, int], Cost]:
         """Of each kind of operation of each stage, for one micro-batch."""
@@ -231,7 +227,8 @@ class Work(Shapes):
     def _elementwise(self) -> Cost:
         """Of a block, forward; a backward pass reads and writes twice as much."""
         fitted = FITTED.elementwise
-        values = fitted.between * self.between + fitted.split * self.by_gpt2 / self.tp
+        by_gpt2 = self.split_values / 12  # whose blocks were measured
+        values = fitted.between * self.between + fitted.split * by_gpt2 / self.tp
         moved = values * self.eager * self.hidden
         starts = fitted.starts * self.eager * self.rates.kernel_s
         return (moved / self.rates.memory_bytes + starts) * MEMORY
@@ -266,7 +263,7 @@ class Work(Shapes):
             seconds *= 1 - FITTED.async_tp_share
         return seconds * NETWORK
 
-    def _data_parallel(self, process: Formulas, computing: float) -> float:
+    def data_parallel(self, process: Formulas, computing: float) -> float:
         """What exchanges of gradients and gathers of parameters add to computing beside them."""
         every = process.steps_between_exchanges
         times = float(process.num_blocks + 1)
@@ -284,16 +281,16 @@ class Work(Shapes):
         beside = min(seconds, computing)  # of each micro-batch's passes
         return FITTED.interference * beside + seconds - beside
 
-    def _launching(self) -> dict[tuple[str, int], float]:
+    def launching(self) -> dict[tuple[str, int], float]:
         """Seconds in which the host launches each kind of operation of each stage."""
         shares = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
         return {
-            (kind, stage): self._host_block() * number * share + self.rates.host.exchange
+            (kind, stage): self.host_block() * number * share + self.rates.host.exchange
             for stage, number in enumerate(self.plan.layout.blocks_per_stage)
             for kind, share in shares.items()
         }
 
-    def _host_block(self) -> float:
+    def host_block(self) -> float:
         """Seconds to launch one block, forward and backward, and what it exchanges."""
         exchanges = 0
         if self.tp > 1:
@@ -304,7 +301,7 @@ class Work(Shapes):
             exchanges += 1
         return float(self.rates.host.block + exchanges * self.rates.host.exchange)
 
-    def _host_step(self, process: Formulas) -> tuple[float, float]:
+    def host_step(self, process: Formulas) -> tuple[float, float]:
         """(seconds of launching besides blocks, seconds that the GPU waits for it)."""
         host = self.rates.host
         strategy = self.strategy

@@ -58,10 +58,9 @@ class Shapes:
         # Bytes of one micro-batch between two blocks; share of it that a process along tp holds.
         self.hidden = self.tokens * self.size.hidden_size * self.width
         self.between = 1 / self.tp if plan.config.sequence_parallel else 1.0
-        # What tp splits in a block by hidden size, and by that of GPT-2, which was measured.
+        # What tp splits in a block, by hidden size.
         width = self.size.values_in + self.size.values_out + self.size.kept_values
         self.split_values = width / self.size.hidden_size
-        self.by_gpt2 = self.split_values / 12
 
 
 class Formulas(Shapes):
@@ -106,12 +105,10 @@ class Formulas(Shapes):
 
     def sent(self) -> dict[str, float]:
         """ "axis kind" -> what the process sends, of what it sends at all."""
-        found = {}
-        for (axis, kind), size in sorted(self.total().items()):
-            members = 2 if axis == "pp" else self.mesh[axis]
-            if size:
-                found[f"{axis} {kind}"] = sent_bytes(kind, size, members)
-        return found
+        return {
+            f"{axis} {kind}": sent_bytes(kind, size, 2 if axis == "pp" else self.mesh[axis])
+            for (axis, kind), size in sorted(self.total().items())
+        }
 
     def total(self) -> Bytes:
         """Everything but numbers of at most 8 bytes."""
