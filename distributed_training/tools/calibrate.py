@@ -24,7 +24,6 @@ from distributed_training.predict.rates import cpu_rates, from_calibration
 from distributed_training.predict.speed import BACKWARD_ATTENTION, UPDATE_BYTES, Work
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import build_config
-from distributed_training.settings.strategies import strategy_options
 from distributed_training.tools.links import BUDGET_S, Clock, Group, open_group, time_group
 
 VALUES = 2**28  # of the tensors that element-wise kernels read
@@ -120,7 +119,7 @@ def of_training(found: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """On CPUs: seconds that parts of a model take, and the bytes a second of element-wise work
     that they mean by predict/speed.py. Caches, and processes beside it, are in them."""
     words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
-    plan = draft_plan(build_config(words, options=strategy_options), machine, 1, 1)
+    plan = draft_plan(build_config(words), machine, 1, 1)
     model: Decoder = plan.model.build(dropout=0.0, seed=1)
     shape = (plan.batch.micro_batch_size, plan.config.max_length)
     ids = torch.randint(plan.size.vocab_size, shape)

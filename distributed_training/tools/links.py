@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import math
 import platform
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.benchmark import Timer
 
 from distributed_training.parallel.agree import gather
 from distributed_training.plan.topology import process_group, show_axes
@@ -79,27 +79,14 @@ class Clock:
     together: bool = False  # all processes take part in every call, and make equally many
     budget_s: float = BUDGET_S  # for one figure
 
-    def wait(self) -> None:
-        """Until the device has done everything."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def seconds(self, call: Callable[[], Any]) -> float:
         """Of one call, the mean of as many as the budget allows."""
-        for _ in range(3):
-            call()
-        once = torch.tensor(self._time(call, 1), dtype=torch.float64)
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        call()
+        once = torch.tensor(timer.timeit(1).mean, dtype=torch.float64)  # after two more
         if self.together:
             dist.all_reduce(once, op=dist.ReduceOp.MAX)
-        return self._time(call, max(3, min(200, int(self.budget_s / float(once)))))
-
-    def _time(self, call: Callable[[], Any], count: int) -> float:
-        self.wait()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        self.wait()
-        return (time.perf_counter() - start) / count
+        return timer.timeit(max(3, min(200, int(self.budget_s / float(once))))).mean
 
 
 def time_group(
@@ -306,12 +293,10 @@ def check_nodes() -> int:
         clock = Clock(group.device, True, ROUND_S)
         small, large = SIZES[group.device.type]
         for ends in pairs(group.process.world_size):
-            rounds = [
-                time_group(clock, None, (small, large), ("send",), ends) for _ in range(ROUNDS)
-            ]
+            entries = time_group(clock, None, (small, large) * ROUNDS, ("send",), ends)
             latency, seconds = (
-                min(entry["seconds"]["send"] for entry in alike)
-                for alike in zip(*rounds, strict=True)
+                min(entry["seconds"]["send"] for entry in entries if entry["bytes"] == size)
+                for size in (small, large)
             )
             names = (hosts[ends[0]], hosts[ends[1]])
             rate = large / seconds

@@ -25,12 +25,12 @@ from torch.profiler import ProfilerActivity
 
 from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.parallel.agree import from_rank_0, gather
+from distributed_training.plan.topology import Topology
 from distributed_training.records.metrics import StepTimer
 from distributed_training.records.record import provenance, write_json
 from distributed_training.run.profiling import SILENT
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
-from distributed_training.tools.links import Clock
 from distributed_training.tools.overlap import STEP, Rank, Spans, clip, read_trace, union
 from results.lab import harness
 from results.lab.runs import read_plan
@@ -46,7 +46,6 @@ def trace(run: harness.Run) -> dict[str, Any]:
     """Train a few steps: this rank's times; on rank 0 also when it did what. Collective."""
     topology = run.topology
     train = _trainer(run)
-    clock = Clock(topology.device)
     timer = StepTimer(topology.device)
     for _ in range(NUM_WARMUP):
         train()
@@ -55,7 +54,7 @@ def trace(run: harness.Run) -> dict[str, Any]:
         train()
         timer.mark()
     timed_s = float(np.median(timer.durations_s()))
-    rank = _traced(train, clock, topology.rank)
+    rank = _traced(train, topology)
     found = {
         "rank": topology.rank,
         "timed_s": timed_s,
@@ -76,10 +75,14 @@ def _trainer(run: harness.Run) -> Any:
     return lambda: run.engine.train_step(run.batch(next(step)))
 
 
-def _traced(train: Any, clock: Clock, rank: int) -> Rank:
+def _traced(train: Any, topology: Topology) -> Rank:
+    def wait() -> None:
+        if topology.device_type == "cuda":
+            torch.cuda.synchronize(topology.device)
+
     os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
     activities = [ProfilerActivity.CPU]
-    if clock.device.type == "cuda":
+    if topology.device_type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         with torch.profiler.profile(
@@ -88,16 +91,17 @@ def _traced(train: Any, clock: Clock, rank: int) -> Rank:
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(file.name),
         ) as profiler:
             train()
-            clock.wait()
+            wait()
             profiler.step()
             gather(None)  # else the first step of some would wait for the profiler of others
             profiler.step()
             for left in reversed(range(NUM_TRACED)):
                 train()
                 if not left:
-                    clock.wait()
+                    wait()
                 profiler.step()
-        return read_trace(without_first_step(json.loads(Path(file.name).read_text())), rank)
+        document = json.loads(Path(file.name).read_text())
+    return read_trace(without_first_step(document), topology.rank)
 
 
 def without_first_step(trace: dict[str, Any]) -> dict[str, Any]:
