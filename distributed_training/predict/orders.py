@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from distributed_training.plan.plan import Plan
 
@@ -30,21 +30,24 @@ def find_orders(plan: Plan) -> tuple[Order, ...]:
 @functools.cache
 def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     """What each of `p` processes does for `m` micro-batches."""
-    if p == 1:
-        return (tuple((kind, 0, i) for i in range(m) for kind in "FB"),)
-    build = {"gpipe": _gpipe, "zb-v": _zb_v}.get(schedule)
-    if build is None:
-        build = functools.partial(_one_f_one_b, schedule)
-    return tuple(tuple(build(p, m, rank)) for rank in range(p))
+    if p == 1:  # one after the other
+        schedule = "1f1b"
+    build = _zb_v if schedule == "zb-v" else functools.partial(_one_f_one_b, schedule)
+    return tuple(build(p, m, rank) for rank in range(p))
 
 
 def read_order(text: str) -> Order:
-    """Such as "F0 F0 I7 W7": kinds and stages; the micro-batches of each follow each other."""
-    done: Counter[str] = Counter()
+    """Such as "F0 F0 I7 W7": kinds and stages."""
+    return _numbered((word[0], int(word[1:])) for word in text.split())
+
+
+def _numbered(steps: Iterable[Step]) -> Order:
+    """With micro-batches: those of each kind and stage follow each other."""
+    done: Counter[Step] = Counter()
     order = []
-    for word in text.split():
-        order.append((word[0], int(word[1:]), done[word]))
-        done[word] += 1
+    for kind, stage in steps:
+        order.append((kind, stage, done[kind, stage]))
+        done[kind, stage] += 1
     return tuple(order)
 
 
@@ -57,41 +60,33 @@ def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[tuple[str, int], fl
     }
 
 
-def _gpipe(p: int, m: int, rank: int) -> list[Operation]:
-    return [(kind, rank, i) for kind in "FB" for i in range(m)]
-
-
-def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> list[Operation]:
-    """1F1B, interleaved 1F1B and ZB-H1: forwards to begin with, then one of each, then the rest."""
+def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
+    """1F1B, interleaved 1F1B and ZB-H1: forwards to begin with, then one of each, then the rest;
+    GPipe: all forwards to begin with."""
     local = 2 if schedule == "interleaved" else 1
     a_round = m // max(1, m // p)
     count = m * local
     ahead = min((local - 1) * a_round + local * (p - 1 - rank), count)
+    if schedule == "gpipe":
+        ahead = count
     backward = "I" if schedule == "zb-h1" else "B"
-    done: Counter[tuple[str, int]] = Counter()
-    order: list[Operation] = []
+    order: list[Step] = []  # kinds and local stages
     waiting: list[int] = []  # local stages whose W is still to come
-
-    def add(kind: str, at: int) -> None:
-        order.append((kind, at * p + rank, done[kind, at]))
-        done[kind, at] += 1
-
     for step in range(count + ahead):
         if step < count:
-            add("F", step // a_round % local)
+            order.append(("F", step // a_round % local))
         if step >= ahead:
             at = local - 1 - (step - ahead) // a_round % local
-            add(backward, at)
+            order.append((backward, at))
             if backward == "I":
                 waiting.append(at)
                 if step - ahead >= rank:
-                    add("W", waiting.pop(0))
-    for at in waiting:
-        add("W", at)
-    return order
+                    order.append(("W", waiting.pop(0)))
+    order += [("W", at) for at in waiting]
+    return _numbered((kind, at * p + rank) for kind, at in order)
 
 
-def _zb_v(p: int, m: int, rank: int) -> list[Operation]:
+def _zb_v(p: int, m: int, rank: int) -> Order:
     """Zero bubble over a V; what torch would do for more micro-batches is left out."""
     number = max(2 * p - 1, m)
     # Kinds and halves of the V.
@@ -104,7 +99,7 @@ def _zb_v(p: int, m: int, rank: int) -> list[Operation]:
     for half in "10":
         words += f"W{half} " * (words.count(f"I{half}") - words.count(f"W{half}"))
     stages = (rank, 2 * p - 1 - rank)
-    return [(kind, stages[half], i) for kind, half, i in read_order(words) if i < m]
+    return tuple((kind, stages[half], i) for kind, half, i in read_order(words) if i < m)
 
 
 def flow(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
