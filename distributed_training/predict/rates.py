@@ -21,11 +21,10 @@ TILES = ((128, 256), (256, 128))  # rows and columns of a matrix product's resul
 PARTS = (1, 2, 4)  # of each of its sums, which are added up
 
 
-def host_costs(seconds: SimpleNamespace, factor: float = 1.0) -> SimpleNamespace:
-    """Seconds that Python needs to launch things, as FITTED.launching_s says, on a host that takes
-    `factor` times as long; 0 for what `seconds` lacks."""
-    names = vars(FITTED.launching_s)
-    return SimpleNamespace(**{n: factor * vars(seconds).get(n, 0.0) for n in names})
+def host_costs(seconds: SimpleNamespace, factor: float) -> SimpleNamespace:
+    """Seconds to launch things, such as FITTED.launching_s, of a host that takes `factor` times as
+    long."""
+    return SimpleNamespace(**{name: factor * each for name, each in vars(seconds).items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +44,7 @@ class Rates:
     link_latency_s: float = FITTED.link_latency_s
     disk_bytes: float = FITTED.disk_bytes_per_s
     host_adam_s: float = FITTED.host_adam_s
-    host: SimpleNamespace = field(default_factory=lambda: host_costs(FITTED.launching_s))
+    host: SimpleNamespace = field(default_factory=lambda: FITTED.launching_s)
     on_host: bool = False  # no device works while Python does
     core_share: float = 1.0  # what a process has of a core while all compute
     peak_flops: float | None = None  # by the datasheet, for MFU
