@@ -15,6 +15,7 @@ from distributed_training.predict.traffic import Formulas, formulas_by_place
 from distributed_training.settings.strategies import Strategy
 
 STATE = ("parameters", "gradients", "optimizer")
+OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's devices -> `estimate_state`'s
 COMPONENTS = (*STATE, "copies", "buffers", "activations", "logits")
 SPLIT_LOGIT_BYTES = 2  # a logit, of a micro-batch whose W is still to come
 STATISTICS_BYTES = 2 * 2 * 4  # mean and deviation of two norms, fp32, a token and block
@@ -108,9 +109,8 @@ def bytes_a_parameter(
         each["gradients"] = 4
     each |= {"host": 0, "disk": 0}
     for what, part in (("optimizer", "optimizer"), ("param", "parameters")):
-        device = strategy.offload[what]
-        if device != "none":
-            each["disk" if device == "nvme" else "host"] += each[part]
+        if place := OFFLOADED.get(strategy.offload[what]):
+            each[place] += each[part]
             each[part] = 0
     if strategy.steps_on_host:  # gradients wait in RAM, in fp32, for the optimizer step
         each["host"] += 4 / shards
@@ -132,8 +132,8 @@ def _state_of(process: Formulas) -> dict[str, int]:
         frozen = process.width / process.shards if divided else process.width
         if plan.uses_fsdp and process.pp > 1:  # gathered whole for all micro-batches
             frozen += process.width
-        where = {"none": "parameters", "cpu": "host", "nvme": "disk"}
-        parts[where[plan.strategy.offload["param"]]] += frozen * process.parameters
+        where = OFFLOADED.get(plan.strategy.offload["param"], "parameters")
+        parts[where] += frozen * process.parameters
     return {part: round(size) for part, size in parts.items()}
 
 
