@@ -8,8 +8,8 @@ for weights only.
 import functools
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from distributed_training.plan.plan import Plan
 
@@ -43,15 +43,11 @@ def read_order(text: str) -> Order:
 
 def _numbered(steps: Iterable[Step]) -> Order:
     """With micro-batches: those of each kind and stage follow each other."""
-    done: Counter[Step] = Counter()
-    order = []
-    for kind, stage in steps:
-        order.append((kind, stage, done[kind, stage]))
-        done[kind, stage] += 1
-    return tuple(order)
+    numbers: dict[Step, Iterator[int]] = defaultdict(itertools.count)
+    return tuple((kind, stage, next(numbers[kind, stage])) for kind, stage in steps)
 
 
-def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[tuple[str, int], float]:
+def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
     """(kind, stage) -> seconds, of the durations of each stage's F, I and W."""
     return {
         (kind, stage): took

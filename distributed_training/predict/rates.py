@@ -110,9 +110,9 @@ def tiled(m: float, k: float, n: float, num_sms: int) -> float:
     return min(found)
 
 
-def calibration_file(device: str) -> Path:
+def calibration_file(device: str, what: str = "calibration") -> Path:
     """Where `plan --calibrate` keeps what it measured of a kind of device."""
-    return cache_folder() / f"calibration-{device.replace(' ', '-')}.json"
+    return cache_folder() / f"{what}-{device.replace(' ', '-')}.json"
 
 
 def remember_speed(device: str, predicted: Mapping[str, Any], measured_s: float, at: str) -> None:
@@ -132,8 +132,7 @@ def remember_speed(device: str, predicted: Mapping[str, Any], measured_s: float,
 
 def _passing(device: str) -> tuple[Path, dict[str, Any]]:
     """What runs on this machine, of this kind of device, measured in passing, and its file."""
-    file = calibration_file(f"{device}-{platform.node()}")
-    path = file.with_name(file.name.replace("calibration", "passing", 1))
+    path = calibration_file(f"{device}-{platform.node()}", "passing")
     with contextlib.suppress(OSError, ValueError):
         return path, json.loads(path.read_text())
     return path, {"made_at": "", "slower": {}}
@@ -157,7 +156,7 @@ def measured_rates(device: str, base: Rates) -> Rates:
         **found,
         host=host_costs(base.host, slower.get("host", 1.0)),
         measured_at=known["made_at"],
-        measured=tuple({*base.measured, *slower}),
+        measured=(*base.measured, *slower),
     )
 
 
