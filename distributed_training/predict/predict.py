@@ -99,7 +99,7 @@ class Prediction:
             "bound_by": self.step and self.step.bound_by,
             "kind": self.kind,
             "likely_s": self.likely_s,
-            "likely_bytes": list(self.memory.likely_bytes),
+            "likely_bytes": self.memory.likely_bytes,
             "sent_bytes": sent_by_axis(self.plan),
         }
 

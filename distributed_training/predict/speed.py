@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import P2P_CHANNELS
 from distributed_training.predict.constants import FITTED
-from distributed_training.predict.orders import find_orders, flow, length_of, simulate
+from distributed_training.predict.orders import Step, find_orders, flow, length_of, simulate
 from distributed_training.predict.rates import Rates, tiled
 from distributed_training.predict.traffic import Formulas, Shapes, formulas_by_place, sent_bytes
 
@@ -79,10 +79,10 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     disk = 0.0
     share = max(each.learning for each in processes) / work.shards
     if work.strategy.swaps_to_disk:
-        together = share * min(work.node_size, plan.num_processes)  # one disk a node
+        together = share * min(plan.processes_here, plan.num_processes)  # one disk a node
         disk = SWAPPED_BYTES * together / rates.disk_bytes
     elif work.strategy.steps_on_host:
-        offload = rates.host_adam_s * (share * min(work.node_size, work.shards))
+        offload = rates.host_adam_s * (share * min(plan.processes_here, work.shards))
     total = gpu + launching if rates.on_host else max(gpu, launching)
     total += waits
     total += offload + disk
@@ -105,10 +105,8 @@ class Work(Shapes):
     def __init__(self, plan: Plan, rates: Rates) -> None:
         super().__init__(plan)
         self.rates = rates
-        self.node_size = plan.processes_here
-        self.eager = 1.0 if plan.config.compile else FITTED.elementwise.eager
 
-    def operations(self) -> dict[tuple[str, int], Cost]:
+    def operations(self) -> dict[Step, Cost]:
         """Of each kind of operation of each stage, for one micro-batch."""
         forward, inputs, weights = self.block()
         blocks = self.plan.layout.blocks_per_stage
@@ -139,7 +137,7 @@ class Work(Shapes):
         """Seconds until what one stage made is on the next."""
         rate = self.rates.link_bytes
         latency = self.rates.link_latency_s
-        if self.plan.num_processes // self.pp >= self.node_size:  # on another node
+        if self.plan.num_processes // self.pp >= self.plan.processes_here:  # on another node
             rate = self.rates.network_bytes
             latency *= 2
         rate = min(rate, P2P_CHANNELS * FITTED.channel_bytes_per_s)
@@ -152,7 +150,7 @@ class Work(Shapes):
         # has an adapter, and NCCL's rings use all of them.
         faster = ["tp", "dp_shard", "dp_replicate", "pp"]
         stride = math.prod(self.mesh[name] for name in faster[: faster.index(axis)])
-        together = min(members, max(1, self.node_size // stride))
+        together = min(members, max(1, self.plan.processes_here // stride))
         rate = self.rates.link_bytes
         latency = self.rates.link_latency_s
         if together < members:
@@ -166,9 +164,7 @@ class Work(Shapes):
         config = self.config
         tokens = self.tokens
         matrices = self.size.block_matrices
-        forward = np.zeros(3)
-        inputs = np.zeros(3)
-        weights = np.zeros(3)
+        forward, inputs, weights = np.zeros((3, 3))
         for place, (rows, columns) in enumerate(matrices):
             n, k = (rows, columns / self.tp) if place % 2 else (rows / self.tp, columns)
             forward += self._gemm(tokens, k, n)
@@ -229,8 +225,9 @@ class Work(Shapes):
         fitted = FITTED.elementwise
         by_gpt2 = self.split_values / 12  # whose blocks were measured
         values = fitted.between * self.between + fitted.split * by_gpt2 / self.tp
-        moved = values * self.eager * self.hidden
-        starts = fitted.starts * self.eager * self.rates.kernel_s
+        eager = 1.0 if self.config.compile else fitted.eager
+        moved = values * eager * self.hidden
+        starts = fitted.starts * eager * self.rates.kernel_s
         return (moved / self.rates.memory_bytes + starts) * MEMORY
 
     def _gradient_bytes(self) -> float:
@@ -281,7 +278,7 @@ class Work(Shapes):
         beside = min(seconds, computing)  # of each micro-batch's passes
         return FITTED.interference * beside + seconds - beside
 
-    def launching(self) -> dict[tuple[str, int], float]:
+    def launching(self) -> dict[Step, float]:
         """Seconds in which the host launches each kind of operation of each stage."""
         shares = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
         return {

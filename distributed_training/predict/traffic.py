@@ -193,8 +193,6 @@ class Formulas(Shapes):
 
     def pipeline(self) -> Bytes:
         """pp: activations on, their gradients back; the tied embedding's gradient once a step."""
-        if self.pp == 1:
-            return Counter()
         split = self.tp if self.config.sequence_parallel else 1
         sent = self.edges * self.micro_batches * self.hidden // split
         found: Bytes = Counter({("pp", "send"): sent})
