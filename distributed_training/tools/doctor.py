@@ -1,6 +1,5 @@
 """`doctor`: what this machine has and lacks for training. No torch in this process."""
 
-import collections
 import contextlib
 import itertools
 import json
@@ -67,12 +66,12 @@ def check(good: bool, what: str, text: str, fix: str) -> Finding:
     return ok(what, text) if good else warn(what, text, fix)
 
 
-def answer(*command: str, seconds: float = 10) -> str | None:
-    """What a program prints; None where it is missing, fails or does not answer."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        return done.stdout if done.returncode == 0 else None
-    return None
+def answer(*command: str, seconds: float = 10) -> str:
+    """What a program prints; nothing where it is missing, fails or does not answer."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+        return done.stdout
+    return ""
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
@@ -87,13 +86,13 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     if find_gpu(machine.gpu_name) is None:
         yield warn("rates", "this GPU is not in the planner's table", "plan --gpu '{...}'")
     query = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
-    used = [int(word) for word in (answer("nvidia-smi", *query) or "").split() if word.isdecimal()]
+    used = [int(word) for word in answer("nvidia-smi", *query).split() if word.isdecimal()]
     busy = ", ".join(str(index) for index, mebibytes in enumerate(used) if mebibytes > 1024)
     if used:
         text = f"GPUs {busy} hold others' memory" if busy else "by nobody else"
         yield check(not busy, "in use", text, "nvidia-smi")
-    topology = answer("nvidia-smi", "topo", "-m") or ""
-    rows = [line.split() for line in topology.splitlines() if line.startswith("GPU")]
+    topology = answer("nvidia-smi", "topo", "-m").splitlines()
+    rows = [line.split() for line in topology if line.startswith("GPU")]
     if links := {word for row in rows for word in row[1 : 1 + machine.num_gpus]} - {"X"}:
         text = f"between GPUs: {', '.join(sorted(links))}"
         slow = links & {"SYS", "NODE", "PHB"}
@@ -109,7 +108,7 @@ def torch_and_driver(machine: Machine) -> Iterator[Finding]:
             yield ok("torch", version("torch"))
             return
     said = answer(sys.executable, "-c", ASK_TORCH, seconds=60)
-    if said is None:
+    if not said:
         fix = "pip install -r requirements.txt"
         yield fail("torch", "cannot be imported, or did not answer for a minute", fix)
         return
@@ -233,6 +232,7 @@ def main(output_dir: Path) -> int:
         if fix:
             print(textwrap.fill(f"type: {fix}", WIDTH, initial_indent=indent,
                                 subsequent_indent=indent))  # fmt: skip
-    levels = collections.Counter(finding.level for finding in findings)
-    print(f"\n{levels['fail']} failed, {levels['warn']} to look at, {levels['ok']} ok")
-    return 1 if levels["fail"] else 0
+    levels = [finding.level for finding in findings]
+    odd = f"{levels.count('warn')} to look at"
+    print(f"\n{levels.count('fail')} failed, {odd}, {levels.count('ok')} ok")
+    return int("fail" in levels)

@@ -29,7 +29,7 @@ def machine(monkeypatch):
         if program == "nvidia-smi":
             return told.used
         facts = {"torch": "2.11", "cuda": "13.0", "available": True, "nccl": "2.28", "bf16": True}
-        return None if told.torch is None else json.dumps({**facts, **told.torch}) + "\n"
+        return "" if told.torch is None else json.dumps({**facts, **told.torch}) + "\n"
 
     monkeypatch.setattr(doctor, "answer", answer)
     return told
