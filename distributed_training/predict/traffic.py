@@ -125,12 +125,10 @@ class Formulas(Shapes):
             return Counter({("dp_replicate", "all_reduce"): 4 * self.learning // steps})
         found: Bytes = Counter()
         if self.shards > 1:
-            # FSDP: shards every micro-batch, a block before its forward and its backward pass.
-            times = self.micro_batches
-            gathers = 2
-            if self.pp > 1:
-                times = 1
-                gathers = 1
+            # FSDP: shards every micro-batch, a block before its forward and its backward pass; in a
+            # pipeline once a step.
+            times = self.micro_batches if self.pp == 1 else 1
+            gathers = 2 if self.pp == 1 else 1
             gathered = self.width * (gathers * self.in_blocks + self.around)
             found["dp_shard", "all_gather"] = times * gathered
             found["dp_shard", "reduce_scatter"] = times * 4 * self.learning
