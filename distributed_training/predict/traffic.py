@@ -9,6 +9,11 @@ from collections import Counter, defaultdict
 
 from distributed_training.plan.plan import Plan
 
+# Operation -> times that it goes around a ring of all processes; a message goes to the next one.
+TURNS = {
+    "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1,
+    "send": 0,
+}  # fmt: skip
 Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
 
 
@@ -16,8 +21,7 @@ def sent_bytes(kind: str, tensor_bytes: float, members: int) -> float:
     """What each of `members` processes sends where collectives run as rings."""
     if kind in ("send", "broadcast"):
         return tensor_bytes
-    turns = 2 if kind == "all_reduce" else 1
-    return turns * (members - 1) / members * tensor_bytes
+    return TURNS[kind] * (members - 1) / members * tensor_bytes
 
 
 def num_exact(num_values: int, share: float) -> int:

@@ -25,7 +25,7 @@ from torch.utils.benchmark import Timer
 
 from distributed_training.parallel.agree import gather
 from distributed_training.plan.topology import process_group, show_axes
-from distributed_training.predict.traffic import sent_bytes
+from distributed_training.predict.traffic import TURNS, sent_bytes
 from distributed_training.records.display import short_path
 from distributed_training.records.record import plural, provenance, write_json
 from distributed_training.run import launch, rendezvous, worker
@@ -34,11 +34,6 @@ from distributed_training.settings.config import RENDEZVOUS_S
 from distributed_training.settings.errors import UserError
 
 BUDGET_S = 0.15  # for one figure
-# Operation -> times that it goes around a ring of all processes; a message goes to the next one.
-TURNS = {
-    "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1,
-    "send": 0,
-}  # fmt: skip
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
 MOST_FOR_PAIRS = 8  # processes of which every pair is measured; of more each with the next
 ROUNDS = 3  # of which the quickest counts: other programs only make a link slower
