@@ -22,14 +22,13 @@ logger = logging.getLogger(__name__)
 def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What each rank gives, by rank: whatever JSON can say, so that tuples come as lists.
     `group`: another one of all ranks. Collective."""
-    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group)
-    longest = max(int(size) for size in sizes)
-    ranks = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(ranks, torch.nn.functional.pad(data, (0, longest - len(data))), group)
-    answers = [rank[: int(size)] for rank, size in zip(ranks, sizes, strict=True)]
-    return [json.loads(answer.numpy().tobytes()) for answer in answers]
+    text = json.dumps(mine).encode()
+    longest = torch.tensor(len(text))
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group)
+    padded = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)
+    ranks = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, padded, group)
+    return [json.loads(rank.numpy().tobytes()) for rank in ranks]
 
 
 def from_rank_0(value: Any) -> Any:
