@@ -68,23 +68,18 @@ def place_of(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ..
     """(where this process's part of a parameter begins, the process's place among those that hold
     the same part, how many these are)."""
     start: tuple[int, ...] = (0,) * parameter.dim()
-    axes = set[str]()
-    others = list[tuple[int, int]]()
+    divided = set[str]()
     if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
         start = first_index(parameter)
-        axes = set(mesh.mesh_dim_names or ())
-        places = zip(mesh.get_coordinate() or (), mesh.shape, parameter.placements, strict=True)
-        others = [(place, size) for place, size, layout in places if layout.is_replicate()]
-    if not axes & {"dp_replicate", "dp_shard"}:
-        others.append((topology.dp_rank, topology.dp_size))
-    if "tp" not in axes:
-        others.append((topology.tp_rank, topology.tp))
+        axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        divided = {axis for axis, layout in axes if not layout.is_replicate()}
+    replica, shard = divmod(topology.dp_rank, topology.dp_shard)
     place = 0
     copies = 1
-    for along, size in others:
-        place = place * size + along
-        copies = copies * size
+    for axis, along in {"dp_replicate": replica, "dp_shard": shard, "tp": topology.tp_rank}.items():
+        if axis not in divided:
+            place = place * topology.axes[axis] + along
+            copies = copies * topology.axes[axis]
     return start, place, copies
 
 
