@@ -88,13 +88,11 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     file's bytes and its CRC-32 once it is on the disk. Raises FloatingPointError at the first part
     that is not finite."""
     parts = [part for part in parts if part.writes and math.prod(part.size)]
-    header: dict[str, Any] = {}
-    end = 0
-    for part in parts:
-        begin = end
-        end = end + _bytes_of(part)
-        place = {"dtype": _DTYPES[part.dtype], "shape": part.size, "data_offsets": [begin, end]}
-        header[part.name] = place
+    ends = itertools.accumulate(map(_bytes_of, parts), initial=0)
+    header: dict[str, Any] = {
+        part.name: {"dtype": _DTYPES[part.dtype], "shape": part.size, "data_offsets": offsets}
+        for part, offsets in zip(parts, itertools.pairwise(ends), strict=True)
+    }
     places = {part.name: {"shape": part.shape, "start": part.start} for part in parts}
     text = json.dumps({**header, "__metadata__": {"places": json.dumps(places)}}).encode()
     text += b" " * (-len(text) % 8)
@@ -197,16 +195,18 @@ class _Stored:
 
     def copy_into(self, box: torch.Tensor, start: Sequence[int]) -> int:
         """Fill in what this part has of a box (or range), which begins at `start`; how much."""
-        sizes = zip(start, box.shape, self.start, self.data.get_shape(), strict=True)
-        common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in sizes]
-        if any(low >= high for low, high in common):
-            return 0
-        there, here = (
-            tuple(slice(low - a, high - a) for (low, high), a in zip(common, origin, strict=True))
-            for origin in (self.start, start)
-        )
-        box[here] = self.data[there]
-        return math.prod(high - low for low, high in common)
+        here = []
+        there = []
+        for a, n, b, m in zip(start, box.shape, self.start, self.data.get_shape(), strict=True):
+            low = max(a, b)
+            high = min(a + n, b + m)
+            if low >= high:
+                return 0
+            here.append(slice(low - a, high - a))
+            there.append(slice(low - b, high - b))
+        common = self.data[tuple(there)]
+        box[tuple(here)] = common
+        return common.numel()
 
 
 class TensorFiles:
