@@ -1,11 +1,13 @@
 """What ranks tell one another, as JSON: a pickle would be run by whoever reads it."""
 
+import contextlib
+import errno
 import itertools
 import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import shown
 
 PATIENCE_S = 24 * 3600.0  # of `gather_in`
+_RAISED_ON_ALL = {kind.__name__: kind for kind in (OSError, FloatingPointError, RunError)}
 Gather = Callable[[Any], list[Any]]
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,25 @@ def check_ranks_agree(mine: Mapping[str, Any], ask: Gather) -> None:
                 why = f"{shown(found.get(name))} instead of {shown(first.get(name))}"
                 fix = "type the same command on every node, with the same code, packages and data"
                 raise UserError(what, why, fix)
+
+
+@contextlib.contextmanager
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """What fails in the block on some rank is raised on all, the first rank's where several fail:
+    an error of a disk, of numbers that are not finite, or of the user's. Collective over `group`,
+    another one of all ranks if any."""
+    failure = None
+    try:
+        yield
+    except OSError as error:
+        failure = ("OSError", error.errno or errno.EIO, str(error.strerror or error))
+    except FloatingPointError as error:
+        failure = ("FloatingPointError", f"{error} on rank {dist.get_rank()}")
+    except UserError as error:
+        failure = (type(error).__name__, str(error))
+    for found in filter(None, gather(failure, group)):
+        name, *words = found
+        raise _RAISED_ON_ALL.get(name, UserError)(*words)
 
 
 def works_everywhere(attempt: Callable[[], Any], consequence: str) -> bool:

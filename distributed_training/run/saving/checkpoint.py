@@ -12,12 +12,10 @@ but those of other nodes write is in them, too, under COPY and its name: the nod
 The sampler needs no file: its position is the step. resume.py finds and checks checkpoints.
 """
 
-import errno
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.engines.base import Engine
-from distributed_training.parallel.agree import gather
+from distributed_training.parallel.agree import failing_together, gather
 from distributed_training.parallel.tensor_files import (
     HostMemory,
     Part,
@@ -158,36 +156,24 @@ class Saver:
         first = self.topology.rank == 0
         final = writing.with_name(resume.name_of(meta.step))
         own = writing / resume.file_of(self.topology.rank)
-        written = self._on_all(lambda: (socket.gethostname(), *write_parts(own, parts)))
-        for rank, (host, size, checksum) in enumerate(written):
+        with failing_together(self._group):
+            mine = (socket.gethostname(), *write_parts(own, parts))
+        for rank, (host, size, checksum) in enumerate(gather(mine, self._group)):
             name = resume.file_of(rank)
             meta.files[name] = size
             meta.checksums[name] = checksum
             if self.plan.own_disks:
                 meta.hosts[name] = host
         # Rank 0's node comes last and all nodes then drop older ones: what it has, all have.
-        self._on_all(_publish if self._leads and not first else None, writing, final, meta)
-        self._on_all(_publish if first else None, writing, final, meta)
-        self._on_all(_remove_others if self._leads else None, final, self.plan)
+        for its_turn in (not first, first):
+            with failing_together(self._group):
+                if self._leads and its_turn:
+                    _publish(writing, final, meta)
+        with failing_together(self._group):
+            if self._leads:
+                _remove_others(final, self.plan)
         self._row |= {"write_s": time.monotonic() - began, "bytes": sum(meta.files.values())}
         return final
-
-    def _on_all(self, do: Callable[..., Any] | None, *arguments: Any) -> list[Any]:
-        """What it gives on each rank, None where there is nothing to do; the first error, of a disk
-        or of numbers that are not finite, is raised on all. Collective."""
-        found = failure = None
-        try:
-            if do is not None:
-                found = do(*arguments)
-        except OSError as error:
-            failure = (error.errno or errno.EIO, str(error.strerror or error))
-        except FloatingPointError as error:
-            failure = (0, f"{error} on rank {self.topology.rank}")
-        ranks = gather((found, failure), self._group)
-        for _, failed in ranks:
-            if failed:
-                raise OSError(*failed) if failed[0] else FloatingPointError(failed[1])
-        return [each for each, _ in ranks]
 
 
 def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:

@@ -3,12 +3,11 @@
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from distributed_training.parallel.agree import from_rank_0, gather
+from distributed_training.parallel.agree import failing_together, from_rank_0, gather
 from distributed_training.parallel.tensor_files import COPY, Part
 from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.plan.topology import Topology
@@ -25,35 +24,28 @@ def check_disks(plan: Plan, process: Process) -> None:
     shared_disk=False, each its own, and what it needs of the checkpoint to go on from. Raises
     UserError on every rank where that is not so. Collective.
     """
+    leads = process.local_rank == 0
     if not plan.own_disks:
-        _on_each_node(process, _see_folder, plan)
+        with failing_together():
+            if leads:
+                _see_folder(process, plan)
         return
     mark = plan.run_dir / from_rank_0(f".disk-{uuid.uuid4().hex}")
     try:
-        _on_each_node(process, _make_folder, plan, mark)
+        with failing_together():
+            if leads:
+                _make_folder(process, plan, mark)
     finally:
-        if process.local_rank == 0:
+        if leads:
             mark.unlink(missing_ok=True)
     if plan.checkpoint is not None:
         mine = resume.read_meta(plan.checkpoint) if process.rank == 0 else None
         host, values = from_rank_0((socket.gethostname(), mine and mine.model_dump()))
         meta = resume.Meta(**values)
         meta.hosts = meta.hosts or dict.fromkeys(meta.files, host)
-        _on_each_node(process, _check_files, plan.checkpoint, meta, plan)
-
-
-def _on_each_node(process: Process, do: Callable[..., None], *arguments: Any) -> None:
-    """Call it on the first process of each node; raises the first UserError among them on every
-    rank. Collective."""
-    problem = ""
-    if process.local_rank == 0:
-        try:
-            do(process, *arguments)
-        except UserError as error:
-            problem = str(error)
-    for found in gather(problem):
-        if found:
-            raise UserError(found)
+        with failing_together():
+            if leads and process.rank:  # where the run was planned they have been read
+                resume.check_files(plan.checkpoint, meta, plan, process.rank)
 
 
 def _see_folder(process: Process, plan: Plan) -> None:
@@ -82,11 +74,6 @@ def _make_folder(process: Process, plan: Plan, mark: Path) -> None:
     except OSError as error:
         what = f"rank {process.rank} on {host} cannot make {plan.run_dir}"
         raise UserError(what, str(error.strerror), "set output_dir elsewhere") from None
-
-
-def _check_files(process: Process, checkpoint: Path, meta: resume.Meta, plan: Plan) -> None:
-    if process.rank:  # where the run was planned they have been read
-        resume.check_files(checkpoint, meta, plan, process.rank)
 
 
 def copies_here(held: Iterable[Part], topology: Topology) -> list[Part]:
