@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -119,24 +118,10 @@ class _Taps(torch.autograd.Function):
 
 @torch.no_grad()
 def _add_weight_gradients(products: Products) -> None:
+    """Add this process's parts of them to .grad, in fp32 as autograd and FSDP do it."""
     for linear, x, dy in products:
-        _accumulate(linear.weight, dy.flatten(0, -2).t() @ x.flatten(0, -2))
-
-
-def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Add this process's part of a gradient to .grad, in fp32 as autograd and FSDP do it."""
-    if parameter.grad is not None:
-        local_part(parameter.grad).add_(gradient)
-        return
-    total: Any = gradient.float()
-    if isinstance(parameter, DTensor):
-        total = DTensor.from_local(
-            total,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
-    parameter.grad = total
+        weight: Any = linear.weight
+        if weight.grad is None:
+            weight.grad_dtype = torch.float32
+            weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+        local_part(weight.grad).add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
