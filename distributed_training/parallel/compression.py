@@ -22,6 +22,8 @@ from distributed_training.predict.traffic import num_exact
 from distributed_training.settings.config import RunConfig
 
 LEVELS = 127
+POWERSGD_KEEPS = ("error_dict", "p_memory_dict", "q_memory_dict")
+Kept = dict[str, dict[int, torch.Tensor]]  # by attribute and bucket
 # One bucket: gloo matches collectives by their order, and a hook starts its second one whenever the
 # first is done, which with several buckets is at another time on each process.
 ONE_BUCKET_MIB = 2**20
@@ -59,13 +61,6 @@ class TopkInt8:
     lost_of_means: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-# By bucket, what a resumed run needs to go on exactly.
-KEPT = {
-    PowerSGDState: ("error_dict", "p_memory_dict", "q_memory_dict"),
-    TopkInt8: ("lost", "lost_of_means"),
-}
-
-
 def topk_int8_hook(state: TopkInt8, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean of a bucket's gradients over all processes, nearly. Two collectives over them."""
     flat = bucket.buffer()
@@ -100,9 +95,9 @@ def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return bf16_compress_hook(state, bucket)
 
 
-def apply_compression(module: DistributedDataParallel, config: RunConfig) -> Any:
+def apply_compression(module: DistributedDataParallel, config: RunConfig) -> Kept:
     """Let `module`, whose buckets are arranged, exchange gradients as CONFIG says; what the hook
-    remembers, or None."""
+    remembers, and a resumed run needs to go on exactly."""
     kind = config.gradient_compression
     if kind == "bf16":
         module.register_comm_hook(None, bf16_hook)
@@ -115,12 +110,12 @@ def apply_compression(module: DistributedDataParallel, config: RunConfig) -> Any
         )
         state.iter = state.start_powerSGD_iter
         module.register_comm_hook(state, powerSGD_hook)
-        return state
+        return {name: getattr(state, name) for name in POWERSGD_KEEPS}
     elif kind == "topk-int8" and config.compression_k < 1:  # else nothing would be lost, nor saved
         lost = TopkInt8(config.compression_k)
         module.register_comm_hook(lost, topk_int8_hook)
-        return lost
-    return None
+        return {"lost": lost.lost, "lost_of_means": lost.lost_of_means}
+    return {}
 
 
 def bucket_mib(config: RunConfig, device_type: str) -> float | None:
@@ -129,18 +124,18 @@ def bucket_mib(config: RunConfig, device_type: str) -> float | None:
     return ONE_BUCKET_MIB if one else config.bucket_cap_mb
 
 
-def state_of(remembered: Any) -> dict[str, torch.Tensor]:
+def state_of(remembered: Kept) -> dict[str, torch.Tensor]:
     """This process's part, for a checkpoint: tensors by "attribute/bucket"."""
     return {
         f"{name}/{bucket}": tensor
-        for name in KEPT[type(remembered)]
-        for bucket, tensor in getattr(remembered, name).items()
+        for name, kept in remembered.items()
+        for bucket, tensor in kept.items()
     }
 
 
-def restore(remembered: Any, state: dict[str, torch.Tensor], device: torch.device) -> None:
+def restore(remembered: Kept, state: dict[str, torch.Tensor], device: torch.device) -> None:
     """Put it back."""
     for key, tensor in state.items():
         name, _, bucket = key.partition("/")
-        if name in KEPT[type(remembered)]:  # earlier releases kept powersgd's number of steps
-            getattr(remembered, name)[int(bucket)] = tensor.to(device)
+        if name in remembered:  # earlier releases kept powersgd's number of steps
+            remembered[name][int(bucket)] = tensor.to(device)
