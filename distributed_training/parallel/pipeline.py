@@ -190,17 +190,13 @@ class RoundedWeights:
             [local_part(copy) for copy in self.copies],
             [local_part(parameter) for parameter in self.parameters],
         )
-        for copy, parameter in zip(self.copies, self.parameters, strict=True):
-            copy.grad = parameter.grad
-            parameter.grad = None
-        self._put(self.copies)
+        self._swap(self.parameters, self.copies)
 
     def __exit__(self, *_error: object) -> None:
-        self._put(self.parameters)
-        for copy, parameter in zip(self.copies, self.parameters, strict=True):
-            parameter.grad = copy.grad
-            copy.grad = None
+        self._swap(self.copies, self.parameters)
 
-    def _put(self, parameters: list[nn.Parameter]) -> None:
-        for (owner, name), parameter in zip(self.places, parameters, strict=True):
-            setattr(owner, name, parameter)
+    def _swap(self, before: list[nn.Parameter], after: list[nn.Parameter]) -> None:
+        for (owner, name), old, new in zip(self.places, before, after, strict=True):
+            new.grad = old.grad
+            old.grad = None
+            setattr(owner, name, new)
