@@ -55,11 +55,9 @@ class Pipeline:
         self._scale = torch.ones((), device=device)
         other = topology.new_pipeline_group()
         # NCCL connects two processes at their first message and waits for both: here, at once.
-        place = dist.get_rank(other)
-        count = dist.get_world_size(other)
-        peers = [dist.get_global_rank(other, (place + i) % count) for i in (1, -1)]
-        numbers = torch.zeros(4, device=device).split(1)
-        _exchange(other, zip(peers, numbers[:2], numbers[2:], strict=True))
+        one = torch.zeros(1, device=device)
+        peers = [(topology.pp_rank + step) % topology.pp for step in (1, -1)]
+        _exchange(other, [(peer, one, torch.empty_like(one)) for peer in peers])
         # With shapes given, torch need not run the stages to find them out.
         batch_shape = (plan.batch.micro_batch_size, config.max_length)
         hidden = self._empty_hidden(batch_shape, "meta").requires_grad_()
@@ -111,10 +109,11 @@ class Pipeline:
         for index, stage in self.stages.items():
             if not stage.is_first and index - 1 not in self.stages:
                 out = self._empty_hidden(ids.shape, self.device)
-                dist.recv(out, self._peer(index - 1), group=self.group)
+                dist.recv(out, group=self.group, group_src=self.ranks[index - 1])
             out = stage(out, targets) if stage.is_last else stage(out)
             if not stage.is_last and index + 1 not in self.stages:
-                dist.send(out.contiguous(), self._peer(index + 1), group=self.group)
+                following = self.ranks[index + 1]
+                dist.send(out.contiguous(), group=self.group, group_dst=following)
         return out if self.last is not None else None
 
     def broadcast_logits(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
@@ -123,7 +122,7 @@ class Pipeline:
             shape = (*ids.shape, self.size.vocab_size)
             logits = torch.empty(shape, dtype=self.dtype, device=self.device)
         logits = logits.contiguous()
-        dist.broadcast(logits, self._peer(len(self.ranks) - 1), group=self.group)
+        dist.broadcast(logits, group=self.group, group_src=self.ranks[-1])
         return logits
 
     def add_tied_gradients(self) -> None:
@@ -134,7 +133,7 @@ class Pipeline:
             gradients[0] += gradients[1]
             gradients[1].copy_(gradients[0])
         elif ends:
-            other = self._peer(0 if self.first is None else len(self.ranks) - 1)
+            other = self.ranks[0 if self.first is None else -1]
             theirs = torch.empty_like(gradients[0])
             _exchange(self.group, [(other, gradients[0], theirs)])
             gradients[0] += theirs  # the same two numbers on both sides, so the same sum
@@ -150,19 +149,15 @@ class Pipeline:
         hidden = (shape[0] // samples, shape[1] // tokens, self.size.hidden_size)
         return torch.empty(hidden, dtype=self.dtype, device=device)
 
-    def _peer(self, stage: int) -> int:
-        """Global rank that holds a stage, among those of this process's pipeline."""
-        return dist.get_global_rank(self.group, self.ranks[stage])
-
 
 def _exchange(
     group: dist.ProcessGroup, messages: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Send to and receive from each (global rank, sent, received), all at once, and wait."""
+    """Send to and receive from each (rank in `group`, sent, received), all at once, and wait."""
     operations = []
     for peer, sent, received in messages:
-        operations.append(dist.P2POp(dist.isend, sent, peer, group))
-        operations.append(dist.P2POp(dist.irecv, received, peer, group))
+        operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=peer))
+        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=peer))
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 
