@@ -38,7 +38,7 @@ class StepGraph:
         self.step = step
         self.device = device
         self.num_eager_steps = num_eager_steps
-        self.left = num_eager_steps
+        self.num_steps = 0  # since state was last moved
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
             self.copies = torch.cuda.Stream(device)
@@ -50,9 +50,9 @@ class StepGraph:
     def __call__(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
         """What `step` returns, in memory that the next step leaves alone."""
         tensors = self._upload(arrays)
-        if self.left == 0:
+        if self.num_steps == self.num_eager_steps:
             self._capture(tensors)
-        self.left = None if self.left in (None, 0) else self.left - 1
+        self.num_steps += 1
         if self.graph is None:
             return self.step(*tensors)
         for given, tensor in zip(self.inputs, tensors, strict=True):
@@ -74,7 +74,7 @@ class StepGraph:
         """Capture again: state has moved. Without effect where steps are launched op by op."""
         if self.graph is not None:
             self.graph = None
-            self.left = self.num_eager_steps
+            self.num_steps = 0
 
     def _upload(self, arrays: tuple[np.ndarray, ...]) -> tuple[torch.Tensor, ...]:
         """Copies on the device, made while the step before runs."""

@@ -206,7 +206,6 @@ def measure(run: harness.Run) -> dict[str, Any]:
     if config.cuda_graphs and topology.pp > 1:  # a graph does not say when its parts begin and end
         engine: Any = run.engine
         engine.step.graph = None
-        engine.step.left = None
         _train(run, spans, StepTimer(topology.device))
     num_timed = NUM_STEPS - NUM_WARMUP
     phases, reductions, computing = (
