@@ -40,8 +40,7 @@ class StepGraph:
         self.num_eager_steps = num_eager_steps
         self.num_steps = 0  # since state was last moved
         self.graph: torch.cuda.CUDAGraph | None = None
-        if device.type == "cuda":
-            self.copies = torch.cuda.Stream(device)
+        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         if num_eager_steps is not None:
             # Neither capture nor DDP's hooks in it work on the default stream.
             torch.cuda.set_stream(torch.cuda.Stream(device))
@@ -78,13 +77,12 @@ class StepGraph:
 
     def _upload(self, arrays: tuple[np.ndarray, ...]) -> tuple[torch.Tensor, ...]:
         """Copies on the device, made while the step before runs."""
-        if self.device.type == "cpu":
-            return to_device(self.device, *arrays)
         with torch.cuda.stream(self.copies):
             tensors = to_device(self.device, *arrays)
-        torch.cuda.current_stream().wait_stream(self.copies)
-        for tensor in tensors:
-            tensor.record_stream(torch.cuda.current_stream())
+        if self.copies is not None:
+            torch.cuda.current_stream().wait_stream(self.copies)
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream())
         return tensors
 
     def _capture(self, tensors: Sequence[torch.Tensor]) -> None:
