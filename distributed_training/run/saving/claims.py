@@ -93,16 +93,13 @@ def refuse_held(run_dir: Path) -> None:
     raise UserError(what, f"{began}its processes have not ended yet", fix)
 
 
-def refuse_doubling(output_dir: Path, identity: dict[str, Any]) -> set[Path]:
-    """The runs of this machine that are going on in `output_dir`; UserError where one has that
-    identity."""
-    folders = (file.parent for file in output_dir.glob(f"*/{OWNER_FILE}"))
-    runs = {folder for folder in folders if not folder.is_symlink()}  # latest
-    for run_dir in runs:
-        found = _read(run_dir)
-        if found is not None and found.identity == identity:
-            refuse_held(run_dir)
-    return set(filter(is_locked, runs))
+def refuse_doubling(output_dir: Path, identity: dict[str, Any]) -> None:
+    """Raises UserError where a run in `output_dir` that is going on has that identity."""
+    for file in output_dir.glob(f"*/{OWNER_FILE}"):
+        found = _read(file.parent)
+        latest = file.parent.is_symlink()
+        if not latest and found is not None and found.identity == identity:
+            refuse_held(file.parent)
 
 
 def is_locked(run_dir: Path) -> bool:

@@ -199,7 +199,7 @@ def named_checkpoint(resume: str) -> Path:
 
 
 def _newest(plan: Plan) -> Path | None:
-    others = claims.refuse_doubling(plan.output_dir, identity(plan))  # which are going on
+    claims.refuse_doubling(plan.output_dir, identity(plan))
     found = list[tuple[Path, Meta]]()
     obstacle = ""
     for checkpoint in sorted(plan.output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
@@ -218,7 +218,7 @@ def _newest(plan: Plan) -> Path | None:
                 why = ""
         if why:
             obstacle = obstacle or f"{run_dir.name}, the newest with a checkpoint, {why}"
-        elif run_dir not in others:
+        elif not claims.is_locked(run_dir):
             found.append((checkpoint, meta))
     # Of the same strategy before others: runs that are compared go on each for itself.
     found.sort(key=lambda each: each[1].spread.get("strategy") != plan.strategy.name)
