@@ -15,12 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._symmetric_memory as symmetric_memory
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -84,7 +79,7 @@ class TwoWayStage(PipelineStage):
         return [op for op in ops if op.peer != dist.get_rank()]
 
 
-class GivenOrder(_PipelineScheduleRuntime):
+class GivenOrder(schedules._PipelineScheduleRuntime):
     """Processes that work in given orders, of forward passes and halves of backward ones. With
     `spans` messages are sent and awaited in the order in which they are made by them: torch's own
     order assumes equal durations, and a receive that comes too early holds up what is ready."""
@@ -98,7 +93,7 @@ class GivenOrder(_PipelineScheduleRuntime):
     ) -> None:
         super().__init__(stages, **options)
         self.pipeline_order = {
-            rank: [_Action(stage, _COMPUTING[kind], number) for kind, stage, number in order]
+            rank: [schedules._Action(stage, _COMPUTING[kind], n) for kind, stage, n in order]
             for rank, order in enumerate(orders)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
@@ -109,7 +104,7 @@ class GivenOrder(_PipelineScheduleRuntime):
             }
 
 
-_Type = _ComputationType
+_Type = schedules._ComputationType
 _COMPUTING = {"F": _Type.FORWARD, "I": _Type.BACKWARD_INPUT, "W": _Type.BACKWARD_WEIGHT}
 _KINDS = {kind: name for name, kind in _COMPUTING.items()}
 # (what makes a message, by how many stages before the one that the action names)
@@ -119,8 +114,8 @@ _MESSAGES = {
 
 
 def _in_order_of_messages(
-    actions: list[_Action], spans: Mapping[Operation, tuple[float, float]]
-) -> list[_Action]:
+    actions: list[schedules._Action], spans: Mapping[Operation, tuple[float, float]]
+) -> list[schedules._Action]:
     """Each message before what its process does when it is made, and after what makes it."""
     messages = []
     for action in actions:
