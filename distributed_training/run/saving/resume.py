@@ -4,7 +4,6 @@ A checkpoint's files are described in checkpoint.py, which writes them.
 """
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -73,7 +72,7 @@ def remove_unfinished(run_dir: Path) -> None:
 
 def write_meta(folder: Path, meta: Meta) -> None:
     """A checkpoint's meta.json, with a checksum of all that it says."""
-    values = json.loads(meta.model_dump_json())
+    values = meta.model_dump(mode="json")
     write_json(folder / META_FILE, {**values, CHECKSUM: crc32_of(values)})
 
 
