@@ -131,7 +131,7 @@ def lowered(plan):
     computing = {
         rank: schedules._add_reduce_grad(
             schedules._add_unshard_reshard(
-                [private.schedules._Action(s, private._COMPUTING[kind], i) for kind, s, i in order]
+                [schedules._Action(s, private._COMPUTING[kind], i) for kind, s, i in order]
             ),
             plan.batch.num_microbatches,
         )
