@@ -93,13 +93,12 @@ class Pipeline:
         summed loss where the last stage is, zero elsewhere."""
         self._scale = scale
         arguments = () if self.first is None else (inputs,)
-        if self.last is None:
-            self.schedule.step(*arguments, return_outputs=False)
-            return torch.zeros((), device=self.device)
         losses: list[torch.Tensor] = []
         # `target` is what torch hands to loss_fn; the stage itself needs them, too.
         words = {"targets": targets, "target": targets, "losses": losses}
         self.schedule.step(*arguments, return_outputs=False, **words)
+        if self.last is None:
+            return torch.zeros((), device=self.device)
         return torch.stack(losses).sum().detach() / scale
 
     @torch.no_grad()
@@ -110,7 +109,7 @@ class Pipeline:
             if not stage.is_first and index - 1 not in self.stages:
                 out = self._empty_hidden(ids.shape, self.device)
                 dist.recv(out, group=self.group, group_src=self.ranks[index - 1])
-            out = stage(out, targets) if stage.is_last else stage(out)
+            out = stage(out, targets)
             if not stage.is_last and index + 1 not in self.stages:
                 following = self.ranks[index + 1]
                 dist.send(out.contiguous(), group=self.group, group_dst=following)
