@@ -132,7 +132,7 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
             return f"{name} has other contents than were written"
         return ""
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(8) as pool:
         for damage in filter(None, pool.map(find_damage, names)):
             raise UserError(f"checkpoint {folder} is damaged", damage, INSTEAD)
     return names
