@@ -50,11 +50,11 @@ def check_disks(plan: Plan, process: Process) -> None:
 
 def _see_folder(process: Process, plan: Plan) -> None:
     """Checkpoints of all nodes lie in one folder, which rank 0 has made, with the plan in it."""
+    who = f"rank {process.rank} on {socket.gethostname()}"
     fix = "set output_dir to a folder on a disk that all nodes share, or shared_disk to False"
     end = time.monotonic() + SHARED_WITHIN_S
     while not (plan.run_dir / PLAN_FILE).is_file():
         if time.monotonic() > end:
-            who = f"rank {process.rank} on {socket.gethostname()}"
             what = f"{who} does not see {plan.run_dir}, which rank 0 has made"
             raise UserError(what, "a run is saved into one folder", fix)
         time.sleep(0.2)
@@ -62,17 +62,17 @@ def _see_folder(process: Process, plan: Plan) -> None:
 
 def _make_folder(process: Process, plan: Plan, mark: Path) -> None:
     """This node's folder of the run, with the plan in it."""
-    host = socket.gethostname()
+    who = f"rank {process.rank} on {socket.gethostname()}"
     try:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
         mark.touch(exist_ok=False)  # the first of those that share a disk succeeds, on any disk
         if process.rank:
             write_plan(plan)
     except FileExistsError:
-        what = f"rank {process.rank} on {host} sees another node's {plan.run_dir}"
+        what = f"{who} sees another node's {plan.run_dir}"
         raise UserError(what, "with shared_disk=False each has its own", "set it to True") from None
     except OSError as error:
-        what = f"rank {process.rank} on {host} cannot make {plan.run_dir}"
+        what = f"{who} cannot make {plan.run_dir}"
         raise UserError(what, str(error.strerror), "set output_dir elsewhere") from None
 
 
@@ -87,11 +87,10 @@ def copies_here(held: Iterable[Part], topology: Topology) -> list[Part]:
     ranks = gather((node, {key: part.writes for key, part in own.items()}))
     here = {rank: found for rank, (its, found) in enumerate(ranks) if its == node}
     written = {key for found in here.values() for key, writes in found.items() if writes}
-    holders: dict[str, list[int]] = {}
-    for rank, found in here.items():
-        for key in found:
-            if key not in written:
-                holders.setdefault(key, []).append(rank)
-    shares = {key: ranks[n % len(ranks)] for n, (key, ranks) in enumerate(holders.items())}
-    mine = [own[key] for key, rank in shares.items() if rank == topology.rank]
-    return [replace(part, name=COPY + part.name, writes=True) for part in mine]
+    lacking = dict.fromkeys(key for found in here.values() for key in found if key not in written)
+    mine = []
+    for number, key in enumerate(lacking):
+        holders = [rank for rank, found in here.items() if key in found]
+        if holders[number % len(holders)] == topology.rank:
+            mine.append(replace(own[key], name=COPY + own[key].name, writes=True))
+    return mine
