@@ -29,45 +29,40 @@ def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
         if not isinstance(linear, Linear) or name.rpartition(".")[2] not in targets:
             continue
         weight = linear.weight
-        linear.adapter = Adapter(*_draw(name, weight, config, model.compute_dtype), config)
+        rows, columns = weight.shape
+        # From the name and the seed alone; rounded like weights that training begins with.
+        generator = torch.Generator().manual_seed(config.seed * 100_003 + zlib.crc32(name.encode()))
+        a = torch.empty(config.lora_rank, columns)
+        a.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
+        a = a.to(model.compute_dtype or a.dtype).float().to(weight.device)
+        b = torch.zeros(rows, config.lora_rank, device=weight.device)
+        place = None
         if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
             by_columns = weight.placements[0].is_shard(1)
+            place_a, place_b = (Shard(1), Replicate()) if by_columns else (Replicate(), Shard(0))
+            a = distribute_tensor(a, mesh, [place_a], src_data_rank=None)
+            b = distribute_tensor(b, mesh, [place_b], src_data_rank=None)
             terms.add(f"{name}.adapter.{'b' if by_columns else 'a'}")
             if by_columns and config.lora_dropout and not config.sequence_parallel:
-                linear.adapter.place = weight.device_mesh.get_local_rank()
+                place = mesh.get_local_rank()
+        linear.adapter = Adapter(a, b, config, place)
     return terms
-
-
-def _draw(
-    name: str, weight: torch.Tensor, config: RunConfig, dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B from the name and the seed alone, split as the weight is; rounded like weights that
-    training begins with."""
-    rows, columns = weight.shape
-    generator = torch.Generator().manual_seed(config.seed * 100_003 + zlib.crc32(name.encode()))
-    a = torch.empty(config.lora_rank, columns)
-    a.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
-    a = a.to(dtype or a.dtype).float().to(weight.device)
-    b = torch.zeros(rows, config.lora_rank, device=weight.device)
-    if isinstance(weight, DTensor):
-        by_columns = weight.placements[0].is_shard(1)
-        place_a, place_b = (Shard(1), Replicate()) if by_columns else (Replicate(), Shard(0))
-        a = distribute_tensor(a, weight.device_mesh, [place_a], src_data_rank=None)
-        b = distribute_tensor(b, weight.device_mesh, [place_b], src_data_rank=None)
-    return a, b
 
 
 class Adapter(nn.Module):
     """What is added to the product of one matrix."""
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, config: RunConfig) -> None:
+    def __init__(
+        self, a: torch.Tensor, b: torch.Tensor, config: RunConfig, place: int | None = None
+    ) -> None:
+        """`place`: among processes with other columns of the input and the same random numbers."""
         super().__init__()
         self.a = nn.Parameter(a)
         self.b = nn.Parameter(b)
         self.scale = config.lora_alpha / config.lora_rank
         self.dropout = config.lora_dropout
-        # Among processes with other columns of the input and the same random numbers.
-        self.place: int | None = None
+        self.place = place
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The matrix's input [.., in] and product [.., out] -> the sum [.., out]."""
