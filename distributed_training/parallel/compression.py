@@ -9,7 +9,6 @@ ways (error feedback, Karimireddy et al., 1901.09847).
 DDP reads the hooks' annotations, which must not be text.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,30 +51,24 @@ def decompress(message: torch.Tensor, num_exact: int) -> torch.Tensor:
     return (parts[3].view(torch.int8) * scale).scatter(1, places, exact)
 
 
-@dataclass(slots=True)
-class TopkInt8:
-    """What compression has lost so far, by bucket."""
-
-    share: float  # of the values, sent as they are
-    lost: dict[int, torch.Tensor] = field(default_factory=dict)
-    lost_of_means: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
-def topk_int8_hook(state: TopkInt8, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of a bucket's gradients over all processes, nearly. Two collectives over them."""
+def topk_int8_hook(
+    state: tuple[float, Kept], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """The mean of a bucket's gradients over all processes, nearly. `state`: the share of the values
+    that are sent as they are, and what was lost so far. Two collectives over all processes."""
+    share, kept = state
     flat = bucket.buffer()
     index = bucket.index()
     count = dist.get_world_size()
     part = -(-flat.numel() // count)
-    k = num_exact(part, state.share)
-    own = flat.new_zeros(count * part)
-    own[: flat.numel()] = flat
-    own = own.view(count, part) + state.lost.get(index, 0.0)
+    k = num_exact(part, share)
+    padded = torch.nn.functional.pad(flat, (0, count * part - flat.numel()))
+    own = padded.view(count, part) + kept["lost"].get(index, 0.0)
     message = compress(own, k)
-    state.lost[index] = own - decompress(message, k)
+    kept["lost"][index] = own - decompress(message, k)
     received = torch.empty_like(message)
     # On GPUs the answer is worked out on another stream: what outlives it is never allocated there.
-    lost = state.lost_of_means.setdefault(index, own.new_zeros(1, part))
+    lost = kept["lost_of_means"].setdefault(index, own.new_zeros(1, part))
     sent = dist.all_to_all_single(received, message, async_op=True)
 
     def answer(arrived: Any) -> torch.Tensor:
@@ -112,9 +105,9 @@ def apply_compression(module: DistributedDataParallel, config: RunConfig) -> Kep
         module.register_comm_hook(state, powerSGD_hook)
         return {name: getattr(state, name) for name in POWERSGD_KEEPS}
     elif kind == "topk-int8" and config.compression_k < 1:  # else nothing would be lost, nor saved
-        lost = TopkInt8(config.compression_k)
-        module.register_comm_hook(lost, topk_int8_hook)
-        return {"lost": lost.lost, "lost_of_means": lost.lost_of_means}
+        kept: Kept = {"lost": {}, "lost_of_means": {}}
+        module.register_comm_hook((config.compression_k, kept), topk_int8_hook)
+        return kept
     return {}
 
 
