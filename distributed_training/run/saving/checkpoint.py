@@ -103,12 +103,11 @@ class Saver:
     def _find_memory(self, parts: list[Part]) -> None:
         """See to memory for a copy of them, where all ranks have room for theirs. Collective."""
         needed = bytes_to_copy(parts)
-        held = self.memory
-        if all(gather(held is not None and len(held.memory) >= needed)):
+        if all(gather(self.memory is not None and len(self.memory.memory) >= needed)):
             return
-        if held is not None:  # freed before more is asked for
-            held.wait()
-        self.memory = held = None
+        if self.memory is not None:  # freed before more is asked for
+            self.memory.wait()
+            self.memory = None
         room = available_ram_bytes() > ROOM * needed * self.plan.processes_here
         # What swaps to the disk has no memory for it.
         if all(gather(room and not self.plan.strategy.swaps_to_disk)):
