@@ -149,8 +149,7 @@ def push_folder(folder: Path, repo_id: str) -> str:
         address = str(api.create_repo(repo_id, exist_ok=True))
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Trained model")
     except Exception as error:  # those of whichever HTTP client the library uses
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        why = f"{type(error).__name__}: {' '.join(lines)[:200]}"
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         status = getattr(getattr(error, "response", None), "status_code", None)
         fix = f"type: python real_model_example.py push {short_path(folder)} {repo_id}"
         if status in (401, 403):
