@@ -186,6 +186,18 @@ def test_without_room_for_a_copy_the_state_itself_is_written(tmp_path, monkeypat
     assert (load(folder, engine), engine.value) == (3, 3)
 
 
+def test_weights_are_those_of_the_last_save_and_none_without_a_copy(tmp_path, monkeypatch):
+    saver = Saver(plan_of(tmp_path), TOPOLOGY)
+    begin(saver, FakeEngine(3), 3)
+    assert saver.weights(3)["w"].unique().tolist() == [3]
+    assert not saver.weights(2)
+    saver.finish()
+    monkeypatch.setattr(checkpoint, "available_ram_bytes", lambda: 100)
+    begin(saver, FakeEngine(4), 4)
+    assert not saver.weights(4)
+    saver.finish()
+
+
 def test_one_flipped_bit_is_found_and_a_file_that_is_missing(tmp_path):
     """In a file that is read in pieces."""
     engine = FakeEngine()

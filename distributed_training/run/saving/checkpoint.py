@@ -81,6 +81,7 @@ class Saver:
         parts = self._parts_to_write(engine)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
+        self._copies = []  # of an earlier step, whose memory they would keep
         self._find_memory(parts)
         if self.memory is not None:
             parts = self._copies = self.memory.copy(parts)
