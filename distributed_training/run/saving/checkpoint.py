@@ -114,15 +114,13 @@ class Saver:
         if all(gather(room and not self.plan.strategy.swaps_to_disk)):
             self.memory = HostMemory(needed, self.topology.device if self._keeps else None)
 
-    def weights(self, step: int) -> dict[str, torch.Tensor] | None:
-        """All weights after `step`, under the model's names, from the copy in host memory; None
+    def weights(self, step: int) -> dict[str, torch.Tensor]:
+        """All weights after `step`, under the model's names, from the copy in host memory; nothing
         where that does not hold them."""
         if self.step != step or self.topology.world_size > 1:
-            return None
+            return {}
         found = [part for part in self._copies if part.name.startswith("weight/")]
-        if not found or any(part.size != part.shape for part in found):
-            return None
-        return {part.name.removeprefix("weight/"): part.get() for part in found}
+        return {part.name.removeprefix("weight/"): part.get().view(part.shape) for part in found}
 
     @property
     def under_way(self) -> bool:
