@@ -261,7 +261,7 @@ def memory_vs_bubble(work: Work) -> Figure:
         f"weights is {number(weights)}",
     )
     labels = {(float(x), float(y)): "\n".join(names) for (x, y), names in places.items()}
-    page.place_labels(figure, ax, labels)
+    page.place_labels(ax, labels)
     return figure
 
 

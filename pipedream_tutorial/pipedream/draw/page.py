@@ -52,7 +52,8 @@ def new_figure(
 
     `panel_heights` has one height a row, `gap` lies between rows, `head` above the first one.
     """
-    lines = _even_lines(title, 88)
+    # As few lines as possible, and those about equally long.
+    lines = min((textwrap.wrap(title, width) for width in range(1, 89)), key=len)
     legend_rows = -(-len(legend) // legend_columns)
     top = 0.15 + 0.29 * len(lines) + 0.33 * legend_rows + head
     bottom = 0.75 + 0.26 * len(notes) if notes else 0.7
@@ -90,15 +91,6 @@ def new_figure(
             ax.spines[["left", "bottom"]].set_color(GREY)
         y -= gap
     return figure, figure.axes
-
-
-def _even_lines(text: str, longest: int) -> list[str]:
-    """As few lines as possible, and those about equally long."""
-    count = len(textwrap.wrap(text, longest))
-    width = len(text) // count
-    while len(textwrap.wrap(text, width)) > count:
-        width += 1
-    return textwrap.wrap(text, width)
 
 
 def save(figure: Figure, path: Path, source: str | None = None) -> Figure:
@@ -167,27 +159,17 @@ class Spot(NamedTuple):
     boxes: list[Box]  # what it covers: the label, and small ones along such a line
 
 
-def place_labels(
-    figure: Figure, ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()
-) -> None:
+def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
     """Write labels beside their points (data units) so that they hide no point, each other, a line
     that leads to a label, or what lies at `avoid`.
 
     Several orders of placing are tried; the one that leaves labels closest to their points wins.
     Raises RuntimeError where there is no room.
     """
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    figure.draw_without_rendering()
-    inside: Box = ax.get_window_extent(renderer).extents
-    pixels: dict[Point, Any] = {p: ax.transData.transform(p) for p in (*labels, *avoid)}
-    obstacles = [_around(pixels[point], DOT) for point in labels]
-    obstacles += [_around(pixels[point], 1) for point in avoid]
-    spots = {}
-    for point, label in labels.items():
-        probe = ax.text(0, 0, label, fontsize=SMALL)
-        size = probe.get_window_extent(renderer).size
-        probe.remove()
-        spots[point] = _spots(pixels[point], *size, inside)
+    to_pixels = ax.transData.transform
+    obstacles = [_around(to_pixels(point), DOT) for point in labels]
+    obstacles += [_around(to_pixels(point), 1) for point in avoid]
+    spots = {point: _spots(ax, to_pixels(point), label) for point, label in labels.items()}
 
     def arranged(order: Sequence[Point]) -> dict[Point, Spot]:
         """Each label in turn at the nearest free spot, as far as there is one."""
@@ -230,8 +212,12 @@ def _overlap(a: Box, b: Box) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-def _spots(anchor: Point, width: float, height: float, inside: Box) -> list[Spot]:
-    """Where in the axes a label of this size (pixels) may go, the nearest first."""
+def _spots(ax: Axes, anchor: Point, label: str) -> list[Spot]:
+    """Where in the axes the label of a point (pixels) may go, the nearest first."""
+    probe = ax.text(0, 0, label, fontsize=SMALL)
+    width, height = probe.get_window_extent().size
+    probe.remove()
+    inside = ax.bbox.extents
     x, y = anchor
     wide = width / POINT
     lefts = [GAP, 24.0, 50.0, 90.0, 140.0, 200.0, -GAP - wide, -50.0 - wide, -wide / 2]

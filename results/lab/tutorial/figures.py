@@ -317,7 +317,7 @@ def draw_frontier(record: Record, path: Path) -> Figure:
                 *((right, y) for y in np.linspace(low, high, 20)),
             ]
         ]
-        place_labels(figure, ax, named, avoid=line)
+        place_labels(ax, named, avoid=line)
         panel_title(ax, f"Communication c = {number(Fraction(communication))}")
     axes[0].set_ylabel("time of one batch", fontsize=TEXT)
     return save(figure, path, frontier_digest(record))
