@@ -17,25 +17,17 @@ from matplotlib.ticker import MaxNLocator
 
 from pipedream.draw import page
 from pipedream.draw.page import EDGE, TEXT, Colour, number, percent
-from pipedream.schedules.ops import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    WEIGHT_GRADIENT,
-    Op,
-    Pair,
-    Schedule,
-)
+from pipedream.schedules.ops import FORWARD, Op, Pair, Schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Refused, Row, compare, measure
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.simulator import Timeline, simulate
 
 KINDS = {
-    FORWARD: ("#56B4E9", "F  forward"),
-    BACKWARD: ("#D55E00", "B  whole backward"),
-    INPUT_GRADIENT: ("#F0E442", "I  input gradient"),
-    WEIGHT_GRADIENT: ("#00523B", "W  weight gradient"),
+    "F": ("#56B4E9", "F  forward"),
+    "B": ("#D55E00", "B  whole backward"),
+    "I": ("#F0E442", "I  input gradient"),
+    "W": ("#00523B", "W  weight gradient"),
 }
 """Colour and name of each kind of operation."""
 IDLE_HATCH: dict[str, Any] = {
@@ -45,7 +37,6 @@ ROW = 0.88
 """Height of a rank's cells, where ranks are 1 apart."""
 
 Colouring = Callable[[Op], Colour]
-Labeller = Callable[[Op], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +77,6 @@ def kind_colours(schedule: Schedule) -> Colouring:
     return lambda op: page.paler(KINDS[op.kind][0], pale[op.stage])
 
 
-def microbatch_number(op: Op) -> str:
-    """What cells show by default."""
-    return str(op.microbatch)
-
-
 def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     """Swatches for the kinds that occur, and for idle time."""
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
@@ -109,23 +95,26 @@ def row_height(num_ranks: int) -> float:
     return max(0.16, min(0.34, 2.2 / num_ranks))
 
 
-def draw_grid(
-    ax: Axes,
-    timeline: Timeline,
-    *,
-    until: Fraction | None = None,
-    colour: Colouring | None = None,
-    labels: Sequence[Labeller] = (microbatch_number,),
-    outlined: Collection[Op] = (),
-) -> None:
+class Panel(NamedTuple):
+    """A timeline, the line above it, and how it is drawn if not by kind, with microbatches."""
+
+    text: str
+    timeline: Timeline
+    labels: Sequence[Callable[[Op], str]] = (lambda op: str(op.microbatch),)
+    """Cells get the first one that fits in all of them, or the last in those where it fits."""
+    colour: Colouring | None = None
+    outlined: Collection[Op] = ()
+
+
+def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     """One rectangle for each operation: x and width are its time, y its rank (0 on top).
 
-    The halves of a pair share the rank's row. The time axis ends at `until` (the makespan). Cells
-    get the first of `labels` that fits in all of them, or the last in those where it fits. Each
+    The halves of a pair share the rank's row. The time axis ends at `until` (the makespan). Each
     rectangle's gid is the operation as text; behind them lies one a rank, "idle 0", from time 0 to
     the makespan.
     """
-    colour = colour or kind_colours(timeline.schedule)
+    timeline = panel.timeline
+    colour = panel.colour or kind_colours(timeline.schedule)
     end = float(timeline.makespan if until is None else until)
     num_ranks = timeline.schedule.num_ranks
     ax.set_xlim(0, 1.002 * end)
@@ -148,7 +137,7 @@ def draw_grid(
     narrowest = min(cell.get_width() for cell in cells.values() if cell.get_width()) * across
     for op, cell in cells.items():
         cell.set(edgecolor=EDGE, linewidth=min(0.6, 0.08 * narrowest))
-        if op in outlined:
+        if op in panel.outlined:
             width = min(3.0, 0.15 * cell.get_width() * across)
             cell.set(edgecolor="black", linewidth=width, zorder=1.5, joinstyle="miter")
 
@@ -160,7 +149,7 @@ def draw_grid(
         return min(by_width, (cell.get_height() * down - 1) / (1.2 * len(lines)))
 
     inside = [op for op, cell in cells.items() if cell.get_width() and cell.get_bbox().x1 <= end]
-    for label in labels:
+    for label in panel.labels:
         rooms = {op: room(label(op), cells[op]) for op in inside}
         if min(rooms.values(), default=0) >= page.LEAST:
             break
@@ -175,6 +164,7 @@ def draw_grid(
             y = cell.get_y() + cell.get_height() / 2
             ax.text(x, y, label(op), color=page.ink(colour(op)), **style)
     rank_axis(ax, num_ranks)
+    page.panel_title(ax, panel.text)
 
 
 def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
@@ -186,31 +176,19 @@ def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
     ax.xaxis.set_major_formatter(lambda time, _: number(time))
 
 
-class Panel(NamedTuple):
-    """A timeline, the line above it, and how it is drawn if not by kind."""
-
-    text: str
-    timeline: Timeline
-    labels: Sequence[Labeller] = (microbatch_number,)
-    colour: Colouring | None = None
-    outlined: Collection[Op] = ()
-
-
 def lay_out(
     title: str,
     panels: Sequence[Panel],
     *,
-    notes: Sequence[str] = (),
     tall: float = 1.2,
     until: Fraction | None = None,
     legend: Sequence[Artist] | None = None,
-    left: float = 0.95,
-    right: float = 0.4,
+    **options: Any,
 ) -> Figure:
     """A page of timelines above each other, on one time axis that ends at `until`, or else at the
     last makespan and whose label names the durations, which are the same for all panels.
 
-    `tall` is a row's height in row heights; `left` and `right` lie beside the panels, in inches.
+    `tall` is a row's height in row heights; `options` are new_figure's.
     """
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
@@ -220,20 +198,11 @@ def lay_out(
         pairs = any(isinstance(item, Pair) for order in timeline.schedule.orders for item in order)
         # A quarter more where operations in pairs share a row.
         heights.append(tall * (p * row_height(p) * (1.25 if pairs else 1)))
-    figure, axes = page.new_figure(
-        title,
-        heights,
-        legend=kind_legend(timelines) if legend is None else legend,
-        head=0.45 if panels[0].text else 0.2,
-        gap=0.5,
-        notes=notes,
-        left=left,
-        right=right,
-    )
+    legend = kind_legend(timelines) if legend is None else legend
+    head = 0.45 if panels[0].text else 0.2
+    figure, axes = page.new_figure(title, heights, legend=legend, head=head, gap=0.5, **options)
     for ax, panel in zip(axes, panels, strict=True):
-        text, timeline, labels, colour, outlined = panel
-        draw_grid(ax, timeline, until=until, colour=colour, labels=labels, outlined=outlined)
-        page.panel_title(ax, text)
+        draw_grid(ax, panel, until=until)
         ax.tick_params(labelbottom=ax is axes[-1])
     time_label(axes[-1], timelines[-1])
     return figure
@@ -363,10 +332,9 @@ def weight_versioning(work: Work) -> Figure:
     """
     timeline = measure("pipedream", work.case).batch
     ops = list(timeline.schedule.ops())
-    policies = {"with stashing": "stash", "without stashing": "in-place"}
     uses = {
         text: weight_use(timeline.schedule, POLICIES[policy], work.case.num_microbatches)
-        for text, policy in policies.items()
+        for text, policy in (("with stashing", "stash"), ("without stashing", "in-place"))
     }
     newest = max(use[op.stage].version(op) for use in uses.values() for op in ops)
     # The darkest shade is left out: black outlines would not show on it.
@@ -376,32 +344,25 @@ def weight_versioning(work: Work) -> Figure:
     for text, use in uses.items():
         version = {op: use[op.stage].version(op) for op in ops}
         forward = {op: use[op.stage].forward[op.microbatch] for op in ops}
+        wrong = [op for op in ops if version[op] != forward[op]]
         name = {op: f"{op.kind}{op.microbatch}" for op in ops}
         used = {op: f"{name[op]}\nv{version[op]}" for op in ops}
-        both = {
-            op: used[op] + ("" if version[op] == forward[op] else f"\u2260{forward[op]}")
-            for op in ops
-        }
+        both = used | {op: f"{used[op]}\u2260{forward[op]}" for op in wrong}
         colour = {op: shades[version[op]] for op in ops}
         peaks = ", ".join(str(use[stage].peak_versions) for stage in sorted(use))
         title = f"{text.capitalize()}: versions kept by rank {peaks}"
         labels = [cells.__getitem__ for cells in (both, used, name)]
-        wrong = [op for op in ops if version[op] != forward[op]]
         panels.append(Panel(title, timeline, labels, colour.__getitem__, set(wrong)))
         counts.append(f"{len(wrong)} {text}")
     backwards = sum(op.kind != FORWARD for op in ops)
-    outlined = "B on other weights than its F"
-    figure = lay_out(
+    title = (
         f"Of {backwards} backward passes, {' and '.join(counts)} see other weights than their "
-        "forward pass did",
-        panels,
-        tall=1.9,
-        right=1.25,
-        legend=[
-            Patch(facecolor="white", edgecolor="black", linewidth=3, label=outlined),
-            Patch(**IDLE_HATCH, label="idle"),
-        ],
+        "forward pass did"
     )
+    box: dict[str, Any] = {"facecolor": "white", "edgecolor": "black", "linewidth": 3}
+    outlined = Patch(**box, label="B on other weights than its F")
+    legend = [outlined, Patch(**IDLE_HATCH, label="idle")]
+    figure = lay_out(title, panels, tall=1.9, right=1.25, legend=legend)
     # Beside the panels, the shades as a bar.
     top = figure.axes[0].get_position()
     bottom = figure.axes[-1].get_position().y0
@@ -409,10 +370,9 @@ def weight_versioning(work: Work) -> Figure:
     bar_axes = figure.add_axes((top.x1 + 0.25 * inch, bottom, 0.22 * inch, top.y1 - bottom))
     norm = BoundaryNorm([v - 0.5 for v in range(newest + 2)], newest + 1)
     colours = ScalarMappable(norm=norm, cmap=ListedColormap(shades))
-    bar = figure.colorbar(colours, cax=bar_axes, label="weight version")
-    bar.locator = MaxNLocator(nbins=12, integer=True)
+    ticks = MaxNLocator(nbins=12, integer=True)
+    bar = figure.colorbar(colours, cax=bar_axes, label="weight version", ticks=ticks)
     bar.minorticks_off()
-    bar.update_ticks()
     bar.ax.tick_params(labelsize=page.SMALL)
     bar.ax.yaxis.label.set_fontsize(TEXT)
     bar.outline.set_edgecolor(EDGE)

@@ -166,7 +166,7 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
     Several orders of placing are tried; the one that leaves labels closest to their points wins.
     Raises RuntimeError where there is no room.
     """
-    to_pixels = ax.transData.transform
+    to_pixels: Any = ax.transData.transform
     obstacles = [_around(to_pixels(point), DOT) for point in labels]
     obstacles += [_around(to_pixels(point), 1) for point in avoid]
     spots = {point: _spots(ax, to_pixels(point), label) for point, label in labels.items()}

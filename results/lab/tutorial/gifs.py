@@ -17,6 +17,7 @@ from PIL import Image
 from pipedream.draw.grids import (
     IDLE_HATCH,
     ROW,
+    Panel,
     cost_text,
     draw_grid,
     kind_legend,
@@ -209,9 +210,8 @@ def _moving_frame(title: str, steps: Sequence[Timeline], text: str, timeline: Ti
     figure, (ax,) = new_figure(
         title, [1.5 * ranks * row_height(ranks)], legend=kind_legend(steps), head=0.45
     )
-    draw_grid(ax, timeline, until=max(step.makespan for step in steps))
+    draw_grid(ax, Panel(text, timeline), until=max(step.makespan for step in steps))
     stack(ax)
-    panel_title(ax, text)
     time_label(ax, timeline)
     return figure
 
@@ -279,8 +279,8 @@ def _stash_frame(
     def colour(op: Op) -> Colour:
         return _shade(use[op.stage].version(op))
 
-    draw_grid(above, timeline, colour=colour, labels=(lambda op: f"{op.kind}{op.microbatch}",))
-    panel_title(above, "F and B of each microbatch, coloured by the weight version they use")
+    text = "F and B of each microbatch, coloured by the weight version they use"
+    draw_grid(above, Panel(text, timeline, [lambda op: f"{op.kind}{op.microbatch}"], colour))
     veil: dict[str, Any] = {"facecolor": "white", "alpha": 0.85, "zorder": 4, "linewidth": 0}
     above.add_patch(Rectangle((now, -0.5), end - now, p, **veil))
     above.axvline(now, color="black", linewidth=2, zorder=5)
