@@ -21,7 +21,7 @@ from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from pipedream.draw import charts, grids
-from pipedream.draw.charts import AGAINST_M, idle_curves
+from pipedream.draw.charts import idle_curves
 from pipedream.draw.grids import Work, forwards_only, kind_colours
 from pipedream.draw.page import LEAST, save
 from pipedream.simulate.comparison import Case, Row, compare, measure
@@ -182,7 +182,7 @@ def test_utilisation_is_the_measures(shipped: dict[str, Figure]) -> None:
 def test_bubble_points_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> None:
     case = case_of()
     counts = [1, 2, 4, 8, 16, 32, 64]
-    curves = idle_curves(AGAINST_M, case, counts, counts)
+    curves = idle_curves(case, counts, [])
     assert sum(len(curve.closed) for curve in curves) > 40
     for curve in curves:
         assert curve.closed.items() <= curve.simulated.items()

@@ -107,14 +107,12 @@ class IdleCurve(NamedTuple):
     closed: Shares  # by the closed forms, at more values of m, where they hold
 
 
-def idle_curves(
-    names: Sequence[str], case: Case, counts: Sequence[int], closed_counts: Sequence[int]
-) -> list[IdleCurve]:
-    """Idle shares simulated at `counts` and by closed form at `closed_counts`, where one holds."""
+def idle_curves(case: Case, counts: Sequence[int], more: Sequence[int]) -> list[IdleCurve]:
+    """Of AGAINST_M: simulated at `counts`, by closed form at these and `more`, where one holds."""
     curves: list[IdleCurve] = []
-    for name in names:
+    for name in AGAINST_M:
         curve = IdleCurve([SCHEDULES[name].title], {}, {})
-        for m in sorted({*counts, *closed_counts}):
+        for m in sorted({*counts, *more}):
             sized = replace(case, num_microbatches=m, num_batches=1)
             try:
                 idle = measure(name, sized).batch_idle
@@ -123,7 +121,7 @@ def idle_curves(
             if m in counts:
                 curve.simulated[m] = idle.makespan_fraction, idle.span_fraction
             known = closed_form(name, sized)
-            if m in closed_counts and known is not None and known[0].idle_holds(known[1]):
+            if known is not None and known[0].idle_holds(known[1]):
                 form, sizes = known
                 span = sum(form.span_idle(sizes, rank) for rank in range(sizes.p))
                 shares = form.makespan_idle(sizes), Fraction(span) / sizes.p
@@ -141,8 +139,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
     points."""
     p = work.case.num_stages
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
-    many = sorted({*range(1, 2 * p), *(p * k for k in range(1, 17)), *counts})
-    curves = idle_curves(AGAINST_M, work.case, counts, many)
+    curves = idle_curves(work.case, counts, [*range(1, 2 * p), *range(p, 17 * p, p)])
     falling = next((c for c in curves if "GPipe" in c.titles), curves[0]).simulated
     least, *_, most = falling
     title = (
@@ -173,8 +170,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
         panel_title(ax, f"Idle share of the {text}")
         log_axis(ax, smallest, 0.3, [0.0] * (0 in shares) + ticks, "0%")
         ax.set_ylim(-0.2 * smallest if 0 in shares else smallest, 1.1 * max(shares, default=1))
-        ends = [float([*curve.simulated.values()][-1][which]) for curve in curves]
-        _name_curves(ax, 1.2 * counts[-1], ends, curves)
+        _name_curves(ax, 1.2 * counts[-1], which, curves)
     return figure
 
 
@@ -189,19 +185,19 @@ def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], ze
 
 def _curve_style(place: int) -> dict[str, Any]:
     """Colour, marker and dashes, each in turn."""
-    colour = LINE_COLOURS[place % len(LINE_COLOURS)]
-    marker = MARKERS[place % len(MARKERS)]
-    dashes = DASHES[place % len(DASHES)]
-    return HOLLOW | {"color": colour, "marker": marker, "linestyle": dashes, "markersize": 8}
+    kinds = {"color": LINE_COLOURS, "marker": MARKERS, "linestyle": DASHES}
+    own = {key: values[place % len(values)] for key, values in kinds.items()}
+    return HOLLOW | {"markersize": 8} | own
 
 
-def _name_curves(ax: Axes, x: float, ends: Sequence[float], curves: Sequence[IdleCurve]) -> None:
+def _name_curves(ax: Axes, x: float, which: int, curves: Sequence[IdleCurve]) -> None:
     """Names at the right of the curves' ends, one below the other where curves end together."""
     line = 1.3 * SMALL * page.DPI / 72
-    labels = sorted(
-        (float(ax.transData.transform((x, end))[1]), "\n".join(curve.titles), place)
-        for place, (end, curve) in enumerate(zip(ends, curves, strict=True))
-    )
+    labels = []
+    for place, curve in enumerate(curves):
+        end = float([*curve.simulated.values()][-1][which])
+        labels.append((ax.transData.transform((x, end))[1], "\n".join(curve.titles), place))
+    labels.sort()
     centres = [y for y, _, _ in labels]
     tall = [line * (1 + text.count("\n")) for _, text, _ in labels]
     for _ in range(500):
@@ -211,7 +207,7 @@ def _name_curves(ax: Axes, x: float, ends: Sequence[float], curves: Sequence[Idl
             centres[i + 1] += push / 2
         centres[0] = max(centres[0], ax.bbox.y0 + tall[0] / 2)
     for y, (_, text, place) in zip(centres, labels, strict=True):
-        at = float(ax.transData.inverted().transform((0, y))[1])
+        at = ax.transData.inverted().transform((0, y))[1]
         colour = page.darker(_curve_style(place)["color"])
         ax.text(x, at, text, color=colour, fontsize=SMALL, va="center", linespacing=1.1)
 
@@ -286,18 +282,15 @@ def activations_and_versions(work: Work) -> Figure:
         f"Two batches: {fullest.title} holds up to {number(held)} microbatches' activations on a "
         f"rank, {most.title} up to {number(kept)} weight versions"
     )
-    legend = [
-        Patch(color=LINE_COLOURS[6], label="activations held"),
-        Line2D([], [], color=LINE_COLOURS[4], linewidth=2.5, label="weight versions kept"),
-    ]  # fmt: skip
+    lines = Line2D([], [], color=LINE_COLOURS[4], linewidth=2.5, label="weight versions kept")
+    legend = [Patch(color=LINE_COLOURS[6], label="activations held"), lines]
     notes = [
         "Beside a rank's lane: peak activations / peak versions. All lanes have one scale",
         f"Time in units: {durations_text(shown[0].stream)}",
     ]
     heights = [max(1.6, 0.58 * p)] * -(-len(shown) // 2)
-    figure, axes = new_figure(
-        title, heights, columns=2, legend=legend, head=0.45, left=1.3, right=0.6, notes=notes
-    )
+    sides: dict[str, Any] = {"columns": 2, "left": 1.3, "right": 0.6}
+    figure, axes = new_figure(title, heights, legend=legend, head=0.45, notes=notes, **sides)
     for place, (ax, row) in enumerate(zip(axes, shown, strict=False)):
         ax.set_xlim(0, end)
         rank_axis(ax, p, most_times=7)
