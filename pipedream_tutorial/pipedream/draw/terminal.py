@@ -45,10 +45,10 @@ def choose_scale(timeline: Timeline, columns: int, max_blocks: int = 3) -> Scale
     of the median duration or more fits into its columns.
     """
     label = _labels(timeline.schedule)
-    events = [event for event in timeline.all_events() if event.end > event.start]
-    lasting = sorted((event.end - event.start, len(label(event.item))) for event in events)
-    typical = lasting[(len(lasting) - 1) // 2][0]
-    cells = [(duration, text) for duration, text in lasting if duration >= typical]
+    sized = ((event.end - event.start, len(label(event.item))) for event in timeline.all_events())
+    lasting = sorted(cell for cell in sized if cell[0] > 0)
+    typical = (len(lasting) - 1) // 2
+    cells = [cell for cell in lasting if cell[0] >= lasting[typical][0]]
     unit = timeline.tick
     scales = []
     for numbers, gap in ((True, 1), (True, 0), (False, 0)):
@@ -173,5 +173,4 @@ def use_colour() -> bool:
 
 
 def bold(text: str) -> str:
-    """Bold in a terminal."""
     return f"\x1b[1m{text}\x1b[0m" if use_colour() else text
