@@ -2,16 +2,16 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipedream.lecture.verdict import WrongAnswer, graded
-from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.train.gradients import relative_difference
 from pipedream.train.models import build_stages, build_task
-from pipedream.train.oracle import Workload, run_schedule
+from pipedream.train.oracle import train
 from pipedream.train.trainer import StageTrainer, Weights
 
 Microbatches = Sequence[tuple[Tensor, Tensor]]
@@ -47,9 +47,8 @@ def some_microbatches(count: int) -> list[tuple[Tensor, Tensor]]:
 def gradient_on_one_gpu(model: nn.Module, microbatches: Microbatches) -> list[Tensor]:
     """Of the mean loss of all samples at once, by parameter."""
     inputs, targets = (torch.cat(parts) for parts in zip(*microbatches, strict=True))
-    return list(
-        torch.autograd.grad(cross_entropy(model(inputs), targets), list(model.parameters()))
-    )
+    loss = cross_entropy(model(inputs), targets)
+    return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
 @graded
@@ -62,10 +61,10 @@ def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], obj
         exact = iter(gradient_on_one_gpu(nn.Sequential(*stages), microbatches))
         off = []
         for stage, module in enumerate(stages):
-            found = [parameter.grad for parameter in module.parameters()]
-            if any(gradient is None for gradient in found):
+            found = [p.grad for p in module.parameters() if p.grad is not None]
+            if len(found) < len(list(module.parameters())):
                 raise WrongAnswer(f"stage {stage} has no gradient")
-            off.append(_off([g for g in found if g is not None], [next(exact) for _ in found]))
+            off.append(_off(found, [next(exact) for _ in found]))
         if max(off) > EXACT:
             raise WrongAnswer(
                 f"with m={m} the gradient is off by {off[0]:.0%} on stage 0 and by {off[1]:.0%} on "
@@ -87,13 +86,11 @@ def check_batch_gradient(
         if found is None:
             raise WrongAnswer("batch_gradient returns nothing")
         exact = gradient_on_one_gpu(model, microbatches)
-        ratio = sum(float((a.detach() * b).sum()) for a, b in zip(found, exact, strict=True)) / sum(
-            float(b.square().sum()) for b in exact
-        )
+        along = sum(float((a.detach() * b).sum()) for a, b in zip(found, exact, strict=True))
+        ratio = along / sum(float(b.square().sum()) for b in exact)
         if _off(found, [ratio * b for b in exact]) > EXACT:
-            raise WrongAnswer(
-                f"with m={m} the gradient is off by {_off(found, exact):.0%}, in its direction, too"
-            )
+            off = f"{_off(found, exact):.0%}"
+            raise WrongAnswer(f"with m={m} the gradient is off by {off}, in its direction, too")
         if abs(ratio - 1) > EXACT:
             raise WrongAnswer(
                 f"with m={m} the gradient has the right direction and is {ratio:.3g} times as long "
@@ -109,9 +106,30 @@ Update = Callable[[Weights, Weights, float], Weights]
 @graded
 def check_update(update: Update) -> str:
     """Exercise 6: a stage's update under PipeDream, with microbatches in flight."""
-    exact, _ = _train_pipedream(None)
+    replaced = False
+
+    class Trainer(StageTrainer):
+        """The tutorial's, with this update."""
+
+        def _update(self, gradients: tuple[Tensor, ...]) -> None:
+            nonlocal replaced
+            old = self.weights
+            before = {name: weight.detach().clone() for name, weight in old.items()}
+            new = update(old, dict(zip(old, gradients, strict=True)), self.learning_rate)
+            if not isinstance(new, dict) or new.keys() != old.keys():
+                raise WrongAnswer("update has to return a dict with a tensor for each weight")
+            replaced |= any(not torch.equal(old[name], before[name]) for name in old)
+            self.updates += 1
+            self.versions[self.updates] = {n: w.requires_grad_() for n, w in new.items()}
+            self._drop_versions()
+
+    settings: dict[str, Any] = {
+        "num_stages": 4, "num_microbatches": 8, "num_batches": 2, "layers_per_stage": 1,
+        "learning_rate": 0.5, "seed": 0,
+    }  # fmt: skip
+    exact = train("pipedream", **settings).weights
     try:
-        found, replaced = _train_pipedream(update)
+        found = train("pipedream", **settings, trainer_class=Trainer).weights
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise
@@ -122,46 +140,13 @@ def check_update(update: Update) -> str:
     off = [_off(list(a.values()), list(b.values())) for a, b in zip(found, exact, strict=True)]
     if max(off) > EXACT:
         shown = ", ".join(f"{error:.2%}" for error in off)
-        raise WrongAnswer(
-            f"after 16 microbatches the weights of the 4 stages are off by {shown}. Nothing "
-            f"crashed: backward passes saw other weights than their forward passes did."
-            if replaced
-            else f"after 16 microbatches the weights of the 4 stages are off by {shown}: the step "
-            f"is another one than weight - learning_rate * gradient"
-        )
+        why = ": the step is another one than weight - learning_rate * gradient"
+        if replaced:
+            seen = "backward passes saw other weights than their forward passes did."
+            why = f". Nothing crashed: {seen}"
+        at = "after 16 microbatches the weights of the 4 stages"
+        raise WrongAnswer(f"{at} are off by {shown}{why}")
     return "the old weights stay as they were for the microbatches that still need them."
-
-
-def _train_pipedream(update: Update | None) -> tuple[list[Weights], bool]:
-    """The last weights by stage, and whether some version was written over."""
-    schedule, policy = schedule_for_training("pipedream", 4, 8, 2)
-    made = StageTrainer if update is None else _trainer_class(update)
-    config = {"num_stages": 4, "layers_per_stage": 1, "learning_rate": 0.5, "seed": 0}
-    workload = Workload(config)
-    trainers = workload.build_trainers(schedule, policy, 8, trainer_class=made)
-    run_schedule(schedule, trainers, workload.task)
-    replaced = any(getattr(trainer, "replaced", False) for trainer in trainers.values())
-    return [trainer.weights for trainer in trainers.values()], replaced
-
-
-def _trainer_class(update: Update) -> type[StageTrainer]:
-    """The tutorial's trainer with another update."""
-
-    class Trainer(StageTrainer):
-        replaced = False
-
-        def _update(self, gradients: tuple[Tensor, ...]) -> None:
-            old = self.weights
-            before = {name: weight.detach().clone() for name, weight in old.items()}
-            new = update(old, dict(zip(old, gradients, strict=True)), self.learning_rate)
-            if not isinstance(new, dict) or new.keys() != old.keys():
-                raise WrongAnswer("update has to return a dict with a tensor for each weight")
-            self.replaced |= any(not torch.equal(old[name], before[name]) for name in old)
-            self.updates += 1
-            self.versions[self.updates] = {n: w.requires_grad_() for n, w in new.items()}
-            self._drop_versions()
-
-    return Trainer
 
 
 @graded
