@@ -7,7 +7,6 @@ kept as exact fractions. Imports no torch.
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -34,8 +33,7 @@ peak_memory_mib, as its allocator counted, and waited_for_host: the share of the
 that it had done as soon as the host had handed them over, so that it waited for the host."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """One schedule at one number of microbatches."""
 
     name: str

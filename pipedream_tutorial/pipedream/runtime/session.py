@@ -5,7 +5,6 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,7 @@ def build_cases(config: Config) -> list[Case]:
         for limit, m in product(limits, config["num_microbatches"]):
             schedule, policy = _orders_of("1f1b" if limit else wanted, config, m)
             name = f"{FOUND}{limit}" if limit else wanted
-            case = Case(
-                name=name, num_microbatches=m, schedule=schedule, policy=policy, memory=limit
-            )
-            cases.append(case)
+            cases.append(Case(name, m, schedule, policy, limit))
     first = cases[0]
     if any(case.memory for case in cases) and (first.memory or not first.schedule.cuts_backward):
         what = "nothing runs" if first.memory else f"{first.name} does not cut its backward passes"
@@ -70,16 +66,14 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
 
 def exchange(value: Any) -> list[Any]:
     """What every rank gives, by rank: as JSON, for what one process unpickles it also runs."""
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    own = json.dumps(value).encode()
+    longest = torch.tensor(len(own))
     with connection_to("the other stages"):
-        dist.all_gather(sizes, torch.tensor([len(own)]))
-        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-        padded[: len(own)] = own
-        texts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        padded = torch.frombuffer(bytearray(own.ljust(int(longest))), dtype=torch.uint8)
+        texts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
         dist.all_gather(texts, padded)
-    both = zip(texts, sizes, strict=True)
-    return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in both]
+    return [json.loads(text.numpy().tobytes()) for text in texts]
 
 
 def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -> list[Weights]:
@@ -121,7 +115,7 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
                 costs = chosen.costs(config["num_stages"])
                 words = search(costs, case.num_microbatches, case.memory).words
             found = as_schedule(exchange(words)[0], case.name)
-            case = replace(case, schedule=repeat(found, config["num_batches"]))
+            case = case._replace(schedule=repeat(found, config["num_batches"]))
         for _ in range(config["warmups"]):  # nothing is slept in them
             station.run(case)
         repeats = []

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -107,41 +106,39 @@ def connect(
 ) -> dict[int, Peer]:
     """rank -> peer, for all that this one exchanges messages with under some schedule.
 
-    Every process makes all groups in the same order, and a pair's first message follows at once:
+    Every process makes all groups in the same order, and a group's first message follows at once:
     communicators that NCCL sets up on first use then cannot wait for each other in a circle.
     A receive that is posted ahead keeps multiprocessors of its GPU from computing until its message
     comes: NCCL takes no more than `max_ctas` of them for one (None: as many as it likes).
     """
-    pairs = set()
+    ways = set()
     for schedule in schedules:
         ranks = schedule.ranks()
-        ends = ((ranks[sender], ranks[receiver]) for sender, receiver in transfers(schedule))
-        pairs |= {(min(pair), max(pair)) for pair in ends}
+        ways |= {(ranks[sender], ranks[receiver]) for sender, receiver in transfers(schedule)}
     peers: dict[int, Peer] = {}
-    for pair in sorted(pairs):
-        for sender in pair:
-            backend, options = "gloo", None
-            if device.type == "cuda":
-                backend = "nccl"
-                # Of their own: torch writes the group's name and ranks into them.
-                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-                options._timeout = timeout
-                if max_ctas is not None:
-                    options.config.max_ctas = max_ctas
-            group = dist.new_group(list(pair), timeout, backend, options)
-            if rank not in pair:
-                continue
-            other = sum(pair) - rank
-            peer = peers.setdefault(other, Peer(other))
-            tensor = torch.zeros(1, device=device)
-            with connection_to(peer.name):
-                if rank == sender:
-                    peer.outgoing = group
-                    dist.send(tensor, other, group=group)
-                else:
-                    peer.incoming = group
-                    dist.recv(tensor, other, group=group)
-                tensor.item()  # on a GPU: wait until the message is through
+    for way in sorted(ways):
+        backend, options = "gloo", None
+        if device.type == "cuda":
+            backend = "nccl"
+            # Of their own: torch writes the group's name and ranks into them.
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = timeout
+            if max_ctas is not None:
+                options.config.max_ctas = max_ctas
+        group = dist.new_group(sorted(way), timeout, backend, options)
+        if rank not in way:
+            continue
+        other = sum(way) - rank
+        peer = peers.setdefault(other, Peer(other))
+        tensor = torch.zeros(1, device=device)
+        with connection_to(peer.name):
+            if rank == way[0]:
+                peer.outgoing = group
+                dist.send(tensor, other, group=group)
+            else:
+                peer.incoming = group
+                dist.recv(tensor, other, group=group)
+            tensor.item()  # on a GPU: wait until the message is through
     return peers
 
 
@@ -225,7 +222,7 @@ class Station:
         x = torch.zeros_like(self.workload.task.microbatch(0)[0])
         for case in cases:
             few = min(2, case.num_microbatches)
-            trainers = self._trainers(replace(case, num_microbatches=few))
+            trainers = self._trainers(case._replace(num_microbatches=few))
             for op in case.schedule.flat[self.rank]:
                 trainer = trainers[op.stage]
                 at_the_end = op.stage == 0 if op.kind == FORWARD else trainer.loss is not None
