@@ -64,7 +64,7 @@ def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], obj
             found = [p.grad for p in module.parameters() if p.grad is not None]
             if len(found) < len(list(module.parameters())):
                 raise WrongAnswer(f"stage {stage} has no gradient")
-            off.append(_off(found, [next(exact) for _ in found]))
+            off.append(relative_difference(found, [next(exact) for _ in found]))
         if max(off) > EXACT:
             raise WrongAnswer(
                 f"with m={m} the gradient is off by {off[0]:.0%} on stage 0 and by {off[1]:.0%} on "
@@ -88,8 +88,8 @@ def check_batch_gradient(
         exact = gradient_on_one_gpu(model, microbatches)
         along = sum(float((a.detach() * b).sum()) for a, b in zip(found, exact, strict=True))
         ratio = along / sum(float(b.square().sum()) for b in exact)
-        if _off(found, [ratio * b for b in exact]) > EXACT:
-            off = f"{_off(found, exact):.0%}"
+        if relative_difference(found, [ratio * b for b in exact]) > EXACT:
+            off = f"{relative_difference(found, exact):.0%}"
             raise WrongAnswer(f"with m={m} the gradient is off by {off}, in its direction, too")
         if abs(ratio - 1) > EXACT:
             raise WrongAnswer(
@@ -137,7 +137,8 @@ def check_update(update: Update) -> str:
             "autograd refuses a backward pass: the weights that its forward pass used were changed "
             "in place"
         ) from error
-    off = [_off(list(a.values()), list(b.values())) for a, b in zip(found, exact, strict=True)]
+    pairs = zip(found, exact, strict=True)
+    off = [relative_difference(ours.values(), theirs.values()) for ours, theirs in pairs]
     if max(off) > EXACT:
         shown = ", ".join(f"{error:.2%}" for error in off)
         why = ": the step is another one than weight - learning_rate * gradient"
@@ -175,14 +176,9 @@ def check_halves(
             raise WrongAnswer(
                 f"{name} has the shape {list(ours.shape)}; {like} has {list(theirs.shape)}"
             )
-        if _off([ours], [theirs]) > EXACT:
-            off = f"{_off([ours], [theirs]):.0%}"
+        off = relative_difference([ours], [theirs])
+        if off > EXACT:
             raise WrongAnswer(
-                f"{name} has the right shape and is off by {off}. What lies between Y and X W?"
+                f"{name} has the right shape and is off by {off:.0%}. What lies between Y and X W?"
             )
     return "both agree with autograd, and W needs nothing from another rank."
-
-
-def _off(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    detached = ([tensor.detach() for tensor in tensors] for tensors in (found, exact))
-    return relative_difference(*detached)

@@ -99,9 +99,9 @@ def train_and_check(
     return train(name, **settings, watch=watch, trainer_class=_RecordingTrainer), errors
 
 
+@torch.no_grad()
 def relative_difference(found: Iterable[torch.Tensor], exact: Iterable[torch.Tensor]) -> float:
-    """Norm of the difference by the norm of `exact`, over all tensors; infinite where that is no
-    number."""
+    """Norm of the difference by the norm of `exact`; infinite where that is no number."""
     pairs = list(zip(found, exact, strict=True))
     off = math.fsum(float((a - b).square().sum()) for a, b in pairs)
     norm = math.fsum(float(b.square().sum()) for _, b in pairs)
