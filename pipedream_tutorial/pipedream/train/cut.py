@@ -39,7 +39,6 @@ class CutLinears(TorchFunctionMode):
     """Backward passes of what runs in this context leave out W for linear layers."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.aside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
         """x, weight, bias and dY of each linear layer that a backward pass has come through."""
 

@@ -16,14 +16,7 @@ from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.policies import Policy
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.simulate.trace import handed_on
-from pipedream.train.models import (
-    BLOCKS,
-    TASK_MICROBATCHES,
-    Task,
-    build_stages,
-    build_task,
-    gpt2_layers,
-)
+from pipedream.train import models
 from pipedream.train.trainer import Loss, StageTrainer, Weights
 
 Config = Mapping[str, Any]
@@ -47,11 +40,11 @@ class Workload:
         dtype = config.get("dtype")
         self.config = config
         self.device = device or torch.device("cpu")
-        self.blocks = BLOCKS.get(name)
+        self.blocks = models.BLOCKS.get(name)
         if self.blocks is None:
             layers = layers or 2
             dtype = dtype or "float64"
-            task = build_task(seed=config["seed"], microbatch_size=batch or 8)
+            task = models.build_task(seed=config["seed"], microbatch_size=batch or 8)
             self.loss: Loss = functional.cross_entropy
             text = f"{count(layers, 'layer')} a stage, {batch or 8} samples"
         else:
@@ -71,7 +64,7 @@ class Workload:
             shape = 4 * batch, tokens, hidden
             noise = [torch.randn(shape, generator=generator) for _ in range(2)]
             targets = noise[1].to(getattr(torch, dtype))
-            task = Task(inputs=noise[0], targets=targets, microbatch_size=batch)
+            task = models.Task(inputs=noise[0], targets=targets, microbatch_size=batch)
             self.loss = functional.mse_loss
             text = (
                 f"{count(layers, 'block')} of hidden size {hidden} a stage (no embedding, no "
@@ -93,11 +86,11 @@ class Workload:
         num_stages = self.config["num_stages"] * stages_per_rank
         seed = self.config["seed"]
         if self.blocks is None:
-            return build_stages(num_stages, layers, seed=seed, dtype=self.dtype)
+            return models.build_stages(num_stages, layers, seed=seed, dtype=self.dtype)
         size = replace(self.blocks, num_layers=num_stages * layers)
         torch.manual_seed(seed)
         with self.device:
-            blocks = list(gpt2_layers(size).values())[1:-1]
+            blocks = list(models.gpt2_layers(size).values())[1:-1]
         cuts = range(0, len(blocks), layers)
         return [nn.Sequential(*blocks[cut : cut + layers]).to(self.dtype) for cut in cuts]
 
@@ -131,7 +124,7 @@ def count(number: int, noun: str) -> str:
 
 
 def run_schedule(
-    schedule: Schedule, trainers: Trainers, task: Task, watch: Watcher | None = None
+    schedule: Schedule, trainers: Trainers, task: models.Task, watch: Watcher | None = None
 ) -> None:
     """Run every operation once, by the simulator's clock, all operations equally long.
 
@@ -192,5 +185,5 @@ def final_loss(result: TrainResult, num_microbatches: int) -> float:
 
     Of the whole data and of many weights: one step's noise would hide what the schedules differ by.
     """
-    batches = math.ceil(TASK_MICROBATCHES / num_microbatches)
+    batches = math.ceil(models.TASK_MICROBATCHES / num_microbatches)
     return statistics.fmean(result.losses[-batches:])
