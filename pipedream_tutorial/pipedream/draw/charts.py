@@ -135,8 +135,7 @@ def idle_curves(case: Case, counts: Sequence[int], more: Sequence[int]) -> list[
 
 
 def bubble_vs_microbatches(work: Work) -> Figure:
-    """Idle shares against the number of microbatches: closed forms as lines, simulation as
-    points."""
+    """Idle shares against m: closed forms as lines, simulation as points."""
     p = work.case.num_stages
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
     curves = idle_curves(work.case, counts, [*range(1, 2 * p), *range(p, 17 * p, p)])

@@ -264,12 +264,9 @@ def microbatch_forward(work: Work) -> Figure:
         f"{number(cut.makespan)} instead of {number(whole.makespan)}"
     )
     all_of_it = f"0-{m - 1}" if m > 1 else "0"
-    panels = [
-        Panel(
-            f"The batch in one piece: ranks idle {idle_share(whole)}", whole, [lambda _: all_of_it]
-        ),
-        Panel(f"The same batch as {m} microbatches: ranks idle {idle_share(cut)}", cut),
-    ]
+    above = f"The batch in one piece: ranks idle {idle_share(whole)}"
+    below = f"The same batch as {m} microbatches: ranks idle {idle_share(cut)}"
+    panels = [Panel(above, whole, [lambda _: all_of_it]), Panel(below, cut)]
     return lay_out(title, panels, tall=1.4)
 
 
