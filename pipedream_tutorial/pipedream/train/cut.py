@@ -19,24 +19,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 
-class _InputGradientOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, aside: list[Any]
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.aside = aside
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
-        ctx.aside.append((x.detach(), weight, bias, dy))
-        return (dy @ weight if ctx.needs_input_grad[0] else None), None, None, None
-
-
 class CutLinears(TorchFunctionMode):
-    """Backward passes of what runs in this context leave out W for linear layers."""
+    """Backward passes of what runs in this context leave out W for linear layers.
+
+    Each has to lie behind what needs a gradient: the stage's input, or a norm's weights.
+    """
 
     def __init__(self) -> None:
         self.aside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
@@ -48,7 +35,10 @@ class CutLinears(TorchFunctionMode):
         if func is not functional.linear:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
-        return _InputGradientOnly.apply(x, weight, bias, self.aside)
+        out = functional.linear(x, weight.detach(), None if bias is None else bias.detach())
+        kept = x.detach()
+        out.register_hook(lambda dy: self.aside.append((kept, weight, bias, dy)))
+        return out
 
     def weight_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """W: each weight or bias and its gradient, in the bits that autograd gives."""
