@@ -84,7 +84,6 @@ GPT2_SIZES: dict[str, GPT2Size] = {
     "gpt2-medium": GPT2Size(num_layers=24, hidden=1024, heads=16),
 }
 
-
 # One token of vocabulary: embedding and head are not used.
 BLOCKS: dict[str, GPT2Size] = {
     "gpt2-medium": replace(GPT2_SIZES["gpt2-medium"], vocabulary=1),

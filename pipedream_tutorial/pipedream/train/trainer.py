@@ -71,8 +71,7 @@ class StageTrainer:
         }
         # Parameters without memory, in whose place functional_call puts a version: a module that
         # holds the first one would never let it be freed.
-        empty = {id(p): nn.Parameter(p.detach().to("meta")) for p in module.parameters()}
-        self.module = copy.deepcopy(module, empty)
+        self.module = copy.deepcopy(module).to("meta")
         self.updates = 0
         self.peak_versions = 1
         self.num_forwards = 0
