@@ -161,7 +161,7 @@ class Spot(NamedTuple):
 
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
     """Write labels beside their points (data units) so that they hide no point, each other, a line
-    that leads to a label, or what lies at `avoid`.
+    that leads to a label, or what lies at `avoid`. The axes' limits are set before.
 
     Several orders of placing are tried; the one that leaves labels closest to their points wins.
     Raises RuntimeError where there is no room.
