@@ -38,7 +38,7 @@ def cases(
     for p in ranks:
         sizes = {1, 2, 3, p - 1, p, p + 1, p + 2, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p} - {0}
         for m in sorted(sizes):
-            for v in (1, 2, 3) if SCHEDULES[name].chunks else (1,):
+            for v in (1, 2, 3) if "v" in SCHEDULES[name].options else (1,):
                 try:
                     build_schedule(name, p, m, v)
                 except UserError:
@@ -57,7 +57,7 @@ def even(p: int, m: int, v: int = 1, f: int = 1, i: int = 1, w: int = 1) -> Case
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_idle_time_equals_its_closed_form_within_the_range(name: str) -> None:
     form, seen = CLOSED_FORMS[name], 0
-    for c in cases(name, form.idle_holds, each=1 if SCHEDULES[name].chunks else 2):
+    for c in cases(name, form.idle_holds, each=1 if "v" in SCHEDULES[name].options else 2):
         measured = simulated(name, c)
         assert set(measured.makespan) == {form.makespan_idle(c)}, c
         assert list(measured.span) == [form.span_idle(c, r) for r in range(c.p)], c

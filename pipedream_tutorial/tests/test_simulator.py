@@ -138,8 +138,8 @@ def test_costs_are_cut_over_a_ranks_stages_and_scaled_by_place() -> None:
     costs = build_costs(s, forward=6, input_gradient=3, scale=[1, 1, 1, 1, 1, "1/2"])
     assert costs.forward == (2, 2, 2, 2, 2, 1)
     assert costs.input_gradient == (1, 1, 1, 1, 1, Fraction(1, 2))
-    with pytest.raises(ValueError, match="scale has 2 values for 6 stages"):
-        build_costs(s, scale=[1, 2])
+    with pytest.raises(ValueError, match="length 3 for 2 stages"):
+        build_costs(s, scale=[1, 2, 3])
     # Both copies of Chimera's model use the durations of a stage's place, not of its number.
     s = build_schedule("chimera", 2, 2)
     t = simulate(s, build_costs(s, scale=[1, 5]))

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 from pipedream.schedules.catalogue import FOUND
 from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
 from pipedream.schedules.policies import Policy, weight_use
-from pipedream.simulate.comparison import stage_factors
 from pipedream.simulate.measures import idle
-from pipedream.simulate.simulator import Costs, Timeline, simulate
+from pipedream.simulate.simulator import Costs, Timeline, simulate, stage_factors
 from pipedream.simulate.trace import MeasuredEvent, transfers
 
 RECORD_FORMAT = 1

@@ -16,10 +16,10 @@ class Entry:
 
     title: str
     build: Callable[..., Schedule]
-    """From (p, m), or (p, m, v) where `chunks` is set."""
+    """From (p, m), and by name what `options` names."""
     policy: str = "flush"
     """A key of policies.POLICIES."""
-    chunks: bool = False
+    options: tuple[str, ...] = ()
 
 
 SCHEDULES: dict[str, Entry] = {
@@ -31,20 +31,21 @@ SCHEDULES: dict[str, Entry] = {
     "pipedream-vertical": Entry("PipeDream, vertical sync", orders.one_f_one_b, policy="vertical"),
     "pipedream-no-stash": Entry("PipeDream, no stashing", orders.one_f_one_b, policy="in-place"),
     "pipedream-2bw": Entry("PipeDream-2BW", orders.one_f_one_b, policy="2bw"),
-    "interleaved": Entry("Interleaved 1F1B", orders.interleaved_1f1b, chunks=True),
+    "interleaved": Entry("Interleaved 1F1B", orders.interleaved_1f1b, options=("v",)),
     "zb-h1": Entry("ZB-H1", orders.zb_h1),
     "zb-h2": Entry("ZB-H2", orders.zb_h2),
     "zb-v": Entry("ZB-V", orders.zb_v),
-    "v-half": Entry("V-Half", building_blocks.v_half),
-    "v-min": Entry("V-Min", building_blocks.v_min),
+    "v-half": Entry("V-Half", building_blocks.v_half, options=("reorder",)),
+    "v-min": Entry("V-Min", building_blocks.v_min, options=("reorder",)),
     "dualpipe-v": Entry("DualPipeV", orders.dualpipe_v),
     "dualpipe": Entry("DualPipe", orders.dualpipe),
     "chimera": Entry("Chimera", orders.chimera),
 }
 
 
-def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
-    """The named schedule's orders for p ranks, m microbatches and, if it is interleaved, v chunks.
+def build_schedule(name: str, p: int, m: int, v: int = 2, *, reorder: bool = True) -> Schedule:
+    """The named schedule's orders for p ranks, m microbatches and, if it is interleaved, v chunks;
+    `reorder` is for those of building_blocks.
 
     Raises UserError for a name that is unknown and for sizes that the schedule does not allow.
     """
@@ -53,7 +54,8 @@ def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
         raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
     if min(p, m, v) < 1:
         raise UserError(f"{p} ranks, {m} microbatches, {v} chunks", "each has to be 1 or more")
-    return entry.build(p, m, v) if entry.chunks else entry.build(p, m)
+    given = {"v": v, "reorder": reorder}
+    return entry.build(p, m, **{option: given[option] for option in entry.options})
 
 
 FOUND = "search-"

@@ -68,14 +68,16 @@ class WeightUse:
     """microbatch -> updates of the stage between its forward pass's version and its own update."""
     live: tuple[tuple[Op, int], ...]
     """After each operation of the stage: how many versions are kept."""
+    peak_versions: int
+    """Kept at most."""
 
     def version(self, op: Op) -> int:
         """That a forward or backward pass of the stage ran with."""
         return (self.forward if op.kind == FORWARD else self.backward)[op.microbatch]
 
-    @property
-    def peak_versions(self) -> int:
-        return max(count for _, count in self.live)
+
+ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live=(), peak_versions=1)
+"""Of a stage that flushes, where nothing is asked by microbatch."""
 
 
 def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int, WeightUse]:
@@ -130,4 +132,10 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             older = len(in_use) - (oldest in in_use)  # versions are read in their order
             kept = updates + 1 - oldest + older
         live.append((op, kept))
-    return WeightUse(forward=forward, backward=backward, staleness=staleness, live=tuple(live))
+    return WeightUse(
+        forward=forward,
+        backward=backward,
+        staleness=staleness,
+        live=tuple(live),
+        peak_versions=max(count for _, count in live),
+    )

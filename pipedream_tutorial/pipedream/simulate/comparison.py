@@ -1,10 +1,9 @@
 """What every schedule comes to on the same model and microbatches: the numbers of the tables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
 from pipedream.errors import UserError
@@ -12,13 +11,14 @@ from pipedream.schedules import closed_forms
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedForm
 from pipedream.schedules.ops import RECOMPUTE, Schedule, recomputed, repeat
-from pipedream.schedules.policies import POLICIES, Policy, WeightUse, weight_use
-from pipedream.simulate.measures import Idle, idle, idle_in_a_row, peak_activations
+from pipedream.schedules.policies import ONE_VERSION, POLICIES, Policy, WeightUse, weight_use
+from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.search import search
 from pipedream.simulate.simulator import (
     Costs,
     Timeline,
     build_costs,
+    check_scale,
     ends_in_a_row,
     load_order,
     simulate,
@@ -45,11 +45,7 @@ class Case:
     recompute: Fraction | None = None
     """R before every backward pass, and the share of activations kept meanwhile; None: keep all."""
     reorder: bool = True
-    """Whether REORDERED are pulled together at both ends, as published."""
-
-
-REORDERED = ("v-half", "v-min")
-"""Schedules of a repeated block."""
+    """Whether V-Half and V-Min are pulled together at both ends, as published."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +96,7 @@ class Row:
 
     @cached_property
     def stream_idle(self) -> Idle:
-        return idle_in_a_row(self.batch, self._ends, self.num_batches)
+        return idle(self.batch, self._ends, self.num_batches)
 
     @cached_property
     def steady_idle(self) -> Fraction:
@@ -122,37 +118,27 @@ class Row:
 
     @cached_property
     def _use(self) -> dict[int, WeightUse]:
-        """By stage; nothing with flushes, where all passes of a batch use one version."""
-        if self.flushes:
-            return {}
+        """By stage, in the model's order, a second copy's after the first's."""
+        if self.flushes:  # known without counting
+            return dict.fromkeys(self._fullest.position(), ONE_VERSION)
         return weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
-
-    @cached_property
-    def _versions(self) -> dict[int, int]:
-        """stage -> weight versions kept at most; in the model's order, a second copy's after the
-        first's."""
-        use = self._use
-        stages = chain(*self._fullest.chains)
-        return {stage: use[stage].peak_versions if use else 1 for stage in stages}
 
     @property
     def peak_versions(self) -> tuple[int, ...]:
         """By stage, in the model's order."""
-        return tuple(self._versions.values())
+        return tuple(use.peak_versions for use in self._use.values())
 
     @property
     def staleness(self) -> tuple[int, ...]:
         """By stage likewise: most updates between a microbatch's weights and its own update."""
-        if self.flushes:
-            return (0,) * len(self._versions)
-        return tuple(max(self._use[stage].staleness.values()) for stage in self._versions)
+        return tuple(max(use.staleness.values()) for use in self._use.values())
 
     @property
     def weight_copies(self) -> tuple[Fraction, ...]:
         """By rank: parameters kept, in units of a rank's share of the model. Two copies of the
         model (Chimera, DualPipe) count as two."""
         fullest = self._fullest
-        held = (sum(map(self._versions.__getitem__, own)) for own in fullest.stages())
+        held = (sum(self._use[stage].peak_versions for stage in own) for own in fullest.stages())
         return tuple(Fraction(count, fullest.stages_per_rank) for count in held)
 
     @property
@@ -172,20 +158,20 @@ class Refused:
 
 def compare(case: Case) -> Iterator[Row | Refused]:
     """A row for each of SCHEDULES, in their order, as soon as it is there."""
-    _check_scale(case, case.num_stages)
+    check_scale(case.stage_scale, case.num_stages)
     return _rows(case)
 
 
 def _rows(case: Case) -> Iterator[Row | Refused]:
-    same_order: Row | None = None  # PipeDream's ways of keeping weights differ in these alone
+    row: Row | None = None
     for name, entry in SCHEDULES.items():
         try:
-            if same_order is None or SCHEDULES[same_order.name].build is not entry.build:
-                row = same_order = measure(name, case)
-            else:
-                policy = POLICIES[entry.policy]
-                row = replace(same_order, name=name, title=entry.title, policy=policy)
-                vars(row)["stream"] = same_order.stream
+            if row is None or SCHEDULES[row.name].build is not entry.build:
+                row = measure(name, case)
+            else:  # PipeDream's ways of keeping weights differ in these alone
+                stream = row.stream
+                row = replace(row, name=name, title=entry.title, policy=POLICIES[entry.policy])
+                vars(row)["stream"] = stream
             _ = row.staleness  # refuses too few microbatches for 2BW
             yield row
         except UserError as error:
@@ -195,12 +181,8 @@ def _rows(case: Case) -> Iterator[Row | Refused]:
 def measure(name: str, case: Case) -> Row:
     """The row of one schedule; UserError where it does not allow these sizes."""
     entry = SCHEDULES[name]
-    p = case.num_stages
-    m = case.num_microbatches
-    if name in REORDERED and not case.reorder:
-        schedule = entry.build(p, m, reorder=False)
-    else:
-        schedule = build_schedule(name, p, m, case.chunks)
+    sizes = case.num_stages, case.num_microbatches, case.chunks
+    schedule = build_schedule(name, *sizes, reorder=case.reorder)
     return _row(name, entry.title, schedule, case, policy=entry.policy)
 
 
@@ -238,15 +220,17 @@ def closed_form(name: str, case: Case) -> tuple[ClosedForm, closed_forms.Case] |
     """What is known of one batch without simulating it, and the sizes to put in; None for what has
     no form: a file, uneven stages, a time to send, overlap, R, a block that is only repeated."""
     form = CLOSED_FORMS.get(name)
+    if form is None:
+        return None
     scale = case.stage_scale or [Fraction(1)]
     other = (
         len(set(scale)) > 1
         or case.communication
         or case.recompute is not None
         or (case.overlap_saving and name.startswith("dualpipe"))
-        or (name in REORDERED and not case.reorder)
+        or ("reorder" in SCHEDULES[name].options and not case.reorder)
     )
-    if form is None or other:
+    if other:
         return None
     return form, closed_forms.Case(
         p=case.num_stages,
@@ -259,31 +243,12 @@ def closed_form(name: str, case: Case) -> tuple[ClosedForm, closed_forms.Case] |
 
 
 def _costs(schedule: Schedule, case: Case) -> Costs:
-    """The same model for all: a share of the layers keeps its factor however it is cut."""
-    _check_scale(case, schedule.num_ranks)
-    scale = case.stage_scale
     return build_costs(
         schedule,
         forward=case.forward,
         input_gradient=case.input_gradient,
         weight_gradient=case.weight_gradient,
         communication=case.communication,
-        scale=scale and stage_factors(scale, len(schedule.chains[0])),
+        scale=case.stage_scale,
         overlap_saving=case.overlap_saving,
     )
-
-
-def stage_factors(scale: Sequence[Fraction], num_stages: int) -> list[Fraction]:
-    """The factors of equal shares of the layers, by stage: the mean of what a stage has of each."""
-    each = [factor for factor in scale for _ in range(num_stages)]  # len(scale) of them a stage
-    own = (each[k : k + len(scale)] for k in range(0, len(each), len(scale)))
-    return [sum(part, Fraction(0)) / len(scale) for part in own]
-
-
-def _check_scale(case: Case, num_ranks: int) -> None:
-    if case.stage_scale is not None and len(case.stage_scale) % num_ranks:
-        raise UserError(
-            f"stage_scale has length {len(case.stage_scale)} for {num_ranks} stages",
-            f"give {num_ranks}, such as stage_scale={','.join(['1'] * num_ranks)}, or a multiple "
-            f"of {num_ranks}, one a chunk",
-        )

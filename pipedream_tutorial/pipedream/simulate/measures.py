@@ -33,13 +33,10 @@ class Idle:
     """The same within the ranks' own spans."""
 
 
-def idle(timeline: Timeline) -> Idle:
-    """Idle time of a timeline. Ranks without operations are idle throughout."""
-    return idle_in_a_row(timeline, [ends[-1] if ends else 0 for ends in timeline.ends], 1)
-
-
-def idle_in_a_row(timeline: Timeline, last_ends: Sequence[int], count: int) -> Idle:
-    """Idle time of `count` batches like this one, whose last operations end at `last_ends`."""
+def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> Idle:
+    """Idle time of a timeline, or of `count` in a row whose last operations end at `last_ends`, in
+    ticks. Ranks without operations are idle throughout."""
+    last_ends = last_ends or [ends[-1] if ends else 0 for ends in timeline.ends]
     total = max(last_ends)
     tick = timeline.tick
     lines = list(zip(timeline.starts, timeline.ends, last_ends, strict=True))

@@ -101,14 +101,12 @@ def build_costs(
 ) -> Costs:
     """Durations per rank's share of the layers, cut evenly over the stages that a rank holds.
 
-    `scale` multiplies them stage by stage (in the model's order) for uneven stages. A schedule
-    with v stages a rank has stages of 1/v of the work: the same model for every schedule.
+    `scale` multiplies those of equal shares of the layers, in the model's order: a share keeps its
+    factor however the layers are cut. Raises UserError where that is not a multiple of the ranks.
     """
-    num_stages = len(schedule.chains[0])
-    scale = scale or [1] * num_stages
-    if len(scale) != num_stages:
-        raise ValueError(f"scale has {len(scale)} values for {num_stages} stages")
-    shares = [Fraction(factor) / schedule.stages_per_rank for factor in scale]
+    check_scale(scale, schedule.num_ranks)
+    factors = stage_factors(scale or [1], len(schedule.chains[0]))
+    shares = [factor / schedule.stages_per_rank for factor in factors]
     return Costs(
         forward=tuple(Fraction(forward) * share for share in shares),
         input_gradient=tuple(Fraction(input_gradient) * share for share in shares),
@@ -116,6 +114,22 @@ def build_costs(
         communication=Fraction(communication),
         overlap_saving=Fraction(overlap_saving),
     )
+
+
+def stage_factors(scale: Sequence[Number], num_stages: int) -> list[Fraction]:
+    """The factors of equal shares of the layers, by stage: the mean of what a stage has of each."""
+    each = [Fraction(factor) for factor in scale for _ in range(num_stages)]
+    size = len(scale)
+    return [sum(each[k * size : (k + 1) * size]) / Fraction(size) for k in range(num_stages)]
+
+
+def check_scale(scale: Sequence[Number] | None, num_ranks: int) -> None:
+    if scale is not None and len(scale) % num_ranks:
+        raise UserError(
+            f"stage_scale has length {len(scale)} for {num_ranks} stages",
+            f"give {num_ranks}, such as stage_scale={','.join(['1'] * num_ranks)}, or a multiple "
+            f"of {num_ranks}, one a chunk",
+        )
 
 
 class Event(NamedTuple):
