@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Op, Schedule
-from pipedream.simulate.simulator import (
-    Costs,
-    DeadlockError,
-    Needs,
-    Timeline,
-    build_costs,
-    simulate,
-)
+from pipedream.simulate.simulator import Costs, DeadlockError, Timeline, build_costs, simulate
 
 # The same examples on every machine and in every run.
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=80)
@@ -118,7 +111,7 @@ def test_any_exchange_of_two_operations_runs_or_names_a_real_circle(
         order = broken.orders[ranks[following]]
         at = next(n for n, item in enumerate(order) if result.cycle[following] in item.parts)
         to_come = {op for item in order[at:] for op in item.parts}
-        assert to_come & set(Needs(broken).of(stuck))
+        assert to_come & set(broken.needs(stuck))
         assert f"rank {ranks[k]} is at {stuck}, which needs" in str(result)
 
 

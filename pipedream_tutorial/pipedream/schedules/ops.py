@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,24 +91,17 @@ class Schedule:
         return [[op for item in order for op in item.parts] for order in self.orders]
 
     @cached_property
-    def runs(self) -> list[dict[Key, list[int]]]:
-        """By rank: (kind, stage) -> the microbatches, in the order in which they run."""
-        found: list[dict[Key, list[int]]] = []
-        for order in self.flat:
-            own: dict[Key, list[int]] = defaultdict(list)
-            for kind, stage, i in order:
-                own[kind, stage].append(i)
-            found.append(dict(own))
-        return found
+    def runs(self) -> dict[Key, list[int]]:
+        """(kind, stage) -> the microbatches, in the order in which a rank runs them."""
+        found: dict[Key, list[int]] = defaultdict(list)
+        for kind, stage, i in self.ops():
+            found[kind, stage].append(i)
+        return dict(found)
 
     @cached_property
     def known(self) -> dict[Key, set[int]]:
         """(kind, stage) -> the microbatches that some rank runs it for."""
-        found: dict[Key, set[int]] = defaultdict(set)
-        for own in self.runs:
-            for key, line in own.items():
-                found[key].update(line)
-        return dict(found)
+        return {key: set(line) for key, line in self.runs.items()}
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -125,7 +118,7 @@ class Schedule:
 
     def stages(self) -> list[list[int]]:
         """By rank: the stages that it holds, sorted."""
-        return [sorted({stage for _, stage in own}) for own in self.runs]
+        return [sorted({stage for _, stage, _ in order}) for order in self.flat]
 
     def position(self) -> dict[int, int]:
         """stage -> its place in the model, 0 for the one that holds the first layers."""
@@ -134,6 +127,32 @@ class Schedule:
     def ranks(self) -> dict[Op, int]:
         """operation -> the rank that runs it."""
         return {op: rank for rank, order in enumerate(self.flat) for op in order}
+
+    def __contains__(self, op: Op) -> bool:
+        return op.microbatch in self.known.get(op[:2], ())
+
+    @cached_property
+    def _next_stage(self) -> dict[int, int]:
+        return {a: b for chain in self.chains for a, b in pairwise(chain)}
+
+    @cached_property
+    def _stage_before(self) -> dict[int, int]:
+        return {b: a for a, b in self._next_stage.items()}
+
+    def needs(self, op: Op) -> list[Op]:
+        """The operations whose results this one takes in, those on its own stage included."""
+        kind, stage, i = op
+        if kind == FORWARD:
+            before = self._stage_before.get(stage)
+            return [] if before is None else [Op(FORWARD, before, i)]
+        if kind == WEIGHT_GRADIENT:
+            return [Op(INPUT_GRADIENT, stage, i)]
+        again = Op(RECOMPUTE, stage, i)
+        found = [again if op != again and again in self else Op(FORWARD, stage, i)]
+        if kind != RECOMPUTE and stage in self._next_stage:
+            half = Op(INPUT_GRADIENT, self._next_stage[stage], i)
+            found.append(half if half in self else half._replace(kind=BACKWARD))
+        return found
 
 
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:

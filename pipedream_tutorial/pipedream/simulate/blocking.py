@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pipedream.errors import UserError
 from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Op, Schedule
-from pipedream.simulate.simulator import DeadlockError, Needs
+from pipedream.simulate.simulator import DeadlockError
 
 RUN = "RUN"
 SEND = "SEND"
@@ -47,12 +47,11 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
             f"{schedule.name} has several stages a rank", "choose one with a single stage, as 1f1b"
         )
     ranks = schedule.ranks()
-    wanted = Needs(schedule)
     programs = []
     for rank, order in enumerate(schedule.flat):
         steps: list[Step] = []
         for op in order:
-            for need in wanted.of(op):
+            for need in schedule.needs(op):
                 peer = ranks[need]
                 if peer == rank:
                     continue

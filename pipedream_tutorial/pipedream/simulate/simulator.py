@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -173,35 +173,6 @@ class Timeline:
         return sorted(chain(*self.events), key=lambda event: (event.start, event.end, event.rank))
 
 
-class Needs:
-    """Finds what operations wait for, knowing which ones the schedule has."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.known = schedule.known
-        self.after = {a: b for chain in schedule.chains for a, b in pairwise(chain)}
-        self.before = {b: a for a, b in self.after.items()}
-
-    def __contains__(self, op: Op) -> bool:
-        return op.microbatch in self.known.get(op[:2], ())
-
-    def of(self, op: Op) -> list[Op]:
-        """The operations whose results this one takes in, those on its own stage included."""
-        kind, stage, i = op
-        if kind == FORWARD:
-            return [Op(FORWARD, self.before[stage], i)] if stage in self.before else []
-        if kind == WEIGHT_GRADIENT:
-            return [Op(INPUT_GRADIENT, stage, i)]
-        again = Op(RECOMPUTE, stage, i)
-        if op == again or again not in self:
-            found = [Op(FORWARD, stage, i)]
-        else:
-            found = [again]
-        if kind != RECOMPUTE and stage in self.after:
-            half = Op(INPUT_GRADIENT, self.after[stage], i)
-            found.append(half if half in self else half._replace(kind=BACKWARD))
-        return found
-
-
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Start everything as early as the orders and the data allow.
 
@@ -239,15 +210,9 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
 _Results = dict[int, int]
 """Microbatch -> when an operation's result was there, in ticks."""
 
-
-class _Rule(NamedTuple):
-    """For one kind of item on a rank."""
-
-    lasts: int
-    takes: list[tuple[int, _Results, int]]
-    """For which operation of the item (0, or 1 in a pair), what, and the time to send it."""
-    gives: list[tuple[int, _Results]]
-
+_Rule = tuple[int, list[tuple[int, _Results, int]], list[tuple[int, _Results]]]
+"""For one kind of item on a rank: how long it lasts; for which of its operations (0, or 1 in a
+pair) it takes what, and the time to send it; and what it gives."""
 
 _Kind = tuple[object, ...]
 """An item without its microbatches."""
@@ -304,12 +269,10 @@ def _advance(
 
 def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind, _Rule]]]:
     """The tick, and the rules of each rank."""
-    wanted = Needs(schedule)
     position = schedule.position()
-    first_two = itemgetter(0, 1)
     kinds = []
     for order in schedule.orders:
-        some = dict(zip(map(first_two, order), order, strict=True)).values()  # and all pairs
+        some = dict(zip(map(itemgetter(0, 1), order), order, strict=True)).values()  # all pairs too
         kinds.append({_kind(item): item for item in some})
     lasts = {kind: costs.duration(item, position) for own in kinds for kind, item in own.items()}
     times = [costs.communication, *lasts.values()]
@@ -320,28 +283,28 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind,
     def results(op: Op) -> _Results:  # B and I give the same
         return ended[BACKWARD if op.kind == INPUT_GRADIENT else op.kind, op.stage]
 
-    def rule(item: Item, stages: Sequence[int]) -> _Rule:
+    def rule(item: Item, stages: set[int]) -> _Rule:
         takes = []
         for place, op in enumerate(item.parts):
-            for need in wanted.of(op):
+            for need in schedule.needs(op):
                 delay = 0 if need.stage in stages else int(costs.communication / tick)
                 takes.append((place, results(need), delay))
         gives = list(enumerate(map(results, item.parts)))
-        return _Rule(int(lasts[_kind(item)] / tick), takes, gives)
+        return int(lasts[_kind(item)] / tick), takes, gives
 
-    return tick, [
-        {kind: rule(item, stages) for kind, item in own.items()}
-        for own, stages in zip(kinds, schedule.stages(), strict=True)
-    ]
+    rules = []
+    for own in kinds:
+        stages = {op.stage for item in own.values() for op in item.parts}
+        rules.append({kind: rule(item, stages) for kind, item in own.items()})
+    return tick, rules
 
 
 def _check_once_and_whole(schedule: Schedule) -> None:
     """Each operation once, and with a backward pass B, or I and W, for each microbatch on a stage;
     ValueError names what is not so."""
-    for (kind, stage), there in schedule.known.items():
-        lines = [own.get((kind, stage), []) for own in schedule.runs]
-        if sum(map(len, lines)) > len(there):
-            ((i, _),) = Counter(chain(*lines)).most_common(1)
+    for (kind, stage), line in schedule.runs.items():
+        if len(line) > len(schedule.known[kind, stage]):
+            ((i, _),) = Counter(line).most_common(1)
             raise ValueError(f"{stage}{kind}{i} is in the orders twice")
     if all(kind == FORWARD for kind, _ in schedule.known):  # an order of forward passes alone
         return
@@ -356,10 +319,9 @@ def _check_once_and_whole(schedule: Schedule) -> None:
 
 def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
     """What a rank waits for that none runs; else the circle in which they wait."""
-    wanted = Needs(schedule)
     for op in schedule.ops():
-        for need in wanted.of(op):
-            if need not in wanted:
+        for need in schedule.needs(op):
+            if need not in schedule:
                 return ValueError(f"{op} needs {need}, which no rank runs")
     ranks = schedule.ranks()
     lines = list(zip(schedule.orders, ended, strict=True))
@@ -367,7 +329,7 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
 
     def follow(rank: int) -> tuple[Op, str, int]:
         item = schedule.orders[rank][ended[rank]]
-        waits = ((op, need) for op in item.parts for need in wanted.of(op) if need not in done)
+        waits = ((op, n) for op in item.parts for n in schedule.needs(op) if n not in done)
         op, need = next(waits)
         return op, f"{op}, which needs {need}", ranks[need]
 

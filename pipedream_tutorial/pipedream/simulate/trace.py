@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Item, Op, Pair, Schedule, straight
 from pipedream.schedules.policies import Policy, WeightUse, weight_use
 from pipedream.simulate.measures import held_activations, live_versions, times_of
-from pipedream.simulate.simulator import Needs, Timeline
+from pipedream.simulate.simulator import Timeline
 
 TraceEvent = dict[str, Any]
 
@@ -114,9 +114,8 @@ def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
 
 def handed_on(schedule: Schedule) -> list[tuple[Op, Op]]:
     """(operation that gives, operation that takes) for each result that another stage takes in."""
-    wanted = Needs(schedule)
-    pairs = ((need, op) for op in schedule.ops() for need in wanted.of(op))
-    return [(need, op) for need, op in pairs if need.stage != op.stage and need in wanted]
+    pairs = ((need, op) for op in schedule.ops() for need in schedule.needs(op))
+    return [(need, op) for need, op in pairs if need.stage != op.stage and need in schedule]
 
 
 def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:
