@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 from pipedream_simple import from_words, zero_bubble
 
@@ -50,8 +51,7 @@ class Problem:
         return len(self.durations)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """The best order that was found, and what no order can beat."""
 
     words: Words
@@ -70,8 +70,7 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
         num_microbatches=num_microbatches,
         memory=memory,
         durations=tuple(
-            {kind: int(time * scale) for kind, time in zip("FIW", own, strict=True)}
-            for own in times
+            dict(zip("FIW", (int(time * scale) for time in own), strict=True)) for own in times
         ),
         communication=int(costs.communication * scale),
         tick=Fraction(1, scale),
@@ -90,8 +89,7 @@ def search(
     problem = build_problem(costs, num_microbatches, memory)
     p = problem.num_ranks
     m = num_microbatches
-    if tries is None:
-        tries = max(200, min(20_000, 4_000_000 // (3 * p * m)))
+    tries = tries or max(200, min(20_000, 4_000_000 // (3 * p * m)))
     limits = _limits(problem)
     starts = [greedy(problem, limit) for limit in limits]
     for own in limits:  # ZB-H1 and ZB-H2, and what lies between
@@ -109,12 +107,9 @@ def search(
         shorter, proved = solve(problem, int(scored(best)[0]), prove)
         bound = max(bound, proved)
         best = min([best, *shorter], key=scored)
-    return Found(
-        words=best,
-        schedule=as_schedule(best, f"search-p{p}-m{m}-memory{memory}"),
-        makespan=int(scored(best)[0]) * problem.tick,
-        lower_bound=bound * problem.tick,
-    )
+    schedule = as_schedule(best, f"search-p{p}-m{m}-memory{memory}")
+    makespan = int(scored(best)[0])
+    return Found(best, schedule, makespan * problem.tick, bound * problem.tick)
 
 
 def as_schedule(words: Words, name: str) -> Schedule:
@@ -296,33 +291,30 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], 
     m = problem.num_microbatches
     c = problem.communication
     start = {
-        (kind, rank, i): model.new_int_var(0, longest, f"{rank}{kind}{i}")
+        (kind, rank): [model.new_int_var(0, longest, f"{rank}{kind}{i}") for i in range(m)]
         for rank in range(p)
         for kind in "FIW"
-        for i in range(m)
     }
     end = model.new_int_var(0, longest, "makespan")
     model.minimize(end)
     for rank, lasts in enumerate(problem.durations):
-        model.add(end >= start["W", rank, m - 1] + lasts["W"])
+        model.add(end >= start["W", rank][-1] + lasts["W"])
         model.add_no_overlap(
-            model.new_fixed_size_interval_var(start[kind, rank, i], lasts[kind], "")
+            model.new_fixed_size_interval_var(begin, lasts[kind], "")
             for kind in "FIW"
-            for i in range(m)
+            for begin in start[kind, rank]
         )
-        for i in range(m):
-            # Results arrive before they are used, and W number i makes room for F i + memory.
-            waits = [("F", rank, "I", rank, 0), ("I", rank, "W", rank, 0)]
-            if rank > 0:
-                waits += [("F", rank - 1, "F", rank, c), ("I", rank, "I", rank - 1, c)]
-            for kind, one, then, other, later in waits:
-                arrival = start[kind, one, i] + problem.durations[one][kind] + later
-                model.add(start[then, other, i] >= arrival)
-            for kind in "FIW" if i else "":
-                model.add(start[kind, rank, i] >= start[kind, rank, i - 1] + lasts[kind])
-            if i >= problem.memory:
-                freed = start["W", rank, i - problem.memory] + lasts["W"]
-                model.add(start["F", rank, i] >= freed)
+        # Results arrive before they are used, and W number i makes room for F i + memory.
+        waits = [(kind, start[kind, rank][1:], 0) for kind in "FIW"]
+        waits += [("F", start["I", rank], 0), ("I", start["W", rank], 0)]
+        waits.append(("W", start["F", rank][problem.memory :], 0))
+        if rank > 0:
+            waits.append(("I", start["I", rank - 1], c))
+        if rank + 1 < p:
+            waits.append(("F", start["F", rank + 1], c))
+        for kind, later, sending in waits:
+            for before, after in zip(start[kind, rank], later, strict=False):
+                model.add(after >= before + lasts[kind] + sending)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 2
@@ -332,6 +324,6 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], 
         return [], bound
     words = []
     for rank in range(p):
-        steps = [(solver.value(start[k, rank, i]), "FIW".index(k)) for k in "FIW" for i in range(m)]
+        steps = [(solver.value(at), "FIW".index(k)) for k in "FIW" for at in start[k, rank]]
         words.append("".join("FIW"[kind] for _, kind in sorted(steps)))
     return [words], bound
