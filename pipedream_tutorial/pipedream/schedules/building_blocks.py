@@ -155,11 +155,6 @@ class _Line:
         for slot in range(earliest, old):
             if self.kinds[slot] is None:
                 self.kinds[old], self.kinds[slot] = None, kind
-                if self.with_weights:  # then no other W moves
-                    by_held, by_waiting = CHANGES[kind]
-                    self.held[slot:old] = [held + by_held for held in self.held[slot:old]]
-                    self.waiting[slot:old] = [w + by_waiting for w in self.waiting[slot:old]]
-                    return slot
                 if self._replay(slot, old, limit):
                     return slot
                 self.kinds[old], self.kinds[slot] = kind, None
