@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import itemgetter
 
 from pipedream.errors import UserError
 from pipedream.plan.profile import Layer, Number
@@ -145,22 +146,20 @@ def plan_pipeline(
         links.append(stage(j, j, 1).link_s)
         period = {(i, r): stage(i, j, r).period_s for i in range(j + 1) for r in range(1, most + 1)}
         for m in range(1, num_workers + 1):
-            found = [(period[0, m], -1, m)] if m <= most else []
+            found: list[tuple[Fraction, Cuts]] = []
+            if m <= most:
+                found.append((period[0, m], ((j, m),)))
             found += [
-                (max(best[i, m - r][0], links[i], period[i + 1, r]), i, r)
+                (max(best[i, m - r][0], links[i], period[i + 1, r]), (*best[i, m - r][1], (j, r)))
                 for i in range(j)
                 for r in range(1, min(m - 1, most) + 1)
                 if (i, m - r) in best
             ]
-            if found:  # of equal ones the first
-                shortest, i, r = min(found, key=lambda choice: choice[0])
-                before = best[i, m - r][1] if i >= 0 else ()
-                best[j, m] = shortest, (*before, (j, r))
+            if found:
+                best[j, m] = min(found, key=itemgetter(0))  # of equal ones the first
     final = len(layers) - 1
     counts = [num_workers] if use_all_workers else range(1, num_workers + 1)
-    _, cuts = min(
-        (best[final, m] for m in counts if (final, m) in best), key=lambda choice: choice[0]
-    )
+    _, cuts = min((best[final, m] for m in counts if (final, m) in best), key=itemgetter(0))
     return make_plan(layers, cuts, bandwidth=bandwidth, sync_factor=sync_factor)
 
 

@@ -29,7 +29,7 @@ from operator import mul
 from pipedream_simple import in_turn
 
 from pipedream.plan.planner import Plan, Stage
-from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule
+from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule, straight
 from pipedream.simulate.measures import times_of
 from pipedream.simulate.simulator import Costs, Timeline, simulate
 
@@ -56,8 +56,7 @@ def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -
             forwards = [Op(FORWARD, stage, i) for i in mine]
             backwards = [Op(BACKWARD, stage, i) for i in mine]
             lines.append(in_turn(forwards, backwards, ahead - 1))
-    stages = tuple(range(len(replicas)))
-    return Schedule(name="1f1b-rr", orders=tuple(map(tuple, lines)), chains=(stages,))
+    return straight("1f1b-rr", lines)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
