@@ -18,11 +18,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """'did you mean ...?' or the whole list, for a word that is not in `known`."""
     lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), lower, n=1)
-    return (
-        f"did you mean {lower[close[0]]!r}?"
-        if close
-        else f"choose from {', '.join(lower.values())}"
-    )
+    if close:
+        return f"did you mean {lower[close[0]]!r}?"
+    return f"choose from {', '.join(lower.values())}"
 
 
 def main_with_errors(main: Callable[[], None]) -> NoReturn:

@@ -50,10 +50,7 @@ def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> I
     )
 
 
-Amounts = tuple[Fraction | int, ...]
-
-
-def _changes(schedule: Schedule) -> dict[str, Amounts]:
+def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, ...]]:
     """By kind of operation: by how much it changes what is held, one step after the other."""
     gone = 1 - schedule.kept
     return {

@@ -6,6 +6,7 @@ receives; counters show held activations and live weight versions. The format is
 Event Format": times in microseconds, and slices of one thread are disjoint or nested.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -56,10 +57,10 @@ class _Run:
         self.first_pid = FIRST_PID[group]
         self.group = group
         self.schedule = schedule
-        free_from: dict[tuple[int, str], list[int]] = {}
+        free_from: dict[tuple[int, str], list[int]] = defaultdict(list)
         self.slices: list[_Slice] = []
         for s in sorted(slices, key=lambda s: (s.start_ns, s.end_ns)):
-            lanes = free_from.setdefault((s.rank, s.thread), [])
+            lanes = free_from[s.rank, s.thread]
             lane = next((i for i, free in enumerate(lanes) if free <= s.start_ns), len(lanes))
             lanes[lane : lane + 1] = [s.end_ns]
             self.slices.append(s._replace(lane=lane))
@@ -94,9 +95,8 @@ def trace_document(
         runs.append(_measured_run(measured))
     events: list[TraceEvent] = []
     for run in runs:
-        use = None
-        if policy is not None:
-            use = weight_use(run.schedule, policy, batch_size or run.schedule.num_microbatches)
+        size = batch_size or run.schedule.num_microbatches
+        use = None if policy is None else weight_use(run.schedule, policy, size)
         events += [*_metadata(run), *_slices(run, use), *_arrows(run), *_counters(run, use)]
     backwards = {run.group: len(run.impossible) for run in runs}
     return {
@@ -150,19 +150,18 @@ def _measured_run(measured: Sequence[MeasuredEvent]) -> _Run:
 
 def _metadata(run: _Run) -> Iterable[TraceEvent]:
     """Names of processes and threads, and the order in which viewers show them."""
+    named = []
     for rank in range(run.schedule.num_ranks):
         pid = run.first_pid + rank
-        yield from _named("process", pid, 0, f"{run.group} rank {rank}", pid)
+        named.append(("process", pid, 0, f"{run.group} rank {rank}", pid))
     for rank, thread, lane in sorted({(s.rank, s.thread, s.lane) for s in run.slices}):
         tid = FIRST_TID[thread] + lane
         name = thread if lane == 0 else f"{thread} {lane + 1}"
-        yield from _named("thread", run.first_pid + rank, tid, name, tid)
-
-
-def _named(what: str, pid: int, tid: int, name: str, place: int) -> Iterable[TraceEvent]:
-    at = {"ph": "M", "pid": pid, "tid": tid}
-    yield at | {"name": f"{what}_name", "args": {"name": name}}
-    yield at | {"name": f"{what}_sort_index", "args": {"sort_index": place}}
+        named.append(("thread", run.first_pid + rank, tid, name, tid))
+    for what, pid, tid, name, place in named:
+        at = {"ph": "M", "pid": pid, "tid": tid}
+        yield at | {"name": f"{what}_name", "args": {"name": name}}
+        yield at | {"name": f"{what}_sort_index", "args": {"sort_index": place}}
 
 
 def _slices(run: _Run, use: dict[int, WeightUse] | None) -> Iterable[TraceEvent]:
@@ -209,8 +208,8 @@ def _arrows(run: _Run) -> Iterable[TraceEvent]:
         finish = run.at[receiver]
         inside = max(begin.start_ns, begin.end_ns - 1) / 1000
         yield shared | {"pid": run.first_pid + begin.rank, "ts": inside, "ph": "s"}
-        arrives = {"pid": run.first_pid + finish.rank, "ts": finish.start_ns / 1000}
-        yield shared | arrives | {"ph": "f", "bp": "e"}
+        ts = finish.start_ns / 1000
+        yield shared | {"pid": run.first_pid + finish.rank, "ts": ts, "ph": "f", "bp": "e"}
 
 
 def _counters(run: _Run, use: dict[int, WeightUse] | None) -> Iterable[TraceEvent]:
