@@ -21,7 +21,7 @@ from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import save_csv
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.comparison import Case, measure
-from pipedream.simulate.measures import activation_steps, peak_activations
+from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.search import as_schedule, build_problem, lower_bound
 from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
 
@@ -196,7 +196,7 @@ def test_a_moved_operation_is_judged_as_the_simulator_would():
         line = [*order]
         line.insert(move["to"], line.pop(move["from"]))
         changed = replace(schedule, orders=(schedule.orders[0], tuple(line), schedule.orders[2]))
-        held = max(count for _, count in activation_steps(changed)[1])
+        held = peak_activations(changed)[1] * changed.stages_per_rank
         try:
             new = simulate(changed, costs).makespan
         except DeadlockError:

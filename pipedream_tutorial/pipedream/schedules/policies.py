@@ -18,8 +18,9 @@ class Policy:
 
     per_microbatch: bool
     """Update after each microbatch's backward pass; otherwise once a batch, after its last."""
-    forward_version: Callable[[int, int, int, int], int]
-    """(updates done on this stage, microbatch, microbatches a batch, p) -> version to run with."""
+    forward_version: Callable[[int, int, int, int], int] = lambda updates, i, m, p: updates
+    """(updates done on this stage, microbatch, microbatches a batch, p) -> version to run with; by
+    default the newest."""
     stashed: bool = True
     """The backward pass sees the version of its forward pass. False: it sees whatever is there."""
     text: str
@@ -27,13 +28,10 @@ class Policy:
 
 POLICIES: dict[str, Policy] = {
     "flush": Policy(
-        per_microbatch=False,
-        forward_version=lambda updates, i, m, p: updates,
-        text="one update a batch, when the stage has no microbatch in flight",
+        per_microbatch=False, text="one update a batch, when the stage has no microbatch in flight"
     ),
     "stash": Policy(
         per_microbatch=True,
-        forward_version=lambda updates, i, m, p: updates,
         text="an update a microbatch; the backward pass uses its forward pass's weights",
     ),
     "vertical": Policy(
@@ -43,7 +41,6 @@ POLICIES: dict[str, Policy] = {
     ),
     "in-place": Policy(
         per_microbatch=True,
-        forward_version=lambda updates, i, m, p: updates,
         stashed=False,
         text="an update a microbatch into the same memory; a backward pass may see newer weights "
         "than its forward pass did",

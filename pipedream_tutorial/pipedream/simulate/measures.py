@@ -51,7 +51,15 @@ def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> I
 
 
 def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, ...]]:
-    """By kind of operation: by how much it changes what is held, one step after the other."""
+    """By kind of operation: by how many stages' activations of a microbatch it changes what is
+    held, one step after the other.
+
+    A forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
+    In a pair the forward's is added before the backward's goes. Where there is an R, the forward
+    pass is there twice: with all that it computes, and with the share that stays when it ends; R
+    adds the rest. One stage of a schedule with v stages a rank holds 1/v of what a whole rank's
+    share would.
+    """
     gone = 1 - schedule.kept
     return {
         FORWARD: (1, -gone) if gone else (1,),
@@ -60,24 +68,6 @@ def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, ...]]:
         BACKWARD: (-1,),
         RECOMPUTE: (gone,),
     }
-
-
-def activation_steps(schedule: Schedule) -> list[list[tuple[Op, Fraction | int]]]:
-    """By rank: after each operation, how many stages' activations of a microbatch it holds.
-
-    A forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
-    In a pair the forward's is added before the backward's goes. Where there is an R, the forward
-    pass is there twice: with all that it computes, and with the share that stays when it ends; R
-    adds the rest. One stage of a schedule with v stages a rank holds 1/v of what a whole rank's
-    share would.
-    """
-    changes = _changes(schedule)
-    found = []
-    for order in schedule.flat:
-        steps = [(op, by) for op in order for by in changes[op[0]]]
-        held = accumulate(by for _, by in steps)
-        found.append([(op, count) for (op, _), count in zip(steps, held, strict=True)])
-    return found
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
@@ -105,14 +95,16 @@ def held_activations(
 
     Counted from the start of a forward pass or R to the end of the pass that frees them.
     """
+    changes = _changes(schedule)
     found = {}
-    for rank, steps in enumerate(activation_steps(schedule)):
-        points: list[tuple[Time, Fraction | int]] = [(zero, 0)]
-        before = None
-        for op, count in steps:
-            begins = op.kind in (FORWARD, RECOMPUTE) and op != before
-            points.append((times[op][0 if begins else 1], count))
-            before = op
+    for rank, order in enumerate(schedule.flat):
+        held: Fraction | int = 0
+        points: list[tuple[Time, Fraction | int]] = [(zero, held)]
+        for op in order:
+            for step, by in enumerate(changes[op.kind]):
+                held += by
+                begins = op.kind in (FORWARD, RECOMPUTE) and step == 0
+                points.append((times[op][0 if begins else 1], held))
         found[rank] = _where_it_changes(points, schedule.stages_per_rank)
     return found
 
