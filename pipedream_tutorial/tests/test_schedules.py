@@ -8,7 +8,7 @@ import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case
-from pipedream.schedules.ops import BACKWARD, Op, Schedule, repeat
+from pipedream.schedules.ops import Op, Schedule, repeat
 from pipedream.simulate.simulator import Costs, Timeline, build_costs, simulate
 
 
@@ -112,7 +112,7 @@ def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
         f, b = drawn(rng, p), drawn(rng, p)
         t = uneven(build_schedule("pipedream", p, 70), f, b)
         by_op = {op: e.end for e in t.all_events() for op in e.item.parts}
-        first = [by_op[Op(BACKWARD, 0, i)] for i in range(50, 70 - p)]
+        first = [by_op[Op("B", 0, i)] for i in range(50, 70 - p)]
         assert {after - before for before, after in pairwise(first)} == {
             max(map(sum, zip(f, b, strict=True)))
         }

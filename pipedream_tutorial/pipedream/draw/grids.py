@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pipedream.draw import page
 from pipedream.draw.page import EDGE, TEXT, Colour, number, percent
-from pipedream.schedules.ops import FORWARD, Op, Pair, Schedule
+from pipedream.schedules.ops import Op, Pair, Schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Refused, Row, compare, measure
 from pipedream.simulate.measures import Idle, idle, peak_activations
@@ -84,7 +84,7 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     if any(len(own) > 1 for t in timelines for own in t.schedule.stages()):
         copies = max(len(t.schedule.chains) for t in timelines)
         text = "paler: 2nd stage or copy" if copies > 1 else "paler: a rank's second stage"
-        entries.append((page.paler(KINDS[FORWARD][0], 1 / 2), text))
+        entries.append((page.paler(KINDS["F"][0], 1 / 2), text))
     edge: dict[str, Any] = {"edgecolor": EDGE, "linewidth": 0.6}
     swatches = [Patch(facecolor=colour, label=text, **edge) for colour, text in entries]
     return [*swatches, Patch(**IDLE_HATCH, label="idle")]
@@ -238,7 +238,7 @@ def durations_text(timeline: Timeline) -> str:
     v = timeline.schedule.stages_per_rank
     first = costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]
     f, i, w, b = (number(v * each) for each in (*first, first[1] + first[2]))
-    forwards_only = all(op.kind == FORWARD for op in timeline.schedule.ops())
+    forwards_only = all(op.kind == "F" for op in timeline.schedule.ops())
     where = "" if len(set(costs.forward)) == 1 else " on the first stage"
     return f"F = {f}" + ("" if forwards_only else f", B = I + W = {i} + {w} = {b}") + where
 
@@ -273,7 +273,7 @@ def microbatch_forward(work: Work) -> Figure:
 def forwards_only(timeline: Timeline) -> Timeline:
     """The same orders without backward passes."""
     orders = tuple(
-        tuple(op for item in order for op in item.parts if op.kind == FORWARD)
+        tuple(op for item in order for op in item.parts if op.kind == "F")
         for order in timeline.schedule.orders
     )
     return simulate(replace(timeline.schedule, orders=orders), timeline.costs)
@@ -282,7 +282,7 @@ def forwards_only(timeline: Timeline) -> Timeline:
 def microbatch_backward(work: Work) -> Figure:
     """A whole GPipe batch: all forwards, then all backwards."""
     timeline = measure("gpipe", work.case).batch
-    last = max(e.end for e in timeline.all_events() for op in e.item.parts if op.kind == FORWARD)
+    last = max(e.end for e in timeline.all_events() for op in e.item.parts if op.kind == "F")
     title = (
         f"GPipe, {work.case.num_microbatches} microbatches: forwards until time {number(last)}, "
         f"backwards until {number(timeline.makespan)}; ranks idle {idle_share(timeline)}"
@@ -351,7 +351,7 @@ def weight_versioning(work: Work) -> Figure:
         labels = [cells.__getitem__ for cells in (both, used, name)]
         panels.append(Panel(title, timeline, labels, colour.__getitem__, set(wrong)))
         counts.append(f"{len(wrong)} {text}")
-    backwards = sum(op.kind != FORWARD for op in ops)
+    backwards = sum(op.kind != "F" for op in ops)
     title = (
         f"Of {backwards} backward passes, {' and '.join(counts)} see other weights than their "
         "forward pass did"

@@ -29,7 +29,7 @@ from operator import mul
 from pipedream_simple import in_turn
 
 from pipedream.plan.planner import Plan, Stage
-from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule, straight
+from pipedream.schedules.ops import Op, Schedule, straight
 from pipedream.simulate.measures import times_of
 from pipedream.simulate.simulator import Costs, Timeline, simulate
 
@@ -53,8 +53,8 @@ def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -
     for stage, (count, ahead) in enumerate(zip(replicas, in_flight, strict=True)):
         for replica in range(count):
             mine = range(replica, m, count)
-            forwards = [Op(FORWARD, stage, i) for i in mine]
-            backwards = [Op(BACKWARD, stage, i) for i in mine]
+            forwards = [Op("F", stage, i) for i in mine]
+            backwards = [Op("B", stage, i) for i in mine]
             lines.append(in_turn(forwards, backwards, ahead - 1))
     return straight("1f1b-rr", lines)
 

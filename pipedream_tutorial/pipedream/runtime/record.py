@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from pipedream.schedules.catalogue import FOUND
-from pipedream.schedules.ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.policies import Policy, weight_use
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, Timeline, simulate, stage_factors
@@ -93,8 +93,8 @@ class MeasuredRun:
             "utilisation": round(float(utilisation), 5),
             "bubble": round(float(1 - utilisation), 5),
             "repeat_makespans_ms": list(map(_ms, spans)),
-            "forward_ms": medians(FORWARD),
-            "backward_ms": medians(BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),  # B, or I + W
+            "forward_ms": medians("F"),
+            "backward_ms": medians("B", "I", "W"),  # B, or I + W
             "peak_versions": [most for _, most in versions],
             # By rank; null on a CPU, as waited_for_host.
             "peak_memory_mib": memory or None,
@@ -136,9 +136,9 @@ class MeasuredRun:
             return tuple(stage_factors(found, num_stages))
 
         return Costs(
-            forward=means(FORWARD),
-            input_gradient=means(BACKWARD, INPUT_GRADIENT),
-            weight_gradient=means(WEIGHT_GRADIENT),
+            forward=means("F"),
+            input_gradient=means("B", "I"),
+            weight_gradient=means("W"),
             communication=self.communication_ns,
         )
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from pipedream.errors import UserError
 from pipedream.runtime.launch import StageLostError
 from pipedream.runtime.record import Case, Report
-from pipedream.schedules.ops import BACKWARD, FORWARD, Op, Schedule
+from pipedream.schedules.ops import Op, Schedule
 from pipedream.simulate.trace import handed_on, transfers
 from pipedream.train.oracle import Config, Trainers, Workload
 from pipedream.train.trainer import Weights
@@ -225,7 +225,7 @@ class Station:
             trainers = self._trainers(case._replace(num_microbatches=few))
             for op in case.schedule.flat[self.rank]:
                 trainer = trainers[op.stage]
-                at_the_end = op.stage == 0 if op.kind == FORWARD else trainer.loss is not None
+                at_the_end = op.stage == 0 if op.kind == "F" else trainer.loss is not None
                 if op.microbatch < few:
                     trainer.run(op, None if at_the_end else x, self.workload.task)
 
@@ -297,7 +297,7 @@ class Station:
                     received = self.peers[ranks[giver]].take(giver)
             with clock.span("compute", op):
                 result = trainers[op.stage].run(op, received, task)
-                slept_s = {FORWARD: forward_s, BACKWARD: backward_s}.get(op.kind, backward_s / 2)
+                slept_s = {"F": forward_s, "B": backward_s}.get(op.kind, backward_s / 2)
                 if slept_s:  # in place of a device's work
                     time.sleep(slept_s)
             if result is None or op not in target:

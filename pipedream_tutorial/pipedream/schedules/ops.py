@@ -13,11 +13,6 @@ from typing import NamedTuple
 
 from pipedream.errors import UserError
 
-FORWARD = "F"
-BACKWARD = "B"
-INPUT_GRADIENT = "I"
-WEIGHT_GRADIENT = "W"
-RECOMPUTE = "R"
 _WRITTEN = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _WRITTEN_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 Key = tuple[str, int]
@@ -110,7 +105,7 @@ class Schedule:
     @property
     def cuts_backward(self) -> bool:
         """Whether some backward passes are run as I and W."""
-        return any(kind == WEIGHT_GRADIENT for kind, _ in self.known)
+        return any(kind == "W" for kind, _ in self.known)
 
     def ops(self) -> Iterable[Op]:
         """All operations, those in pairs too."""
@@ -142,16 +137,16 @@ class Schedule:
     def needs(self, op: Op) -> list[Op]:
         """The operations whose results this one takes in, those on its own stage included."""
         kind, stage, i = op
-        if kind == FORWARD:
+        if kind == "F":
             before = self._stage_before.get(stage)
-            return [] if before is None else [Op(FORWARD, before, i)]
-        if kind == WEIGHT_GRADIENT:
-            return [Op(INPUT_GRADIENT, stage, i)]
-        again = Op(RECOMPUTE, stage, i)
-        found = [again if op != again and again in self else Op(FORWARD, stage, i)]
-        if kind != RECOMPUTE and stage in self._next_stage:
-            half = Op(INPUT_GRADIENT, self._next_stage[stage], i)
-            found.append(half if half in self else half._replace(kind=BACKWARD))
+            return [] if before is None else [Op("F", before, i)]
+        if kind == "W":
+            return [Op("I", stage, i)]
+        again = Op("R", stage, i)
+        found = [again if op != again and again in self else Op("F", stage, i)]
+        if kind != "R" and stage in self._next_stage:
+            half = Op("I", self._next_stage[stage], i)
+            found.append(half if half in self else half._replace(kind="B"))
         return found
 
 
@@ -180,8 +175,8 @@ def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
         again: list[Item] = []
         for item in order:
             kind, stage, i = item.parts[-1]
-            if kind in (BACKWARD, INPUT_GRADIENT):
-                again.append(Op(RECOMPUTE, stage, i))
+            if kind in ("B", "I"):
+                again.append(Op("R", stage, i))
             again.append(item)
         orders.append(tuple(again))
     return replace(schedule, orders=tuple(orders), kept=kept)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipedream.errors import UserError
-from pipedream.schedules.ops import BACKWARD, FORWARD, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.ops import Op, Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class WeightUse:
 
     def version(self, op: Op) -> int:
         """That a forward or backward pass of the stage ran with."""
-        return (self.forward if op.kind == FORWARD else self.backward)[op.microbatch]
+        return (self.forward if op.kind == "F" else self.backward)[op.microbatch]
 
 
 ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live=(), peak_versions=1)
@@ -97,11 +97,11 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
     in_use: Counter[int] = Counter()  # version -> microbatches in flight that run with it
     live: list[tuple[Op, int]] = []
     updates = 0
-    upcoming = [op.microbatch for op in ops if op.kind == FORWARD]
+    upcoming = [op.microbatch for op in ops if op.kind == "F"]
     to_do = Counter(i // m for i in upcoming)
     for op in ops:
         kind, _, i = op
-        if kind == FORWARD:
+        if kind == "F":
             version = forward[i] = policy.forward_version(updates, i, m, p)
             if version > updates:
                 raise UserError(
@@ -109,9 +109,9 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
                     f"take {p - 1} microbatches a batch or more",
                 )
             in_use[version] += 1
-        elif kind != WEIGHT_GRADIENT:
+        elif kind != "W":
             backward[i] = forward[i] if policy.stashed else updates
-        if kind in (BACKWARD, WEIGHT_GRADIENT):
+        if kind in ("B", "W"):
             version = forward[i]
             in_use[version] -= 1
             if not in_use[version]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipedream.errors import UserError
-from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.ops import Op, Schedule
 from pipedream.simulate.simulator import DeadlockError
 
 RUN = "RUN"
@@ -62,8 +62,8 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
                 else:
                     steps.append((receive,))
             steps.append((Action(RUN, op, rank),))
-            peer = rank + 1 if op.kind == FORWARD else rank - 1
-            if op.kind != WEIGHT_GRADIENT and 0 <= peer < schedule.num_ranks:
+            peer = rank + 1 if op.kind == "F" else rank - 1
+            if op.kind != "W" and 0 <= peer < schedule.num_ranks:
                 steps.append((Action(SEND, op, peer),))
         programs.append(steps)
     return programs

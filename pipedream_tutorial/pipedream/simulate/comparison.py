@@ -10,7 +10,7 @@ from pipedream.errors import UserError
 from pipedream.schedules import closed_forms
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedForm
-from pipedream.schedules.ops import RECOMPUTE, Schedule, recomputed, repeat
+from pipedream.schedules.ops import Schedule, recomputed, repeat
 from pipedream.schedules.policies import ONE_VERSION, POLICIES, Policy, WeightUse, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.search import search
@@ -75,7 +75,7 @@ class Row:
             return simulate(repeat(batch, self.num_batches), self.batch.costs)
         count = batch.num_microbatches * self.num_batches
         schedule = build_schedule(self.name, batch.num_ranks, count)
-        if any(kind == RECOMPUTE for kind, _ in batch.known):
+        if any(kind == "R" for kind, _ in batch.known):
             schedule = recomputed(schedule, batch.kept)
         return simulate(schedule, self.batch.costs)
 

@@ -6,15 +6,7 @@ from fractions import Fraction
 from itertools import accumulate, chain
 from typing import TypeVar
 
-from pipedream.schedules.ops import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    RECOMPUTE,
-    WEIGHT_GRADIENT,
-    Op,
-    Schedule,
-)
+from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.policies import WeightUse
 from pipedream.simulate.simulator import Timeline
 
@@ -61,13 +53,7 @@ def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, ...]]:
     share would.
     """
     gone = 1 - schedule.kept
-    return {
-        FORWARD: (1, -gone) if gone else (1,),
-        INPUT_GRADIENT: (0,),
-        WEIGHT_GRADIENT: (-1,),
-        BACKWARD: (-1,),
-        RECOMPUTE: (gone,),
-    }
+    return {"F": (1, -gone) if gone else (1,), "I": (0,), "W": (-1,), "B": (-1,), "R": (gone,)}
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
@@ -103,7 +89,7 @@ def held_activations(
         for op in order:
             for step, by in enumerate(changes[op.kind]):
                 held += by
-                begins = op.kind in (FORWARD, RECOMPUTE) and step == 0
+                begins = op.kind in ("F", "R") and step == 0
                 points.append((times[op][0 if begins else 1], held))
         found[rank] = _where_it_changes(points, schedule.stages_per_rank)
     return found

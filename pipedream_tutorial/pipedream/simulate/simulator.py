@@ -25,19 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipedream.errors import UserError
-from pipedream.schedules.ops import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    RECOMPUTE,
-    WEIGHT_GRADIENT,
-    Item,
-    Key,
-    Op,
-    Schedule,
-    load_csv,
-    repeat,
-)
+from pipedream.schedules.ops import Item, Key, Op, Schedule, load_csv, repeat
 
 Number = int | str | Fraction
 
@@ -83,10 +71,10 @@ class Costs:
         return sum(halves, Fraction(0)) - hidden
 
     def _of(self, kind: str, place: int) -> Fraction:
-        if kind in (FORWARD, RECOMPUTE):
+        if kind in ("F", "R"):
             return self.forward[place]
-        first = Fraction(0) if kind == WEIGHT_GRADIENT else self.input_gradient[place]
-        return first if kind == INPUT_GRADIENT else first + self.weight_gradient[place]
+        first = Fraction(0) if kind == "W" else self.input_gradient[place]
+        return first if kind == "I" else first + self.weight_gradient[place]
 
 
 def build_costs(
@@ -281,7 +269,7 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind,
     ended: dict[Key, _Results] = defaultdict(dict)
 
     def results(op: Op) -> _Results:  # B and I give the same
-        return ended[BACKWARD if op.kind == INPUT_GRADIENT else op.kind, op.stage]
+        return ended["B" if op.kind == "I" else op.kind, op.stage]
 
     def rule(item: Item, stages: set[int]) -> _Rule:
         takes = []
@@ -306,7 +294,7 @@ def _check_once_and_whole(schedule: Schedule) -> None:
         if len(line) > len(schedule.known[kind, stage]):
             ((i, _),) = Counter(line).most_common(1)
             raise ValueError(f"{stage}{kind}{i} is in the orders twice")
-    if all(kind == FORWARD for kind, _ in schedule.known):  # an order of forward passes alone
+    if all(kind == "F" for kind, _ in schedule.known):  # an order of forward passes alone
         return
     for stage in {stage for _, stage in schedule.known}:
         forwards, wholes, inputs, weights = (schedule.known.get((k, stage), set()) for k in "FBIW")
@@ -346,7 +334,7 @@ def load_order(path: Path) -> Schedule:
     try:
         if set[int]().union(*schedule.known.values()) != set(range(count)):
             raise ValueError(f"its {count} microbatches are not numbered 0 to {count - 1}")
-        if all(kind == FORWARD for kind, _ in schedule.known):
+        if all(kind == "F" for kind, _ in schedule.known):
             raise ValueError("it has no backward pass")
         simulate(repeat(schedule, 2), build_costs(schedule))
     except (DeadlockError, ValueError) as error:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT, Item, Op, Pair, Schedule, straight
+from pipedream.schedules.ops import Item, Op, Pair, Schedule, straight
 from pipedream.schedules.policies import Policy, WeightUse, weight_use
 from pipedream.simulate.measures import held_activations, live_versions, times_of
 from pipedream.simulate.simulator import Timeline
@@ -187,7 +187,7 @@ def _slices(run: _Run, use: dict[int, WeightUse] | None) -> Iterable[TraceEvent]
 
 def _arguments(op: Op, use: dict[int, WeightUse] | None) -> dict[str, Any]:
     args: dict[str, Any] = {"kind": op.kind, "stage": op.stage, "microbatch": op.microbatch}
-    if use is not None and op.kind != WEIGHT_GRADIENT:  # W reads activations, no weights
+    if use is not None and op.kind != "W":  # W reads activations, no weights
         args["weight version"] = use[op.stage].version(op)
     return args
 
@@ -199,7 +199,7 @@ def _arrows(run: _Run) -> Iterable[TraceEvent]:
         if receiver in run.impossible:
             continue
         shared = {
-            "name": "activation" if sender.kind == FORWARD else "gradient",
+            "name": "activation" if sender.kind == "F" else "gradient",
             "cat": "transfer",
             "id": run.first_pid * 10**6 + number,
             "tid": FIRST_TID["compute"],

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from pipedream.schedules.ops import FORWARD, INPUT_GRADIENT, Op
+from pipedream.schedules.ops import Op
 from pipedream.train.models import build_task
 from pipedream.train.oracle import Trainers, TrainResult, train
 from pipedream.train.trainer import Gradients, StageTrainer, Weights
@@ -66,9 +66,9 @@ def train_and_check(
         kind, stage, i = op
         trainer = trainers[stage]
         assert isinstance(trainer, _RecordingTrainer)
-        if i % every or kind == INPUT_GRADIENT:
+        if i % every or kind == "I":
             return
-        if kind == FORWARD:
+        if kind == "F":
             used[i][stage] = _copied(trainer.in_flight[i].weights)
             return
         given[i][stage] = trainer.newest

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipedream.schedules.ops import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op, Schedule
+from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.policies import Policy
 from pipedream.train.cut import CutLinears
 from pipedream.train.models import Task
@@ -91,13 +91,13 @@ class StageTrainer:
         """One operation of this stage. `received`: what the stage before gave to F, the one after
         to B and I; None where there is none. What it gives to the next, if anything."""
         kind, _, i = op
-        if kind == FORWARD:
+        if kind == "F":
             inputs, target = task.microbatch(i)
             return self.forward(i, inputs if received is None else received, target)
         gradient = None
-        if kind != WEIGHT_GRADIENT:
+        if kind != "W":
             gradient = self.input_gradient(i, received)
-        if kind != INPUT_GRADIENT:
+        if kind != "I":
             self.weight_gradient(i)
         return gradient
 

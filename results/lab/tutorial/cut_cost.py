@@ -22,7 +22,7 @@ import checkout  # noqa: F401
 import torch
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.catalogue import build_schedule
-from pipedream.schedules.ops import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Op
+from pipedream.schedules.ops import Op
 from pipedream.schedules.policies import POLICIES
 from pipedream.train.models import GPT2_SIZES, Task, gpt2_layers
 from pipedream.train.trainer import StageTrainer
@@ -53,7 +53,7 @@ def with_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: b
         module, schedule, POLICIES["flush"], stage=1, batch_size=2, learning_rate=0.1
     )
     task = Task(inputs=x, targets=x, microbatch_size=len(x))
-    kinds = (INPUT_GRADIENT, WEIGHT_GRADIENT) if cut else (BACKWARD,)
+    kinds = ("I", "W") if cut else ("B",)
     steps = [partial(trainer.run, Op(kind, 1, 0), dy, task) for kind in kinds]
     return timed(lambda: trainer.forward(0, x), *steps)
 

@@ -37,15 +37,7 @@ from pipedream.draw.page import (
     paler,
     panel_title,
 )
-from pipedream.schedules.ops import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    WEIGHT_GRADIENT,
-    Op,
-    Schedule,
-    straight,
-)
+from pipedream.schedules.ops import Op, Schedule, straight
 from pipedream.schedules.orders import gpipe, one_f_one_b, zb_h1
 from pipedream.schedules.policies import POLICIES, WeightUse, weight_use
 from pipedream.simulate.measures import times_of
@@ -137,7 +129,7 @@ def _run(schedule: Schedule) -> Timeline:
 
 def _cut_in_place(schedule: Schedule) -> Schedule:
     """Every B as I, and W right after it."""
-    halves = {BACKWARD: (INPUT_GRADIENT, WEIGHT_GRADIENT)}
+    halves = {"B": ("I", "W")}
     lines = [
         [
             Op(kind, op.stage, op.microbatch)
@@ -154,10 +146,10 @@ def _halved(timeline: Timeline, cut: Schedule) -> Timeline:
     """The times of whole backward passes, each as two halves."""
     spans = times_of(timeline)
     for op, (start, end) in times_of(timeline).items():
-        if op.kind == BACKWARD:
+        if op.kind == "B":
             middle = (start + end) / 2
-            spans[op._replace(kind=INPUT_GRADIENT)] = start, middle
-            spans[op._replace(kind=WEIGHT_GRADIENT)] = middle, end
+            spans[op._replace(kind="I")] = start, middle
+            spans[op._replace(kind="W")] = middle, end
     return _placed(cut, timeline, spans)
 
 
@@ -254,10 +246,10 @@ def versions_at(
     times = times_of(timeline)
     found = []
     for stage, one in sorted(use.items()):
-        updates = sum(times[Op(BACKWARD, stage, i)][1] <= moment for i in one.forward)
+        updates = sum(times[Op("B", stage, i)][1] <= moment for i in one.forward)
         kept: dict[int, list[int]] = {updates: []}
         for i, version in sorted(one.forward.items()):
-            begun, done = times[Op(FORWARD, stage, i)][0], times[Op(BACKWARD, stage, i)][1]
+            begun, done = times[Op("F", stage, i)][0], times[Op("B", stage, i)][1]
             if begun <= moment < done:
                 kept.setdefault(version, []).append(i)
         found.append(dict(sorted(kept.items())))

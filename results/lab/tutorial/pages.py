@@ -25,7 +25,7 @@ from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.runtime.record import RECORD_FORMAT
 from pipedream.schedules.catalogue import SCHEDULES, schedule_for_training
 from pipedream.schedules.closed_forms import CLOSED_FORMS
-from pipedream.schedules.ops import BACKWARD, FORWARD, Op
+from pipedream.schedules.ops import Op
 from pipedream.schedules.policies import weight_use
 
 from results.lab.tutorial.tables import bubble_table, cut_table, depth_table
@@ -116,10 +116,10 @@ def microbatch_table(p: int = 4, i: int = 4) -> str:
         "|---:|---:|---:|---:|---|",
     ]
     for stage, use in weight_use(schedule, policy, 8).items():
-        begun = schedule.orders[stage].index(Op(BACKWARD, stage, i))
+        begun = schedule.orders[stage].index(Op("B", stage, i))
         before = [op for op in schedule.orders[stage][:begun] if isinstance(op, Op)]
-        done = {op.microbatch for op in before if op.kind == BACKWARD}
-        in_flight = [op.microbatch for op in before if op.kind == FORWARD]
+        done = {op.microbatch for op in before if op.kind == "B"}
+        in_flight = [op.microbatch for op in before if op.kind == "F"]
         waiting = [j for j in in_flight if j not in done]
         assert len({use.forward[j] for j in waiting} | {len(done)}) == use.peak_versions
         kept = ", ".join(f"{use.forward[j]} (B{j})" for j in waiting)

@@ -19,7 +19,6 @@ import checkout  # noqa: F401
 from pipedream.errors import UserError
 from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, ClosedForm, idle_fraction
-from pipedream.schedules.ops import FORWARD, WEIGHT_GRADIENT
 
 ELEMENT_BYTES, OPTIMIZER_BYTES = 2, 12
 
@@ -218,8 +217,8 @@ def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: 
     for op in (
         op for item in build_schedule("zb-v", layout.pipeline, k).orders[rank] for op in item.parts
     ):
-        if op.kind in (FORWARD, WEIGHT_GRADIENT):
-            held += (blocks + ends.get(op.stage, 0)) * (1 if op.kind == FORWARD else -1)
+        if op.kind in ("F", "W"):
+            held += (blocks + ends.get(op.stage, 0)) * (1 if op.kind == "F" else -1)
             peak = max(peak, held)
     return peak
 
