@@ -98,7 +98,7 @@ def _pull(slots: Slots) -> None:
     """
     with_weights = len(slots[0]) > W
     lines = [_Line(own, with_weights) for own in slots]
-    limit = max(max(line.held) for line in lines)
+    limit = max(held for line in lines for held, _ in line.states)
     full = slots[0][I_DOWN][0], 0
     lasts = [(own[F_DOWN][-1], rank) for rank, own in enumerate(slots)]
     drains = next((last for last in lasts if last > full), END)
@@ -138,20 +138,14 @@ class _Line:
         for kind, line in enumerate(own):
             for slot in line:
                 self.kinds[slot] = kind
-        self.held: list[int] = []
-        """After each slot: stages' activations."""
-        self.waiting: list[int] = []
-        """And W whose I is done."""
+        self.states: list[tuple[int, int]] = []
+        """After each slot: stages' activations held, and W that wait, for their I is done."""
         self._replay(0, len(self.kinds), len(self.kinds))
 
     def move(self, old: int, earliest: int, limit: int) -> int:
         """The operation's new slot: the first that is free where no more than `limit` are held at
         any time, and each W comes after its I."""
         kind = self.kinds[old]
-        if kind in (F_DOWN, F_UP, W):  # not from before a time when all is held, or no W waits
-            states, bound = (self.waiting, 0) if kind == W else (self.held, limit)
-            while bound in states[earliest:old]:
-                earliest = states.index(bound, earliest) + 1
         for slot in range(earliest, old):
             if self.kinds[slot] is None:
                 self.kinds[old], self.kinds[slot] = None, kind
@@ -162,10 +156,9 @@ class _Line:
 
     def _replay(self, begin: int, changed: int, limit: int) -> bool:
         """Count again from slot `begin` until, from slot `changed` on, it is as it was. False, and
-        nothing changed, if more than `limit` are held then."""
-        held, waiting = (self.held[begin - 1], self.waiting[begin - 1]) if begin else (0, 0)
-        all_held, all_waiting = [], []
-        end = len(self.kinds)
+        nothing changed, if more than `limit` are held then, or a W comes before its I."""
+        held, waiting = self.states[begin - 1] if begin else (0, 0)
+        states = []
         for slot in range(begin, len(self.kinds)):
             kind = self.kinds[slot]
             if kind is None and waiting and not self.with_weights:
@@ -173,15 +166,12 @@ class _Line:
             by_held, by_waiting = CHANGES[kind]
             held += by_held
             waiting += by_waiting
-            if slot >= changed and (held, waiting) == (self.held[slot], self.waiting[slot]):
-                end = slot
+            if slot >= changed and (held, waiting) == self.states[slot]:
                 break
-            if held > limit:
+            if held > limit or waiting < 0:
                 return False
-            all_held.append(held)
-            all_waiting.append(waiting)
-        self.held[begin:end] = all_held
-        self.waiting[begin:end] = all_waiting
+            states.append((held, waiting))
+        self.states[begin : begin + len(states)] = states
         return True
 
 
