@@ -82,7 +82,7 @@ def test_operations_wait_for_what_they_need_and_start_as_soon_as_they_can(t: Tim
                     assert len(wanted) == 2 or not after
                 inputs += [end[op] + (c if rank_of[op] != event.rank else 0) for op in wanted]
             assert event.start == max(inputs)
-            assert event.end == event.start + t.costs.duration(event.item, t.schedule.position())
+            assert event.end == event.start + t.costs.duration(event.item, t.schedule.position)
 
 
 @FIXED

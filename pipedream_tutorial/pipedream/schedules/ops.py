@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,8 +69,8 @@ class Schedule:
     orders: tuple[tuple[Item, ...], ...]
     """One rank's operations in the order in which it runs them."""
     chains: tuple[tuple[int, ...], ...]
-    """Stages in the direction of the forward pass. Two chains: two copies of the model (Chimera,
-    DualPipe), each microbatch goes through one of them."""
+    """Stages in the direction of the forward pass, numbered in a row. Two chains: two copies of
+    the model (Chimera, DualPipe), each microbatch goes through one of them."""
     stages_per_rank: int = 1
     """Into how many stages (chunks) a rank's share of the layers is cut, in one copy."""
     kept: Fraction = Fraction(1)
@@ -115,6 +115,7 @@ class Schedule:
         """By rank: the stages that it holds, sorted."""
         return [sorted({stage for _, stage, _ in order}) for order in self.flat]
 
+    @cached_property
     def position(self) -> dict[int, int]:
         """stage -> its place in the model, 0 for the one that holds the first layers."""
         return {stage: place for chain in self.chains for place, stage in enumerate(chain)}
@@ -126,26 +127,17 @@ class Schedule:
     def __contains__(self, op: Op) -> bool:
         return op.microbatch in self.known.get(op[:2], ())
 
-    @cached_property
-    def _next_stage(self) -> dict[int, int]:
-        return {a: b for chain in self.chains for a, b in pairwise(chain)}
-
-    @cached_property
-    def _stage_before(self) -> dict[int, int]:
-        return {b: a for a, b in self._next_stage.items()}
-
     def needs(self, op: Op) -> list[Op]:
         """The operations whose results this one takes in, those on its own stage included."""
         kind, stage, i = op
         if kind == "F":
-            before = self._stage_before.get(stage)
-            return [] if before is None else [Op("F", before, i)]
+            return [Op("F", stage - 1, i)] if self.position[stage] else []
         if kind == "W":
             return [Op("I", stage, i)]
         again = Op("R", stage, i)
         found = [again if op != again and again in self else Op("F", stage, i)]
-        if kind != "R" and stage in self._next_stage:
-            half = Op("I", self._next_stage[stage], i)
+        if kind != "R" and self.position[stage] + 1 < len(self.chains[0]):
+            half = Op("I", stage + 1, i)
             found.append(half if half in self else half._replace(kind="B"))
         return found
 

@@ -257,7 +257,7 @@ def _advance(
 
 def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind, _Rule]]]:
     """The tick, and the rules of each rank."""
-    position = schedule.position()
+    position = schedule.position
     kinds = []
     for order in schedule.orders:
         some = dict(zip(map(itemgetter(0, 1), order), order, strict=True)).values()  # all pairs too
