@@ -159,10 +159,12 @@ class _Line:
         nothing changed, if more than `limit` are held then, or a W comes before its I."""
         held, waiting = self.states[begin - 1] if begin else (0, 0)
         states = []
-        for slot in range(begin, len(self.kinds)):
-            kind = self.kinds[slot]
-            if kind is None and waiting and not self.with_weights:
-                kind = W
+        kinds = self.kinds
+        idle = None if self.with_weights else W
+        for slot in range(begin, len(kinds)):
+            kind = kinds[slot]
+            if kind is None and waiting:
+                kind = idle
             by_held, by_waiting = CHANGES[kind]
             held += by_held
             waiting += by_waiting
