@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,7 +114,7 @@ class Schedule:
 
     def stages(self) -> list[list[int]]:
         """By rank: the stages that it holds, sorted."""
-        return [sorted({stage for _, stage, _ in order}) for order in self.flat]
+        return [sorted(set(map(itemgetter(1), order))) for order in self.flat]
 
     @cached_property
     def position(self) -> dict[int, int]:
