@@ -66,17 +66,10 @@ class Batch(BaseModel):
         return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
 
 
-class Record(BaseModel):
-    """The record of a run, as far as this code reads it; REAL_MODELS_GUIDE.md describes all."""
+class History(BaseModel):
+    """What grows while a run trains, and what a resumed run takes over; on each rank with its own
+    seconds of saves and loads."""
 
-    model_config = _OPEN
-    schema_version: Literal[1, 2]
-    status: Literal["running", "ok", "oom", "failed", "interrupted"]
-    error: str | None = None  # why it failed, in a line
-    started_at: str  # UTC, ISO 8601, as is finished_at
-    finished_at: str | None = None
-    hostname: str | None = None  # of the process that writes the record
-    pid: int | None = None  # of that process
     step: int = 0  # optimizer steps done
     loss_curve: list[tuple[int, float | None]] = []  # (step, training loss); None: not finite
     evaluations: list[dict[str, Any]] = []  # step, loss, perplexity; None: not finite
@@ -87,6 +80,29 @@ class Record(BaseModel):
     loads: list[dict[str, Any]] = []  # step and load_s, where a run went on from a checkpoint
     best: dict[str, Any] | None = None  # with keep_best: step, loss, perplexity of what is in best/
     sample_before: str | None = None  # text of the untrained model; `sample` is the trained one's
+
+    def cut(self, step: int) -> None:
+        """Forget what came after `step`."""
+        self.step = step
+        self.loss_curve = [row for row in self.loss_curve if row[0] <= step]
+        for rows in (self.evaluations, self.epochs, self.saves, self.loads):
+            rows[:] = [row for row in rows if row["step"] <= step]
+        self.skipped_steps = [skipped for skipped in self.skipped_steps if skipped <= step]
+        if self.best and self.best["step"] > step:  # the steps after this one find it again
+            self.best = None
+
+
+class Record(History):
+    """The record of a run, as far as this code reads it; REAL_MODELS_GUIDE.md describes all."""
+
+    model_config = _OPEN
+    schema_version: Literal[1, 2]
+    status: Literal["running", "ok", "oom", "failed", "interrupted"]
+    error: str | None = None  # why it failed, in a line
+    started_at: str  # UTC, ISO 8601, as is finished_at
+    finished_at: str | None = None
+    hostname: str | None = None  # of the process that writes the record
+    pid: int | None = None  # of that process
     run_dir: str  # empty where the run left no folder
     config: dict[str, Any]  # CONFIG as resolved: no "auto" left
     engine_options: dict[str, Any] = {}  # keys that the strategy's own engine adds

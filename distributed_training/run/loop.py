@@ -73,32 +73,6 @@ def has_fault(result: StepResult, config: RunConfig) -> bool:
 
 
 @dataclass
-class History:
-    """The part of a record that grows while a run trains, and that a resumed run takes over."""
-
-    step: int = 0  # optimizer steps done
-    # [step, mean loss]; None stands for what was not finite in a record that was read back
-    loss_curve: list[Any] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    epochs: list[dict[str, Any]] = field(default_factory=list)
-    skipped_steps: list[int] = field(default_factory=list)
-    saves: list[dict[str, Any]] = field(default_factory=list)  # with this rank's own seconds
-    loads: list[dict[str, Any]] = field(default_factory=list)  # likewise
-    best: dict[str, Any] | None = None  # the evaluation whose weights keep_best has kept
-    sample_before: str | None = None  # text of the untrained model
-
-    def cut(self, step: int) -> None:
-        """Forget what came after `step`."""
-        self.step = step
-        self.loss_curve = [row for row in self.loss_curve if row[0] <= step]
-        for rows in (self.evaluations, self.epochs, self.saves, self.loads):
-            rows[:] = [row for row in rows if row["step"] <= step]
-        self.skipped_steps = [skipped for skipped in self.skipped_steps if skipped <= step]
-        if self.best and self.best["step"] > step:  # the steps after this one find it again
-            self.best = None
-
-
-@dataclass
 class Trainer:
     """One run: the engine's steps, with evaluation, logging and checkpoints around them. The
     history is the same on every rank; rank 0 also writes, shows and tracks it."""
@@ -110,7 +84,7 @@ class Trainer:
     tokenizer: Tokenizer
     sampler: Sampler
     display: Display
-    history: History = field(default_factory=History)
+    history: records.History = field(default_factory=records.History)
     record: records.RunRecord | None = None  # on rank 0 only
     tracker: Tracker = field(default_factory=Tracker)
     at: Callable[..., None] = lambda place, **_: None  # told where training is
@@ -305,7 +279,7 @@ class Trainer:
             if fault or not math.isfinite(loss_sum):
                 error = self._judge(row["step"], mine, result)
             rows.append(row)
-            self.history.loss_curve.append([row["step"], row["loss"]])
+            self.history.loss_curve.append((row["step"], row["loss"]))
             self.tracker.log_step(row)
             if error is not None:
                 break  # the steps after it were done on what it left

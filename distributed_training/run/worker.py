@@ -37,7 +37,7 @@ from distributed_training.records import record as records
 from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
 from distributed_training.run.ending import end_failed
-from distributed_training.run.loop import History, Trainer
+from distributed_training.run.loop import Trainer
 from distributed_training.run.prepare import (
     go_on,
     make_plan,
@@ -254,13 +254,13 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     build_extensions(plan, topology, display)
     startup.end("data")
     sampler = build_sampler(plan, data, topology)
-    history = History()
+    history = records.History()
     record = None
     tracker = trackers.Tracker()
     if plan.checkpoint is not None and first:
         state = resume.state_of(plan.checkpoint, resume.read_meta(plan.checkpoint))
-        history = History(**state.model_dump(include=set(vars(history))))
-    history = History(**from_rank_0(vars(history)))
+        history = records.History(**state.model_dump(include=set(vars(history))))
+    history = records.History(**from_rank_0(vars(history)))
     if first:
         values = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **values)

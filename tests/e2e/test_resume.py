@@ -158,11 +158,11 @@ def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):
     shutil.copytree(whole, run_dir)
     shutil.rmtree(run_dir / "hf")
     shutil.rmtree(run_dir / "checkpoints" / "step-00000015")
-    record = {**load_record(run_dir), "status": "interrupted"}
-    (run_dir / "record.json").write_text(json.dumps(record))
-    resumed = train(values_for("zero2", tmp_path / "runs", resume="auto"), num_processes=2)
+    resumed = train(values_for("zero2", tmp_path / "runs", resume=str(run_dir)), num_processes=2)
     assert_ok(resumed)
     assert "step-00000010" in resumed.stdout
+    note = f"note: {whole.name} has finished: its steps 11 to 15 are done again"
+    assert note in " ".join(resumed.stdout.split())
     assert_same_run(run_dir, whole)
     assert checkpoints(tmp_path / "runs") == ["step-00000010", "step-00000015"]
 

@@ -12,8 +12,9 @@ import torch
 from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.records.display import Display
+from distributed_training.records.record import History
 from distributed_training.run import ending, loop
-from distributed_training.run.loop import History, Trainer, learning_rate
+from distributed_training.run.loop import Trainer, learning_rate
 from distributed_training.run.saving import checkpoint
 from distributed_training.settings.config import build_config
 from tests.run.test_checkpoint import TOPOLOGY
@@ -189,7 +190,8 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     values = {"step": 6, "loss_curve": curve, "evaluations": rows, "epochs": rows[1:]}
     history = History(**values, skipped_steps=[2, 5], best={"step": 4})
     history.cut(4)
-    assert history == History(4, curve[:4], rows[:2], rows[1:2], [2], best={"step": 4})
+    kept = {"step": 4, "loss_curve": curve[:4], "evaluations": rows[:2], "epochs": rows[1:2]}
+    assert history == History(**kept, skipped_steps=[2], best={"step": 4})
     history.cut(3)
     assert history.best is None, "it is done again"
 
@@ -235,5 +237,5 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     # A batch has two tokens, whatever part of them the engine says is learnt.
     assert [batch.num_tokens for batch in batches] == [2, 2]
     assert found == [(2, 1.5, 0.5, 4.0, False), (3, 4.5, None, 8.0, True)]
-    assert trainer.history.loss_curve == [[2, 1.5], [3, 4.5]]
+    assert trainer.history.loss_curve == [(2, 1.5), (3, 4.5)]
     assert trainer.history.skipped_steps == [3]

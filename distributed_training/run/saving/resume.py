@@ -149,7 +149,12 @@ def at_checkpoint(plan: Plan) -> Plan:
     found = find_resume(plan)
     if found is not None:
         plan = replace(plan, run_dir=found.parents[1], checkpoint=found)
-        saved = read_meta(found).spread
+        meta = read_meta(found)
+        run = state_of(found, meta)
+        if run.status == "ok" and run.step > meta.step:
+            steps = f"steps {meta.step + 1} to {run.step}"
+            plan.notes.append(f"{plan.run_dir.name} has finished: its {steps} are done again")
+        saved = meta.spread
         now = plan.spread
         before, after = (f"{each['strategy']} x {each['num_processes']}" for each in (saved, now))
         others = [key for key in saved if saved[key] != now.get(key)]
