@@ -1,4 +1,4 @@
-"""The texts of this folder that have gaps (*.jinja). No torch import."""
+"""The texts that have gaps: pages/. No torch import."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ def fill(template: str, **values: Any) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to import
 
     templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=".html" in template,
+        loader=FileSystemLoader(Path(__file__).with_name("pages")), autoescape=".html" in template,
         undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     return templates.get_template(template).render(values)
