@@ -10,32 +10,31 @@ import subprocess
 import sysconfig
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-from distributed_training.advise.cluster import Cluster
-from distributed_training.advise.rank import what_fits
 from distributed_training.data.hub import check_push
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.predict import Prediction
 from distributed_training.records.display import gib
-from distributed_training.records.record import plural
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.gpus import GIB
 from distributed_training.settings.strategies import Strategy
 
 MIB = 2**20
 STALE_LOCK_S = 60.0
+Suggest = Callable[[Plan], list[str]]  # what to set instead of a plan that does not fit its GPUs
 
 
-def run_checks(prediction: Prediction, cluster: Cluster) -> None:
+def run_checks(prediction: Prediction, suggest: Suggest) -> None:
     """Run every check, cheapest first; at last what `push` will need."""
     plan = prediction.plan
     check_packages(plan)
     check_gpus(plan)
     check_swapping(plan)
-    check_memory(prediction, cluster)
+    check_memory(prediction, suggest)
     check_disk(plan)
     check_extensions(plan)
     if plan.config.push is not None:
@@ -64,7 +63,8 @@ def check_gpus(plan: Plan) -> None:
     gpus = plan.machine.num_gpus
     here = plan.processes_here
     if gpus and here > gpus:
-        what = f"{here} processes are asked for but this machine has {plural(gpus, 'GPU')}"
+        what = f"{here} processes are asked for but this machine has {gpus} GPU"
+        what += "s" if gpus > 1 else ""
         raise UserError(what, "one process drives one GPU", f"use --num_gpus {gpus}")
 
 
@@ -81,7 +81,7 @@ def check_swapping(plan: Plan) -> None:
         raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")
 
 
-def check_memory(prediction: Prediction, cluster: Cluster) -> None:
+def check_memory(prediction: Prediction, suggest: Suggest) -> None:
     """GPU, but for `--force`, and host have the least that a step is likely to need."""
     plan = prediction.plan
     memory = prediction.memory
@@ -90,7 +90,7 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
         needed = memory.needed_bytes
         what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
-        others = what_fits(plan, cluster) or ["use more GPUs, or a smaller model"]
+        others = suggest(plan) or ["use more GPUs, or a smaller model"]
         raise UserError(what, why, "; or ".join([*others, "--force tries all the same"]))
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:

@@ -1,11 +1,12 @@
 """From CONFIG and a machine to the plan of a run that starts afresh. No torch import."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
 from distributed_training.advise.checks import run_checks
 from distributed_training.advise.cluster import lay_out_on, this_machine
-from distributed_training.advise.rank import choose_spread
+from distributed_training.advise.rank import choose_spread, what_fits
 from distributed_training.data.samples import Data
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.data import find_sources, fit_to_data
@@ -28,7 +29,7 @@ def decide_plan(
     cluster = this_machine(machine, num_processes, processes_here)
     plan = draft_plan(config, machine, num_processes, processes_here)
     prediction = predict(plan, cluster.rates)
-    run_checks(prediction, cluster)
+    run_checks(prediction, functools.partial(what_fits, cluster=cluster))
     plan = find_sources(plan)
     if plan.weights_dir is not None:
         plan.model.check_weights(plan.weights_dir)
