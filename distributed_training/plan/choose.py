@@ -78,7 +78,7 @@ def lay_out(
     asked = Candidate(config=given, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
     if mesh is None:
         mesh = layouts.fill_mesh(asked, num_processes)
-    decided = {"precision": _choose_precision(given, machine)}
+    decided = {"precision": _choose_precision(asked.config, machine)}
     if given.pipeline_schedule == AUTO:
         decided["pipeline_schedule"] = strategy.schedule
     asked = replace(asked, mesh=mesh, config=with_values(given, **decided))

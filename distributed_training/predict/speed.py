@@ -49,11 +49,11 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     """The time of one step."""
     work = Work(plan, rates)
     graph = work.config.cuda_graphs is True  # one launch a step
-    processes = formulas_by_place(plan)
+    processes = formulas_by_place(work.plan)
     costs = work.operations()
-    orders = find_orders(plan)
+    orders = find_orders(work.plan)
     seconds = {key: float(cost.sum()) for key, cost in costs.items()}
-    gives = flow(plan.layout.ranks, work.message())
+    gives = flow(work.plan.layout.ranks, work.message())
     on_gpu = length_of(simulate(orders, seconds, gives))
     busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
     phase = on_gpu
@@ -79,10 +79,10 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     disk = 0.0
     share = max(each.learning for each in processes) / work.shards
     if work.strategy.swaps_to_disk:
-        together = share * min(plan.processes_here, plan.num_processes)  # one disk a node
+        together = share * min(work.plan.processes_here, work.plan.num_processes)  # one disk a node
         disk = SWAPPED_BYTES * together / rates.disk_bytes
     elif work.strategy.steps_on_host:
-        offload = rates.host_adam_s * (share * min(plan.processes_here, work.shards))
+        offload = rates.host_adam_s * (share * min(work.plan.processes_here, work.shards))
     total = gpu + launching if rates.on_host else max(gpu, launching)
     total += waits
     total += offload + disk
