@@ -27,7 +27,6 @@ from distributed_training.plan.topology import show_axes
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
-from distributed_training.run.forks import beside
 from distributed_training.run.prepare import (
     make_plan,
     plan_as_text,
@@ -41,6 +40,7 @@ from distributed_training.run.ranks import (
     Process,
     Ranks,
     Startup,
+    beside,
     current_process,
     run_ranks,
     single_process,

@@ -8,6 +8,7 @@ would take all cores for seconds, the ranks are forks of one process that has im
 """
 
 import contextlib
+import ctypes
 import functools
 import os
 import signal
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,8 +25,7 @@ from typing import Any
 import psutil
 
 from distributed_training.plan.machine import threads_per_process
-from distributed_training.run.forks import STOPS, Body, fork, killed_by
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import RunError, UserError
 
 LOOPBACK = "127.0.0.1"
 # In the environment of the ranks:
@@ -36,7 +37,10 @@ PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
 POLL_S = 0.05
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent ends
 Command = Sequence[str]  # a script with its arguments
+Body = Callable[[], int]  # what a fork does; returns the exit code
 Ranks = Sequence[psutil.Process]
 
 
@@ -251,3 +255,67 @@ def handling(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def fork(body: Body) -> psutil.Process:
+    """Begin a process as a copy of this one, which has no other threads, to do what `body` does:
+    with signals as in a new process, and out of the terminal's reach, whose Ctrl-C comes once, from
+    here."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signals = (*STOPS, signal.SIGTSTP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    if pid := os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return psutil.Process(pid)
+    code = 1
+    try:
+        os.setsid()
+        for signum in signals:
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                interrupts = signum == signal.SIGINT
+                signal.signal(signum, signal.default_int_handler if interrupts else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # standard input
+        code = body()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # what is below in the stack is of the process that forked
+
+
+def beside(answer: Callable[[], str]) -> Callable[[], str]:
+    """Let another process answer, from now on and as long as this one lives; returns what waits for
+    the answer. That raises RunError where the process was killed, SystemExit where it failed."""
+    read, write = os.pipe()
+
+    def body() -> int:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+        with contextlib.suppress(KeyboardInterrupt), open(write, "w") as pipe:
+            pipe.write(answer())
+        return 0
+
+    process = fork(body)
+    os.close(write)
+
+    def wait() -> str:
+        with open(read) as pipe:
+            text = pipe.read()
+        code = process.wait()
+        if code < 0:
+            raise RunError(f"the process that planned was {killed_by(-code)}")
+        if code or not text:
+            raise SystemExit(code or 1)
+        return text
+
+    return wait
+
+
+def killed_by(signum: int) -> str:
+    """Of a process: by which signal, and what that means most often."""
+    name = signal.Signals(signum).name
+    return f"killed by {name}" + ("; most often memory ran out" if name == "SIGKILL" else "")

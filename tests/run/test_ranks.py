@@ -12,8 +12,7 @@ import time
 import psutil
 import pytest
 
-from distributed_training.run.forks import beside
-from distributed_training.run.ranks import PATIENCE, Startup, run_ranks, starting
+from distributed_training.run.ranks import PATIENCE, Startup, beside, run_ranks, starting
 from distributed_training.settings.errors import RunError, exit_code
 from tests.conftest import clean_environment
 
