@@ -4,7 +4,7 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
     if set(batch).intersection(config.typed):
         return with_values(config, **taken), notes
     taken |= {name: decided[name] for name in batch}
-    config, cut = _share_batch(with_values(config, **taken), before, num_processes)
+    config, cut = share_batch(with_values(config, **taken), before, num_processes)
     return config, notes + cut
 
 
@@ -134,31 +134,7 @@ def started_again(before: Plan, attempt: str = "") -> tuple[Path | None, str]:
     return saved, f"started again{attempt}, from {saved.name if saved else 'the beginning'}"
 
 
-def go_on(
-    config: RunConfig, launchers: Iterable[str], num_processes: int
-) -> tuple[RunConfig, list[str]]:
-    """CONFIG for so many processes to go on with the run that one of these launchers
-    (`Plan.launchers`) has begun, with its global batch and from its last checkpoint; and a note.
-    Unchanged where there is none. Raises UserError where they cannot share the batch evenly."""
-    begun = None
-    files = Path(config.output_dir).glob(f"*/{PLAN_FILE}") if launchers else ()
-    for file in sorted(files):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            if set(launchers).intersection(json.loads(file.read_bytes()).get("launchers", ())):
-                begun = file.parent.resolve()  # the newest
-    if begun is None:
-        return config, []
-    before = load_plan(begun)
-    saved, note = started_again(before)
-    if saved:
-        config = with_values(config, resume=str(saved))
-    config, cut = _share_batch(config, before, num_processes)
-    return config, ["; ".join([note, *cut])]
-
-
-def _share_batch(
-    config: RunConfig, before: Plan, num_processes: int
-) -> tuple[RunConfig, list[str]]:
+def share_batch(config: RunConfig, before: Plan, num_processes: int) -> tuple[RunConfig, list[str]]:
     size = before.batch.global_batch_size
     was = before.num_processes
     each, odd = divmod(size, num_processes)

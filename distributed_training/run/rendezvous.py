@@ -68,12 +68,6 @@ def _agent_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def current_agent() -> str | None:
-    """The agent of torchrun that started this process (host, number, since when); else None."""
-    agent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    return agent and f"{socket.gethostname()} {agent.pid} {agent.create_time()}"
-
-
 def _serve(host: str, process: Process) -> dict[str, Any]:
     """The words with which rank 0 opens its store: on the launcher's socket, or one at MASTER_ADDR
     alone; at any address only for other machines, where that name does not say which of this one's

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from distributed_training.parallel.agree import (
     gather,
     gather_in,
 )
-from distributed_training.plan import data as plan_data
-from distributed_training.plan.machine import detect_machine, threads_per_process
+from distributed_training.plan.data import load_plan_data
+from distributed_training.plan.machine import threads_per_process
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, p2p_channels, process_group
 from distributed_training.predict.memory import estimate_state
@@ -38,18 +38,10 @@ from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import Trainer
-from distributed_training.run.prepare import (
-    go_on,
-    make_plan,
-    plan_as_text,
-    plan_from_text,
-    reserve_run_dir,
-)
 from distributed_training.run.ranks import Process, Startup, handling
-from distributed_training.run.rendezvous import current_agent, meet
+from distributed_training.run.rendezvous import meet
 from distributed_training.run.saving import claims, resume
 from distributed_training.run.saving.checkpoint import seed_dropout
-from distributed_training.run.saving.disks import check_disks
 from distributed_training.run.saving.export import push_folder
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
@@ -69,6 +61,8 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     with process_group(device, store, p2p_channels=p2p_channels(config.gradient_compression)):
         ask = gather_in(store, process.rank, process.world_size)
         if isinstance(given, RunConfig):
+            from distributed_training.run.launched import agree_on_plan, check_disks, current_agent
+
             given = agree_on_plan(given, process, ask, current_agent())
             check_disks(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
@@ -122,26 +116,6 @@ def use_cpu() -> torch.device:
     # Else it says that there is CUDA's compiler but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     return torch.device("cpu")
-
-
-def agree_on_plan(
-    config: RunConfig, process: Process, ask: Gather, agent: str | None = None
-) -> Plan:
-    """The plan that rank 0 makes, on all ranks; raises its UserError on all, and where another rank
-    was given other values or runs other code. Where this process's `agent` has begun a run already,
-    the plan goes on with it. Collective."""
-    typed = config.to_user_words()
-    del typed["output_dir"]  # as a path: checkouts may lie in different places
-    check_ranks_agree({**typed, **records.versions(), **records.code()}, ask)
-    launchers = sorted(set(ask(agent))) if agent else []
-
-    def make() -> Plan:
-        sizes = {"num_processes": process.world_size, "processes_here": process.local_world_size}
-        going_on, notes = go_on(config, launchers, process.world_size)
-        plan = make_plan(going_on, detect_machine(), **sizes, cut=plan_data.cut_data)
-        return reserve_run_dir(replace(plan, launchers=launchers, notes=[*plan.notes, *notes]))
-
-    return plan_from_text(ask(plan_as_text(make) if process.rank == 0 else "")[0])
 
 
 def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
@@ -248,7 +222,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     display = Display(enabled=first)
     for note in plan.notes:
         display.note(note)
-    data, tokenizer = plan_data.load_plan_data(plan)
+    data, tokenizer = load_plan_data(plan)
     # Machines may hold other files under one name, or another Python, which is the embedded corpus.
     check_ranks_agree({"training data": data.fingerprint}, ask)
     build_extensions(plan, topology, display)

@@ -36,6 +36,7 @@ from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, p2p_channels
 from distributed_training.run import worker
+from distributed_training.run.launched import agree_on_plan
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
@@ -178,7 +179,7 @@ def _do_run(
     values = {"output_dir": str(group.folder), **values}
     try:
         config = build_config(values, defaults=strategy_defaults, options=strategy_options)
-        plan = worker.agree_on_plan(config, group.process, gather)
+        plan = agree_on_plan(config, group.process, gather)
         topology = worker.build_topology(plan, group.process, group.device)
         model = None
         if kept is not None:

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from distributed_training.parallel.agree import gather
 from distributed_training.plan.topology import Topology
+from distributed_training.run import launched
 from distributed_training.run.ranks import Process
-from distributed_training.run.saving import checkpoint, disks
+from distributed_training.run.saving import checkpoint
 from distributed_training.run.saving.resume import ElsewhereError, find_resume, list_checkpoints
 from distributed_training.settings.errors import UserError
 from tests.conftest import heavy_pool
@@ -41,7 +42,7 @@ def on_two_nodes(folder):
         seen[case] = None
         process = Process(rank=rank, world_size=2, local_rank=0, local_world_size=1)
         try:
-            disks.check_disks(changed, process)
+            launched.check_disks(changed, process)
         except UserError as error:
             seen[case] = str(error)
 
@@ -63,7 +64,7 @@ def on_two_nodes(folder):
     save(4)
     steps("saved again")
     plan.checkpoint = list_checkpoints(plan.run_dir)[-1]
-    disks.write_plan = lambda plan: None
+    launched.write_plan = lambda plan: None
     refusal("nothing")
     refusal("one folder", run_dir=folder / "node0", checkpoint=None)
     file = plan.checkpoint / FILES[rank]

@@ -16,7 +16,9 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from distributed_training.engines.base import Engine
 from distributed_training.parallel.agree import failing_together, gather
 from distributed_training.parallel.tensor_files import (
+    COPY,
     HostMemory,
     Part,
     TensorFiles,
@@ -37,7 +40,7 @@ from distributed_training.plan.machine import available_ram_bytes
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import RECORD_FILE
-from distributed_training.run.saving import claims, disks, resume
+from distributed_training.run.saving import claims, resume
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
 
@@ -98,7 +101,7 @@ class Saver:
         """What this rank writes of the state. Collective."""
         parts = (*engine.state_parts(), *own_parts(engine, self.topology))
         held = [part for part in parts if all(part.size)]
-        copies = disks.copies_here(held, self.topology) if self.plan.own_disks else []
+        copies = _copies_here(held, self.topology) if self.plan.own_disks else []
         return [part for part in held if part.writes] + copies
 
     def _find_memory(self, parts: list[Part]) -> None:
@@ -221,6 +224,26 @@ def load_checkpoint(
         first_line = str(error).partition("\n")[0]
         raise UserError(what, f"{type(error).__name__}: {first_line}", resume.INSTEAD) from error
     return meta.step
+
+
+def _copies_here(held: Iterable[Part], topology: Topology) -> list[Part]:
+    """This rank's share of what the ranks of its node hold and none of them writes, to be written
+    under other names. Collective."""
+    own: dict[str, Part] = {}
+    for part in held:  # both ends of a V hold the tied embedding
+        key = f"{part.name} {part.start} {part.size}"
+        own[key] = part if part.writes else own.get(key, part)
+    node = topology.rank - topology.local_rank
+    ranks = gather((node, {key: part.writes for key, part in own.items()}))
+    here = {rank: found for rank, (its, found) in enumerate(ranks) if its == node}
+    written = {key for found in here.values() for key, writes in found.items() if writes}
+    lacking = dict.fromkeys(key for found in here.values() for key in found if key not in written)
+    mine = []
+    for number, key in enumerate(lacking):
+        holders = [rank for rank, found in here.items() if key in found]
+        if holders[number % len(holders)] == topology.rank:
+            mine.append(replace(own[key], name=COPY + own[key].name, writes=True))
+    return mine
 
 
 def own_parts(engine: Engine, topology: Topology) -> list[Part]:
