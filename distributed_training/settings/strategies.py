@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PrivateAttr
 
 from distributed_training.settings import files
 from distributed_training.settings.config import AUTO, RunConfig
@@ -37,6 +37,7 @@ class _Folder(BaseModel, strict=True, extra="forbid"):
     engine: str = Field(
         default_factory=lambda folder: "deepspeed" if folder.get("mesh") is None else "native"
     )
+    _path: Path = PrivateAttr()
 
 
 class _Offload(BaseModel, strict=True):
@@ -149,16 +150,16 @@ class Strategy:
         return "; ".join(parts)
 
 
-def list_strategies() -> dict[str, Path]:
+def list_strategies() -> dict[str, _Folder]:
     """Short name -> config.json of every folder under strategies/, in the folders' order."""
     paths = STRATEGIES_DIR.glob("*/config.json")
     by_number = sorted(paths, key=lambda path: path.parent.name.partition("_")[0].zfill(20))
-    return {_read_folder(path).name: path for path in by_number}
+    return {folder.name: folder for folder in map(_read_folder, by_number)}
 
 
 def strategy_defaults(name: str) -> dict[str, Any]:
     """What a strategy gives CONFIG's open keys."""
-    return {} if name == AUTO else _read_folder(_find(name)).defaults
+    return {} if name == AUTO else _find(name).defaults
 
 
 def defaults_for(config: RunConfig, name: str) -> dict[str, Any]:
@@ -175,16 +176,15 @@ def strategy_options(name: str) -> type[Options]:
 def load_strategy(config: RunConfig) -> Strategy:
     """The strategy that `config` names, with CONFIG's sizes of axes put over its own; UserError for
     an unknown name and for a JSON that does not parse or means another strategy."""
-    path = _find(config.strategy)
-    document = _read_folder(path).deepspeed
-    own = _read(path, document, config)
+    folder = _find(config.strategy)
+    own = _read(folder, folder.deepspeed, config)
     given = config.deepspeed_config
     if given is None:
         return own
-    if document is None:
+    if folder.deepspeed is None:
         what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
         raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
-    strategy = _read(path, given, config)
+    strategy = _read(folder, given, config)
     if strategy.sharding != own.sharding:
         what = f"{strategy.source} means {strategy.sharding!r} but "
         what += f"strategy={own.name!r} means {own.sharding!r}"
@@ -192,20 +192,19 @@ def load_strategy(config: RunConfig) -> Strategy:
     return strategy
 
 
-def _read(path: Path, deepspeed: Any, config: RunConfig) -> Strategy:
-    """The strategy of the config.json at `path` with this DeepSpeed JSON, or path of one."""
-    folder = _read_folder(path)
-    traits, _ = _find_engine(path)
-    engine = f"{path}: engine={folder.engine!r}"
+def _read(folder: _Folder, deepspeed: Any, config: RunConfig) -> Strategy:
+    """The strategy of a folder with this DeepSpeed JSON, or path of one."""
+    traits, _ = _find_engine(folder)
+    engine = f"{folder._path}: engine={folder.engine!r}"
     given, needed = ("mesh", "deepspeed") if deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_deepspeed_json != (given == "deepspeed"):
         raise UserError(f"{engine} takes {needed!r}, not {given!r}", fix=f"write {needed!r}")
-    source = path
+    source = folder._path
     mesh = folder.mesh or {}
     may_be_set = traits.axes
     why = f"it has the axes {', '.join(traits.axes)}"
     if isinstance(deepspeed, str):
-        beside = path.parent / deepspeed
+        beside = source.parent / deepspeed
         source = beside if beside.is_file() else files.given_path(deepspeed)
         deepspeed = files.load_json(source, "DeepSpeed JSON")
     if traits.takes_deepspeed_json:
@@ -246,7 +245,7 @@ def _read(path: Path, deepspeed: Any, config: RunConfig) -> Strategy:
     )
 
 
-def _find(name: str) -> Path:
+def _find(name: str) -> _Folder:
     known = list_strategies()
     if name in known:
         return known[name]
@@ -254,14 +253,14 @@ def _find(name: str) -> Path:
     raise UserError(what, f"the strategies are {', '.join(known)}", did_you_mean(name, known))
 
 
-def _find_engine(path: Path) -> tuple[Traits, type[Options]]:
+def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
     """The engine that a folder's config.json names: its traits, and what it adds to CONFIG."""
-    engine = _read_folder(path).engine
+    engine = folder.engine
     if engine in ENGINES:
         return ENGINES[engine], Options
-    file = path.parent / engine
+    file = folder._path.parent / engine
     if not (engine.endswith(".py") and file.is_file()):
-        what = f"{path.parent}: engine={engine!r} is not known"
+        what = f"{file.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
         raise UserError(what, why, did_you_mean(engine, ENGINES))
     module = files.load_code(file, f"the engine {file}")
@@ -269,7 +268,7 @@ def _find_engine(path: Path) -> tuple[Traits, type[Options]]:
     if not isinstance(traits, Traits):
         raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")
     build = traits.build if ":" in traits.build else f"{file.name}:{traits.build}"
-    return replace(traits, build=f"{path.parent}/{build}"), getattr(module, "OPTIONS", Options)
+    return replace(traits, build=f"{file.parent}/{build}"), getattr(module, "OPTIONS", Options)
 
 
 @functools.cache
@@ -278,4 +277,5 @@ def _read_folder(path: Path) -> _Folder:
     folder = files.parse_as(_Folder, files.load_json(path, "strategy"), what, _FORM)
     if (folder.mesh is None) == (folder.deepspeed is None):
         raise UserError(what, "it has one of mesh, deepspeed", _FORM)
+    folder._path = path
     return folder
