@@ -85,7 +85,7 @@ def find_on(given, output_dir, node=None):
     plan = plan_of(None)
     plan.ranks_beside = lambda _: None if node is None else [node]
     plan.config.resume, plan.output_dir = given, output_dir
-    return find_resume(plan)
+    return (find_resume(plan) or [None])[0]
 
 
 @pytest.fixture(scope="module")

@@ -148,9 +148,8 @@ def at_checkpoint(plan: Plan) -> Plan:
     """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
     found = find_resume(plan)
     if found is not None:
-        plan = replace(plan, run_dir=found.parents[1], checkpoint=found)
-        meta = read_meta(found)
-        run = state_of(found, meta)
+        checkpoint, meta, run = found
+        plan = replace(plan, run_dir=checkpoint.parents[1], checkpoint=checkpoint)
         if run.status == "ok" and run.step > meta.step:
             steps = f"steps {meta.step + 1} to {run.step}"
             plan.notes.append(f"{plan.run_dir.name} has finished: its {steps} are done again")
@@ -167,8 +166,8 @@ def at_checkpoint(plan: Plan) -> Plan:
     return replace(plan, notes=list(dict.fromkeys(plan.notes)))  # "auto" is looked up twice
 
 
-def find_resume(plan: Plan) -> Path | None:
-    """The checkpoint to continue from, in its run's folder, or None to start afresh.
+def find_resume(plan: Plan) -> tuple[Path, Meta, Record] | None:
+    """The checkpoint to continue from, what it says of itself, and its run; None to start afresh.
 
     "auto" takes the newest unfinished run of the same work (before all, of the same strategy), at
     its newest checkpoint that can be read; what it passes over is a warning, and why it finds none
@@ -188,9 +187,9 @@ def find_resume(plan: Plan) -> Path | None:
             fix += "; global_batch_size is batch_size x grad_accum_steps x processes"
         raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
     check_files(checkpoint, meta, plan)
-    state_of(checkpoint, meta)  # the run goes on with it
+    run = state_of(checkpoint, meta)
     claims.refuse_held(checkpoint.parents[1])
-    return checkpoint
+    return checkpoint, meta, run
 
 
 def named_checkpoint(resume: str) -> Path:
@@ -202,9 +201,9 @@ def named_checkpoint(resume: str) -> Path:
     return checkpoint
 
 
-def _newest(plan: Plan) -> Path | None:
+def _newest(plan: Plan) -> tuple[Path, Meta, Record] | None:
     claims.refuse_doubling(plan.output_dir, identity(plan))
-    found = list[tuple[Path, Meta]]()
+    found = list[tuple[Path, Meta, Record]]()
     obstacle = ""
     for checkpoint in sorted(plan.output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
         run_dir = checkpoint.parents[1]
@@ -216,20 +215,19 @@ def _newest(plan: Plan) -> Path | None:
             if differences := _differences(meta, plan):
                 named = os.path.relpath(run_dir)
                 why = f"is of other work: {differences}; to go on with that, --resume {named}"
-            elif state_of(checkpoint, meta).status == "ok":
-                why = "has finished"
             else:
-                why = ""
+                run = state_of(checkpoint, meta)
+                why = "has finished" if run.status == "ok" else ""
         if why:
             obstacle = obstacle or f"{run_dir.name}, the newest with a checkpoint, {why}"
         elif not claims.is_locked(run_dir):
-            found.append((checkpoint, meta))
+            found.append((checkpoint, meta, run))
     # Of the same strategy before others: runs that are compared go on each for itself.
     found.sort(key=lambda each: each[1].spread.get("strategy") != plan.strategy.name)
-    for checkpoint, meta in found:
+    for checkpoint, meta, run in found:
         with _passing_over(checkpoint):
             check_files(checkpoint, meta, plan)
-            return checkpoint
+            return checkpoint, meta, run
     if found:
         obstacle = "every checkpoint of this work is damaged"
     obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a checkpoint"
