@@ -1,4 +1,5 @@
-"""The model card of an exported folder, made from its run's record. No torch import."""
+"""The texts that have gaps, pages/, and the one for an exported folder: its model card. No torch
+import."""
 
 import shlex
 from pathlib import Path
@@ -11,8 +12,6 @@ from distributed_training.data.hub import WIKITEXT_ID
 from distributed_training.models import find_model
 from distributed_training.records.display import last_part
 from distributed_training.records.record import BEST, Record, plural
-from distributed_training.records.tables import COLUMNS, MARKDOWN
-from distributed_training.records.templates import fill
 
 CARD = "README.md"
 _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
@@ -45,12 +44,23 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
     text = fill(
         "card.md.jinja", r=r, repo_id=repo_id,
         folder=str(Path("runs", folder.parent.name, folder.name)),
-        front=front.to_yaml(), steps=steps, best=best, strategy=COLUMNS["strategy"](r),
+        front=front.to_yaml(), steps=steps, best=best, strategy=r.layout_name,
         processes=plural(r.world_size, "process"), last_part=last_part, quote=shlex.quote,
         losses=tabulate(
             losses, ["step", "validation loss", "perplexity"], "github",
             floatfmt=("g", ".4f", ".2f"),
         ),
-        settings=tabulate(settings, ["key", "value"], **MARKDOWN),
+        settings=tabulate(settings, ["key", "value"], "github", disable_numparse=True),
     )  # fmt: skip
     (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def fill(template: str, **values: Any) -> str:
+    """A template of pages/ with these values, which are escaped where it is HTML."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to import
+
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("pages")), autoescape=".html" in template,
+        undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return templates.get_template(template).render(values)

@@ -138,6 +138,23 @@ class Record(History):
     disk: dict[str, int] | None = None  # read_bytes, write_bytes of all ranks in num_steps
     bubble: dict[str, Any] | None = None  # idle_share of the pipeline phase, mean over ranks
 
+    @property
+    def layout_name(self) -> str:
+        """The strategy's name and, unless it says it all, what tells two such runs apart: axes
+        and, with a pipeline, schedule and micro-batches."""
+        axes = self.mesh
+        words = [self.strategy["name"]]
+        both = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
+        if both or axes["tp"] > 1 or axes["pp"] > 1:
+            words += [f"{axis}{size}" for axis, size in axes.items() if size > 1]
+            if axes["tp"] > 1 and not self.config.get("sequence_parallel", True):
+                words.append("whole-norms")
+            if cut := self.config.get("pipeline_cut"):
+                words.append("cut-" + cut.replace(" ", "").replace(",", "-"))
+            if pipeline := self.pipeline:
+                words.append("{schedule}-m{num_microbatches}".format(**pipeline))
+        return " ".join(words)
+
 
 @dataclass
 class RunRecord:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from distributed_training.records.card import fill
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import MARKDOWN, Comparison, Table, group_by_work
-from distributed_training.records.templates import fill
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 from distributed_training.settings.parser import Parser

@@ -73,24 +73,6 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f}"
 
 
-def layout_words(record: Record) -> list[str]:
-    """What tells two runs of one strategy apart: axes and, with a pipeline, schedule and
-    micro-batches. Empty where the strategy's name says it all."""
-    axes = record.mesh
-    config = record.config
-    both = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
-    if not both and axes["tp"] == axes["pp"] == 1:
-        return []
-    words = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
-    if axes["tp"] > 1 and not config.get("sequence_parallel", True):
-        words.append("whole-norms")
-    if cut := config.get("pipeline_cut"):
-        words.append("cut-" + cut.replace(" ", "").replace(",", "-"))
-    if pipeline := record.pipeline:
-        words.append("{schedule}-m{num_microbatches}".format(**pipeline))
-    return words
-
-
 # What tells the settings of runs apart, besides the strategy.
 SETTINGS: dict[str, Callable[..., str]] = {
     "model": lambda r: r.config["model"],
@@ -122,7 +104,7 @@ MEASURED = {
 }
 COLUMNS: Mapping[str, Callable[..., str]] = {
     **SETTINGS,
-    "strategy": lambda r: " ".join([r.strategy["name"], *layout_words(r)]),
+    "strategy": lambda r: r.layout_name,
     **MEASURED,
 }
 PREDICTED = {  # what -> heading, measured, predicted
@@ -256,7 +238,7 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
         common = common_settings([r for _, r in group])
         layouts = []
         for name, r in group:
-            words = [f"{name} {COLUMNS['strategy'](r)}".lstrip()]
+            words = [f"{name} {r.layout_name}".lstrip()]
             words += [f"{key} {cell(r)}" for key, cell in SETTINGS.items() if key not in common]
             layouts.append(Layout(name=", ".join(words), records=[r]))
         first = group[0][1].work

@@ -37,7 +37,7 @@ from distributed_training.records.record import (
     plural,
     write_json,
 )
-from distributed_training.records.tables import COLUMNS, Comparison, Layout, differing, layout_words
+from distributed_training.records.tables import COLUMNS, Comparison, Layout, differing
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import handling
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
@@ -311,9 +311,9 @@ def keep(run: Run, out: Path, git_commit: str | None) -> str:
 def record_path(record: Record, folder: Path) -> Path:
     """Where to keep a record: named by what distinguishes it, the same run again by a number."""
     model = record.config["model"].rpartition("/")[2]
-    words = [model, record.strategy["name"], *layout_words(record), record.config["precision"]]
-    name = "-".join([*words, f"b{record.batch.micro_batch_size}", f"x{record.world_size}"])
-    return free_path(folder, name, ".json")
+    name = f"{model} {record.layout_name} {record.config['precision']}"
+    name += f" b{record.batch.micro_batch_size} x{record.world_size}"
+    return free_path(folder, name.replace(" ", "-"), ".json")
 
 
 def write_page(runs: Sequence[Run], out: Path) -> None:

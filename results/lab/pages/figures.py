@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from distributed_training.records.display import GIB
 from distributed_training.records.record import Record, load_record
-from distributed_training.records.tables import layout_words
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 from results.lab.pages.learning import draw_losses
@@ -52,7 +51,7 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
 def one_launch(records: Path) -> Figure:
     """Steps launched op by op, and as one CUDA graph."""
     rows = [r for r in _read(records / "h200-x4") if r.batch.micro_batch_size == 4]
-    pairs = {name: [r for r in rows if _name(r) == name] for name in ("dp", "fsdp")}
+    pairs = {name: [r for r in rows if r.layout_name == name] for name in ("dp", "fsdp")}
     figure, axes = _figure("Tokens a second, launched op by op and as one graph", 2.1)
     axes.set_title("gpt2-medium, 4 H200s, 4 x 512 tokens on each", fontsize=9, loc="left")
     for graph, colour, label in ((False, "#bbbbbb", "op by op"), (True, "#0072b2", "one graph")):
@@ -109,7 +108,7 @@ def bubbles(records: Path) -> Figure:
                     x=0.01, ha="left", fontsize=11, fontweight="bold")  # fmt: skip
     left, right = figure.subplots(1, 2, sharey=True)
     for name in ("gpipe", "1f1b", "interleaved"):
-        found = [r for r in _xl(records) if _name(r).startswith(f"pp pp4 {name}")]
+        found = [r for r in _xl(records) if r.layout_name.startswith(f"pp pp4 {name}")]
         points = sorted((r.batch.num_microbatches, *_idle(r)) for r in found if r.config["compile"])
         m, measured, ideal = zip(*points, strict=True)
         left.plot(m, measured, "o-", color=SCHEDULES[name], label=name)
@@ -217,7 +216,7 @@ def _medium(records: Path) -> dict[str, Record]:
     """gpt2-medium's layouts on four GPUs, by name."""
     found = [*_read(records / "h200-x4-pipelines"), *_read(records / "h200-x4")]
     return {
-        _name(r): r
+        r.layout_name: r
         for r in found
         if r.config["model"] == "gpt2-medium" and r.config["max_length"] == 1024
     }
@@ -226,10 +225,6 @@ def _medium(records: Path) -> dict[str, Record]:
 def _xl(records: Path) -> list[Record]:
     """gpt2-xl's size on four GPUs, most of it over pipelines, launched op by op."""
     return _read(records / "h200-x4-layouts")
-
-
-def _name(record: Record) -> str:
-    return " ".join([record.strategy["name"], *layout_words(record)])
 
 
 def _speed(record: Record) -> float:

@@ -21,7 +21,6 @@ from distributed_training.predict.predict import Prediction, predict
 from distributed_training.predict.rates import cpu_rates, from_calibration, rates_of
 from distributed_training.predict.speed import estimate_step
 from distributed_training.records.record import Record
-from distributed_training.records.tables import layout_words
 from distributed_training.settings.config import KEYS, build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.gpus import GPUS, find_gpu
@@ -301,7 +300,7 @@ def worst_memory() -> str:
 
 
 def _layout(row: Row) -> str:
-    return " ".join([row.record.strategy["name"], *layout_words(row.record)])
+    return row.record.layout_name
 
 
 def _cells(row: Row) -> tuple[str, ...]:
