@@ -20,8 +20,13 @@ from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, short_path
-from distributed_training.records.metrics import PeakMemory, StepTimer, disk_bytes
-from distributed_training.records.trackers import Tracker, perplexity
+from distributed_training.records.metrics import (
+    PeakMemory,
+    StepTimer,
+    Tracker,
+    disk_bytes,
+    perplexity,
+)
 from distributed_training.run.ending import SIGNALS, Stopping
 from distributed_training.run.profiling import Profile
 from distributed_training.run.ranks import Startup, handling

@@ -32,7 +32,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, p2p_channels, process_group
 from distributed_training.predict.memory import estimate_state
 from distributed_training.predict.rates import remember_speed
-from distributed_training.records import metrics, trackers
+from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
@@ -230,7 +230,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     sampler = build_sampler(plan, data, topology)
     history = records.History()
     record = None
-    tracker = trackers.Tracker()
+    tracker = metrics.Tracker()
     if plan.checkpoint is not None and first:
         state = resume.state_of(plan.checkpoint, resume.read_meta(plan.checkpoint))
         history = records.History(**state.model_dump(include=set(vars(history))))
@@ -241,7 +241,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
         if plan.checkpoint is None:  # rows of an attempt that saved nothing
             records.truncate_metrics(plan.run_dir, 0)
         about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
-        tracker = trackers.build_tracker(plan.config.log_to, plan.run_dir, about)
+        tracker = metrics.build_tracker(plan.config.log_to, plan.run_dir, about)
     engine = build_engine(plan, topology)
     dtypes = engine.describe_dtypes()
     if record is not None:
@@ -267,7 +267,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
         for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
             if folder.is_dir():
                 write_card(folder, finished)
-        tracker.close(trackers.final_values(finished))
+        tracker.close(metrics.final_values(finished))
     if signum:
         saved = plan.config.checkpoint_every != 0
         then = "go on with --resume auto" if saved else "checkpoint_every=0: nothing was saved"

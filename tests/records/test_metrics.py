@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
-from distributed_training.records.trackers import build_tracker, final_values
+from distributed_training.records.metrics import (
+    PeakMemory,
+    StepTimer,
+    build_tracker,
+    final_values,
+    summarise_performance,
+)
 from tests.support import made_record
 
 CPU = torch.device("cpu")
