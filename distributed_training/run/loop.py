@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,14 @@ from distributed_training.records.metrics import (
     perplexity,
 )
 from distributed_training.run.ending import SIGNALS, Stopping
-from distributed_training.run.profiling import Profile
-from distributed_training.run.ranks import Startup, handling
-from distributed_training.run.rendezvous import numbered
+from distributed_training.run.ranks import Startup, handling, numbered
 from distributed_training.run.saving import checkpoint, export
 from distributed_training.run.saving.resume import list_checkpoints, name_of
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
+
+if TYPE_CHECKING:
+    from distributed_training.run.profiling import Profile
 
 FLUSH_EVERY_S = 1.0
 SKIPS_IN_A_ROW = 10  # with on_nonfinite=skip; where more follow, no single batch is at fault
@@ -102,6 +103,7 @@ class Trainer:
         self.memory = PeakMemory(self.topology.device)
         self.disk: dict[str, int] = {}  # its traffic while training; empty: not counted
         self.sample: str | None = None  # text of the trained model
+        self.profile: Profile | None = None
         self.saver = checkpoint.Saver(self.plan, self.topology)
         self._chat = self.tokenizer.talks(self.data.form)
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
@@ -120,7 +122,8 @@ class Trainer:
             self.history.sample_before = self._sample("before")
         before = disk_bytes()
         stop = 0
-        self.profile = Profile(self.plan, self.topology, self.step, self.display)
+        if self.plan.config.profile:
+            self._begin_profile()
         try:
             with handling(dict.fromkeys(SIGNALS, self._stopping.receive)):
                 if self.step == 0:
@@ -141,8 +144,17 @@ class Trainer:
                 self._finish_saving()
         finally:
             self.display.stop()
-        self.profile.stop()
+        if self.profile is not None:
+            self.profile.stop()
         return stop if self.step < self.num_steps else 0
+
+    def _begin_profile(self) -> None:
+        from distributed_training.run.profiling import Profile, steps_to_trace
+
+        if steps := steps_to_trace(self.plan, self.step):
+            self.profile = Profile(self.plan, self.topology, self.step, steps)
+        else:
+            self.display.note("nothing is traced: no step is left after a warm-up")
 
     def _leave(self) -> None:
         """Write the model, beside the last save, and draw a sample."""
@@ -242,7 +254,8 @@ class Trainer:
         row["num_tokens"] = batch.num_tokens
         self._pending.append(({"step": self.step + 1, **row}, self.engine.train_step(batch)))
         self.timer.mark()
-        self.profile.step_ended()
+        if self.profile is not None:
+            self.profile.step_ended()
         self.history.step += 1
         if not self._first:
             self._first = self.step

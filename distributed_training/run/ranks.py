@@ -98,9 +98,9 @@ def current_process() -> Process | None:
 
 
 def single_process() -> Process:
-    """Set what process groups ask the environment for, as a launcher of one process would."""
+    """Set what libraries ask the environment for, as a launcher of one process would."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT="0")  # any that is free then
+    os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
     return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
@@ -319,3 +319,12 @@ def killed_by(signum: int) -> str:
     """Of a process: by which signal, and what that means most often."""
     name = signal.Signals(signum).name
     return f"killed by {name}" + ("; most often memory ran out" if name == "SIGKILL" else "")
+
+
+def numbered(noun: str, numbers: list[int]) -> str:
+    """ "rank 3", "ranks 1, 4", "ranks 8 to 15"."""
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{noun}s {numbers[0]} to {numbers[-1]}"
+    return f"{noun}s {', '.join(map(str, numbers))}"

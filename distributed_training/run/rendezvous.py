@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from distributed_training.run.ranks import LOOPBACK, STORE_SOCKET, Process
+from distributed_training.run.ranks import LOOPBACK, STORE_SOCKET, Process, numbered
 from distributed_training.settings.errors import UserError
 
 RETRY_S = 0.2
@@ -29,11 +29,11 @@ def meet(process: Process, limit_s: float) -> dist.Store:
     within `limit_s` seconds. Collective."""
     end = time.monotonic() + limit_s
     host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     who = f"rank {process.rank} on {socket.gethostname()}"
     try:
         try:
-            server = _serve(host, process)
-            port = int(os.environ["MASTER_PORT"])
+            server = _serve(host, port, process)
             address, other = _connect(host, port, who, end, limit_s)
             limit = timedelta(seconds=max(1.0, end - time.monotonic()))
             opened = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
@@ -45,7 +45,7 @@ def meet(process: Process, limit_s: float) -> dist.Store:
                 store.set(_AS_RANK_0_IS_SEEN, other)
             hosts = _wait_for_all(store, process, end, limit_s)
         except dist.DistNetworkError as error:
-            what = f"{who} lost rank 0 at {host}:{os.environ['MASTER_PORT']}"
+            what = f"{who} lost rank 0 at {host}:{port}"
             why = str(error).partition("\n")[0]
             raise UserError(what, why, "read what the first node printed") from None
     except UserError as error:
@@ -68,13 +68,12 @@ def _agent_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _serve(host: str, process: Process) -> dict[str, Any]:
+def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
     """The words with which rank 0 opens its store: on the launcher's socket, or one at MASTER_ADDR
     alone; at any address only for other machines, where that name does not say which of this one's
     they reach. By itself a store would listen on every interface."""
     if process.rank or _agent_serves():  # torchrun's agent has started a server
         return {}
-    port = int(os.environ["MASTER_PORT"])
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         own = str(address[0])
@@ -90,7 +89,6 @@ def _serve(host: str, process: Process) -> dict[str, Any]:
         what = f"rank 0 on {socket.gethostname()} cannot listen at {host}:{port}"
         fix = "wait for the run that has it, or give the launcher another --master_port"
         raise UserError(what, str(error.strerror or error), fix) from None
-    os.environ["MASTER_PORT"] = str(listener.getsockname()[1])  # of a process alone it was 0
     return {"is_master": True, "master_listen_fd": listener.detach()}
 
 
@@ -144,12 +142,3 @@ def _interface(address: str) -> str | None:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
-
-
-def numbered(noun: str, numbers: list[int]) -> str:
-    """ "rank 3", "ranks 1, 4", "ranks 8 to 15"."""
-    if len(numbers) == 1:
-        return f"{noun} {numbers[0]}"
-    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{noun}s {numbers[0]} to {numbers[-1]}"
-    return f"{noun}s {', '.join(map(str, numbers))}"

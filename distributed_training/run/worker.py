@@ -39,7 +39,6 @@ from distributed_training.records.display import Display, header_rows, short_pat
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import Trainer
 from distributed_training.run.ranks import Process, Startup, handling
-from distributed_training.run.rendezvous import meet
 from distributed_training.run.saving import claims, resume
 from distributed_training.run.saving.checkpoint import seed_dropout
 from distributed_training.run.saving.export import push_folder
@@ -57,7 +56,7 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     device = prepare(given.machine.num_gpus if isinstance(given, Plan) else seen(), process)
     config = given.config if isinstance(given, Plan) else given
     watch = Watch(process)
-    store = meet(process, config.rendezvous_timeout_s)
+    store = open_store(process, config.rendezvous_timeout_s)
     with process_group(device, store, p2p_channels=p2p_channels(config.gradient_compression)):
         ask = gather_in(store, process.rank, process.world_size)
         if isinstance(given, RunConfig):
@@ -79,6 +78,17 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
                 return _train(given, topology, watch, ask, startup)
             except BaseException as error:  # others may wait in a collective that never completes
                 end_failed(given, topology, error, store)
+
+
+def open_store(process: Process, limit_s: float) -> dist.Store:
+    """The one that all processes share, as `meet` gives it; a process alone has nobody to meet."""
+    if process.world_size > 1:
+        from distributed_training.run.rendezvous import meet
+
+        return meet(process, limit_s)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they listen all the same
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+    return dist.HashStore()
 
 
 def warm_up(process: Process) -> None:
@@ -312,7 +322,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     durations = trainer.timer.durations_s()
     # Steps that the data fill (the last of an epoch takes as long with fewer tokens), untraced.
     steps = enumerate(durations, trainer.step - len(durations))
-    slowed = trainer.profile.slowed
+    slowed = trainer.profile.slowed if trainer.profile else ()
     full = [s for step, s in steps if sampler.is_full(step) and step + 1 not in slowed]
     samples = min(sampler.global_batch_size, sampler.num_samples)
     performance = metrics.summarise_performance(
@@ -333,7 +343,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     total = {name: sum(rank["disk"][name] for rank in ranks) for name in trainer.disk}
     return {
         **vars(trainer.history),
-        "profile": trainer.profile.record,
+        "profile": trainer.profile and trainer.profile.record,
         "performance": performance,
         "memory": memory | {"by_rank": ranks},
         "disk": total | {"num_steps": max(1, len(durations))} if total else None,

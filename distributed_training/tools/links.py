@@ -28,7 +28,7 @@ from distributed_training.plan.topology import process_group, show_axes
 from distributed_training.predict.traffic import TURNS, sent_bytes
 from distributed_training.records.display import short_path
 from distributed_training.records.record import plural, provenance, write_json
-from distributed_training.run import launch, rendezvous, worker
+from distributed_training.run import launch, worker
 from distributed_training.run.ranks import Process, current_process, single_process
 from distributed_training.settings.config import RENDEZVOUS_S
 from distributed_training.settings.errors import UserError
@@ -60,7 +60,7 @@ def open_group() -> Iterator[Group]:
     process = current_process() or single_process()
     launch.prepare_environment(process.local_world_size)
     device = worker.prepare(torch.cuda.device_count(), process)
-    store = rendezvous.meet(process, RENDEZVOUS_S)
+    store = worker.open_store(process, RENDEZVOUS_S)
     # Three minutes: another rank may have failed.
     with process_group(device, store, minutes=3):
         yield Group(process=process, device=device)

@@ -9,11 +9,13 @@ import socket
 import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
 from distributed_training.plan import machine
 from distributed_training.records.record import LOST, load_record, mark_stopped
-from distributed_training.run import launch, prepare, rendezvous
+from distributed_training.run import launch, prepare, rendezvous, worker
 from distributed_training.run.ranks import Ended, Process, current_process, single_process
 from distributed_training.settings.config import build_config
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
@@ -123,11 +125,12 @@ def test_one_process_is_a_launchers_only_one(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     process = single_process()
     assert process == current_process()
-    store = rendezvous.meet(process, 60)
-    port = int(os.environ["MASTER_PORT"])  # the system chose it while it was bound
-    with socket.create_connection(("127.0.0.1", port), 60):
-        store.set("key", "value")
-    assert store.get("key") == b"value"
+    store = worker.open_store(process, 60)
+    with worker.process_group(torch.device("cpu"), store):
+        listening = psutil.Process().net_connections("inet")
+        assert {end.laddr.ip for end in listening if end.status == psutil.CONN_LISTEN} == {
+            "127.0.0.1"
+        }
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch):

@@ -20,7 +20,6 @@ from distributed_training.settings.config import build_config
         (3, True, 0, 10, [8, 9, 10]),
         (20, True, 0, 16, list(range(2, 13))),
         (3, False, 98, 100, [100]),
-        (0, False, 0, 100, []),
     ],
 )
 def test_steps(count, graphs, done, num_steps, traced):
