@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 from pipedream.config import Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors
 from pipedream.runtime.launch import CASE, launch, run_worker, this_rank
-from pipedream.schedules.catalogue import (
+from pipedream.schedules.orders import (
     FOUND,
     SCHEDULES,
+    TRAINABLE,
     layers_of_a_stage,
     schedule_for_training,
-    trainable,
 )
 
 CONFIG: dict[str, Any] = {
@@ -123,7 +123,7 @@ def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
     """The schedules that every one of the given sizes allows; the others are named on stderr."""
     p = config["num_stages"]
     fitting = []
-    for name in trainable():
+    for name in TRAINABLE:
         try:
             for m in config["num_microbatches"]:
                 schedule, _ = schedule_for_training(name, p, m, config["num_batches"])

@@ -1,4 +1,4 @@
-// The schedules (schedules/orders.py, building_blocks.py and catalogue.py, which name the papers): how
+// The schedules (schedules/orders.py and building_blocks.py, which name the papers): how
 // ranks p and microbatches m make an order per rank, what each does, and how long a rank idles.
 //
 // A rank's order is a word, as in pipedream_simple.py: a letter an operation, two for a pair. Small

@@ -22,8 +22,8 @@ from pipedream_simple import number, percent
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
 from pipedream.draw.terminal import LEGEND, bold, draw, listed, print_wrapped, use_colour, width
 from pipedream.errors import UserError, main_with_errors
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import save_csv
+from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate import comparison
 from pipedream.simulate.comparison import Case, Refused, Row
 from pipedream.simulate.trace import trace_document

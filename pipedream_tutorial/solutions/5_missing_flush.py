@@ -5,8 +5,8 @@ before are still on their way.
 """
 
 from pipedream.schedules.ops import repeat
-from pipedream.schedules.orders import one_f_one_b
+from pipedream.schedules.orders import build_schedule
 
 
 def batches(p, m, num_batches):
-    return repeat(one_f_one_b(p, m), num_batches)
+    return repeat(build_schedule("1f1b", p, m), num_batches)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import Op, Schedule
+from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.blocking import RECV, RUN, SEND, Action, blocking_programs, run_blocking
 from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
 

@@ -7,9 +7,8 @@ from itertools import islice
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.schedules.building_blocks import v_half, v_min
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, idle_fraction
+from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
@@ -134,11 +133,11 @@ def test_v_min_and_v_half_hold_a_third_and_a_half_of_1f1bs_activations() -> None
     for p in range(2, 17):
         for m in (p + 2, 3 * p + 1):
             held, idle_time = {}, {}
-            for build in (v_half, v_min):
+            for name in ("v-half", "v-min"):
                 for reorder in (True, False):
-                    s = build(p, m, reorder=reorder)
-                    held[s.name, reorder] = max(peak_activations(s))
-                    idle_time[s.name, reorder] = simulate(s, build_costs(s)).makespan - 3 * m
+                    s = build_schedule(name, p, m, reorder=reorder)
+                    held[name, reorder] = max(peak_activations(s))
+                    idle_time[name, reorder] = simulate(s, build_costs(s)).makespan - 3 * m
             assert set(s.ops()) == set(build_schedule("v-min", p, m).ops())
             assert held["v-half", True] == held["v-half", False] == (p + 2) // 2
             assert held["v-min", True] == held["v-min", False] == (p + 4) // 3

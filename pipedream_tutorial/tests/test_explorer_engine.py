@@ -17,8 +17,8 @@ import pytest
 import torch
 from measured import events_of, write_trace
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import save_csv
+from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.comparison import Case, measure
 from pipedream.simulate.measures import peak_activations

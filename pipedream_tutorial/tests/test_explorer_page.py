@@ -15,8 +15,8 @@ from matplotlib.image import imread
 from measured import events_of, write_trace
 from pipedream.config import SHARED_RULES
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import save_csv
+from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate.simulator import build_costs, simulate
 
 TUTORIAL = Path(__file__).resolve().parent.parent

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from pipedream.draw.terminal import choose_scale, draw
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
+from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
 

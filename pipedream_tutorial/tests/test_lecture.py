@@ -13,7 +13,7 @@ import torch
 from nbclient import NotebookClient
 from pipedream.config import FOLDER
 from pipedream.lecture import gradients, orders
-from pipedream.schedules.orders import naive, one_f_one_b
+from pipedream.schedules.orders import build_schedule
 
 SOLUTIONS = sorted((FOLDER / "solutions").glob("*.py"))
 CHECKS = {
@@ -148,8 +148,8 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("4_1f1b", (lambda p, m, r: [f"{k}{i}" for i in range(m) for k in "FB"],), "33 would do"),
     ("4_1f1b", (lambda p, m, r: [f"{k}{i}" for k in "BF" for i in range(m)],), "cannot run"),
     ("4_1f1b", (lambda p, m, r: ["forward"],), "'forward' is no operation; write such as F0"),
-    ("5_missing_flush", (lambda p, m, n: one_f_one_b(p, m * n),), "stage 0 runs F4, of batch 1"),
-    ("5_missing_flush", (lambda p, m, n: naive(p, m * n),), "right weights, but the run takes"),
+    ("5_missing_flush", (lambda p, m, n: build_schedule("1f1b", p, m * n),), "runs F4, of batch 1"),
+    ("5_missing_flush", (lambda p, m, n: build_schedule("naive", p, m * n),), "right weights, but"),
     ("6_in_place_update", (sub_in_place,), "autograd refuses"),
     ("6_in_place_update", (new_data,), "other weights than their forward"),
     ("6_in_place_update", (lambda w, g, rate: None,), "has to return a dict"),

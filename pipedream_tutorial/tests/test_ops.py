@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Schedule, load_csv, save_csv
+from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate.measures import peak_activations
 
 SIZES = {"dualpipe-v": (3, 7), "dualpipe": (4, 8), "chimera": (4, 8)}

@@ -10,8 +10,8 @@ from fractions import Fraction
 import pytest
 from measured import with_messages
 from pipedream.runtime.record import Case, MeasuredRun, build_record
-from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import repeat
+from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, simulate

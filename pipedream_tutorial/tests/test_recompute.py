@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, even_fill
 from pipedream.schedules.ops import Schedule, recomputed
+from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate.measures import idle, peak_activations, times_of
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 from pipedream.simulate.trace import handed_on

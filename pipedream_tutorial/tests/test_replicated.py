@@ -12,7 +12,7 @@ from pipedream.plan.replicated import (
     simulate_plan,
     steady_period,
 )
-from pipedream.schedules.orders import one_f_one_b
+from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.simulator import Costs, simulate
 from test_planner import small_layers
 
@@ -22,7 +22,7 @@ from test_planner import small_layers
 def test_one_worker_a_stage_is_plain_1f1b(p, m):
     counts = tuple(range(p, 0, -1))
     assert full_speed_in_flight([1] * p) == counts
-    assert replicated_1f1b([1] * p, m, counts).orders == one_f_one_b(p, m).orders
+    assert replicated_1f1b([1] * p, m, counts).orders == build_schedule("1f1b", p, m).orders
 
 
 stages_and_times = st.lists(

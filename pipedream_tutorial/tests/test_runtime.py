@@ -11,8 +11,8 @@ import torch
 from pipedream.errors import UserError
 from pipedream.runtime.session import build_cases
 from pipedream.runtime.stage import Clock, Peer, take_device
-from pipedream.schedules.catalogue import schedule_for_training
 from pipedream.schedules.ops import Op
+from pipedream.schedules.orders import schedule_for_training
 from pipedream.schedules.policies import weight_use
 from pipedream.train.models import build_stages
 from pipedream.train.oracle import Workload, train

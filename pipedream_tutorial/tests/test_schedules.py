@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case
 from pipedream.schedules.ops import Op, Schedule, repeat
+from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.simulator import Costs, Timeline, build_costs, simulate
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import repeat, save_csv
+from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.search import build_problem, lower_bound, score, search
 from pipedream.simulate.simulator import Costs, build_costs, load_order, simulate

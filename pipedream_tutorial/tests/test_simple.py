@@ -12,8 +12,8 @@ import pipedream_simple as simple
 import pytest
 from pipedream import __main__ as command
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Op, load_csv, repeat
+from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Case, Refused, compare, measure, measure_csv
 from pipedream.simulate.measures import idle, peak_activations

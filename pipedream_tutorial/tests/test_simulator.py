@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.ops import Op, Schedule
+from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate.simulator import Costs, DeadlockError, Timeline, build_costs, simulate
 
 # The same examples on every machine and in every run.

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import load_csv, save_csv
+from pipedream.schedules.orders import build_schedule
 from starting import run
 
 CHILD = Path(__file__).with_name("run_csv.py")

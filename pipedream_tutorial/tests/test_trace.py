@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from measured import with_messages
-from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import repeat
+from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 from pipedream.simulate.trace import trace_document, transfers

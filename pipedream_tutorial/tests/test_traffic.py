@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from pipedream.schedules.catalogue import build_schedule
+from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.trace import transfers
 from pipedream.train.models import GPT2_SIZES, GPT2Size, gpt2_layers

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from pipedream.schedules.catalogue import build_schedule
+from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES
 from pipedream.train.models import build_stages, build_task
 from pipedream.train.oracle import train

@@ -17,8 +17,8 @@ from pipedream.draw import page
 from pipedream.draw.grids import Work, durations_text, rank_axis
 from pipedream.draw.page import LINE_COLOURS, SMALL, TEXT, new_figure, number, panel_title, percent
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.closed_forms import idle_fraction
+from pipedream.schedules.orders import SCHEDULES
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.comparison import Case, Row, closed_form, measure
 from pipedream.simulate.measures import held_activations, live_versions, times_of

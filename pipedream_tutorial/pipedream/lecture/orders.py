@@ -9,7 +9,7 @@ from pipedream_simple import number
 
 from pipedream.lecture.verdict import WrongAnswer, graded
 from pipedream.schedules.ops import Op, Schedule, repeat, straight
-from pipedream.schedules.orders import gpipe, one_f_one_b, zb_h1
+from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
@@ -41,7 +41,7 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
 
 
 def _gpipe_idle(p: int, m: int) -> Fraction:
-    schedule = gpipe(p, m)
+    schedule = build_schedule("gpipe", p, m)
     return idle(simulate(schedule, build_costs(schedule))).makespan_fraction
 
 
@@ -57,7 +57,8 @@ def check_one_f_one_b(order: OrderOf) -> str:
                     f"{at} rank {rank} holds {held} microbatches at a time, and "
                     f"{min(m, p - rank)} would do. When can it run its first backward pass?"
                 )
-        _check_time(schedule, one_f_one_b(p, m), at, "A rank waits that has a forward to run.")
+        best = build_schedule("1f1b", p, m)
+        _check_time(schedule, best, at, "A rank waits that has a forward to run.")
     return "as fast as GPipe, with min(m, p - rank) microbatches in memory."
 
 
@@ -80,7 +81,7 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
                         f"the update of batch {i // m - 1} has to come first."
                     )
         at = f"with p={p}, m={m} every batch sees the right weights, but the run"
-        best = repeat(one_f_one_b(p, m), num_batches)
+        best = repeat(build_schedule("1f1b", p, m), num_batches)
         _check_time(schedule, best, at, "Keep 1F1B inside a batch.")
     return "every batch starts from the weights that the batch before it left."
 
@@ -98,7 +99,7 @@ def check_zero_bubble(order: OrderOf) -> str:
                     f"microbatch stays in memory until its W is done. Put it off for less long."
                 )
         hint = "A rank idles while it has a W that nobody waits for."
-        _check_time(schedule, zb_h1(p, m), at, hint)
+        _check_time(schedule, build_schedule("zb-h1", p, m), at, hint)
     return "as short as ZB-H1, in 1F1B's memory."
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pipedream.draw.grids import Panel, cost_text, lay_out
 from pipedream.draw.page import DPI, WIDTH
 from pipedream.draw.terminal import draw
-from pipedream.schedules.catalogue import SCHEDULES
 from pipedream.schedules.ops import Schedule
+from pipedream.schedules.orders import SCHEDULES
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
 COLUMNS = 90

@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from pipedream.schedules.catalogue import FOUND
 from pipedream.schedules.ops import Op, Schedule
+from pipedream.schedules.orders import FOUND
 from pipedream.schedules.policies import Policy, weight_use
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, Timeline, simulate, stage_factors

@@ -17,8 +17,8 @@ from pipedream.plan.profile import device_name
 from pipedream.runtime.launch import CASE
 from pipedream.runtime.record import Case, MeasuredRun, build_record, render, write_whole
 from pipedream.runtime.stage import Station, connection_to
-from pipedream.schedules.catalogue import FOUND, schedule_for_training
 from pipedream.schedules.ops import Schedule, repeat
+from pipedream.schedules.orders import FOUND, schedule_for_training
 from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 
 from pipedream_simple import from_words
 
-from pipedream.schedules.ops import Schedule
-from pipedream.schedules.orders import named
+from pipedream.schedules.ops import Orders
 
 SLOTS = 6
 F_DOWN, F_UP, I_UP, I_DOWN, W = range(5)
@@ -34,23 +33,21 @@ Moment = tuple[int, int]
 START, END = (0, 0), (10**9, 0)
 
 
-def v_min(p: int, m: int, *, reorder: bool = True) -> Schedule:
+def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
     """A third of 1F1B's activations: every operation is one slot after its neighbour's."""
     pause = 0 if p % 3 else 2  # else two operations of a rank would want the same slot
     block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
-    return _scheduled("v-min", block, m, reorder)
+    return _scheduled(block, m, reorder)
 
 
-def v_half(p: int, m: int, *, reorder: bool = True) -> Schedule:
+def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
     """Half of 1F1B's activations: two slots between neighbours wherever the way leads down."""
     late = 3 * p + (0 if p % 2 else 3)  # likewise
     block = [(2 * r, 3 * p - 2 - r, late - 1 + 2 * r, late + 3 * p - 2 - r) for r in range(p)]
-    return _scheduled("v-half", block, m, reorder)
+    return _scheduled(block, m, reorder)
 
 
-def _scheduled(
-    name: str, block: list[tuple[int, int, int, int]], m: int, reorder: bool
-) -> Schedule:
+def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) -> Orders:
     """A rank's slots of microbatch 0, m times, 6 apart; with `reorder` pulled together at both
     ends."""
     slots = [[[slot + SLOTS * i for i in range(m)] for slot in own] for own in block]
@@ -62,7 +59,7 @@ def _scheduled(
         for own in slots:
             own.pop()
         _pull(slots)
-    return named(name, from_words([_word(own) for own in slots]))
+    return from_words([_word(own) for own in slots])
 
 
 def _word(own: list[list[int]]) -> list[str]:

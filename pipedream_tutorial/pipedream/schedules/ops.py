@@ -12,6 +12,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import pipedream_simple as simple
+
 from pipedream.errors import UserError
 
 _WRITTEN = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
@@ -55,6 +57,9 @@ class Pair(NamedTuple):
 
 
 Item = Op | Pair
+
+Orders = Sequence[Sequence[Item | simple.Op]]
+"""By rank, from first to last; an operation may be pipedream_simple.py's tuple."""
 
 
 def item_of(ops: Sequence[Op]) -> Item:
@@ -232,14 +237,15 @@ def _parse(cell: str, where: str) -> Item:
     return item_of(ops)
 
 
-def straight(name: str, lines: Sequence[Sequence[Item]], copies: int = 1) -> Schedule:
+def straight(name: str, lines: Orders, copies: int = 1) -> Schedule:
     """Each rank's operations as a schedule. A copy of the model has its stages in a row: 0, 1, ...,
     and the second copy those after."""
-    stages = sorted({op.stage for line in lines for item in line for op in item.parts})
+    orders = [[i if type(i) is Pair else Op._make(i) for i in line] for line in lines]
+    stages = sorted({op.stage for order in orders for item in order for op in item.parts})
     each = len(stages) // copies
     return Schedule(
         name=name,
-        orders=tuple(map(tuple, lines)),
+        orders=tuple(map(tuple, orders)),
         chains=tuple(tuple(stages[k * each : (k + 1) * each]) for k in range(copies)),
         stages_per_rank=max(1, each // max(1, len(lines))),
     )

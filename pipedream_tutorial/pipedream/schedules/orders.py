@@ -1,57 +1,43 @@
-"""The schedules: each a short function from (ranks p, microbatches m) to an order per rank.
+"""The schedules: each a short function from (ranks p, microbatches m) to an order per rank, and the
+table of all. Imports no torch.
 
-Those that a student reads first are written in pipedream_simple.py; here are their names, and those
-of pairs or of two copies of the model. Sources: GPipe (arXiv 1811.06965), PipeDream and
-PipeDream-2BW (1806.03377, 2006.09503), interleaved 1F1B (Megatron-LM, 2104.04473), zero bubble
-(2401.10241), Chimera (2107.06925), DualPipe (DeepSeek-V3, 2412.19437) in its V form. Where
-torch.distributed.pipelining has the schedule, the order is the same as torch's
+Those that a student reads first are written in pipedream_simple.py, V-Half and V-Min in
+building_blocks.py; here are those of pairs or of two copies of the model. Sources: GPipe (arXiv
+1811.06965), PipeDream and PipeDream-2BW (1806.03377, 2006.09503), interleaved 1F1B (Megatron-LM,
+2104.04473), zero bubble (2401.10241), Chimera (2107.06925), DualPipe (DeepSeek-V3, 2412.19437) in
+its V form. Where torch.distributed.pipelining has the schedule, the order is the same as torch's
 (tests/test_torch.py).
 """
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import pipedream_simple as simple
 
-from pipedream.errors import UserError
-from pipedream.schedules.ops import Item, Op, Schedule, item_of, straight
+from pipedream.errors import UserError, nearest
+from pipedream.schedules.building_blocks import v_half, v_min
+from pipedream.schedules.ops import Item, Op, Orders, Schedule, item_of, repeat, straight
+from pipedream.schedules.policies import POLICIES, Policy
+
+one_f_one_b = partial(simple.build, "1f1b")
 
 
-def named(name: str, orders: list[simple.Order]) -> Schedule:
-    """Orders of pipedream_simple.py as a schedule."""
-    return straight(name, [list(map(Op._make, order)) for order in orders])
-
-
-def _from_simple(name: str, p: int, m: int, v: int = 2) -> Schedule:
-    try:
-        return named(name, simple.build(name, p, m, v))
-    except ValueError as error:
-        raise UserError(*str(error).split("; ")) from None
-
-
-naive = partial(_from_simple, "naive")
-gpipe = partial(_from_simple, "gpipe")
-one_f_one_b = partial(_from_simple, "1f1b")
-interleaved_1f1b = partial(_from_simple, "interleaved")
-zb_h1 = partial(_from_simple, "zb-h1")
-zb_h2 = partial(_from_simple, "zb-h2")
-zb_v = partial(_from_simple, "zb-v")
-
-
-def eager_1f1b(p: int, m: int) -> Schedule:
+def eager_1f1b(p: int, m: int) -> Orders:
     """1F1B that runs twice as far ahead, so that messages have time to arrive."""
     words = [simple.in_turn("F" * m, "B" * m, 2 * (p - 1 - s)) for s in range(p)]
-    return named("eager-1f1b", simple.from_words(words))
+    return simple.from_words(words)
 
 
-def dualpipe_v(p: int, m: int) -> Schedule:
+def dualpipe_v(p: int, m: int) -> Orders:
     """Stages in a V, and a forward of one microbatch run together with a backward of another."""
     if m < 2 * p:
         raise UserError(
             f"dualpipe-v needs at least 2 microbatches a rank, not {m} for {p} ranks",
             f"set num_microbatches to {2 * p} or more",
         )
-    return straight("dualpipe-v", [_dualpipe_line(r, p, m) for r in range(p)])
+    return [_dualpipe_line(r, p, m) for r in range(p)]
 
 
 def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
@@ -88,7 +74,7 @@ def _numbered(steps: list[str], *, down: int, up: int) -> list[Item]:
     return items
 
 
-def dualpipe(p: int, m: int) -> Schedule:
+def dualpipe(p: int, m: int) -> Orders:
     """DualPipe with two copies of the model in opposite directions, half of the microbatches each.
 
     DualPipeV on half as many ranks, unfolded: its way down the V is on one rank of a pair that
@@ -110,10 +96,10 @@ def dualpipe(p: int, m: int) -> Schedule:
     for r in range(p):
         folded = _dualpipe_line(min(r, p - 1 - r), p // 2, m // 2)
         lines.append([item_of([unfolded(op, r) for op in item.parts]) for item in folded])
-    return straight("dualpipe", lines, copies=2)
+    return lines
 
 
-def chimera(p: int, m: int) -> Schedule:
+def chimera(p: int, m: int) -> Orders:
     """Two copies of the model in opposite directions, half of the microbatches through each.
 
     Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches, and what
@@ -128,7 +114,7 @@ def chimera(p: int, m: int) -> Schedule:
     # When every operation takes one slot, stage s runs F of a direction's microbatch i in slot
     # s + 2 i and B in slot 2p - 1 - s + 2 i; a unit starts 2p slots after the one before it. No
     # rank gets a slot twice: one direction's slots are even where the other's are odd.
-    lines: list[list[tuple[int, Op]]] = [[] for _ in range(p)]
+    lines: list[list[tuple[int, simple.Op]]] = [[] for _ in range(p)]
     for microbatch in range(m):
         unit, place = divmod(microbatch, p)
         upwards, i = divmod(place, p // 2)
@@ -136,7 +122,98 @@ def chimera(p: int, m: int) -> Schedule:
         for s in range(p):
             rank, stage = (p - 1 - s, p + s) if upwards else (s, s)
             lines[rank] += [
-                (begin + s, Op("F", stage, microbatch)),
-                (begin + 2 * p - 1 - s, Op("B", stage, microbatch)),
+                (begin + s, ("F", stage, microbatch)),
+                (begin + 2 * p - 1 - s, ("B", stage, microbatch)),
             ]
-    return straight("chimera", [[op for _, op in sorted(line)] for line in lines], copies=2)
+    return [[op for _, op in sorted(line)] for line in lines]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a schedule is called, its orders, and when weights change under it."""
+
+    title: str
+    orders: Callable[..., Orders]  # from (p, m), and by name what `options` names
+    policy: str = "flush"  # a key of policies.POLICIES
+    options: tuple[str, ...] = ()
+    copies: int = 1  # of the model; with two a schedule is simulated only
+
+
+SCHEDULES: dict[str, Entry] = {
+    "naive": Entry("Naive", partial(simple.build, "naive")),
+    "gpipe": Entry("GPipe", partial(simple.build, "gpipe")),
+    "1f1b": Entry("1F1B with flush", one_f_one_b),
+    "eager-1f1b": Entry("Eager 1F1B", eager_1f1b),
+    "pipedream": Entry("PipeDream", one_f_one_b, policy="stash"),
+    "pipedream-vertical": Entry("PipeDream, vertical sync", one_f_one_b, policy="vertical"),
+    "pipedream-no-stash": Entry("PipeDream, no stashing", one_f_one_b, policy="in-place"),
+    "pipedream-2bw": Entry("PipeDream-2BW", one_f_one_b, policy="2bw"),
+    "interleaved": Entry("Interleaved 1F1B", partial(simple.build, "interleaved"), options=("v",)),
+    "zb-h1": Entry("ZB-H1", partial(simple.build, "zb-h1")),
+    "zb-h2": Entry("ZB-H2", partial(simple.build, "zb-h2")),
+    "zb-v": Entry("ZB-V", partial(simple.build, "zb-v")),
+    "v-half": Entry("V-Half", v_half, options=("reorder",)),
+    "v-min": Entry("V-Min", v_min, options=("reorder",)),
+    "dualpipe-v": Entry("DualPipeV", dualpipe_v),
+    "dualpipe": Entry("DualPipe", dualpipe, copies=2),
+    "chimera": Entry("Chimera", chimera, copies=2),
+}
+TRAINABLE = tuple(name for name, entry in SCHEDULES.items() if entry.copies == 1)
+FOUND = "search-"
+"""Begins the name of a found order; the limit of microbatches held on a rank follows."""
+
+
+def build_schedule(name: str, p: int, m: int, v: int = 2, *, reorder: bool = True) -> Schedule:
+    """The named schedule for p ranks, m microbatches and, if it is interleaved, v chunks; `reorder`
+    is for those of building_blocks.
+
+    Raises UserError for a name that is unknown and for sizes that the schedule does not allow.
+    """
+    entry = SCHEDULES.get(name)
+    if entry is None:
+        raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
+    if min(p, m, v) < 1:
+        raise UserError(f"{p} ranks, {m} microbatches, {v} chunks", "each has to be 1 or more")
+    given = {"v": v, "reorder": reorder}
+    try:
+        orders = entry.orders(p, m, **{option: given[option] for option in entry.options})
+    except ValueError as error:  # pipedream_simple.py's are no UserError
+        raise UserError(*str(error).split("; ")) from None
+    return straight(name, orders, entry.copies)
+
+
+def schedule_for_training(
+    name: str, num_stages: int, num_microbatches: int, num_batches: int
+) -> tuple[Schedule, Policy]:
+    """Orders over all batches: flushing schedules again and again, the others without a pause.
+
+    Raises UserError for schedules that are simulated only, for sizes that a schedule refuses, and
+    for 2BW with fewer than p - 1 microbatches a batch.
+    """
+    entry = SCHEDULES.get(name)
+    if entry is not None and name not in TRAINABLE:
+        raise UserError(f"{name} is simulated only", f"train with one of {', '.join(TRAINABLE)}")
+    if entry is None or entry.policy == "flush":
+        batch = build_schedule(name, num_stages, num_microbatches)
+        return repeat(batch, num_batches), POLICIES["flush"]
+    if entry.policy == "2bw" and num_microbatches < num_stages - 1:
+        raise UserError(
+            f"{name} cannot run {num_microbatches} microbatches a batch over {num_stages} stages: "
+            "the weights one batch behind would not be there in time",
+            f"set num_microbatches to {num_stages - 1} or more",
+        )
+    whole = build_schedule(name, num_stages, num_microbatches * num_batches)
+    return whole, POLICIES[entry.policy]
+
+
+def layers_of_a_stage(layers_of_a_rank: int, stages_per_rank: int) -> int:
+    """How many of a rank's layers each of its stages has.
+
+    Raises UserError where they cannot be cut evenly.
+    """
+    if layers_of_a_rank % stages_per_rank:
+        raise UserError(
+            f"a rank's layers ({layers_of_a_rank}) cannot be cut into {stages_per_rank} stages",
+            f"set layers_per_stage to a multiple of {stages_per_rank}",
+        )
+    return layers_of_a_rank // stages_per_rank

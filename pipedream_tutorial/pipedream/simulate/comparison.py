@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pipedream.errors import UserError
 from pipedream.schedules import closed_forms
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedForm
 from pipedream.schedules.ops import Schedule, recomputed, repeat
+from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import ONE_VERSION, POLICIES, Policy, WeightUse, weight_use
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.search import search
@@ -166,7 +166,7 @@ def _rows(case: Case) -> Iterator[Row | Refused]:
     row: Row | None = None
     for name, entry in SCHEDULES.items():
         try:
-            if row is None or SCHEDULES[row.name].build is not entry.build:
+            if row is None or SCHEDULES[row.name].orders is not entry.orders:
                 row = measure(name, case)
             else:  # PipeDream's ways of keeping weights differ in these alone
                 stream = row.stream

@@ -26,8 +26,7 @@ from typing import NamedTuple
 from pipedream_simple import from_words, zero_bubble
 
 from pipedream.errors import UserError
-from pipedream.schedules.ops import Schedule
-from pipedream.schedules.orders import named
+from pipedream.schedules.ops import Schedule, straight
 from pipedream.simulate.simulator import Costs
 
 Words = list[str]
@@ -114,7 +113,7 @@ def search(
 
 def as_schedule(words: Words, name: str) -> Schedule:
     """Orders, microbatches numbered by kind from 0."""
-    return named(name, from_words(words))
+    return straight(name, from_words(words))
 
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import layers_of_a_stage, schedule_for_training
 from pipedream.schedules.ops import Op, Schedule
+from pipedream.schedules.orders import layers_of_a_stage, schedule_for_training
 from pipedream.schedules.policies import Policy
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.simulate.trace import handed_on

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipedream.draw.terminal import bold, print_wrapped
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.orders import SCHEDULES
 
 TRAINED = (
     "naive", "gpipe", "1f1b",

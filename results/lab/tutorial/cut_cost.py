@@ -21,8 +21,8 @@ from typing import Any
 import checkout  # noqa: F401
 import torch
 from pipedream.errors import UserError, main_with_errors
-from pipedream.schedules.catalogue import build_schedule
 from pipedream.schedules.ops import Op
+from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES
 from pipedream.train.models import GPT2_SIZES, Task, gpt2_layers
 from pipedream.train.trainer import StageTrainer

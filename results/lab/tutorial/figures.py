@@ -39,7 +39,7 @@ from pipedream.plan.planner import Plan, plan_pipeline
 from pipedream.plan.profile import load_profile
 from pipedream.plan.replicated import simulate_plan
 from pipedream.runtime.record import GPU_GOAL, points_error
-from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.orders import SCHEDULES
 from pipedream.simulate.comparison import Case, Row, measure
 from pipedream.simulate.measures import idle, times_of
 from pipedream.simulate.simulator import Timeline

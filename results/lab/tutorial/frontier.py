@@ -11,7 +11,7 @@ from typing import Any
 
 import checkout  # noqa: F401
 from pipedream.errors import UserError, main_with_errors
-from pipedream.schedules.catalogue import build_schedule
+from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.search import search
 from pipedream.simulate.simulator import Costs, build_costs
 

@@ -38,7 +38,7 @@ from pipedream.draw.page import (
     panel_title,
 )
 from pipedream.schedules.ops import Op, Schedule, straight
-from pipedream.schedules.orders import gpipe, one_f_one_b, zb_h1
+from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES, WeightUse, weight_use
 from pipedream.simulate.measures import times_of
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
@@ -101,7 +101,7 @@ def _as_image(figure: Figure) -> Image.Image:
 def from_gpipe_to_1f1b() -> Animation:
     """The ranks turn to one forward, one backward: the last one first."""
     p, m = 4, 8
-    first, last = gpipe(p, m), one_f_one_b(p, m)
+    first, last = build_schedule("gpipe", p, m), build_schedule("1f1b", p, m)
     steps = [("GPipe", _run(first))]
     for turned in reversed(range(p)):
         orders = first.orders[:turned] + last.orders[turned:]
@@ -112,13 +112,13 @@ def from_gpipe_to_1f1b() -> Animation:
 
 def w_fills_holes() -> Animation:
     """Whole backward passes; the same cut in two; W put off until the rank would idle."""
-    whole = _run(one_f_one_b(4, 8))
+    whole = _run(build_schedule("1f1b", 4, 8))
     at_once = _cut_in_place(whole.schedule)
     steps = [
         ("1F1B, the backward pass whole", whole),
         ("Each backward pass is I and W", _halved(whole, at_once)),
         ("A stage waits only for the next one's I", _run(at_once)),
-        ("W waits until its rank would idle (ZB-H1)", _run(zb_h1(4, 8))),
+        ("W waits until its rank would idle (ZB-H1)", _run(build_schedule("zb-h1", 4, 8))),
     ]
     return _moving("Zero bubble: W fills the holes", steps)
 
@@ -223,7 +223,7 @@ def stack(ax: Axes) -> None:
 
 def weight_stashing() -> Animation:
     """PipeDream on 3 stages as time goes on, and below it the versions that each stage keeps."""
-    timeline = _run(one_f_one_b(3, 6))
+    timeline = _run(build_schedule("1f1b", 3, 6))
     use = weight_use(timeline.schedule, POLICIES["stash"], 6)
     title = "Weight stashing: a version stays until its last microbatch has come back"
     # The middle of every time unit, and the end.

@@ -23,9 +23,9 @@ import checkout  # noqa: F401
 from pipedream.config import FOLDER
 from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.runtime.record import RECORD_FORMAT
-from pipedream.schedules.catalogue import SCHEDULES, schedule_for_training
 from pipedream.schedules.closed_forms import CLOSED_FORMS
 from pipedream.schedules.ops import Op
+from pipedream.schedules.orders import SCHEDULES, schedule_for_training
 from pipedream.schedules.policies import weight_use
 
 from results.lab.tutorial.tables import bubble_table, cut_table, depth_table

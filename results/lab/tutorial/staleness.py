@@ -20,7 +20,7 @@ from typing import Any
 import checkout  # noqa: F401
 import torch
 from pipedream.errors import UserError, main_with_errors
-from pipedream.schedules.catalogue import SCHEDULES
+from pipedream.schedules.orders import SCHEDULES
 from pipedream.train.gradients import MicrobatchError, train_and_check
 from pipedream.train.oracle import final_loss, train
 from pipedream.train.report import TRAINED

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import checkout  # noqa: F401
-from pipedream.schedules.catalogue import FOUND, SCHEDULES
+from pipedream.schedules.orders import FOUND, SCHEDULES
 
 Record = Mapping[str, Any]
 

@@ -17,8 +17,8 @@ from fractions import Fraction
 
 import checkout  # noqa: F401
 from pipedream.errors import UserError
-from pipedream.schedules.catalogue import SCHEDULES, build_schedule
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, ClosedForm, idle_fraction
+from pipedream.schedules.orders import SCHEDULES, build_schedule
 
 ELEMENT_BYTES, OPTIMIZER_BYTES = 2, 12
 
