@@ -10,9 +10,9 @@ from tabulate import DataRow, TableFormat, tabulate
 
 from distributed_training.advise.rank import settings_of
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.constants import FITTED
 from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Prediction
+from distributed_training.predict.rates import FITTED
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.gpus import GIB
 

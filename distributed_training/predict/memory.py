@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.constants import FITTED
 from distributed_training.predict.orders import find_orders
+from distributed_training.predict.rates import FITTED
 from distributed_training.predict.traffic import Formulas, formulas_by_place
 from distributed_training.settings.strategies import Strategy
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.constants import FITTED
 from distributed_training.predict.memory import MemoryEstimate, estimate_memory
-from distributed_training.predict.rates import Rates
+from distributed_training.predict.rates import FITTED, Rates
 from distributed_training.predict.speed import StepTime, estimate_step
 from distributed_training.predict.traffic import sent_by_axis
 

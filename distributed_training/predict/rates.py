@@ -12,10 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from distributed_training.predict.constants import FITTED
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.gpus import ADAPTER_BYTES_PER_S, Gpu
 
+_TEXT = Path(__file__).with_name("constants.json").read_text(encoding="utf-8")
+_ENTRIES = json.loads(_TEXT, object_hook=lambda entry: SimpleNamespace(**entry))
+# What was fitted or measured rather than derived, such as FITTED.launching_s.step; the file also
+# has units, the records that gave the values and the ranges in which they were seen.
+FITTED = SimpleNamespace(**{name: entry.value for name, entry in vars(_ENTRIES).items()})
 RECORDED = (9, 0)  # the compute capability of the GPUs that the records are of
 TILES = ((128, 256), (256, 128))  # rows and columns of a matrix product's result
 PARTS = (1, 2, 4)  # of each of its sums, which are added up

@@ -6,8 +6,8 @@ import pytest
 
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.data import cut_data
-from distributed_training.predict.constants import FITTED
 from distributed_training.predict.memory import bytes_a_parameter, estimate_memory
+from distributed_training.predict.rates import FITTED
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from tests.plan.helpers import plan_for

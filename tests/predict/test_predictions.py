@@ -12,9 +12,8 @@ import pytest
 from distributed_training.advise.cluster import parse_cluster, this_machine
 from distributed_training.advise.rank import enumerate_plans, rank_layouts, settings_of
 from distributed_training.plan.schedules import divisors
-from distributed_training.predict import constants
 from distributed_training.predict.memory import estimate_memory, estimate_state
-from distributed_training.predict.rates import calibration_file, rates_of, remember_speed
+from distributed_training.predict.rates import FITTED, calibration_file, rates_of, remember_speed
 from distributed_training.predict.speed import estimate_step
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
@@ -81,7 +80,7 @@ def test_the_first_choice_is_close_to_the_best_of_each_page():
 
 def test_every_fitted_value_says_where_it_comes_from():
     entries = json.loads((ROOT / "distributed_training/predict/constants.json").read_text())
-    assert set(entries) == set(vars(constants.FITTED))
+    assert set(entries) == set(vars(FITTED))
     for name, entry in entries.items():
         assert set(entry) == {"value", "unit", "what", "record", "range"}, name
     for page in validate.setting_pages():

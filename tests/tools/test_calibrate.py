@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.predict.constants import FITTED
-from distributed_training.predict.rates import cpu_rates, from_calibration, tiled
+from distributed_training.predict.rates import FITTED, cpu_rates, from_calibration, tiled
 from distributed_training.predict.speed import estimate_step
 from distributed_training.tools import calibrate, links
 from tests.conftest import heavy_pool
