@@ -17,8 +17,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from distributed_training.advise.cluster import parse_cluster
 from distributed_training.plan.machine import detect_machine
+from distributed_training.predict.predict import parse_cluster
 from distributed_training.run.launch import (
     CPU_PROCESSES,
     PLANNED,

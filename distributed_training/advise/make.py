@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from distributed_training.advise.checks import run_checks
-from distributed_training.advise.cluster import lay_out_on, this_machine
 from distributed_training.advise.rank import choose_spread, what_fits
 from distributed_training.data.samples import Data
 from distributed_training.plan.choose import choose_model
@@ -13,7 +12,7 @@ from distributed_training.plan.data import find_sources, fit_to_data
 from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.predict import predict
+from distributed_training.predict.predict import lay_out_on, predict, this_machine
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.gpus import GIB
 

@@ -9,13 +9,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from distributed_training.advise.cluster import Cluster, lay_out_on
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.layouts import OPEN, Settings, all_meshes, show_settings
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict.predict import Prediction, predict
-from distributed_training.predict.stages import with_orders
+from distributed_training.predict.predict import (
+    Cluster,
+    Prediction,
+    lay_out_on,
+    predict,
+    with_orders,
+)
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys

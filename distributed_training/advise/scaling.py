@@ -18,10 +18,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from distributed_training.advise.cluster import Cluster, parse_cluster
 from distributed_training.advise.rank import choose_spread, rank_layouts, with_progress
 from distributed_training.advise.show import count
-from distributed_training.predict.predict import Prediction
+from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, shown

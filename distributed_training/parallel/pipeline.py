@@ -18,8 +18,7 @@ from distributed_training.parallel.private import GivenOrder, TwoWayStage, forea
 from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.predict.orders import find_orders
-from distributed_training.predict.stages import expect_spans
+from distributed_training.predict.orders import expect_spans, find_orders
 
 RUN_BY: dict[str, Any] = {  # schedule -> a class of torch's
     "gpipe": get_schedule_class("GPipe"),

@@ -23,7 +23,7 @@ class Schedule:
     stages_per_rank: int = 1
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     splits_backward: bool = False  # gradients of inputs and of weights at different times
-    searched: bool = False  # an order for what this model's operations take (predict/stages.py)
+    searched: bool = False  # an order for what this model's operations take (predict/orders.py)
     # Whether m micro-batches can be run over p processes
     takes: Callable[[int, int], bool] = lambda p, m: True
 

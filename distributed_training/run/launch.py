@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from distributed_training.advise.cluster import Cluster
 from distributed_training.advise.show import launch_command, layout_name
 from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.machine import Machine, detect_machine, threads_per_process
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.predict.memory import estimate_memory
+from distributed_training.predict.predict import Cluster
 from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
 from distributed_training.run.prepare import (

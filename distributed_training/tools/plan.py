@@ -13,11 +13,10 @@ from pathlib import Path
 
 from distributed_training.advise import scaling, show
 from distributed_training.advise.checks import check_memory
-from distributed_training.advise.cluster import Cluster, parse_cluster, this_machine
 from distributed_training.advise.rank import choose_spread, rank_layouts
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.machine import detect_machine
-from distributed_training.predict.predict import Prediction
+from distributed_training.predict.predict import Cluster, Prediction, parse_cluster, this_machine
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
 from distributed_training.run.launch import requested_processes

@@ -13,11 +13,10 @@ from unittest.mock import Mock
 import pytest
 
 from distributed_training.advise import checks
-from distributed_training.advise.cluster import this_machine
 from distributed_training.advise.rank import what_fits
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import predict
+from distributed_training.predict.predict import predict, this_machine
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, refused
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from distributed_training.advise.cluster import parse_cluster
 from distributed_training.cli import main
+from distributed_training.predict.predict import parse_cluster
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.files import ROOT
 from distributed_training.tools import plan as command

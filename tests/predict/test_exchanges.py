@@ -4,11 +4,10 @@ import dataclasses
 
 import pytest
 
-from distributed_training.advise.cluster import parse_cluster
 from distributed_training.advise.make import draft_plan
 from distributed_training.advise.rank import as_chosen, best_layout, rank_layouts
 from distributed_training.predict.memory import estimate_copy, estimate_memory, estimate_state
-from distributed_training.predict.predict import predict
+from distributed_training.predict.predict import parse_cluster, predict
 from tests.plan.helpers import merged
 from tests.support import CPU_MACHINE, refused
 

@@ -9,10 +9,10 @@ import statistics
 
 import pytest
 
-from distributed_training.advise.cluster import parse_cluster, this_machine
 from distributed_training.advise.rank import enumerate_plans, rank_layouts, settings_of
 from distributed_training.plan.schedules import divisors
 from distributed_training.predict.memory import estimate_memory, estimate_state
+from distributed_training.predict.predict import parse_cluster, this_machine
 from distributed_training.predict.rates import FITTED, calibration_file, rates_of, remember_speed
 from distributed_training.predict.speed import estimate_step
 from distributed_training.settings.errors import UserError

@@ -6,23 +6,23 @@ import random
 import pytest
 from torch.distributed.pipelining import schedules
 
-from distributed_training.advise.cluster import cluster_of
 from distributed_training.advise.make import draft_plan
 from distributed_training.parallel import private
 from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict import stages
+from distributed_training.predict import orders
 from distributed_training.predict.orders import (
     build_orders,
     by_operation,
+    expect_spans,
     find_orders,
     flow,
     length_of,
     read_order,
     simulate,
 )
+from distributed_training.predict.predict import cluster_of
 from distributed_training.predict.speed import Work
-from distributed_training.predict.stages import expect_spans
 from distributed_training.settings.config import build_config
 from distributed_training.settings.gpus import GPUS
 from tests.plan.helpers import plan_for
@@ -40,7 +40,7 @@ def durations(blocks, block=BLOCK, loss=LOSS):
 
 
 def search_orders(*durations):
-    return tuple(map(read_order, stages.search_orders(*durations)))
+    return tuple(map(read_order, orders.search_orders(*durations)))
 
 
 def length(orders, seconds, message=MESSAGE):
@@ -121,7 +121,7 @@ def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkey
             assert end - begin == pytest.approx(costs[kind, stage].sum())
         found, m = find_orders(plan), plan.batch.num_microbatches
         assert set(found[0]) == set(build_orders("zb-v", 2, m)[0])
-        monkeypatch.setattr(stages, "search_orders", None)
+        monkeypatch.setattr(orders, "search_orders", None)
         read = PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan))
         assert (find_orders(read), expect_spans(read)) == (found, spans)
 

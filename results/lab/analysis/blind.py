@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.advise.cluster import lay_out_on, parse_cluster
-from distributed_training.predict.predict import Prediction, predict
+from distributed_training.predict.predict import Prediction, lay_out_on, parse_cluster, predict
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT

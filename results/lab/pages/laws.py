@@ -4,12 +4,11 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distributed_training.advise.cluster import cluster_of, lay_out_on
 from distributed_training.advise.make import draft_plan
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.memory import STATE, Held, estimate_state
-from distributed_training.predict.predict import predict
+from distributed_training.predict.predict import cluster_of, lay_out_on, predict
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.gpus import GPUS, Gpu
