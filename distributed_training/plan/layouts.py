@@ -23,9 +23,8 @@ from distributed_training.plan.schedules import SCHEDULES, Schedule, divisors, f
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import AUTO, RunConfig
-from distributed_training.settings.engines import MESH_AXES
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.strategies import Strategy
+from distributed_training.settings.strategies import MESH_AXES, Strategy
 
 Settings = dict[str, Any]  # CONFIG key -> value, to be put over what was asked
 OPEN_BATCH: Settings = {"micro_batch_size": AUTO, "num_microbatches": AUTO}

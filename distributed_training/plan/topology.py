@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from distributed_training.settings.engines import MESH_AXES
+from distributed_training.settings.strategies import MESH_AXES
 
 if TYPE_CHECKING:
     import torch

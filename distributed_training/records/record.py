@@ -20,8 +20,8 @@ import psutil
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
-from distributed_training.settings.engines import MESH_AXES
 from distributed_training.settings.files import ROOT, crc32, load_json, parse_as, publish
+from distributed_training.settings.strategies import MESH_AXES
 
 RECORD_FILE = "record.json"
 LAST = "hf"  # a folder of the run's weights in Hugging Face's format

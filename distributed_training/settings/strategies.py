@@ -1,14 +1,18 @@
-"""Strategies are folders: strategies/<n>_<name>/config.json says what is divided or offloaded.
+"""Strategies: a folder each, strategies/<n>_<name>/, whose config.json says what is divided or
+offloaded; and the engines that carry them out. No torch import.
 
     {"name": "zero2", "deepspeed": "configs/ds_config_zero2.json", "defaults": {}}
     {"name": "tp", "mesh": {"dp_shard": 1, "tp": -1}, "defaults": {}}
 
 `deepspeed` is a DeepSpeed JSON or the path of one (from the checkout or the folder), `mesh` the
 sizes of the axes, `defaults` CONFIG keys for what CONFIG leaves open, `engine` what runs it where
-that does not follow. No torch import.
+that does not follow: an algorithm of one's own is a file in the folder ("engine.py"). It holds
+`TRAITS`, `OPTIONS` where it has some, and the class that `TRAITS.build` names, which may be in
+another file there ("local_sgd.py:LocalSGD").
 """
 
 import functools
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +21,64 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr
 
 from distributed_training.settings import files
-from distributed_training.settings.config import AUTO, RunConfig
-from distributed_training.settings.engines import ENGINES, MESH_AXES, Traits
+from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean
 from distributed_training.settings.keys import Options
 
 STRATEGIES_DIR = files.ROOT / "strategies"
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
 _FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What an engine can do. The rest of the package asks this, never an engine's name."""
+
+    build: str  # its class, "package.module:Class"; an engine's own file says "Class"
+    axes: tuple[str, ...] = MESH_AXES  # axes of the mesh that may be larger than 1
+    schedules: tuple[str, ...] = ()  # pipeline schedules that it runs; the first is the default
+    package: str | None = None  # what it needs besides torch
+    leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
+    replays_steps: bool = False  # whether it can launch a step as one CUDA graph
+    # Whether PyTorch's DDP averages gradients of copies, and its FSDP divides state.
+    uses_ddp_and_fsdp: bool = False
+    takes_deepspeed_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
+    # Whether it keeps weights and gradients in the precision of the arithmetic beside an fp32
+    # master copy (2 + 2 + 12 bytes a parameter), or fp32 alone (4 + 4 + 8)
+    rounded_weights: bool = False
+
+    def load(self) -> Any:
+        """The engine's class. Imports torch."""
+        place, _, name = self.build.rpartition(":")
+        if place.endswith(".py"):
+            return getattr(files.load_code(Path(place), f"the engine {place}"), name)
+        return getattr(importlib.import_module(place), name)
+
+
+_DEEPSPEED = Traits(
+    build="distributed_training.engines.deepspeed:DeepSpeedEngine",
+    axes=("dp_shard",),
+    package="deepspeed",
+    takes_deepspeed_json=True,
+    rounded_weights=True,
+)
+ENGINES: dict[str, Traits] = {
+    "native": Traits(
+        build="distributed_training.engines.native:NativeEngine",
+        schedules=PIPELINE_SCHEDULES,
+        leaves_out_updates=True,
+        replays_steps=True,
+        uses_ddp_and_fsdp=True,
+    ),
+    "deepspeed": _DEEPSPEED,
+    "deepspeed_pipeline": replace(
+        _DEEPSPEED,
+        build="distributed_training.engines.deepspeed:DeepSpeedPipelineEngine",
+        axes=("pp", "dp_shard"),
+        schedules=("1f1b",),
+    ),
+}
 
 
 class _Folder(BaseModel, strict=True, extra="forbid"):

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from distributed_training.settings.engines import Traits
 from distributed_training.settings.keys import Options, key
+from distributed_training.settings.strategies import Traits
 
 TRAITS = Traits(build="local_sgd.py:LocalSGD", axes=("dp_replicate",))
 

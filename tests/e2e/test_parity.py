@@ -11,7 +11,7 @@ from tests.e2e.support import clone
 # Norms lie outside what tp splits: each process has the gradient of its own tokens, to be summed.
 ENGINE = """
 from distributed_training.engines.native import NativeEngine
-from distributed_training.settings.engines import Traits
+from distributed_training.settings.strategies import Traits
 
 TRAITS = Traits(build="Forgetful", axes=("tp",))
 

@@ -13,8 +13,8 @@ from distributed_training.plan.layouts import fill_mesh, nearest_layouts, show_s
 from distributed_training.plan.schedules import divisors
 from distributed_training.plan.topology import Topology
 from distributed_training.settings import strategies as strategy_module
-from distributed_training.settings.engines import MESH_AXES
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.strategies import MESH_AXES
 from tests.plan.helpers import candidate, lay_out
 from tests.support import refused
 

@@ -114,8 +114,8 @@ def test_a_folder_that_is_not_understood(document, words, folders):
 
 
 ENGINE = '''
-from distributed_training.settings.engines import Traits
 from distributed_training.settings.keys import Options, key
+from distributed_training.settings.strategies import Traits
 
 TRAITS = Traits(build="MyEngine", axes=("dp_replicate",))
 
