@@ -31,8 +31,7 @@ from distributed_training.settings import strategies, streams
 from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import INTERRUPTED, UserError, exit_code
 from distributed_training.settings.files import did_you_mean, shown
-from distributed_training.settings.keys import Key, nearest_key, read_keys
-from distributed_training.settings.parser import Parser, at_least
+from distributed_training.settings.keys import Key, Parser, at_least, nearest_key, read_keys
 
 OWN_OPTIONS = ("preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "cluster", "help")
 DRY_RUN = ("--dry-run", "--dry_run")

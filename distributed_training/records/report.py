@@ -20,7 +20,7 @@ from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import MARKDOWN, Comparison, Table, group_by_work
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
-from distributed_training.settings.parser import Parser
+from distributed_training.settings.keys import Parser
 
 MAX_TABLES = 3
 COMMAND = "python real_model_example.py report"

@@ -1,18 +1,21 @@
-"""What one CONFIG key is, and what follows from it: checks, parsing, words for errors and help.
+"""What one CONFIG key is, and what follows from it: checks, parsing, words for errors and help; and
+how every command reads its other options.
 
 pydantic checks the values; what is said about them comes from its JSON schema. No torch import.
 """
 
+import argparse
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import nearest, shown
 
+Number = TypeVar("Number", int, float)
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 _WORDS: dict[str, dict[str, Any]] = {"boolean": _BOOLEANS, "null": {"none": None, "null": None}}
@@ -139,3 +142,26 @@ def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> s
 
 def _all_names(keys: Iterable[Key]) -> dict[str, str]:
     return {name: key.name for key in keys for name in (key.name, *key.aliases)}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, but it takes no abbreviation and raises UserError for what it cannot read."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, fix="see --help")
+
+
+def at_least(least: Number) -> Callable[[str], Number]:
+    """An option's `type`: a number like `least`, the smallest that is taken."""
+
+    def number(text: str) -> Number:
+        with contextlib.suppress(ValueError):
+            value = type(least)(text)
+            if value >= least:
+                return value
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of at least {least}")
+
+    return number

@@ -43,7 +43,7 @@ from distributed_training.run.ranks import handling
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import expand_home, load_json, parse_as
-from distributed_training.settings.parser import at_least
+from distributed_training.settings.keys import at_least
 from distributed_training.settings.strategies import strategy_options
 
 # Not part of what is compared; a key that is typed or in the plan stays as it is.

@@ -20,7 +20,7 @@ from distributed_training.records.record import Record, provenance, write_json
 from distributed_training.records.report import find_records
 from distributed_training.records.tables import MS_A_STEP
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.settings.parser import Parser
+from distributed_training.settings.keys import Parser
 
 COMMAND = "python results/lab/cpu.py OUT.json"
 PLAN = ROOT / "results" / "plans" / "cpu.json"

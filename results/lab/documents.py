@@ -15,7 +15,7 @@ from cogapp.cogapp import CogCheckFailed, CogError
 
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.parser import Parser
+from distributed_training.settings.keys import Parser
 from results.lab.pages import figures, tables
 
 PATTERNS = (

@@ -19,7 +19,7 @@ from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import provenance, write_json
 from distributed_training.run.loop import learning_rate
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.settings.parser import Parser
+from distributed_training.settings.keys import Parser
 from results.lab.harness import Run, every_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-exchanges.json", "plan")

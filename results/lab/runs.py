@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.records.record import Record, write_json
-from distributed_training.settings.parser import Parser
+from distributed_training.settings.keys import Parser
 from distributed_training.tools.compare import record_path
 from results.lab.pages.columns import table
 

@@ -23,7 +23,7 @@ from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.settings.parser import Parser
+from distributed_training.settings.keys import Parser
 from results.lab.exchanges import PLAN
 from results.lab.harness import Run, every_run, open_group
 

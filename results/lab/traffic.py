@@ -31,7 +31,7 @@ from distributed_training.records.record import provenance, write_json
 from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.settings.parser import Parser
+from distributed_training.settings.keys import Parser
 from results.lab.harness import Run, every_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")

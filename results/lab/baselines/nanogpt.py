@@ -22,7 +22,7 @@ import torch
 from distributed_training.engines.native import NUM_EAGER_STEPS
 from distributed_training.parallel.graphs import to_device
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.parser import Parser
+from distributed_training.settings.keys import Parser
 from results.lab import checkout
 from results.lab.harness import Run, each_run, open_group
 

@@ -28,7 +28,7 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.parser import Parser
+from distributed_training.settings.keys import Parser
 from results.lab import checkout
 
 UNITS = {"MB": 10**6, "GB": 10**9}
