@@ -27,9 +27,15 @@ from distributed_training.run.launch import (
     start_planned,
 )
 from distributed_training.run.ranks import current_process, run_ranks
-from distributed_training.settings import strategies, streams
+from distributed_training.settings import strategies
 from distributed_training.settings.config import KEYS, RunConfig, build_config
-from distributed_training.settings.errors import INTERRUPTED, UserError, exit_code
+from distributed_training.settings.errors import (
+    INTERRUPTED,
+    LastingStream,
+    UserError,
+    exit_code,
+    fill_closed,
+)
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, Parser, at_least, nearest_key, read_keys
 
@@ -273,15 +279,15 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     config = {**config, folder: str(output_dir)}
     about = about.splitlines()[0]
     program = Program(config=config, script=file, about=about, output_dir=output_dir)
-    streams.fill_closed()
+    fill_closed()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides how processes end
     name = "train"
     argv = sys.argv[1:]
     if argv and not argv[0].startswith("-"):
         name, *argv = argv
     if name == "train":
-        sys.stdout = streams.LastingStream(sys.stdout)  # type: ignore[assignment]
-        sys.stderr = streams.LastingStream(sys.stderr)  # type: ignore[assignment]
+        sys.stdout = LastingStream(sys.stdout)  # type: ignore[assignment]
+        sys.stderr = LastingStream(sys.stderr)  # type: ignore[assignment]
 
     def act() -> int:
         if sys.platform != "linux":
