@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.models.decoder import Decoder, Past, parameter_groups
-from distributed_training.parallel import blocks, compression, gradients
+from distributed_training.parallel import blocks, gradients
+from distributed_training.parallel.agree import works_everywhere
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.graphs import StepGraph, to_device
-from distributed_training.parallel.lora import apply_lora
-from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
-from distributed_training.parallel.private import foreach_mul_, overlap_products
-from distributed_training.parallel.tensor import apply_tp, can_overlap
+from distributed_training.parallel.private import foreach_mul_, overlap_products, share_memory
 from distributed_training.parallel.tensor_files import Part, TensorFiles, part_of, place_of
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
@@ -34,17 +33,17 @@ LOSS_SCALE_WINDOW = 1000  # steps without overflow before it doubles
 
 
 class NativeEngine(base.Engine):
-    """Composes the mechanisms of parallel/ in one visible order and steps AdamW."""
+    """Composes the mechanisms of parallel/ in one visible order, each imported where it is used,
+    and steps AdamW."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         config = plan.config
+        self.plan = plan
         self.config = config
         self.topology = topology
         self.compute_dtype = model.compute_dtype
-        self.tp_parts = plan.tp_parts
         # DDP works over the default group, as it does in everybody's script.
-        self.copies_only = plan.only_copies
-        mesh = None if self.copies_only else topology.build_mesh()
+        mesh = None if plan.only_copies else topology.build_mesh()
 
         on_gpu = topology.device_type == "cuda"
         eager_steps = NUM_EAGER_STEPS if config.cuda_graphs else None
@@ -57,9 +56,11 @@ class NativeEngine(base.Engine):
         # Under their indices: with zb-v both ends of the model lie here, each with an embedding.
         self.parts = nn.ModuleDict({str(index): part for index, part in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
-        self.overlaps = bool(config.async_tp) and can_overlap(self.tp_group)
+        self.overlaps = bool(config.async_tp) and works_everywhere(
+            partial(share_memory, self.tp_group), "async_tp is off"
+        )
         self.terms: list[nn.Parameter] = []  # their gradients are summed over tp
-        self.remembered: Any = None  # what compressing gradients has lost so far
+        self.remembered: dict[str, Any] = {}  # what compressing gradients has lost so far
         modules = [self._spread(part, mesh) for part in stages.values()]
         self.module = modules[0]  # the whole model, where there is no pipeline
         # Those that learn. Now: after an evaluation these are FSDP's gathered, rounded copies.
@@ -69,9 +70,11 @@ class NativeEngine(base.Engine):
         ]
         self.parameters = [parameter for _, named in self.named for _, parameter in named]
         self.gradient_names = [name for _, named in self.named for name, _ in named]
-        self.pipeline: Pipeline | None = None
+        self.pipeline: Any = None
         self.rounded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.pp > 1:
+            from distributed_training.parallel.pipeline import Pipeline, RoundedWeights
+
             self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
@@ -91,8 +94,6 @@ class NativeEngine(base.Engine):
         first = INITIAL_LOSS_SCALE if self.fp16 else 1.0
         self.loss_scale = torch.tensor(first, device=topology.device)
         self._good_steps = torch.zeros((), device=topology.device)
-        if isinstance(self.module, DistributedDataParallel):
-            self._arrange_buckets(self.module, plan.batch.micro_batch_size)
 
     def _spread(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:
         """The order of composition: tp, checkpointing, compile, then the data-parallel axes."""
@@ -101,14 +102,18 @@ class NativeEngine(base.Engine):
         terms: set[str] = set()
         part.to(topology.device)
         if topology.tp > 1:
-            terms = apply_tp(part, mesh["tp"], self.tp_parts)
+            from distributed_training.parallel.tensor import apply_tp
+
+            terms = apply_tp(part, mesh["tp"], self.plan.tp_parts)
         if config.lora_rank:
+            from distributed_training.parallel.lora import apply_lora
+
             terms = apply_lora(part, config)
         blocks.apply_checkpointing(part, config.activation_checkpointing)
         blocks.apply_chunked_loss(part, config.loss_chunk_tokens, compiled=bool(config.compile))
         if config.compile:
             blocks.apply_compile(part, ends=topology.tp == 1, whole=config.compile == "whole")
-        if self.copies_only and topology.world_size > 1:
+        if self.plan.only_copies and topology.world_size > 1:
             return self.replicate(part)
         if topology.dp_size > 1:
             # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
@@ -120,27 +125,34 @@ class NativeEngine(base.Engine):
 
     def replicate(self, part: Decoder) -> nn.Module:
         """Backward averages gradients over all ranks, in fp32 buckets unless compressed."""
-        return DistributedDataParallel(
-            part,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,
-            bucket_cap_mb=compression.bucket_mib(self.config, self.topology.device_type),
-        )
+        config = self.config
+        bucket_mib = config.bucket_cap_mb
+        compresses = config.gradient_compression != "none"
+        if compresses:
+            from distributed_training.parallel import compression
 
-    def _arrange_buckets(self, module: DistributedDataParallel, size: int) -> None:
+            bucket_mib = compression.bucket_mib(config, self.topology.device_type)
+        module = DistributedDataParallel(
+            part, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib
+        )
+        self._arrange_buckets(module)
+        if compresses:
+            self.remembered = compression.apply_compression(module, config)
+        return module
+
+    def _arrange_buckets(self, module: DistributedDataParallel) -> None:
         """One pass of which nothing is kept: DDP fills its buckets in the order of gradients in the
         first, and what compression, which follows, loses is kept by bucket. Torch may hold the
         first buckets through the next pass (its watchdog lets go of what NCCL was given): now there
         are no moments yet, and the peak stays what later steps need."""
-        shape = (size, self.config.max_length)
+        shape = (self.plan.batch.micro_batch_size, self.config.max_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
-        self.parts.train()
+        module.train()
         module(ids, ids).backward()
-        self.optimizer.zero_grad()
+        module.zero_grad()
         if self.topology.device_type == "cuda":
             torch.cuda.synchronize()
             time.sleep(0.3)  # the watchdog looks every 0.1 s
-        self.remembered = compression.apply_compression(module, self.config)
 
     def set_learning_rate(self, rate: float) -> None:
         super().set_learning_rate(rate if self.rate is None else self.rate.fill_(rate))
@@ -234,7 +246,7 @@ class NativeEngine(base.Engine):
 
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         batch, length = input_ids.shape
-        samples, tokens = self.tp_parts
+        samples, tokens = self.plan.tp_parts
         # Attention is causal: padding changes nothing before it.
         ids = F.pad(input_ids, (0, -length % tokens, 0, -batch % samples)).to(self.topology.device)
         with base.evaluating(self.parts):
@@ -297,8 +309,14 @@ class NativeEngine(base.Engine):
         self.step.forget()
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        return {} if self.remembered is None else compression.state_of(self.remembered)
+        return {
+            f"{name}/{bucket}": tensor
+            for name, kept in self.remembered.items()
+            for bucket, tensor in kept.items()
+        }
 
     def load_own(self, state: dict[str, torch.Tensor]) -> None:
-        if self.remembered is not None:
-            compression.restore(self.remembered, state, self.topology.device)
+        for key, tensor in state.items():
+            name, _, bucket = key.partition("/")
+            if name in self.remembered:  # earlier releases kept powersgd's number of steps
+                self.remembered[name][int(bucket)] = tensor.to(self.topology.device)

@@ -115,20 +115,3 @@ def bucket_mib(config: RunConfig, device_type: str) -> float | None:
     """How large DistributedDataParallel's buckets are."""
     one = config.gradient_compression in ("powersgd", "topk-int8") and device_type == "cpu"
     return ONE_BUCKET_MIB if one else config.bucket_cap_mb
-
-
-def state_of(remembered: Kept) -> dict[str, torch.Tensor]:
-    """This process's part, for a checkpoint: tensors by "attribute/bucket"."""
-    return {
-        f"{name}/{bucket}": tensor
-        for name, kept in remembered.items()
-        for bucket, tensor in kept.items()
-    }
-
-
-def restore(remembered: Kept, state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put it back."""
-    for key, tensor in state.items():
-        name, _, bucket = key.partition("/")
-        if name in remembered:  # earlier releases kept powersgd's number of steps
-            remembered[name][int(bucket)] = tensor.to(device)

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,8 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.models.decoder import Decoder, Role
 from distributed_training.models.loss import IGNORE_INDEX
-from distributed_training.parallel.agree import works_everywhere
-from distributed_training.parallel.private import all_reduce_functional, share_memory
+from distributed_training.parallel.private import all_reduce_functional
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[str]:
@@ -109,12 +107,6 @@ class _Layer(parallel.ParallelStyle):
             return y if bias is None else y + bias.to_local().to(y.dtype)
 
         return distribute_module(module, device_mesh, split, enter, leave)
-
-
-def can_overlap(group: dist.ProcessGroup) -> bool:
-    """Make ready for exchanges in parts (private.overlap_products); False, with a warning, where a
-    process of `group` cannot. Collective over all processes."""
-    return works_everywhere(partial(share_memory, group), "async_tp is off")
 
 
 def _pad_rows(table: Any, multiple: int) -> None:

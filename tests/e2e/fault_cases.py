@@ -30,7 +30,7 @@ def with_bad_gradient(job: dict[str, Any]) -> None:
         return (everywhere or rank == 1) and len(calls) in job["steps"]
 
     def bad_update(self: Any) -> Any:
-        if bad(self.copies_only):
+        if bad(self.plan.only_copies):
             parameter = self.parameters[self.gradient_names.index(job["name"])]
             local_part(parameter.grad).fill_(float("nan"))
         return update(self)
