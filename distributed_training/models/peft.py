@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, Field, PositiveInt
@@ -83,10 +83,20 @@ def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, tor
 
 @torch.no_grad()
 def merge_adapters(
-    model: Decoder, spec: ModelSpec, tensors: Mapping[str, torch.Tensor], scale: float
+    model: Decoder,
+    spec: ModelSpec,
+    tensors: Mapping[str, torch.Tensor],
+    scale: float,
+    *,
+    base: str | int | None,
+    whose: object,
 ) -> None:
-    """Add `scale` B A of adapters under PEFT's names to the weights of a whole model, in place.
-    Raises UserError for what is no adapter of one of its blocks' matrices."""
+    """Add `scale` B A of adapters under PEFT's names, those of `whose`, to the weights of a whole
+    model, in place. Raises UserError where these have another fingerprint than the `base` that the
+    adapters were trained beside, if known, and for what is no adapter of a block's matrix."""
+    if base is not None and int(base) != model.fingerprint():
+        what = f"{whose}: these adapters were trained beside other weights"
+        raise UserError(what, "the base has changed since", "restore it")
     left = dict(tensors)
     for name, linear in model.named_modules():
         if isinstance(linear, Linear):
@@ -102,18 +112,10 @@ def merge_adapters(
 
 
 def load_adapters(model: Decoder, spec: ModelSpec, folder: Path) -> None:
-    """Merge the adapters in `folder` into a model that has their base's weights. Raises UserError
-    where these are others than the adapters were trained beside."""
+    """Merge the adapters in `folder` into a model that has their base's weights."""
     config = read_config(folder)
-    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
-        metadata: dict[str, Any] = file.metadata() or {}
-    check_base(model, metadata.get("base_fingerprint"), folder)
+    file = folder / WEIGHTS_FILE
+    with safe_open(file, "pt") as opened:
+        base = (opened.metadata() or {}).get("base_fingerprint")
     scale = config.lora_alpha / config.r
-    merge_adapters(model, spec, load_file(folder / WEIGHTS_FILE), scale)
-
-
-def check_base(model: Decoder, trained_on: str | int | None, what: object) -> None:
-    """Raise UserError unless a model's weights have the fingerprint that adapters came with."""
-    if trained_on is not None and int(trained_on) != model.fingerprint():
-        what = f"{what}: these adapters were trained beside other weights"
-        raise UserError(what, "the base has changed since", "restore it")
+    merge_adapters(model, spec, load_file(file), scale, base=base, whose=folder)

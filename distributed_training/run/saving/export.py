@@ -10,7 +10,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.models import peft
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.plan.plan import Plan
 from distributed_training.records.card import write_card
@@ -105,11 +104,11 @@ def write_folder(
     shutil.rmtree(writing, ignore_errors=True)
     config = plan.config
     if config.lora_rank and plan.weights_dir is not None and not merge:
+        from distributed_training.models.peft import save_adapters
+
         base = plan.model.hub_id if config.weights == "pretrained" else None
         base = base or str(plan.weights_dir)
-        peft.save_adapters(
-            state, plan.model, config, writing, base=base, fingerprint=base_fingerprint
-        )
+        save_adapters(state, plan.model, config, writing, base=base, fingerprint=base_fingerprint)
     else:
         if config.lora_rank:
             state = whole_model(state, base_fingerprint, plan).state_dict()
@@ -124,11 +123,14 @@ def whole_model(state: dict[str, torch.Tensor], base_fingerprint: int, plan: Pla
     config = plan.config
     model = plan.model.build(dropout=0.0, seed=config.seed)
     if config.lora_rank:
+        from distributed_training.models.peft import merge_adapters, to_peft
+
         if plan.weights_dir is not None:
             plan.model.load(model, plan.weights_dir)
-        peft.check_base(model, base_fingerprint, plan.run_dir)
-        adapters = peft.to_peft(state, plan.model)
-        peft.merge_adapters(model, plan.model, adapters, config.lora_alpha / config.lora_rank)
+        merge_adapters(
+            model, plan.model, to_peft(state, plan.model), config.lora_alpha / config.lora_rank,
+            base=base_fingerprint, whose=plan.run_dir,
+        )  # fmt: skip
         return model
     for name, values in model.state_dict().items():
         values[: len(state[name])] = state[name]  # without the vocabulary's padding
