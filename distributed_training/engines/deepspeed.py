@@ -58,7 +58,7 @@ class DeepSpeedEngine(base.Engine):
         blocks.apply_checkpointing(model, config.activation_checkpointing)
         blocks.apply_chunked_loss(model, config.loss_chunk_tokens, compiled=bool(config.compile))
         if config.compile:
-            blocks.apply_compile(model, ends=False)
+            blocks.apply_compile(model, ends=False, chunked=config.loss_chunk_tokens > 0)
         if strategy.zero_stage == 3:
             # A block's parameters at once: fewer, larger all-gathers, and no hooks to compile.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])

@@ -112,7 +112,9 @@ class NativeEngine(base.Engine):
         blocks.apply_checkpointing(part, config.activation_checkpointing)
         blocks.apply_chunked_loss(part, config.loss_chunk_tokens, compiled=bool(config.compile))
         if config.compile:
-            blocks.apply_compile(part, ends=topology.tp == 1, whole=config.compile == "whole")
+            chunked = config.loss_chunk_tokens > 0
+            whole = config.compile == "whole"
+            blocks.apply_compile(part, ends=topology.tp == 1, whole=whole, chunked=chunked)
         if self.plan.only_copies and topology.world_size > 1:
             return self.replicate(part)
         if topology.dp_size > 1:

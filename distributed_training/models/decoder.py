@@ -16,8 +16,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models import ModelSize
-from distributed_training.models.loss import summed_cross_entropy
 
 Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
 """What tensor parallelism makes of a module: split by its output; split by its input (outputs are
@@ -223,6 +223,24 @@ class Decoder(nn.Module):
 def project_to_vocabulary(x: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Hidden states [B, T, D], output rows [P, D] -> logits [B, T, V]."""
     return F.linear(x, weight)[..., :vocab_size]
+
+
+def summed_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Hidden states [B, T, D], output rows [P, D], targets [B, T] -> summed loss, fp32 scalar.
+    Rows from `vocab_size` on are padding."""
+    logits = mask_padding(F.linear(x, weight).float().flatten(0, -2), vocab_size)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits [N, P], changed in place. Padding is not cut off, as GPUs are quicker with whole
+    rows of P numbers, each of which begins at an even address."""
+    if logits.shape[1] > vocab_size:
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        logits.masked_fill_(columns >= vocab_size, -torch.inf)
+    return logits
 
 
 def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: int) -> Decoder:

@@ -9,7 +9,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import checkpoint
 
 from distributed_training.models.decoder import Decoder
-from distributed_training.models.loss import ChunkedCrossEntropy
 from distributed_training.parallel.private import ATTENTION_OPS, gather_on_use
 
 
@@ -31,6 +30,8 @@ def apply_checkpointing(model: Decoder, mode: str) -> None:
 def apply_chunked_loss(model: Decoder, tokens: int, *, compiled: bool) -> None:
     """Let the loss see so many tokens at a time, in place; 0: all at once. Before apply_compile."""
     if tokens:
+        from distributed_training.models.chunked_loss import ChunkedCrossEntropy
+
         model.loss = ChunkedCrossEntropy(tokens, compiled=compiled)
 
 
@@ -40,12 +41,13 @@ def _compile(function: Any) -> Any:
     return torch.compile(function, dynamic=False)
 
 
-def apply_compile(model: Decoder, *, ends: bool, whole: bool = False) -> None:
+def apply_compile(
+    model: Decoder, *, ends: bool, whole: bool = False, chunked: bool = False
+) -> None:
     """Compile every block's forward, all of which share one graph, and what follows the last norm,
     in place. With `ends`, what precedes and follows the blocks, too: not where ZeRO-3's hooks
     run around embedding and last norm. With `whole`, all up to the last norm as one graph, which
-    fuses what lies between blocks. A loss in chunks has compiled its own part."""
-    chunked = isinstance(model.loss, ChunkedCrossEntropy)
+    fuses what lies between blocks. A `chunked` loss has compiled its own part."""
     if whole:
         model.hidden = _compile(model.hidden)  # type: ignore[method-assign]
     else:

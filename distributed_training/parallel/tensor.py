@@ -27,8 +27,8 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
+from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.decoder import Decoder, Role
-from distributed_training.models.loss import IGNORE_INDEX
 from distributed_training.parallel.private import all_reduce_functional
 
 
@@ -139,7 +139,7 @@ def _split_loss(
     targets: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """As loss.summed_cross_entropy, with output rows that are split."""
+    """As decoder.summed_cross_entropy, with output rows that are split."""
     rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
     logits = F.linear(_gather_tokens(x, mesh, layout), rows).flatten(0, 1)  # (B T, P / R)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.models.gpt2 import gpt2_size
-from distributed_training.models.loss import IGNORE_INDEX
 from distributed_training.parallel.blocks import apply_checkpointing
 
 # 300 is not a multiple of 128: the embedding has 84 rows of padding.

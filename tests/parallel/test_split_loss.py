@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models.loss import IGNORE_INDEX
+from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.parallel.tensor import _pad_rows, split_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -1,30 +1,13 @@
-"""The loss of a language model from its last hidden states: of all tokens at once, or in chunks.
+"""The loss in chunks, whose logits are not all in memory at a time.
 
-Letters in the shape comments: B batch, T tokens, D hidden, P rows of the output layer, N = B T.
+Letters as in decoder.py; N = B T.
 """
 
 import torch
 import torch.nn.functional as F
 
-IGNORE_INDEX = -100
-
-
-def summed_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
-    """Hidden states [B, T, D], output rows [P, D], targets [B, T] -> summed loss, fp32 scalar.
-    Rows from `vocab_size` on are padding."""
-    logits = mask_padding(F.linear(x, weight).float().flatten(0, -2), vocab_size)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits [N, P], changed in place. Padding is not cut off, as GPUs are quicker with whole
-    rows of P numbers, each of which begins at an even address."""
-    if logits.shape[1] > vocab_size:
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        logits.masked_fill_(columns >= vocab_size, -torch.inf)
-    return logits
+from distributed_training.data.samples import IGNORE_INDEX
+from distributed_training.models.decoder import mask_padding, summed_cross_entropy
 
 
 class ChunkedCrossEntropy:
