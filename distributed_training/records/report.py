@@ -1,23 +1,34 @@
-"""Comparisons as text: for a terminal, as Markdown, as one HTML file; and `report`, of any runs.
+"""Comparisons for a terminal, as Markdown, as one HTML file, with plots; and `report`, of any runs.
 
 python real_model_example.py report [RUN ...]
 """
 
 import base64
+import io
 import os
 import shutil
+import statistics
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from tabulate import tabulate
 
 from distributed_training.records.card import fill
 from distributed_training.records.display import WIDTH, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
-from distributed_training.records.tables import MARKDOWN, Comparison, Table, group_by_work
+from distributed_training.records.tables import (
+    MARKDOWN,
+    TOKENS_PER_S,
+    Comparison,
+    Layout,
+    Table,
+    group_by_work,
+)
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 from distributed_training.settings.keys import Parser
@@ -29,6 +40,8 @@ NAME_WIDTH = 26
 LEAST = (
     "MFU", "validation perplexity", "ms a step", "runs", "peak host memory", "training loss",
 )  # fmt: skip
+STYLES = ("-", "--", "-.", ":")  # of curves
+Figure = Any  # matplotlib's, which is slow to import
 WORDS = {"run", "strategy", "layout", "status", "verdict", "mostly"}  # columns aligned left
 
 
@@ -42,14 +55,92 @@ class Section:
 
 def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
     """Notes, tables and plots of each; the plots' names are numbered where there are several."""
-    from distributed_training.records.plots import draw_pngs  # slow to import
-
     found = []
     for number, each in enumerate(comparisons, 1):
         suffix = f"-{number}" if len(comparisons) > 1 else ""
-        plots = {name + suffix: png for name, png in draw_pngs(each).items()}
+        plots = {}
+        for name, figure in build_figures(each).items():
+            file = io.BytesIO()
+            figure.savefig(file, dpi=130, metadata={"Software": None})  # equal runs, equal files
+            plots[name + suffix] = file.getvalue()
         found.append(Section(each.title, each.notes, each.tables(), plots))
     return found
+
+
+def build_figures(comparison: Comparison) -> dict[str, Figure]:
+    """Name -> figure, of what there are figures for."""
+    layouts = comparison.finished
+    found = {
+        "loss": _losses(layouts, lambda r: [step for step, _ in r.loss_curve], "optimizer step"),
+        "loss-by-time": _losses(layouts, lambda r: r.loss_seconds, "seconds of training"),
+        "throughput": _speeds(layouts),
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def _new_figure(height: float) -> tuple[Figure, Any]:
+    """(a figure of so many inches, which needs no display, nor closing; its axes)."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(6.4, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _losses(
+    layouts: Sequence[Layout], places: Callable[[Record], Sequence[float]], what: str
+) -> Figure | None:
+    """Means over the seeds: training as lines, with bands of one standard deviation to each side,
+    validation as dots. A loss that was not finite is None in a record and a gap here."""
+    figure, axes = _new_figure(4.2)
+    for index, layout in enumerate(layouts):
+        runs = [(places(r), [loss for _, loss in r.loss_curve]) for r in layout.done]
+        shortest = min(min(len(x), len(y)) for x, y in runs)
+        x = np.mean([x[:shortest] for x, _ in runs], axis=0)
+        y = np.array([y[:shortest] for _, y in runs], dtype=float)
+        if not np.isfinite(y).any():
+            continue
+        mean = y.mean(axis=0)
+        colour = f"C{index % 10}"
+        axes.plot(x, mean, STYLES[index % 4], color=colour, label=layout.name, linewidth=1.2,
+                  marker="." if shortest == 1 else None)  # fmt: skip
+        if len(runs) > 1:
+            spread = y.std(axis=0, ddof=1)
+            axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+        steps = [0, *(step for step, _ in layout.done[0].loss_curve[:shortest])]
+        seen = [(row["step"], row["loss"]) for r in layout.done for row in r.evaluations]
+        at, found = np.array(seen, dtype=float).reshape(-1, 2).T
+        axes.plot(np.interp(at, steps, [0, *x]), found, "o", color=colour, markersize=5)
+    if not axes.lines:
+        return None
+    axes.plot([], [], color="black", linewidth=1.2, label="training")
+    axes.plot([], [], "o", color="black", markersize=5, label="validation")
+    axes.set(xlabel=what, ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, ncols=2)
+    return figure
+
+
+def _speeds(layouts: Sequence[Layout]) -> Figure | None:
+    """Bars of the means over the seeds, with standard deviations."""
+    known = [layout for layout in layouts if TOKENS_PER_S.values(layout.done)]
+    if not known:
+        return None
+    names = [textwrap.fill(layout.name, 24) for layout in known]
+    speeds = [TOKENS_PER_S.values(layout.done) for layout in known]
+    means = [statistics.fmean(each) for each in speeds]
+    spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in speeds]
+    tallest = max(name.count("\n") for name in names)
+    figure, axes = _new_figure(1.2 + (0.34 + 0.1 * tallest) * len(names))
+    places = range(len(names))  # by number: bars with equal names would overlap
+    bars = axes.barh(places, means, xerr=spread if any(spread) else None, color="#0072b2",
+                     ecolor="#888888", capsize=3)  # fmt: skip
+    axes.bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=3, fontsize=8)
+    axes.set_yticks(places, labels=names)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xticks([])  # the bars say it
+    figure.supxlabel("tokens per second, all processes (median step)", fontsize=10)
+    return figure
 
 
 def terminal(section: Section) -> str:

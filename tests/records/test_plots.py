@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from distributed_training.records.plots import build_figures
-from distributed_training.records.report import build_sections, save_plots
+from distributed_training.records.report import build_figures, build_sections, save_plots
 from distributed_training.records.tables import Comparison, Layout
 from tests.records.test_comparison import over_seeds  # noqa: F401
 from tests.support import made_record
