@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import product
 from math import hypot
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -61,23 +62,15 @@ def new_figure(
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
     edge = 0.2 / WIDTH
-    above = edge, 1 - 0.12 / height, "\n".join(lines)
-    figure.text(*above, fontsize=TITLE, fontweight="bold", va="top")
-    below = edge, 0.1 / height, "\n".join(notes)
-    figure.text(*below, fontsize=SMALL - 1, color=GREY, linespacing=1.3)
+    figure.text(edge, 1 - 0.12 / height, "\n".join(lines), size=TITLE, weight="bold", va="top")
+    below = "\n".join(notes)
+    figure.text(edge, 0.1 / height, below, size=SMALL - 1, color=GREY, linespacing=1.3)
     if legend:
         figure.legend(
-            handles=list(legend),
-            ncols=min(legend_columns, len(legend)),
-            loc="upper left",
-            bbox_to_anchor=(edge, 1 - (0.17 + 0.29 * len(lines)) / height),
-            fontsize=SMALL,
-            frameon=False,
-            borderaxespad=0.0,
-            borderpad=0.2,
-            columnspacing=1.6,
-            handlelength=1.6,
-        )
+            handles=list(legend), ncols=min(legend_columns, len(legend)), loc="upper left",
+            bbox_to_anchor=(edge, 1 - (0.17 + 0.29 * len(lines)) / height), fontsize=SMALL,
+            frameon=False, borderaxespad=0.0, borderpad=0.2, columnspacing=1.6, handlelength=1.6,
+        )  # fmt: skip
     width = (WIDTH - left - right - (columns - 1) * left) / columns
     y = height - top
     for panel_height in panel_heights:
@@ -118,11 +111,8 @@ def number(value: Fraction | float) -> str:
 
 def ink(background: Colour) -> str:
     """Black or white, whichever reads better on a colour."""
-    linear = [
-        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(background)
-    ]
-    luminance = sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-    return "black" if (luminance + 0.05) ** 2 > 0.05 * 1.05 else "white"
+    red, green, blue = (c**2.2 for c in to_rgb(background))  # the light that a screen gives
+    return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
 
 
 def darker(colour: str) -> Colour:
@@ -141,22 +131,10 @@ def panel_title(ax: Axes, text: str) -> None:
 
 
 Point = tuple[float, float]
-Box = tuple[float, float, float, float]
-"""Left, low, right, high in pixels."""
 POINT = DPI / 72
 """Pixels that a printer's point takes."""
-DOT = 9.0
-GAP = 11.0
-FAR = 18.0
+DOT, GAP, FAR = 9.0, 11.0, 18.0
 """In points: half a marker, from a marker to its label, and from where on a line leads there."""
-
-
-class Spot(NamedTuple):
-    """A place for one label."""
-
-    distance: float  # from its point, in points
-    end: Point  # where a line from far away ends, in pixels
-    boxes: list[Box]  # what it covers: the label, and small ones along such a line
 
 
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
@@ -166,79 +144,75 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
     Several orders of placing are tried; the one that leaves labels closest to their points wins.
     Raises RuntimeError where there is no room.
     """
-    to_pixels: Any = ax.transData.transform
-    obstacles = [_around(to_pixels(point), DOT) for point in labels]
-    obstacles += [_around(to_pixels(point), 1) for point in avoid]
-    spots = {point: _spots(ax, to_pixels(point), label) for point, label in labels.items()}
-
-    def arranged(order: Sequence[Point]) -> dict[Point, Spot]:
-        """Each label in turn at the nearest free spot, as far as there is one."""
-        taken = list(obstacles)
-        placed = {}
-        for point in order:
-            for spot in spots[point]:
-                if not any(_overlap(new, old) for new in spot.boxes for old in taken):
-                    taken += spot.boxes
-                    placed[point] = spot
-                    break
-        return placed
-
-    tries = [
-        arranged(sorted(labels, key=lambda point: (a * point[first], b * point[1 - first])))
-        for first, a, b in product((0, 1), (1, -1), (1, -1))
-    ]
-    possible = [placed for placed in tries if len(placed) == len(labels)]
-    if not possible:
+    pixels = ax.transData.transform([*labels, *avoid])
+    own, others = pixels[: len(labels)], pixels[len(labels) :]
+    marks = np.vstack((_around(own, DOT), _around(others, 1)))
+    spots = {point: _spots(ax, at, labels[point]) for point, at in zip(labels, own, strict=True)}
+    tries = []
+    for first, a, b in product((0, 1), (1, -1), (1, -1)):
+        taken = marks
+        placed: dict[Point, Spot] = {}
+        for point in sorted(labels, key=lambda point: (a * point[first], b * point[1 - first])):
+            free = (spot for spot in spots[point] if not _overlap(spot[2], taken))
+            spot = next(free, None)
+            if spot is None:
+                break
+            placed[point] = spot
+            taken = np.vstack((taken, spot[2]))
+        else:
+            tries.append(placed)
+    if not tries:
         raise RuntimeError("there is no room for all labels")
-    best = min(possible, key=lambda placed: sum(spot.distance for spot in placed.values()))
+    best = min(tries, key=lambda placed: sum(distance for distance, _, _ in placed.values()))
     to_data = ax.transData.inverted().transform
-    for point, spot in best.items():
-        left, low, _, high = spot.boxes[0]
+    for point, (distance, end, boxes) in best.items():
+        left, low, _, high = boxes[0]
         x, y = to_data((left, (low + high) / 2))
         ax.text(x, y, labels[point], fontsize=SMALL, va="center_baseline")
-        if spot.distance > FAR:
-            xs, ys = zip(point, to_data(spot.end), strict=True)
-            ax.plot(xs, ys, color=GREY, linewidth=0.8, zorder=1)
+        if distance > FAR:
+            ax.plot(*zip(point, to_data(end), strict=True), color=GREY, linewidth=0.8, zorder=1)
 
 
-def _around(pixel: Point, margin: float) -> Box:
-    """A box with so many points of margin."""
-    x, y = pixel
-    m = margin * POINT
-    return (x - m, y - m, x + m, y + m)
+Spot = tuple[float, np.ndarray, np.ndarray]
+"""A place for a label: how far from its point, in points; where a line from far away ends, in
+pixels; and the boxes that it covers, the label's and small ones along such a line. A box is a row
+of left, low, right, high in pixels."""
 
 
-def _overlap(a: Box, b: Box) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
-def _spots(ax: Axes, anchor: Point, label: str) -> list[Spot]:
+def _spots(ax: Axes, anchor: np.ndarray, label: str) -> list[Spot]:
     """Where in the axes the label of a point (pixels) may go, the nearest first."""
     probe = ax.text(0, 0, label, fontsize=SMALL)
-    width, height = probe.get_window_extent().size
+    size = np.array(probe.get_window_extent().size)
     probe.remove()
-    inside = ax.bbox.extents
     x, y = anchor
-    wide = width / POINT
+    wide = size[0] / POINT
     lefts = [GAP, 24.0, 50.0, 90.0, 140.0, 200.0, -GAP - wide, -50.0 - wide, -wide / 2]
     found = []
     for left, up in product(lefts, sorted(range(235, -240, -5), key=abs)):
-        near = x + left * POINT
-        low = y + up * POINT - height / 2
-        box = (near, low, near + width, low + height)
-        if near < inside[0] or low < inside[1] or box[2] > inside[2] or box[3] > inside[3]:
+        low = np.array((x + left * POINT, y + up * POINT - size[1] / 2))
+        high = low + size
+        if (low < ax.bbox.min).any() or (high > ax.bbox.max).any():
             continue
-        end = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
-        across = end[0] - x
-        along = end[1] - y
-        distance = hypot(across, along) / POINT
-        if left < 0:
-            distance += 4  # on the right a label reads as the point's own
-        boxes = [box]
+        end = anchor.clip(low, high)
+        way = end - anchor
+        # On the right a label reads as the point's own.
+        distance = hypot(*way) / POINT + (4 if left < 0 else 0)
+        boxes = np.hstack((low, high))[None]
         if distance > FAR:
-            steps = max(2, int(hypot(across, along) / 6))
-            ways = [(across * k / steps, along * k / steps) for k in range(steps)]
-            outside = (DOT + 0.5) * POINT
-            boxes += [_around((x + a, y + b), 1) for a, b in ways if max(abs(a), abs(b)) >= outside]
-        found.append(Spot(distance, end, boxes))
-    return sorted(found, key=lambda spot: spot.distance)
+            steps = max(2, int(hypot(*way) / 6))
+            along = np.outer(np.arange(steps) / steps, way)
+            outside = along[abs(along).max(axis=1) >= (DOT + 0.5) * POINT]
+            boxes = np.vstack((boxes, _around(anchor + outside, 1)))
+        found.append((distance, end, boxes))
+    return sorted(found, key=itemgetter(0))
+
+
+def _around(pixels: np.ndarray, margin: float) -> np.ndarray:
+    """A box around each point, with so many points of margin."""
+    return np.hstack((pixels - margin * POINT, pixels + margin * POINT))
+
+
+def _overlap(new: np.ndarray, old: np.ndarray) -> bool:
+    """Whether any of the boxes shares pixels with any other."""
+    lower, higher = new[:, None, :2] < old[:, 2:], new[:, None, 2:] > old[:, :2]
+    return bool((lower & higher).all(axis=2).any())
