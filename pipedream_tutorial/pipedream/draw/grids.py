@@ -48,19 +48,19 @@ class Work:
     """Of a rank's weights, in units of one microbatch's activations on it."""
 
     @cached_property
+    def _rows(self) -> list[Row | Refused]:
+        return list(compare(replace(self.case, num_batches=2)))
+
+    @property
     def found(self) -> list[Row]:
         """All schedules that this size allows; their streams have two batches."""
         return [row for row in self._rows if isinstance(row, Row)]
 
-    @cached_property
+    @property
     def refusals(self) -> list[str]:
         """Notes on which schedules this size does not allow, and why."""
-        reasons = [row.reason for row in self._rows if isinstance(row, Refused)]
-        return [f"Not possible here: {reason.partition(';')[0]}" for reason in reasons]
-
-    @cached_property
-    def _rows(self) -> list[Row | Refused]:
-        return list(compare(replace(self.case, num_batches=2)))
+        refused = [row for row in self._rows if isinstance(row, Refused)]
+        return [f"Not possible here: {row.reason.partition(';')[0]}" for row in refused]
 
 
 def kind_colours(schedule: Schedule) -> Colouring:
@@ -85,14 +85,15 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
         copies = max(len(t.schedule.chains) for t in timelines)
         text = "paler: 2nd stage or copy" if copies > 1 else "paler: a rank's second stage"
         entries.append((page.paler(KINDS["F"][0], 1 / 2), text))
-    edge: dict[str, Any] = {"edgecolor": EDGE, "linewidth": 0.6}
-    swatches = [Patch(facecolor=colour, label=text, **edge) for colour, text in entries]
+    swatches = [Patch(fc=colour, ec=EDGE, lw=0.6, label=text) for colour, text in entries]
     return [*swatches, Patch(**IDLE_HATCH, label="idle")]
 
 
-def row_height(num_ranks: int) -> float:
-    """Inches for one rank's row: lower where there are many."""
-    return max(0.16, min(0.34, 2.2 / num_ranks))
+def grid_height(timeline: Timeline) -> float:
+    """Inches for its rows: lower ones where there are many, higher ones where pairs share them."""
+    p = timeline.schedule.num_ranks
+    pairs = any(isinstance(item, Pair) for order in timeline.schedule.orders for item in order)
+    return p * max(0.16, min(0.34, 2.2 / p)) * (1.25 if pairs else 1)
 
 
 class Panel(NamedTuple):
@@ -120,19 +121,17 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     ax.set_xlim(0, 1.002 * end)
     ax.set_ylim(num_ranks - 0.5, -0.5)
     # Printer's points that a unit of time and a rank take.
-    across = ax.bbox.width / (1.002 * end) * 72 / page.DPI
-    down = ax.bbox.height / num_ranks * 72 / page.DPI
+    across = ax.bbox.width / (1.002 * end) / page.POINT
+    down = ax.bbox.height / num_ranks / page.POINT
     for rank in range(num_ranks):
-        place = (0.0, rank - ROW / 2), float(timeline.makespan), ROW
-        ax.add_patch(Rectangle(*place, **IDLE_HATCH, gid=f"idle {rank}"))
+        whole = (0.0, rank - ROW / 2), float(timeline.makespan), ROW
+        ax.add_patch(Rectangle(*whole, **IDLE_HATCH, gid=f"idle {rank}"))
     cells: dict[Op, Rectangle] = {}
-    for event in timeline.all_events():
-        x = float(event.start)
-        width = float(event.end - event.start)
-        height = ROW / len(event.item.parts)
-        for part, op in enumerate(event.item.parts):  # a pair's forward lies above its backward
-            corner = x, event.rank - ROW / 2 + part * height
-            cells[op] = Rectangle(corner, width, height, facecolor=colour(op), gid=str(op))
+    for rank, item, start, stop in timeline.all_events():
+        height = ROW / len(item.parts)
+        for part, op in enumerate(item.parts):  # a pair's forward lies above its backward
+            place = (float(start), rank - ROW / 2 + part * height), float(stop - start), height
+            cells[op] = Rectangle(*place, facecolor=colour(op), gid=str(op))
             ax.add_patch(cells[op])
     narrowest = min(cell.get_width() for cell in cells.values() if cell.get_width()) * across
     for op, cell in cells.items():
@@ -158,10 +157,8 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     tight = {(op.kind, cells[op].get_height()) for op in inside if rooms[op] < size}
     style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size, "linespacing": 1.05}
     for op in inside:
-        cell = cells[op]
-        if (op.kind, cell.get_height()) not in tight:
-            x = cell.get_x() + cell.get_width() / 2
-            y = cell.get_y() + cell.get_height() / 2
+        if (op.kind, cells[op].get_height()) not in tight:
+            x, y = cells[op].get_center()
             ax.text(x, y, label(op), color=page.ink(colour(op)), **style)
     rank_axis(ax, num_ranks)
     page.panel_title(ax, panel.text)
@@ -188,23 +185,18 @@ def lay_out(
     """A page of timelines above each other, on one time axis that ends at `until`, or else at the
     last makespan and whose label names the durations, which are the same for all panels.
 
-    `tall` is a row's height in row heights; `options` are new_figure's.
+    `tall` is a panel's height in grid_heights; `options` are new_figure's.
     """
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
-    heights = []
-    for timeline in timelines:
-        p = timeline.schedule.num_ranks
-        pairs = any(isinstance(item, Pair) for order in timeline.schedule.orders for item in order)
-        # A quarter more where operations in pairs share a row.
-        heights.append(tall * (p * row_height(p) * (1.25 if pairs else 1)))
+    heights = [tall * grid_height(timeline) for timeline in timelines]
     legend = kind_legend(timelines) if legend is None else legend
     head = 0.45 if panels[0].text else 0.2
     figure, axes = page.new_figure(title, heights, legend=legend, head=head, gap=0.5, **options)
     for ax, panel in zip(axes, panels, strict=True):
         draw_grid(ax, panel, until=until)
         ax.tick_params(labelbottom=ax is axes[-1])
-    time_label(axes[-1], timelines[-1])
+    axes[-1].set_xlabel(f"time in units: {durations_text(timelines[-1])}", fontsize=TEXT)
     return figure
 
 
@@ -215,8 +207,7 @@ def idle_share(timeline: Timeline) -> str:
 
 def idle_text(shares: Idle) -> str:
     """Both idle shares: of the makespan, and of the ranks' own spans."""
-    makespan = percent(shares.makespan_fraction)
-    span = percent(shares.span_fraction)
+    makespan, span = percent(shares.makespan_fraction), percent(shares.span_fraction)
     return f"{makespan} of the makespan, {span} of the spans"
 
 
@@ -227,20 +218,16 @@ def cost_text(timeline: Timeline) -> str:
     return f"ends at {ends}, idle {idle_share(timeline)}; microbatches held at most by rank {held}"
 
 
-def time_label(ax: Axes, timeline: Timeline) -> None:
-    """Names the time axis and its unit: the durations."""
-    ax.set_xlabel(f"time in units: {durations_text(timeline)}", fontsize=TEXT)
-
-
 def durations_text(timeline: Timeline) -> str:
     """What one microbatch takes on a rank's whole share: 'F = 1, B = I + W = 1 + 1 = 2'."""
     costs = timeline.costs
     v = timeline.schedule.stages_per_rank
     first = costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]
     f, i, w, b = (number(v * each) for each in (*first, first[1] + first[2]))
-    forwards_only = all(op.kind == "F" for op in timeline.schedule.ops())
+    forwards_only = all(kind == "F" for kind, _ in timeline.schedule.known)
     where = "" if len(set(costs.forward)) == 1 else " on the first stage"
-    return f"F = {f}" + ("" if forwards_only else f", B = I + W = {i} + {w} = {b}") + where
+    backward = "" if forwards_only else f", B = I + W = {i} + {w} = {b}"
+    return f"F = {f}{backward}{where}"
 
 
 def naive_pipeline(work: Work) -> Figure:

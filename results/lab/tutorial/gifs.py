@@ -20,9 +20,9 @@ from pipedream.draw.grids import (
     Panel,
     cost_text,
     draw_grid,
+    durations_text,
+    grid_height,
     kind_legend,
-    row_height,
-    time_label,
 )
 from pipedream.draw.page import (
     DPI,
@@ -198,13 +198,11 @@ def _moving(title: str, steps: Sequence[tuple[str, Timeline]]) -> Animation:
 
 
 def _moving_frame(title: str, steps: Sequence[Timeline], text: str, timeline: Timeline) -> Figure:
-    ranks = timeline.schedule.num_ranks
-    figure, (ax,) = new_figure(
-        title, [1.5 * ranks * row_height(ranks)], legend=kind_legend(steps), head=0.45
-    )
+    heights = [1.5 * grid_height(timeline)]
+    figure, (ax,) = new_figure(title, heights, legend=kind_legend(steps), head=0.45)
     draw_grid(ax, Panel(text, timeline), until=max(step.makespan for step in steps))
     stack(ax)
-    time_label(ax, timeline)
+    ax.set_xlabel(f"time in units: {durations_text(timeline)}", fontsize=TEXT)
     return figure
 
 
@@ -215,8 +213,7 @@ def stack(ax: Axes) -> None:
         if not isinstance(cell, Rectangle) or str(cell.get_gid()).startswith("idle"):
             continue
         cell.set_zorder(2 + height / 1000)
-        centre = cell.get_x() + cell.get_width() / 2, cell.get_y() + cell.get_height() / 2
-        cells.setdefault(centre, []).append(cell.get_zorder())
+        cells.setdefault(tuple(cell.get_center()), []).append(cell.get_zorder())
     for label in ax.texts:
         label.set_zorder(cells[label.get_position()].pop(0) + 1 / 2000)
 
@@ -264,7 +261,7 @@ def _stash_frame(
     title: str, timeline: Timeline, use: dict[int, WeightUse], moment: Fraction
 ) -> Figure:
     p, now, end = timeline.schedule.num_ranks, float(moment), float(timeline.makespan)
-    heights = [1.6 * p * row_height(p), 1.9 * p * row_height(p)]
+    heights = [1.6 * grid_height(timeline), 1.9 * grid_height(timeline)]
     legend = [Patch(**IDLE_HATCH, label="idle")]
     figure, (above, below) = new_figure(title, heights, legend=legend, gap=0.95, head=0.4)
 
