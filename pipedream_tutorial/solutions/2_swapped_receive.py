@@ -4,7 +4,7 @@ With reversed() it took it for the last one. Every gradient has the same shape, 
 The other cure is to run both stages' backward passes in reverse, as GPipe's authors do.
 """
 
-from pipedream.lecture.gradients import Channel
+from pipedream.lecture.checks import Channel
 from torch.nn.functional import cross_entropy
 
 

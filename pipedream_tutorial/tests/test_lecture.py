@@ -12,19 +12,19 @@ import pytest
 import torch
 from nbclient import NotebookClient
 from pipedream.config import FOLDER
-from pipedream.lecture import gradients, orders
+from pipedream.lecture import checks
 from pipedream.schedules.orders import build_schedule
 
 SOLUTIONS = sorted((FOLDER / "solutions").glob("*.py"))
 CHECKS = {
-    "1_enough_microbatches": orders.check_microbatches,
-    "2_swapped_receive": gradients.check_run_batch,
-    "3_averaged_twice": gradients.check_batch_gradient,
-    "4_1f1b": orders.check_one_f_one_b,
-    "5_missing_flush": orders.check_batches,
-    "6_in_place_update": gradients.check_update,
-    "7_two_halves": gradients.check_halves,
-    "8_place_w": orders.check_zero_bubble,
+    "1_enough_microbatches": checks.check_microbatches,
+    "2_swapped_receive": checks.check_run_batch,
+    "3_averaged_twice": checks.check_batch_gradient,
+    "4_1f1b": checks.check_one_f_one_b,
+    "5_missing_flush": checks.check_batches,
+    "6_in_place_update": checks.check_update,
+    "7_two_halves": checks.check_halves,
+    "8_place_w": checks.check_zero_bubble,
 }
 
 
@@ -94,7 +94,7 @@ def two_stages(scale: int = 1, forget: int = 0, order: Any = range) -> Any:
     """The program of exercise 2 with other orders of the backward passes."""
 
     def run_batch(stages: Any, microbatches: Any) -> None:
-        there, back = gradients.Channel(), gradients.Channel()
+        there, back = checks.Channel(), checks.Channel()
         m, outputs, inputs, losses = len(microbatches), [], [], []
         for x, target in microbatches:
             outputs.append(stages[0](x))
@@ -131,7 +131,7 @@ def new_data(weights: Any, steps: Any, rate: float) -> Any:
 def test_numpys_numbers_are_numbers() -> None:
     right = solution("1_enough_microbatches", "microbatches_needed")
     for kind in (np.float32, np.int64, float, Fraction):
-        assert orders.check_microbatches(
+        assert checks.check_microbatches(
             lambda p, percent, kind=kind: kind(right(p, percent))
         ).solved
 

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from pipedream.draw.grids import Panel, cost_text, lay_out
 from pipedream.draw.page import DPI, WIDTH
@@ -13,12 +14,11 @@ from pipedream.simulate.simulator import Timeline, build_costs, simulate
 COLUMNS = 90
 
 
-class Shown:
+class Shown(NamedTuple):
     """One timeline above the other; a notebook shows the picture, a terminal the text."""
 
-    def __init__(self, title: str, timelines: Sequence[Timeline]) -> None:
-        self.title = title
-        self.timelines = timelines
+    title: str
+    timelines: Sequence[Timeline]
 
     def __repr__(self) -> str:
         parts = [self.title]
@@ -30,10 +30,8 @@ class Shown:
         from PIL import Image
 
         panels = [Panel(describe(timeline), timeline) for timeline in self.timelines]
-        figure = lay_out(self.title, panels)
-        drawn = io.BytesIO()
-        small = io.BytesIO()
-        figure.savefig(drawn)
+        drawn, small = io.BytesIO(), io.BytesIO()
+        lay_out(self.title, panels).savefig(drawn)
         Image.open(drawn).convert("RGB").quantize(32).save(small, "png", optimize=True)
         return small.getvalue(), {"width": int(WIDTH * DPI / 2)}
 
@@ -53,3 +51,14 @@ def run(schedule: Schedule) -> Timeline:
 def show(title: str, *schedules: Schedule) -> Shown:
     """The schedules, simulated, as one picture."""
     return Shown(title, [run(schedule) for schedule in schedules])
+
+
+def tell(what: str, guess: object, found: object, *, why: str = "", picture: Any = None) -> Any:
+    """Print a run's result beside the guess, and give the picture back; nothing before a guess."""
+    if guess is None:
+        print(f"{what}: write your guess instead of None, and run this cell again")
+        return None
+    print(f"{what}: {found}   (your guess: {guess})")
+    if why:
+        print(why)
+    return picture

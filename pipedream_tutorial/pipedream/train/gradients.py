@@ -44,11 +44,11 @@ class _RecordingTrainer(StageTrainer):
     newest: tuple[Gradients, Weights]
 
     def _accumulate(self, gradients: Gradients) -> None:
-        self.newest = gradients, _copied(self.weights)
+        self.newest = gradients, copied(self.weights)
         super()._accumulate(gradients)
 
 
-def _copied(weights: Weights) -> Weights:
+def copied(weights: Weights) -> Weights:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
@@ -69,7 +69,7 @@ def train_and_check(
         if i % every or kind == "I":
             return
         if kind == "F":
-            used[i][stage] = _copied(trainer.in_flight[i].weights)
+            used[i][stage] = copied(trainer.in_flight[i].weights)
             return
         given[i][stage] = trainer.newest
         if len(given[i]) < len(trainers):

@@ -5,6 +5,7 @@ out however it is cut.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,7 @@ def build_stages(
     return [nn.Sequential(*stage).to(dtype) for stage in stages]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """Inputs and targets of all samples, and how many of them are a microbatch."""
 
     inputs: Tensor
@@ -65,7 +65,7 @@ def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
     first = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
     second = torch.randn(WIDTH, NUM_CLASSES, generator=generator, dtype=torch.float64)
     targets = (torch.tanh(inputs @ first) @ second).argmax(dim=1)
-    return Task(inputs=inputs, targets=targets, microbatch_size=microbatch_size)
+    return Task(inputs, targets, microbatch_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

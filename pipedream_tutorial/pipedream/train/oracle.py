@@ -36,35 +36,33 @@ class Workload:
         """
         name = config.get("model", "mlp")
         layers = config["layers_per_stage"]
-        batch = config.get("microbatch_size")
-        dtype = config.get("dtype")
         self.config = config
         self.device = device or torch.device("cpu")
         self.blocks = models.BLOCKS.get(name)
+        batch = config.get("microbatch_size") or (8 if self.blocks is None else 4)
+        dtype = config.get("dtype")
         if self.blocks is None:
             layers = layers or 2
             dtype = dtype or "float64"
-            task = models.build_task(seed=config["seed"], microbatch_size=batch or 8)
+            task = models.build_task(seed=config["seed"], microbatch_size=batch)
             self.loss: Loss = functional.cross_entropy
-            text = f"{count(layers, 'layer')} a stage, {batch or 8} samples"
+            text = f"{count(layers, 'layer')} a stage, {batch} samples"
         else:
             total, hidden, tokens = self.blocks.num_layers, self.blocks.hidden, self.blocks.seq_len
             p = config["num_stages"]
             if not layers and total % p:
-                able = [str(n) for n in range(1, total + 1) if total % n == 0]
+                able = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
                 raise UserError(
                     f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
-                    f"set num_stages to one of {', '.join(able)}, or set layers_per_stage",
+                    f"set num_stages to one of {able}, or set layers_per_stage",
                 )
             layers = layers or total // p
-            batch = batch or 4
             dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
             # Four microbatches of normal numbers, in place of embedded text, and as the target.
             generator = torch.Generator().manual_seed(config["seed"])
             shape = 4 * batch, tokens, hidden
-            noise = [torch.randn(shape, generator=generator) for _ in range(2)]
-            targets = noise[1].to(getattr(torch, dtype))
-            task = models.Task(inputs=noise[0], targets=targets, microbatch_size=batch)
+            x, y = (torch.randn(shape, generator=generator) for _ in range(2))
+            task = models.Task(x, y.to(getattr(torch, dtype)), batch)
             self.loss = functional.mse_loss
             text = (
                 f"{count(layers, 'block')} of hidden size {hidden} a stage (no embedding, no "
@@ -75,7 +73,7 @@ class Workload:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.text = f"{name}, {text} a microbatch, {dtype}"
         inputs = task.inputs.to(self.device, self.dtype)
-        self.task = replace(task, inputs=inputs, targets=task.targets.to(self.device))
+        self.task = task._replace(inputs=inputs, targets=task.targets.to(self.device))
 
     def build_modules(self, stages_per_rank: int) -> list[nn.Module]:
         """By stage; each but the last gives a tensor of the form that it takes.
@@ -144,12 +142,9 @@ def run_schedule(
 class TrainResult:
     """What training under one schedule came to."""
 
-    losses: list[float]
-    """Mean loss of each batch, nats."""
-    weights: list[Weights]
-    """The last version of every stage."""
-    peak_versions: list[int]
-    """Most versions that each stage kept at a time."""
+    losses: list[float]  # mean of each batch, nats
+    weights: list[Weights]  # the last version of every stage
+    peak_versions: list[int]  # most versions that each stage kept at a time
 
     @property
     def diverged(self) -> bool:

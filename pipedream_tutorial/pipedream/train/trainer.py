@@ -2,25 +2,67 @@
 
 The one-process oracle holds p of these and hands tensors over; the runtime holds one in each
 process and sends them. That their results are the same bits is a matter of the same code here.
+
+A backward pass in two halves together costs what it costs whole. For a linear layer y = x W^T + b,
+and dY, the gradient of the loss in y:
+
+    I:  dX = dY W      the layer before waits for it
+    W:  dW = dY^T x    waits for dY alone, and nobody waits for it
+
+Each is one product of matrices, and neither uses the other's result. autograd does both on its way
+back. Asked twice, first for dX and then for dW (retain_graph), it goes the whole way twice. Here a
+linear layer's backward pass does I and puts x and dY aside, and W is done from these later. The
+other layers have few weights: their gradients are made in I.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.policies import Policy
-from pipedream.train.cut import CutLinears
 from pipedream.train.models import Task
 
 Weights = dict[str, torch.Tensor]
 Gradients = tuple[torch.Tensor, ...]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class CutLinears(TorchFunctionMode):
+    """Backward passes of what runs in this context leave out W for linear layers.
+
+    Each has to lie behind what needs a gradient: the stage's input, or a norm's weights.
+    """
+
+    def __init__(self) -> None:
+        self.aside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        """x, weight, bias and dY of each linear layer that a backward pass has come through."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not functional.linear:
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, None)[:3]
+        out = functional.linear(x, weight.detach(), None if bias is None else bias.detach())
+        kept = x.detach()
+        out.register_hook(lambda dy: self.aside.append((kept, weight, bias, dy)))
+        return out
+
+    def weight_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """W: each weight or bias and its gradient, in the bits that autograd gives."""
+        for x, weight, bias, dy in self.aside:
+            dy = dy.flatten(0, -2)
+            yield weight, dy.t() @ x.flatten(0, -2)
+            if bias is not None:
+                yield bias, dy.sum(0)
 
 
 @dataclass(slots=True)
@@ -123,9 +165,8 @@ class StageTrainer:
         self.num_forwards = microbatch + 1
         return out.detach()
 
-    def _version_of(self, microbatch: int) -> int:
-        sizes = self.batch_size, self.num_stages
-        return self.policy.forward_version(self.updates, microbatch, *sizes)
+    def _version_of(self, i: int) -> int:
+        return self.policy.forward_version(self.updates, i, self.batch_size, self.num_stages)
 
     def input_gradient(
         self, microbatch: int, output_gradient: torch.Tensor | None = None
@@ -163,13 +204,17 @@ class StageTrainer:
             self._update(gradients)
             self.gradients = ()
 
+    def _step(self, gradients: Gradients) -> Sequence[torch.Tensor]:
+        """SGD: the next version, in new memory."""
+        weights = [weight.detach() for weight in self.weights.values()]
+        # Few kernels: a GPU waits for the host to launch each.
+        return torch._foreach_add(weights, gradients, alpha=-self.learning_rate)
+
     def _update(self, gradients: Gradients) -> None:
-        """SGD. A new version is new memory, and its predecessors are dropped when nobody can read
-        them again; in place, the same memory changes under the graphs that are in flight."""
+        """A new version's predecessors are dropped when nobody can read them again; in place, the
+        same memory changes under the graphs that are in flight."""
         old = self.weights
-        stepped = torch._foreach_add(  # few kernels: a GPU waits for the host to launch each
-            [weight.detach() for weight in old.values()], gradients, alpha=-self.learning_rate
-        )
+        stepped = self._step(gradients)
         self.updates += 1
         if self.policy.stashed:
             new = zip(old, stepped, strict=True)
@@ -178,11 +223,8 @@ class StageTrainer:
             for weight, new_weight in zip(old.values(), stepped, strict=True):
                 weight.data.copy_(new_weight)
             self.versions = {self.updates: old}
-        self._drop_versions()
-        self.peak_versions = max(self.peak_versions, len(self.versions))
-
-    def _drop_versions(self) -> None:
         kept = {self.updates} | {flight.version for flight in self.in_flight.values()}
         if self.num_forwards < self.num_microbatches:
             kept |= set(range(self._version_of(self.num_forwards), self.updates))
         self.versions = {v: w for v, w in self.versions.items() if v in kept}
+        self.peak_versions = max(self.peak_versions, len(self.versions))

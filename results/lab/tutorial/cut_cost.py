@@ -2,8 +2,8 @@
 
     python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json
 
-Blocks of GPT-2, one thread. Three ways of cutting: ours (train/cut.py), torch's own helpers for its
-pipelines, and asking autograd twice. All take turns with the whole pass, so that what else the
+Blocks of GPT-2, one thread. Three ways of cutting: ours (train/trainer.py), torch's own helpers for
+its pipelines, and asking autograd twice. All take turns with the whole pass, so that what else the
 machine does meets all alike; times are medians.
 """
 

@@ -1,0 +1,351 @@
+"""The checks of lecture.ipynb's exercises: what each says of an answer.
+
+Orders are put into the simulator; gradients are compared with plain backpropagation.
+"""
+
+import numbers
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import wraps
+from typing import Any
+
+import torch
+from pipedream_simple import number
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from pipedream.lecture.pictures import run
+from pipedream.schedules.ops import Op, Schedule, repeat, straight
+from pipedream.schedules.orders import build_schedule
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.measures import idle, peak_activations
+from pipedream.train.gradients import copied, relative_difference
+from pipedream.train.models import build_stages, build_task
+from pipedream.train.oracle import train
+from pipedream.train.trainer import Gradients, StageTrainer, Weights
+
+
+class WrongAnswer(Exception):
+    """What is wrong with an answer, in words for who wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether an exercise is solved, and what to tell."""
+
+    solved: bool
+    text: str
+
+    def __repr__(self) -> str:
+        return f"{'Right' if self.solved else 'Not solved yet'}: {self.text}"
+
+
+def graded(check: Callable[..., str]) -> Callable[..., Verdict]:
+    """A check that returns what is right, or raises WrongAnswer, as one that gives a Verdict.
+
+    The answer is somebody's code, so whatever it raises is told, too.
+    """
+
+    @wraps(check)
+    def judge(*answers: Any) -> Verdict:
+        try:
+            return Verdict(True, check(*answers))
+        except WrongAnswer as wrong:
+            return Verdict(False, str(wrong))
+        except Exception as error:
+            text = str(error).strip().split("\n")[0]
+            return Verdict(False, f"your code raises {type(error).__name__}: {text}")
+
+    return judge
+
+
+OrderOf = Callable[[int, int, int], Sequence[str]]
+"""(p, m, rank) -> the rank's operations, such as "F0"."""
+
+
+@graded
+def check_microbatches(needed: Callable[[int, int], float]) -> str:
+    """Exercise 1: the fewest microbatches with which p ranks idle for at most so many percent."""
+    sizes = ((4, 50), (4, 20), (2, 10), (8, 30), (3, 1), (1, 5))
+    for p, percent in sizes:
+        answer = needed(p, percent)
+        if answer is None:
+            raise WrongAnswer("microbatches_needed returns nothing")
+        if not isinstance(answer, numbers.Real):  # numpy's numbers, too
+            raise WrongAnswer(f"microbatches_needed returns {answer!r}, which is no number")
+        if answer != int(answer) or answer < 1:
+            raise WrongAnswer(f"{answer} microbatches are no whole number from 1 on")
+        m = int(answer)
+        limit = Fraction(percent, 100)
+        at = f"for microbatches_needed({p}, {percent}) you say {m}"
+        share = idle(run(build_schedule("gpipe", p, m))).makespan_fraction
+        if share > limit:
+            raise WrongAnswer(f"{at}: then {float(share):.1%} is idle, which is more.")
+        fewer = build_schedule("gpipe", p, max(1, m - 1))
+        if m > 1 and idle(run(fewer)).makespan_fraction <= limit:
+            raise WrongAnswer(f"{at}: that is enough, and so are fewer.")
+    return f"the simulator needs as many at {len(sizes)} sizes."
+
+
+@graded
+def check_one_f_one_b(order: OrderOf) -> str:
+    """Exercise 4: 1F1B, the order of one rank."""
+    for p, m in ((4, 8), (2, 5), (4, 2), (3, 3)):
+        schedule = _schedule_of(order, p, m, "FB")
+        at = f"with p={p}, m={m}"
+        for rank, held in enumerate(peak_activations(schedule)):
+            if held > min(m, p - rank):
+                raise WrongAnswer(
+                    f"{at} rank {rank} holds {held} microbatches at a time, and "
+                    f"{min(m, p - rank)} would do. When can it run its first backward pass?"
+                )
+        best = build_schedule("1f1b", p, m)
+        _check_time(schedule, best, at, "A rank waits that has a forward to run.")
+    return "as fast as GPipe, with min(m, p - rank) microbatches in memory."
+
+
+@graded
+def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
+    """Exercise 5: several batches under 1F1B, each with the weights that the last one left."""
+    for p, m, num_batches in ((4, 4, 2), (3, 5, 3)):
+        schedule = batches(p, m, num_batches)
+        if not isinstance(schedule, Schedule):
+            raise WrongAnswer("batches has to return a Schedule")
+        found = sorted({op.microbatch for op in schedule.ops()})
+        if found != list(range(m * num_batches)):
+            raise WrongAnswer(f"{num_batches} batches of {m} are {m * num_batches} microbatches")
+        for stage, use in weight_use(schedule, POLICIES["flush"], m).items():
+            for i, version in sorted(use.forward.items()):
+                if version != i // m:
+                    raise WrongAnswer(
+                        f"with p={p}, m={m} stage {stage} runs F{i}, of batch {i // m}, with "
+                        f"version {version} of its weights. One GPU would use version {i // m}: "
+                        f"the update of batch {i // m - 1} has to come first."
+                    )
+        at = f"with p={p}, m={m} every batch sees the right weights, but the run"
+        best = repeat(build_schedule("1f1b", p, m), num_batches)
+        _check_time(schedule, best, at, "Keep 1F1B inside a batch.")
+    return "every batch starts from the weights that the batch before it left."
+
+
+@graded
+def check_zero_bubble(order: OrderOf) -> str:
+    """Exercise 8: the backward pass as I and W, with W where the rank would idle."""
+    for p, m in ((4, 8), (3, 6), (2, 4)):
+        schedule = _schedule_of(order, p, m, "FIW")
+        at = f"with p={p}, m={m}"
+        for rank, held in enumerate(peak_activations(schedule)):
+            if held > min(m, p):
+                raise WrongAnswer(
+                    f"{at} rank {rank} holds {held} microbatches, more than {min(m, p)}: a "
+                    f"microbatch stays in memory until its W is done. Put it off for less long."
+                )
+        hint = "A rank idles while it has a W that nobody waits for."
+        _check_time(schedule, build_schedule("zb-h1", p, m), at, hint)
+    return "as short as ZB-H1, in 1F1B's memory."
+
+
+def _check_time(schedule: Schedule, best: Schedule, at: str, hint: str) -> None:
+    time, goal = run(schedule).makespan, run(best).makespan
+    if time > goal:
+        raise WrongAnswer(f"{at} takes {number(time)}, and {number(goal)} would do. {hint}")
+
+
+def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
+    """The answer's orders of all ranks; WrongAnswer where they are not complete or cannot run."""
+    lines = [_line(order(p, m, rank), rank, kinds) for rank in range(p)]
+    wanted = {(kind, i) for kind in kinds for i in range(m)}
+    for rank, line in enumerate(lines):
+        found = {(op.kind, op.microbatch) for op in line}
+        for told, ops in (("lacks", wanted - found), ("should not have", found - wanted)):
+            for kind, i in sorted(ops):
+                raise WrongAnswer(f"with p={p}, m={m} the order of rank {rank} {told} {kind}{i}")
+    schedule = straight("yours", lines)
+    try:
+        run(schedule)
+    except (RuntimeError, ValueError) as error:
+        raise WrongAnswer(f"with p={p}, m={m} this cannot run: {error}") from error
+    return schedule
+
+
+def _line(written: Sequence[str] | None, rank: int, kinds: str) -> list[Op]:
+    if written is None:
+        raise WrongAnswer(f"the order of rank {rank} is missing: the function returns nothing")
+    ops = []
+    for one in written:
+        op = re.fullmatch(rf"([{kinds}])(\d+)", str(one))
+        if op is None:
+            raise WrongAnswer(f"{one!r} is no operation; write such as {kinds[0]}0")
+        ops.append(Op(op[1], rank, int(op[2])))
+    return ops
+
+
+Microbatches = Sequence[tuple[Tensor, Tensor]]
+"""Inputs and target of each."""
+
+EXACT = 1e-9
+"""Sums in another order differ by less, in float64."""
+
+
+class Channel:
+    """From one stage to the next: what is sent first is received first, and nothing has a name."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[Tensor] = deque()
+
+    def send(self, tensor: Tensor) -> None:
+        """Numbers travel; the graph that they came from stays behind."""
+        self._under_way.append(tensor.detach().clone())
+
+    def receive(self) -> Tensor:
+        """The oldest message, as a new leaf that will have a gradient."""
+        if not self._under_way:
+            raise WrongAnswer("a stage waits for ever: it receives, and nothing was sent")
+        return self._under_way.popleft().requires_grad_()
+
+
+def some_microbatches(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Inputs [8, 32] and target classes [8] of each."""
+    task = build_task(seed=0)
+    return [task.microbatch(i) for i in range(count)]
+
+
+def gradient_on_one_gpu(model: nn.Module, microbatches: Microbatches) -> list[Tensor]:
+    """Of the mean loss of all samples at once, by parameter."""
+    inputs, targets = (torch.cat(parts) for parts in zip(*microbatches, strict=True))
+    loss = cross_entropy(model(inputs), targets)
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@graded
+def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], object]) -> str:
+    """Exercise 2: a batch through two stages; its gradient is then in .grad."""
+    for m in (4, 3):
+        stages = build_stages(2, 1, seed=0)
+        microbatches = some_microbatches(m)
+        run_batch(stages, microbatches)
+        exact = iter(gradient_on_one_gpu(nn.Sequential(*stages), microbatches))
+        off = []
+        for stage, module in enumerate(stages):
+            found = [p.grad for p in module.parameters() if p.grad is not None]
+            if len(found) < len(list(module.parameters())):
+                raise WrongAnswer(f"stage {stage} has no gradient")
+            off.append(relative_difference(found, [next(exact) for _ in found]))
+        if max(off) > EXACT:
+            raise WrongAnswer(
+                f"with m={m} the gradient is off by {off[0]:.0%} on stage 0 and by {off[1]:.0%} on "
+                f"stage 1. No shape is wrong and nothing crashed: which microbatch's message does "
+                f"each receive take?"
+            )
+    return "both stages have the gradient that one GPU computes."
+
+
+@graded
+def check_batch_gradient(
+    batch_gradient: Callable[[nn.Module, Microbatches], Sequence[Tensor]],
+) -> str:
+    """Exercise 3: a batch's gradient, accumulated from its microbatches."""
+    for m in (4, 3):
+        model = build_stages(1, 1, seed=0)[0]
+        microbatches = some_microbatches(m)
+        found = batch_gradient(model, microbatches)
+        if found is None:
+            raise WrongAnswer("batch_gradient returns nothing")
+        exact = gradient_on_one_gpu(model, microbatches)
+        along = sum(float((a.detach() * b).sum()) for a, b in zip(found, exact, strict=True))
+        ratio = along / sum(float(b.square().sum()) for b in exact)
+        if relative_difference(found, [ratio * b for b in exact]) > EXACT:
+            off = f"{relative_difference(found, exact):.0%}"
+            raise WrongAnswer(f"with m={m} the gradient is off by {off}, in its direction, too")
+        if abs(ratio - 1) > EXACT:
+            raise WrongAnswer(
+                f"with m={m} the gradient has the right direction and is {ratio:.3g} times as long "
+                f"as it should be. Training would look fine, at another learning rate."
+            )
+    return "the microbatches' gradients add up to the batch's."
+
+
+Update = Callable[[Weights, Weights, float], Weights]
+"""(weights by name, gradients by name, learning rate) -> the next version of the weights."""
+
+
+@graded
+def check_update(update: Update) -> str:
+    """Exercise 6: a stage's update under PipeDream, with microbatches in flight."""
+    replaced = False
+
+    class Trainer(StageTrainer):
+        """The tutorial's, with this update."""
+
+        def _step(self, gradients: Gradients) -> list[Tensor]:
+            nonlocal replaced
+            old = self.weights
+            before = copied(old)
+            new = update(old, dict(zip(old, gradients, strict=True)), self.learning_rate)
+            if not isinstance(new, dict) or new.keys() != old.keys():
+                raise WrongAnswer("update has to return a dict with a tensor for each weight")
+            replaced |= any(not torch.equal(old[name], before[name]) for name in old)
+            return [new[name] for name in old]
+
+    settings: dict[str, Any] = {
+        "num_stages": 4, "num_microbatches": 8, "num_batches": 2, "layers_per_stage": 1,
+        "learning_rate": 0.5, "seed": 0,
+    }  # fmt: skip
+    exact = train("pipedream", **settings).weights
+    try:
+        found = train("pipedream", **settings, trainer_class=Trainer).weights
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise WrongAnswer(
+            "autograd refuses a backward pass: the weights that its forward pass used were changed "
+            "in place"
+        ) from error
+    pairs = zip(found, exact, strict=True)
+    off = [relative_difference(ours.values(), theirs.values()) for ours, theirs in pairs]
+    if max(off) > EXACT:
+        shown = ", ".join(f"{error:.2%}" for error in off)
+        why = ": the step is another one than weight - learning_rate * gradient"
+        if replaced:
+            seen = "backward passes saw other weights than their forward passes did."
+            why = f". Nothing crashed: {seen}"
+        at = "after 16 microbatches the weights of the 4 stages"
+        raise WrongAnswer(f"{at} are off by {shown}{why}")
+    return "the old weights stay as they were for the microbatches that still need them."
+
+
+@graded
+def check_halves(
+    input_gradient: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, object]],
+    weight_gradient: Callable[[Tensor, object], Tensor],
+) -> str:
+    """Exercise 7: I and W of Y = tanh(X W), where W sees only X and what I has kept."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, 3), (3, 4))
+    )
+    dy = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    y = torch.tanh(x @ w)
+    exact = torch.autograd.grad(y, (x, w), dy)
+    with torch.no_grad():
+        halves = input_gradient(dy, y.detach(), w)
+        if not isinstance(halves, tuple) or len(halves) != 2:
+            raise WrongAnswer("input_gradient has to return two things: dX, and what W will need")
+        found = halves[0], weight_gradient(x, halves[1])
+    for name, like, ours, theirs in zip(("dX", "dW"), "XW", found, exact, strict=True):
+        if ours is None:
+            raise WrongAnswer(f"the function for {name} returns nothing")
+        if ours.shape != theirs.shape:
+            raise WrongAnswer(
+                f"{name} has the shape {list(ours.shape)}; {like} has {list(theirs.shape)}"
+            )
+        off = relative_difference([ours], [theirs])
+        if off > EXACT:
+            raise WrongAnswer(
+                f"{name} has the right shape and is off by {off:.0%}. What lies between Y and X W?"
+            )
+    return "both agree with autograd, and W needs nothing from another rank."
