@@ -9,7 +9,6 @@ from distributed_training.advise.rank import choose_spread, what_fits
 from distributed_training.data.samples import Data
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.data import find_sources, fit_to_data
-from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.predict import lay_out_on, predict, this_machine
@@ -38,18 +37,17 @@ def decide_plan(
         plan = fit_to_data(plan, data)
     if plan.cache in known:
         prediction = predict(plan, cluster.rates, tokenised=True)
+    if plan.strategy.traits.takes_deepspeed_json:
+        from distributed_training.plan.deepspeed_json import fill_deepspeed_json
+
+        plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan))
     notes = list(plan.notes)
     if prediction.room == "tight":
         notes.append(
             "memory is near the edge: runs of this kind have needed up to "
             f"{prediction.memory.likely_bytes[1] / GIB:.1f} GiB a GPU"
         )
-    return replace(
-        plan,
-        prediction=prediction.as_record(),
-        notes=notes,
-        deepspeed_json=fill_deepspeed_json(plan),
-    )
+    return replace(plan, prediction=prediction.as_record(), notes=notes)
 
 
 def draft_plan(

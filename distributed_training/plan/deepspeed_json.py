@@ -9,10 +9,8 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
 
-def fill_deepspeed_json(plan: Plan) -> dict[str, Any] | None:
+def fill_deepspeed_json(plan: Plan) -> dict[str, Any]:
     """The strategy's JSON with CONFIG's values for "auto"; UserError where it has others."""
-    if not plan.strategy.traits.takes_deepspeed_json:
-        return None
     config = plan.config
     batch = plan.batch
     document = copy.deepcopy(dict(plan.strategy.document))

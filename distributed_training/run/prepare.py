@@ -13,7 +13,6 @@ from filelock import FileLock
 
 from distributed_training.advise.make import decide_plan
 from distributed_training.data.samples import Data
-from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
 from distributed_training.records.record import FAULTS_FILE, new_run_dir
@@ -87,7 +86,10 @@ def reserve_run_dir(plan: Plan) -> Plan:
                 run_dir = new_run_dir(plan.output_dir, *names)
                 offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
                 plan = replace(plan, run_dir=run_dir, offload_dir=offload_dir)
-                plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan))
+                if plan.deepspeed_json is not None:
+                    from distributed_training.plan.deepspeed_json import fill_deepspeed_json
+
+                    plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan))
         claims.claim(plan.run_dir, resume.identity(plan))
         write_plan(plan)
         with contextlib.suppress(OSError):  # a file system without links
