@@ -17,7 +17,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from distributed_training.plan.machine import detect_machine
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.run.launch import (
     CPU_PROCESSES,
@@ -38,6 +37,7 @@ from distributed_training.settings.errors import (
 )
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, Parser, at_least, nearest_key, read_keys
+from distributed_training.settings.machine import detect_machine
 
 OWN_OPTIONS = ("preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "cluster", "help")
 DRY_RUN = ("--dry-run", "--dry_run")

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import Record, RunRecord, start_record
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy, load_strategy
 
 CPU_MACHINE = Machine(

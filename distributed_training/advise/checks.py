@@ -20,7 +20,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.predict.predict import Prediction
 from distributed_training.records.display import gib
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.gpus import GIB
+from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import Strategy
 
 MIB = 2**20

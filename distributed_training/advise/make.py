@@ -9,11 +9,10 @@ from distributed_training.advise.rank import choose_spread, what_fits
 from distributed_training.data.samples import Data
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.data import find_sources, fit_to_data
-from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.predict import lay_out_on, predict, this_machine
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.gpus import GIB
+from distributed_training.settings.machine import GIB, Machine
 
 
 def decide_plan(

@@ -14,7 +14,7 @@ from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Prediction
 from distributed_training.predict.rates import FITTED
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.gpus import GIB
+from distributed_training.settings.machine import GIB
 
 HEADERS = ("layout", "fits", "GiB", "state", "acts", "other")
 SPEED = ("s/step", "tok/s", "MFU", "likely", "bound by")

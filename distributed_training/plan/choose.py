@@ -8,12 +8,12 @@ from typing import Any
 from distributed_training.models import find_model
 from distributed_training.plan import layouts
 from distributed_training.plan.layouts import Candidate
-from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import AUTO, RunConfig, load_preset, with_values
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import load_strategy
 
 WORDS = "words"  # the preset for a small text and no GPU, but for these keys

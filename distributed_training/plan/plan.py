@@ -12,13 +12,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from distributed_training.models import ModelSize, ModelSpec, find_model
 from distributed_training.plan.layouts import Layout
-from distributed_training.plan.machine import Machine
 from distributed_training.plan.schedules import FoundOrders, Schedule, find_schedule
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig, describe_work
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options
+from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy, strategy_options
 
 PLAN_FILE = "plan.json"

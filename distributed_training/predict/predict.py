@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from distributed_training.plan.choose import lay_out
-from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import FoundOrders
 from distributed_training.predict.memory import MemoryEstimate, estimate_memory
@@ -18,7 +17,7 @@ from distributed_training.records.record import plural
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
-from distributed_training.settings.gpus import Gpu, find_gpu, known_gpu, limited_to
+from distributed_training.settings.machine import Gpu, Machine, find_gpu, known_gpu, limited_to
 
 # Whether there is room: also for the most that is likely, for the least of it, or for neither.
 Room = Literal["yes", "tight", "no"]

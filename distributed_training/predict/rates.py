@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from distributed_training.settings.cache import cache_folder
-from distributed_training.settings.gpus import ADAPTER_BYTES_PER_S, Gpu
+from distributed_training.settings.machine import ADAPTER_BYTES_PER_S, Gpu
 
 _TEXT = Path(__file__).with_name("constants.json").read_text(encoding="utf-8")
 _ENTRIES = json.loads(_TEXT, object_hook=lambda entry: SimpleNamespace(**entry))

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from distributed_training.records.record import Record
-from distributed_training.settings.gpus import GIB, find_gpu
+from distributed_training.settings.machine import GIB, find_gpu
 
 MAX_WARMUP_STEPS = 5
 PROJECT = "distributed-training"

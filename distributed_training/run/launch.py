@@ -20,7 +20,6 @@ from types import ModuleType
 
 from distributed_training.advise.show import launch_command, layout_name
 from distributed_training.plan.data import cut_data, peek_data
-from distributed_training.plan.machine import Machine, detect_machine, threads_per_process
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.predict.memory import estimate_memory
@@ -49,6 +48,7 @@ from distributed_training.run.ranks import (
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError, exit_code
 from distributed_training.settings.files import shown
+from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
 from distributed_training.settings.strategies import load_strategy
 
 SEEN_WITHIN_S = 5.0  # a process's end; the memory of a GPU is freed before

@@ -20,7 +20,6 @@ from distributed_training.parallel.agree import (
     from_rank_0,
 )
 from distributed_training.plan import data as plan_data
-from distributed_training.plan.machine import detect_machine
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.records.record import code, versions
 from distributed_training.run.prepare import (
@@ -36,6 +35,7 @@ from distributed_training.run.ranks import Process
 from distributed_training.run.saving import resume
 from distributed_training.settings.config import RunConfig, with_values
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.machine import detect_machine
 
 SHARED_WITHIN_S = 10.0  # in which a network disk shows a new folder to other machines
 

@@ -13,12 +13,12 @@ from filelock import FileLock
 
 from distributed_training.advise.make import decide_plan
 from distributed_training.data.samples import Data
-from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
 from distributed_training.records.record import FAULTS_FILE, new_run_dir
 from distributed_training.run.saving import claims, resume
 from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import defaults_for
 
 LATEST = "latest"  # in output_dir, a link to the newest run's folder

@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
-from distributed_training.plan.machine import threads_per_process
 from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.machine import threads_per_process
 
 LOOPBACK = "127.0.0.1"
 # In the environment of the ranks:

@@ -27,7 +27,6 @@ from distributed_training.parallel.agree import (
     gather_in,
 )
 from distributed_training.plan.data import load_plan_data
-from distributed_training.plan.machine import threads_per_process
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, p2p_channels, process_group
 from distributed_training.predict.memory import estimate_state
@@ -45,6 +44,7 @@ from distributed_training.run.saving.export import push_folder
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.machine import threads_per_process
 
 MIN_TIMED_STEPS = 10  # from which their median is a speed
 

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from distributed_training.advise.make import draft_plan
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
-from distributed_training.plan.machine import Machine, detect_machine
 from distributed_training.predict.rates import cpu_rates, from_calibration
 from distributed_training.predict.speed import BACKWARD_ATTENTION, UPDATE_BYTES, Work
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import build_config
+from distributed_training.settings.machine import Machine, detect_machine
 from distributed_training.tools.links import BUDGET_S, Clock, Group, open_group, time_group
 
 VALUES = 2**28  # of the tensors that element-wise kernels read

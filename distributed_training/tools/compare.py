@@ -25,7 +25,6 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from tqdm import tqdm
 
-from distributed_training.plan.machine import detect_machine
 from distributed_training.records import report
 from distributed_training.records.display import NOT_MEASURED, WIDTH, short_path
 from distributed_training.records.record import (
@@ -44,6 +43,7 @@ from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import expand_home, load_json, parse_as
 from distributed_training.settings.keys import at_least
+from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import strategy_options
 
 # Not part of what is compared; a key that is typed or in the plan stays as it is.

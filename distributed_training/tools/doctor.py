@@ -22,10 +22,14 @@ from typing import NamedTuple
 import psutil
 
 from distributed_training.advise import checks
-from distributed_training.plan.machine import Machine, available_ram_bytes, detect_machine
 from distributed_training.records.display import GIB, WIDTH
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.gpus import find_gpu
+from distributed_training.settings.machine import (
+    Machine,
+    available_ram_bytes,
+    detect_machine,
+    find_gpu,
+)
 
 MIB = 2**20
 PROBE_BYTES = 64 * MIB  # written to see how fast a disk is

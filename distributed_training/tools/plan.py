@@ -15,7 +15,6 @@ from distributed_training.advise import scaling, show
 from distributed_training.advise.checks import check_memory
 from distributed_training.advise.rank import choose_spread, rank_layouts
 from distributed_training.plan.choose import choose_model
-from distributed_training.plan.machine import detect_machine
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster, this_machine
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
@@ -24,7 +23,7 @@ from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import expand_home
-from distributed_training.settings.gpus import GIB
+from distributed_training.settings.machine import GIB, detect_machine
 
 SHOWN = 15  # layouts, without --all
 BEST = 3

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.plan.machine import detect_machine
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.machine import detect_machine
 
 COMMAND = (
     sys.executable, str(ROOT / "real_model_example.py"), "--num_gpus", "1", "--weights", "random",

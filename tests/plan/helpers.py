@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from distributed_training.advise.make import draft_plan
 from distributed_training.models import find_model
 from distributed_training.plan.layouts import Candidate, Layout, build_layout, cut_batch, fill_mesh
-from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.records.record import Batch
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import RunConfig, build_config
+from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import (
     load_strategy,
     strategy_defaults,

@@ -17,7 +17,7 @@ from distributed_training.predict.rates import FITTED, calibration_file, rates_o
 from distributed_training.predict.speed import estimate_step
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.gpus import GPUS
+from distributed_training.settings.machine import GPUS
 from distributed_training.settings.strategies import MESH_AXES, load_strategy
 from results.lab.analysis import blind
 from results.lab.pages import validate

@@ -24,7 +24,7 @@ from distributed_training.predict.orders import (
 from distributed_training.predict.predict import cluster_of
 from distributed_training.predict.speed import Work
 from distributed_training.settings.config import build_config
-from distributed_training.settings.gpus import GPUS
+from distributed_training.settings.machine import GPUS
 from tests.plan.helpers import plan_for
 from tests.support import GPU_MACHINE
 

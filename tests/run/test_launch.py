@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
-from distributed_training.plan import machine
 from distributed_training.records.record import LOST, load_record, mark_stopped
 from distributed_training.run import launch, prepare, rendezvous, worker
 from distributed_training.run.ranks import Ended, Process, current_process, single_process
+from distributed_training.settings import machine
 from distributed_training.settings.config import build_config
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
 from tests.plan.helpers import plan_for

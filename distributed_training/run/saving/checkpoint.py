@@ -36,13 +36,13 @@ from distributed_training.parallel.tensor_files import (
     part_of,
     write_parts,
 )
-from distributed_training.plan.machine import available_ram_bytes
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records.record import RECORD_FILE
 from distributed_training.run.saving import claims, resume
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
+from distributed_training.settings.machine import available_ram_bytes
 
 ROOM = 1.3  # of what a copy takes, must be free
 

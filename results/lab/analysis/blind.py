@@ -20,7 +20,7 @@ from distributed_training.predict.predict import Prediction, lay_out_on, parse_c
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.gpus import GIB
+from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 
 TABLE = ROOT / "results" / "blind.json"

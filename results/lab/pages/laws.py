@@ -11,7 +11,7 @@ from distributed_training.predict.memory import STATE, Held, estimate_state
 from distributed_training.predict.predict import cluster_of, lay_out_on, predict
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.gpus import GPUS, Gpu
+from distributed_training.settings.machine import GPUS, Gpu
 from distributed_training.settings.strategies import (
     list_strategies,
     strategy_defaults,

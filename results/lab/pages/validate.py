@@ -14,7 +14,6 @@ from pathlib import Path
 from tabulate import tabulate
 
 from distributed_training.advise.make import draft_plan
-from distributed_training.plan.machine import Machine
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Prediction, predict
@@ -23,7 +22,7 @@ from distributed_training.predict.speed import estimate_step
 from distributed_training.records.record import Record
 from distributed_training.settings.config import KEYS, build_config
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.gpus import GPUS, find_gpu
+from distributed_training.settings.machine import GPUS, Machine, find_gpu
 from distributed_training.settings.strategies import strategy_options
 from results.lab.analysis import blind
 
