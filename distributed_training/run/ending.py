@@ -1,16 +1,14 @@
-"""How a run ends early: told to by a signal, or as it fails."""
+"""How a run fails: why is recorded and printed, and the process leaves."""
 
 import contextlib
 import errno
 import os
 import shutil
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,33 +27,9 @@ SIGNS_OF_LOSS = (
 )  # fmt: skip
 # No room, none of one's quota, of one's limit; libraries say it in the system's words.
 FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PATIENCE_S = 10.0  # after a signal, further ones count only when this has passed
 CAUSE = "cause of the end"  # a key of the store
 CAUSE_WITHIN = timedelta(seconds=2)
 CHUNK = 8192  # tokens of a loss, as measured (results/records/h200-nanogpt/variants.json)
-
-
-class Stopping:
-    """The first signal that is received, kept as `signum` (0: none came) and said."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self.signum = 0
-        self.when = "after this step"
-        self._received_at = 0.0
-
-    def receive(self, signum: int, _frame: Any) -> None:
-        """Launchers pass a terminal's Ctrl-C on and follow it with SIGTERM, so only a signal that
-        comes later means that the user will not wait."""
-        now = time.monotonic()
-        if not self.signum:
-            self.signum = signum
-            self._received_at = now
-            self.say(f"{signal.Signals(signum).name}: stopping {self.when}")
-        elif now - self._received_at > PATIENCE_S:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
 
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist.Store) -> NoReturn:

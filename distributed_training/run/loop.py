@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,7 +28,6 @@ from distributed_training.records.metrics import (
     disk_bytes,
     perplexity,
 )
-from distributed_training.run.ending import SIGNALS, Stopping
 from distributed_training.run.ranks import Startup, handling, numbered
 from distributed_training.run.saving import checkpoint, export
 from distributed_training.run.saving.resume import list_checkpoints, name_of
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from distributed_training.run.profiling import Profile
 
 FLUSH_EVERY_S = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that stop a run
+PATIENCE_S = 10.0  # after the first, further ones count only when this has passed
 SKIPS_IN_A_ROW = 10  # with on_nonfinite=skip; where more follow, no single batch is at fault
 
 
@@ -107,7 +109,8 @@ class Trainer:
         self.saver = checkpoint.Saver(self.plan, self.topology)
         self._chat = self.tokenizer.talks(self.data.form)
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
-        self._stopping = Stopping(self.display.say)
+        self._signum = 0  # of the first signal; 0: none came
+        self._signalled_at = 0.0
         self._first = 0  # step that this process took first, and that compiled
         self._passed_over = 0  # step whose batch is left out after a rollback
 
@@ -125,7 +128,7 @@ class Trainer:
         if self.plan.config.profile:
             self._begin_profile()
         try:
-            with handling(dict.fromkeys(SIGNALS, self._stopping.receive)):
+            with handling(dict.fromkeys(SIGNALS, self._receive)):
                 if self.step == 0:
                     self._evaluate()
                 self.startup.end("sample")
@@ -139,7 +142,6 @@ class Trainer:
                 self.memory.end()
                 self.disk = {name: now - before[name] for name, now in disk_bytes().items()}
                 if self.step == self.num_steps:
-                    self._stopping.when = "once the model is written"
                     self._leave()
                 self._finish_saving()
         finally:
@@ -155,6 +157,20 @@ class Trainer:
             self.profile = Profile(self.plan, self.topology, self.step, steps)
         else:
             self.display.note("nothing is traced: no step is left after a warm-up")
+
+    def _receive(self, signum: int, _frame: Any) -> None:
+        """Launchers pass a terminal's Ctrl-C on and follow it with SIGTERM, so only a signal that
+        comes later means that the user will not wait."""
+        now = time.monotonic()
+        if not self._signum:
+            self._signum = signum
+            self._signalled_at = now
+            left = self.step < self.num_steps
+            when = "after this step" if left else "once the model is written"
+            self.display.say(f"{signal.Signals(signum).name}: stopping {when}")
+        elif now - self._signalled_at > PATIENCE_S:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
 
     def _leave(self) -> None:
         """Write the model, beside the last save, and draw a sample."""
@@ -449,7 +465,7 @@ class Trainer:
         note of a save that has ended. Collective."""
         waited_s = time.monotonic() - self._flushed_at
         due = self.topology.rank == 0 and (self.step == self._first or waited_s >= FLUSH_EVERY_S)
-        votes = torch.tensor([self._stopping.signum, int(due), int(self.saver.has_ended())])
+        votes = torch.tensor([self._signum, int(due), int(self.saver.has_ended())])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         if votes[2]:
             self._finish_saving()

@@ -13,7 +13,7 @@ from distributed_training.data.samples import Data, Sampler, Samples
 from distributed_training.engines.base import StepResult
 from distributed_training.records.display import Display
 from distributed_training.records.record import History
-from distributed_training.run import ending, loop
+from distributed_training.run import loop
 from distributed_training.run.loop import Trainer, learning_rate
 from distributed_training.run.saving import checkpoint
 from distributed_training.settings.config import build_config
@@ -169,18 +169,17 @@ def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, ev
 
 
 def test_a_signal_that_comes_later_ends_the_process(monkeypatch):
-    clock, raised = [1000.0], []
-    monkeypatch.setattr(ending, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    clock, raised, trainer = [1000.0], [], make_trainer()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(signal, "signal", lambda *arguments: raised.append(arguments))
     monkeypatch.setattr(signal, "raise_signal", lambda signum: raised.append(signum))
-    received = ending.Stopping(print)
     for seconds, expected in (
         (0.0, []),
-        (ending.PATIENCE_S, []),
+        (loop.PATIENCE_S, []),
         (0.1, [(signal.SIGTERM, signal.SIG_DFL), signal.SIGTERM]),
     ):
         clock[0] += seconds
-        received.receive(signal.SIGTERM, None)
+        trainer._receive(signal.SIGTERM, None)
         assert raised == expected
 
 
