@@ -45,6 +45,7 @@ from distributed_training.run.ranks import (
     single_process,
     starting,
 )
+from distributed_training.run.saving.resume import at_checkpoint
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError, exit_code
 from distributed_training.settings.files import shown
@@ -98,7 +99,7 @@ def start(
         return make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
 
     if dry_run:
-        plan = make(config)
+        plan = at_checkpoint(make(config))
         command_line = launch_command(plan, os.path.relpath(script), arguments)
         print(describe_plan(plan, "(this one)" if process else command_line))
         return 0

@@ -39,7 +39,7 @@ def make_plan(
         config, notes = take_over(config, num_processes)
     plan = decide_plan(config, machine, num_processes, processes_here, cut)
     plan.notes.extend(notes)
-    return resume.at_checkpoint(plan)
+    return plan
 
 
 def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[str]]:
@@ -69,19 +69,15 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
 
 
 def reserve_run_dir(plan: Plan) -> Plan:
-    """Make the run's folder, under the next free name where another run was quicker, write the plan
-    into it, and let <output_dir>/latest point to it. Raises UserError where it would be a run that
-    another process has, also one that began since the plan was made."""
+    """Find the run to resume, or make a folder, under the next free name where another run was
+    quicker; write the plan into it, and let <output_dir>/latest point to it. Raises UserError for a
+    run that another process has, also one that began since the plan was made."""
     plan = replace(plan, command=shlex.join(["python", *sys.argv]))
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(plan.output_dir / ".lock"):
-        if plan.config.resume == AUTO:
-            plan = resume.at_checkpoint(plan)
-        while plan.checkpoint is None:
-            try:
-                plan.run_dir.mkdir(parents=True)
-                break
-            except FileExistsError:
+        plan = resume.at_checkpoint(plan)
+        if plan.checkpoint is None:
+            if plan.run_dir.exists():
                 names = (plan.strategy.name, plan.model.label, plan.num_processes)
                 run_dir = new_run_dir(plan.output_dir, *names)
                 offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
@@ -90,6 +86,7 @@ def reserve_run_dir(plan: Plan) -> Plan:
                     from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 
                     plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan))
+            plan.run_dir.mkdir()
         claims.claim(plan.run_dir, resume.identity(plan))
         write_plan(plan)
         with contextlib.suppress(OSError):  # a file system without links

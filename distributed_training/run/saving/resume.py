@@ -147,23 +147,24 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def at_checkpoint(plan: Plan) -> Plan:
     """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
     found = find_resume(plan)
-    if found is not None:
-        checkpoint, meta, run = found
-        plan = replace(plan, run_dir=checkpoint.parents[1], checkpoint=checkpoint)
-        if run.status == "ok" and run.step > meta.step:
-            steps = f"steps {meta.step + 1} to {run.step}"
-            plan.notes.append(f"{plan.run_dir.name} has finished: its {steps} are done again")
-        saved = meta.spread
-        now = plan.spread
-        before, after = (f"{each['strategy']} x {each['num_processes']}" for each in (saved, now))
-        others = [key for key in saved if saved[key] != now.get(key)]
-        if before != after:
-            change = f"-> resuming {after}: resharding; the folder keeps its name"
-            plan.notes.append(f"saved {before} {change}")
-        elif others:
-            change = f"{others[0]} {saved[others[0]]} -> resuming with {now.get(others[0])}"
-            plan.notes.append(f"saved {before} with {change}: resharding")
-    return replace(plan, notes=list(dict.fromkeys(plan.notes)))  # "auto" is looked up twice
+    if found is None:
+        return plan
+    checkpoint, meta, run = found
+    run_dir = checkpoint.parents[1]
+    if run.status == "ok" and run.step > meta.step:
+        steps = f"steps {meta.step + 1} to {run.step}"
+        plan.notes.append(f"{run_dir.name} has finished: its {steps} are done again")
+    saved = meta.spread
+    now = plan.spread
+    before, after = (f"{each['strategy']} x {each['num_processes']}" for each in (saved, now))
+    others = [key for key in saved if saved[key] != now.get(key)]
+    if before != after:
+        change = f"-> resuming {after}: resharding; the folder keeps its name"
+        plan.notes.append(f"saved {before} {change}")
+    elif others:
+        change = f"{others[0]} {saved[others[0]]} -> resuming with {now.get(others[0])}"
+        plan.notes.append(f"saved {before} with {change}: resharding")
+    return replace(plan, run_dir=run_dir, checkpoint=checkpoint)
 
 
 def find_resume(plan: Plan) -> tuple[Path, Meta, Record] | None:
