@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distributed_training.advise import scaling, show
-from distributed_training.advise.checks import check_memory
+from distributed_training.advise.make import check_memory
 from distributed_training.advise.rank import choose_spread, rank_layouts
 from distributed_training.plan.choose import choose_model
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster, this_machine

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from distributed_training.advise import checks
+from distributed_training.advise import make
 from distributed_training.advise.rank import what_fits
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.predict.memory import estimate_memory
@@ -39,7 +39,7 @@ def suggest(plan):
 
 
 def check_fit(plan):
-    checks.check_memory(predict(plan, None), suggest)
+    make.check_memory(predict(plan, None), suggest)
 
 
 def with_gpus(**changes):
@@ -51,11 +51,11 @@ SMALL = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
 
 def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
     for strategy in ("dp", "zero3", "offload"):  # which swap no parameters
-        checks.check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
-    checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-tiny"))
-    checks.check_swapping(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
+        make.check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
+    make.check_swapping(draft(tmp_path, "infinity", model="gpt2-tiny"))
+    make.check_swapping(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
     with refused("model='gpt2-medium' needs a GPU", "overwrites", "set model to gpt2-tiny"):
-        checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-medium"))
+        make.check_swapping(draft(tmp_path, "infinity", model="gpt2-medium"))
 
 
 def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
@@ -64,22 +64,22 @@ def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name)
     )
-    checks.check_packages(draft(tmp_path, "fsdp"))
+    make.check_packages(draft(tmp_path, "fsdp"))
     with refused("deepspeed is not installed", "'zero1' needs it", "-r requirements.txt"):
-        checks.check_packages(draft(tmp_path, "zero1"))
+        make.check_packages(draft(tmp_path, "zero1"))
     with refused("log_to='mlflow' needs it", "pip install mlflow"):
-        checks.check_packages(draft(tmp_path, "fsdp", log_to="mlflow"))
+        make.check_packages(draft(tmp_path, "fsdp", log_to="mlflow"))
 
 
 def test_no_more_processes_than_gpus(tmp_path):
-    checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=4))
-    checks.check_gpus(draft(tmp_path, machine=CPU_MACHINE, num_processes=64))
+    make.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=4))
+    make.check_gpus(draft(tmp_path, machine=CPU_MACHINE, num_processes=64))
     # Those on other machines do not count.
-    checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=8, here=4))
+    make.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=8, here=4))
     with refused("5 processes", "has 4 GPUs", "--num_gpus 4"):
-        checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=5))
+        make.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=5))
     with refused("has 1 GPU;"):
-        checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=1), num_processes=2))
+        make.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=1), num_processes=2))
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "pp"])
@@ -152,12 +152,12 @@ def free_disk(monkeypatch, num_bytes):
 def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
     needed = per_parameter * SIZES["gpt2"].num_parameters
     asked = free_disk(monkeypatch, needed)
-    checks.check_disk(draft(tmp_path, model="gpt2", **config))
+    make.check_disk(draft(tmp_path, model="gpt2", **config))
     asked.assert_called_once_with(tmp_path)  # the nearest folder that exists
     if needed:
         free_disk(monkeypatch, needed - 1)
         with refused(f"{tmp_path} has", "GiB free", "checkpoint_every to 0"):
-            checks.check_disk(draft(tmp_path, model="gpt2", **config))
+            make.check_disk(draft(tmp_path, model="gpt2", **config))
 
 
 def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
@@ -166,9 +166,9 @@ def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
     here = draft(tmp_path, "infinity", model="gpt2", checkpoint_every=0)
     free_disk(monkeypatch, 23 * SIZES["gpt2"].num_parameters)  # 4 for runs, 20 for offload
     with refused(f"{tmp_path / 'runs'} and {tmp_path / 'offload'}", "GiB free"):
-        checks.check_disk(here)
+        make.check_disk(here)
     free_disk(monkeypatch, 24 * SIZES["gpt2"].num_parameters)
-    checks.check_disk(here)
+    make.check_disk(here)
 
 
 def test_extensions_that_are_built():
@@ -183,14 +183,14 @@ def test_extensions_that_are_built():
         "infinity": [CPUAdamBuilder, AsyncIOBuilder, PinMemoryBuilder],
     }.items():
         names = [builder().name for builder in builders]
-        assert checks.built_extensions(named_strategy(name)) == names
+        assert make.built_extensions(named_strategy(name)) == names
 
 
 def test_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    checks.check_extensions(draft(tmp_path, "zero3"))
+    make.check_extensions(draft(tmp_path, "zero3"))
     with refused("no no-such-compiler", "apt-get install g++", "dp, fsdp"):
-        checks.check_extensions(draft(tmp_path, "offload"))
+        make.check_extensions(draft(tmp_path, "offload"))
 
 
 def make_lock(folder):
@@ -207,14 +207,14 @@ def test_a_stale_lock_is_found_in_torchs_cache_unless_a_build_runs(tmp_path, mon
     version = sysconfig.get_python_version().replace(".", "")
     cache = tmp_path / ".cache" / "torch_extensions"
     make_lock(cache / "py27_cpu" / "cpu_adam")  # another Python's is not ours
-    checks.check_extensions(draft(tmp_path, "offload"))
+    make.check_extensions(draft(tmp_path, "offload"))
     folder = cache / f"py{version}_cpu" / "cpu_adam"
     make_lock(folder)
     build = subprocess.Popen(["sleep", "60"], cwd=folder)
     try:
-        checks.check_extensions(draft(tmp_path, "offload"))
+        make.check_extensions(draft(tmp_path, "offload"))
     finally:
         build.kill()
         build.wait()
     with refused(str(folder / "lock"), "no process here builds"):
-        checks.check_extensions(draft(tmp_path, "offload"))
+        make.check_extensions(draft(tmp_path, "offload"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distributed_training.advise import checks
+from distributed_training.advise import make
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.run.prepare import make_plan, reserve_run_dir
@@ -27,7 +27,7 @@ TEXT = "\n".join(f"line {number} of a text that is not very long" for number in 
 def _no_extensions_of_this_machine(tmp_path_factory):
     """Nor its libaio: asking the compiler for each example would take most of the time."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(checks, "has_libaio", lambda: True)
+    patch.setattr(make, "has_libaio", lambda: True)
     patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
     yield
     patch.undo()
