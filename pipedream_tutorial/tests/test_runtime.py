@@ -14,8 +14,8 @@ from pipedream.runtime.stage import Clock, Peer, take_device
 from pipedream.schedules.ops import Op
 from pipedream.schedules.orders import schedule_for_training
 from pipedream.schedules.policies import weight_use
-from pipedream.train.models import build_stages
-from pipedream.train.oracle import Workload, train
+from pipedream.train.models import Workload, build_stages
+from pipedream.train.oracle import train
 from pipedream_runtime import read_config
 from starting import FAST, no_process_is_left, run  # noqa: F401
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from pipedream.train.gradients import MicrobatchError, train_and_check
-from pipedream.train.oracle import train
+from pipedream.train.oracle import MicrobatchError, train, train_and_check
 from pipedream.train.report import TRAINED
 
 from results.lab.tutorial.staleness import gradient_errors

@@ -22,9 +22,8 @@ from pipedream.schedules.ops import Op, Schedule, repeat, straight
 from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import idle, peak_activations
-from pipedream.train.gradients import copied, relative_difference
 from pipedream.train.models import build_stages, build_task
-from pipedream.train.oracle import train
+from pipedream.train.oracle import copied, relative_difference, train
 from pipedream.train.trainer import Gradients, StageTrainer, Weights
 
 

@@ -23,8 +23,9 @@ from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import as_schedule, search
 from pipedream.simulate.simulator import load_order
 from pipedream.simulate.trace import trace_document
-from pipedream.train.oracle import Config, Workload, count, run_schedule
-from pipedream.train.trainer import StageTrainer, Weights
+from pipedream.train.models import Config, Workload, count
+from pipedream.train.oracle import run_schedule
+from pipedream.train.trainer import StageTrainer, Weights, build_trainers
 
 
 def build_cases(config: Config) -> list[Case]:
@@ -147,7 +148,7 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
         print("  training in one process, to compare the weights", flush=True)
         for run in runs:
             schedule, m = run.case.schedule, run.case.num_microbatches
-            trainers = station.workload.build_trainers(schedule, run.case.policy, m)
+            trainers = build_trainers(station.workload, schedule, run.case.policy, m)
             run_schedule(schedule, trainers, station.workload.task)
             same = map(_same_bits, run.weights, trainers.values())
             run.measured["weights_equal"] = all(same)

@@ -29,8 +29,8 @@ from pipedream.runtime.launch import StageLostError
 from pipedream.runtime.record import Case, Report
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.simulate.trace import handed_on, transfers
-from pipedream.train.oracle import Config, Trainers, Workload
-from pipedream.train.trainer import Weights
+from pipedream.train.models import Config, Workload
+from pipedream.train.trainer import Trainers, Weights, build_trainers
 
 
 @contextmanager
@@ -232,7 +232,7 @@ class Station:
     def _trainers(self, case: Case) -> Trainers:
         schedule = case.schedule
         own = schedule.stages()[self.rank]
-        return self.workload.build_trainers(schedule, case.policy, case.num_microbatches, own)
+        return build_trainers(self.workload, schedule, case.policy, case.num_microbatches, own)
 
     def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
         """Train the initial weights under a schedule, with CONFIG's sleeps if `emulated`; the final

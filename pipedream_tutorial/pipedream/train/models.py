@@ -4,12 +4,19 @@ Layers are numbered through the whole model and drawn from their own seeds, so t
 out however it is cut.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from pipedream.errors import UserError
+from pipedream.schedules.orders import layers_of_a_stage
+
+Config = Mapping[str, Any]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 WIDTH = 32
 NUM_CLASSES = 8
@@ -155,3 +162,76 @@ def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
         for last in (block.attention_out, block.mlp_out):
             nn.init.normal_(last.weight, std=0.02 / (2 * size.num_layers) ** 0.5)
     return layers
+
+
+class Workload:
+    """A model to cut into stages, its loss and its microbatches: the same in every process."""
+
+    def __init__(self, config: Config, device: torch.device | None = None) -> None:
+        """Of `config`: num_stages, layers_per_stage, learning_rate, seed; and model,
+        microbatch_size, dtype, where None is what suits the model.
+
+        Raises UserError when the model's blocks cannot be cut evenly into the stages.
+        """
+        name = config.get("model", "mlp")
+        layers = config["layers_per_stage"]
+        self.config = config
+        self.device = device or torch.device("cpu")
+        self.blocks = BLOCKS.get(name)
+        batch = config.get("microbatch_size") or (8 if self.blocks is None else 4)
+        dtype = config.get("dtype")
+        if self.blocks is None:
+            layers = layers or 2
+            dtype = dtype or "float64"
+            task = build_task(seed=config["seed"], microbatch_size=batch)
+            self.loss: Loss = functional.cross_entropy
+            text = f"{count(layers, 'layer')} a stage, {batch} samples"
+        else:
+            total, hidden, tokens = self.blocks.num_layers, self.blocks.hidden, self.blocks.seq_len
+            p = config["num_stages"]
+            if not layers and total % p:
+                able = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+                raise UserError(
+                    f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
+                    f"set num_stages to one of {able}, or set layers_per_stage",
+                )
+            layers = layers or total // p
+            dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
+            # Four microbatches of normal numbers, in place of embedded text, and as the target.
+            generator = torch.Generator().manual_seed(config["seed"])
+            shape = 4 * batch, tokens, hidden
+            x, y = (torch.randn(shape, generator=generator) for _ in range(2))
+            task = Task(x, y.to(getattr(torch, dtype)), batch)
+            self.loss = functional.mse_loss
+            text = (
+                f"{count(layers, 'block')} of hidden size {hidden} a stage (no embedding, no "
+                f"head), {batch} sequences of {tokens}"
+            )
+        self.layers = layers
+        """Of a rank."""
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.text = f"{name}, {text} a microbatch, {dtype}"
+        inputs = task.inputs.to(self.device, self.dtype)
+        self.task = task._replace(inputs=inputs, targets=task.targets.to(self.device))
+
+    def build_modules(self, stages_per_rank: int) -> list[nn.Module]:
+        """By stage; each but the last gives a tensor of the form that it takes.
+
+        Raises UserError when a rank's layers cannot be cut evenly.
+        """
+        layers = layers_of_a_stage(self.layers, stages_per_rank)
+        num_stages = self.config["num_stages"] * stages_per_rank
+        seed = self.config["seed"]
+        if self.blocks is None:
+            return build_stages(num_stages, layers, seed=seed, dtype=self.dtype)
+        size = replace(self.blocks, num_layers=num_stages * layers)
+        torch.manual_seed(seed)
+        with self.device:
+            blocks = list(gpt2_layers(size).values())[1:-1]
+        cuts = range(0, len(blocks), layers)
+        return [nn.Sequential(*blocks[cut : cut + layers]).to(self.dtype) for cut in cuts]
+
+
+def count(number: int, noun: str) -> str:
+    """'1 stage', '2 stages'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

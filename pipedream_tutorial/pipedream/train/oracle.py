@@ -1,128 +1,36 @@
-"""What is trained, and training it in one process: the result that the runtime has to reproduce."""
+"""Training in one process: the result that the runtime has to reproduce, and each microbatch's
+gradient as the pipeline computed it, against the exact one.
+
+A microbatch's forward pass may use other versions of the weights on other stages. That mixed set
+of weights is a model like any other, and has an exact gradient: plain autograd through all stages
+at once. A backward pass that sees the forward pass's weights computes it; one that sees newer
+weights computes the gradient of no model at all.
+"""
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
 
-from pipedream.errors import UserError
 from pipedream.schedules.ops import Op, Schedule
-from pipedream.schedules.orders import layers_of_a_stage, schedule_for_training
-from pipedream.schedules.policies import Policy
+from pipedream.schedules.orders import schedule_for_training
+from pipedream.simulate.measures import times_of
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.simulate.trace import handed_on
-from pipedream.train import models
-from pipedream.train.trainer import Loss, StageTrainer, Weights
+from pipedream.train.models import TASK_MICROBATCHES, Task, Workload, build_task
+from pipedream.train.trainer import Gradients, StageTrainer, Trainers, Weights, build_trainers
 
-Config = Mapping[str, Any]
-Trainers = Mapping[int, StageTrainer]
-"""By stage."""
 Watcher = Callable[[Op, Trainers], None]
 
 
-class Workload:
-    """A model to cut into stages, its loss and its microbatches: the same in every process."""
-
-    def __init__(self, config: Config, device: torch.device | None = None) -> None:
-        """Of `config`: num_stages, layers_per_stage, learning_rate, seed; and model,
-        microbatch_size, dtype, where None is what suits the model.
-
-        Raises UserError when the model's blocks cannot be cut evenly into the stages.
-        """
-        name = config.get("model", "mlp")
-        layers = config["layers_per_stage"]
-        self.config = config
-        self.device = device or torch.device("cpu")
-        self.blocks = models.BLOCKS.get(name)
-        batch = config.get("microbatch_size") or (8 if self.blocks is None else 4)
-        dtype = config.get("dtype")
-        if self.blocks is None:
-            layers = layers or 2
-            dtype = dtype or "float64"
-            task = models.build_task(seed=config["seed"], microbatch_size=batch)
-            self.loss: Loss = functional.cross_entropy
-            text = f"{count(layers, 'layer')} a stage, {batch} samples"
-        else:
-            total, hidden, tokens = self.blocks.num_layers, self.blocks.hidden, self.blocks.seq_len
-            p = config["num_stages"]
-            if not layers and total % p:
-                able = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
-                raise UserError(
-                    f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
-                    f"set num_stages to one of {able}, or set layers_per_stage",
-                )
-            layers = layers or total // p
-            dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
-            # Four microbatches of normal numbers, in place of embedded text, and as the target.
-            generator = torch.Generator().manual_seed(config["seed"])
-            shape = 4 * batch, tokens, hidden
-            x, y = (torch.randn(shape, generator=generator) for _ in range(2))
-            task = models.Task(x, y.to(getattr(torch, dtype)), batch)
-            self.loss = functional.mse_loss
-            text = (
-                f"{count(layers, 'block')} of hidden size {hidden} a stage (no embedding, no "
-                f"head), {batch} sequences of {tokens}"
-            )
-        self.layers = layers
-        """Of a rank."""
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        self.text = f"{name}, {text} a microbatch, {dtype}"
-        inputs = task.inputs.to(self.device, self.dtype)
-        self.task = task._replace(inputs=inputs, targets=task.targets.to(self.device))
-
-    def build_modules(self, stages_per_rank: int) -> list[nn.Module]:
-        """By stage; each but the last gives a tensor of the form that it takes.
-
-        Raises UserError when a rank's layers cannot be cut evenly.
-        """
-        layers = layers_of_a_stage(self.layers, stages_per_rank)
-        num_stages = self.config["num_stages"] * stages_per_rank
-        seed = self.config["seed"]
-        if self.blocks is None:
-            return models.build_stages(num_stages, layers, seed=seed, dtype=self.dtype)
-        size = replace(self.blocks, num_layers=num_stages * layers)
-        torch.manual_seed(seed)
-        with self.device:
-            blocks = list(models.gpt2_layers(size).values())[1:-1]
-        cuts = range(0, len(blocks), layers)
-        return [nn.Sequential(*blocks[cut : cut + layers]).to(self.dtype) for cut in cuts]
-
-    def build_trainers(
-        self,
-        schedule: Schedule,
-        policy: Policy,
-        batch_size: int,
-        stages: Iterable[int] | None = None,
-        trainer_class: type[StageTrainer] = StageTrainer,
-    ) -> dict[int, StageTrainer]:
-        """By stage, with the initial weights: for these stages, or for all."""
-        modules = self.build_modules(schedule.stages_per_rank)
-        return {
-            stage: trainer_class(
-                modules[stage].to(self.device),
-                schedule,
-                policy,
-                stage=stage,
-                batch_size=batch_size,
-                learning_rate=self.config["learning_rate"],
-                loss=self.loss,
-            )
-            for stage in (range(len(modules)) if stages is None else stages)
-        }
-
-
-def count(number: int, noun: str) -> str:
-    """'1 stage', '2 stages'."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def run_schedule(
-    schedule: Schedule, trainers: Trainers, task: models.Task, watch: Watcher | None = None
+    schedule: Schedule, trainers: Trainers, task: Task, watch: Watcher | None = None
 ) -> None:
     """Run every operation once, by the simulator's clock, all operations equally long.
 
@@ -131,8 +39,7 @@ def run_schedule(
     """
     source: dict[Op, Op] = {taker: giver for giver, taker in handed_on(schedule)}
     given: dict[Op | None, torch.Tensor | None] = {}  # operation -> its result, until it is taken
-    timeline = simulate(schedule, build_costs(schedule))
-    for op in (op for event in timeline.all_events() for op in event.item.parts):
+    for op in times_of(simulate(schedule, build_costs(schedule))):
         given[op] = trainers[op.stage].run(op, given.pop(source.get(op), None), task)
         if watch is not None:
             watch(op, trainers)
@@ -165,7 +72,7 @@ def train(
     m = num_microbatches
     schedule, policy = schedule_for_training(name, config["num_stages"], m, num_batches)
     workload = Workload(config)
-    trainers = workload.build_trainers(schedule, policy, m, trainer_class=trainer_class)
+    trainers = build_trainers(workload, schedule, policy, m, trainer_class=trainer_class)
     run_schedule(schedule, trainers, workload.task, watch)
     losses = [float(trainers[max(trainers)].losses[i]) for i in range(m * num_batches)]
     return TrainResult(
@@ -180,5 +87,85 @@ def final_loss(result: TrainResult, num_microbatches: int) -> float:
 
     Of the whole data and of many weights: one step's noise would hide what the schedules differ by.
     """
-    batches = math.ceil(models.TASK_MICROBATCHES / num_microbatches)
+    batches = math.ceil(TASK_MICROBATCHES / num_microbatches)
     return statistics.fmean(result.losses[-batches:])
+
+
+class MicrobatchError(NamedTuple):
+    """How far one microbatch's gradient is off: norm of the difference by norm of the exact one.
+
+    Exactly 0: not a bit differs. Infinite where training has diverged and there is no number.
+    """
+
+    microbatch: int
+    relative_error: float  # of all stages at once, against the gradient at the forward's weights
+    per_stage: tuple[float, ...]
+    staleness_error: float  # against that at the weights it is applied to, each stage's newest
+
+
+class _RecordingTrainer(StageTrainer):
+    """Keeps what the newest backward pass gave, and the weights before its update."""
+
+    newest: tuple[Gradients, Weights]
+
+    def _accumulate(self, gradients: Gradients) -> None:
+        self.newest = gradients, copied(self.weights)
+        super()._accumulate(gradients)
+
+
+def copied(weights: Weights) -> Weights:
+    return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def train_and_check(
+    name: str, *, every: int = 1, **settings: Any
+) -> tuple[TrainResult, list[MicrobatchError]]:
+    """oracle.train with these settings, and how far every `every`-th microbatch's gradient is off,
+    in the order in which their backward passes end."""
+    task = build_task(seed=settings["seed"])
+    used: dict[int, dict[int, Weights]] = defaultdict(dict)
+    given: dict[int, dict[int, tuple[Gradients, Weights]]] = defaultdict(dict)
+    errors = []
+
+    def watch(op: Op, trainers: Trainers) -> None:
+        kind, stage, i = op
+        trainer = trainers[stage]
+        assert isinstance(trainer, _RecordingTrainer)
+        if i % every or kind == "I":
+            return
+        if kind == "F":
+            used[i][stage] = copied(trainer.in_flight[i].weights)
+            return
+        given[i][stage] = trainer.newest
+        if len(given[i]) < len(trainers):
+            return
+
+        def exact_at(weights: Iterable[Weights]) -> list[list[torch.Tensor]]:
+            """By autograd through all stages at once, each with the weights given."""
+            leaves = [{n: w.requires_grad_() for n, w in own.items()} for own in weights]
+            x, target = task.microbatch(i)
+            for one, own in zip(trainers.values(), leaves, strict=True):
+                x = torch.func.functional_call(one.module, own, (x,), tie_weights=False)
+            loss = cross_entropy(x, target) / settings["num_microbatches"]
+            found = iter(torch.autograd.grad(loss, [w for own in leaves for w in own.values()]))
+            return [[next(found) for _ in own] for own in leaves]
+
+        computed, newest = zip(*(given[i][s] for s in trainers), strict=True)
+        exact = exact_at(used[i][s] for s in trainers)
+        error = relative_difference(chain(*computed), chain(*exact))
+        by_stage = tuple(map(relative_difference, computed, exact))
+        stale = relative_difference(chain(*computed), chain(*exact_at(newest)))
+        errors.append(MicrobatchError(i, error, by_stage, stale))
+        del used[i], given[i]
+
+    return train(name, **settings, watch=watch, trainer_class=_RecordingTrainer), errors
+
+
+@torch.no_grad()
+def relative_difference(found: Iterable[torch.Tensor], exact: Iterable[torch.Tensor]) -> float:
+    """Norm of the difference by the norm of `exact`; infinite where that is no number."""
+    pairs = list(zip(found, exact, strict=True))
+    off = math.fsum(float((a - b).square().sum()) for a, b in pairs)
+    norm = math.fsum(float(b.square().sum()) for _, b in pairs)
+    error = math.sqrt(off / norm) if norm > 0 else math.nan
+    return error if math.isfinite(error) else math.inf

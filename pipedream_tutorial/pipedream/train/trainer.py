@@ -16,7 +16,7 @@ other layers have few weights: their gradients are made in I.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +28,10 @@ from torch.overrides import TorchFunctionMode
 
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.policies import Policy
-from pipedream.train.models import Task
+from pipedream.train.models import Loss, Task, Workload
 
 Weights = dict[str, torch.Tensor]
 Gradients = tuple[torch.Tensor, ...]
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class CutLinears(TorchFunctionMode):
@@ -92,7 +91,6 @@ class StageTrainer:
         module: nn.Module,
         schedule: Schedule,
         policy: Policy,
-        *,
         stage: int,
         batch_size: int,
         learning_rate: float,
@@ -108,9 +106,8 @@ class StageTrainer:
         self.batch_size = batch_size
         self.learning_rate = learning_rate
         self.loss = loss if stage == self.num_stages - 1 else None
-        self.versions = {
-            0: {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
-        }
+        first = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
+        self.versions = {0: first}
         # Parameters without memory, in whose place functional_call puts a version: a module that
         # holds the first one would never let it be freed.
         self.module = copy.deepcopy(module).to("meta")
@@ -228,3 +225,26 @@ class StageTrainer:
             kept |= set(range(self._version_of(self.num_forwards), self.updates))
         self.versions = {v: w for v, w in self.versions.items() if v in kept}
         self.peak_versions = max(self.peak_versions, len(self.versions))
+
+
+Trainers = Mapping[int, StageTrainer]
+"""By stage."""
+
+
+def build_trainers(
+    workload: Workload,
+    schedule: Schedule,
+    policy: Policy,
+    batch_size: int,
+    stages: Iterable[int] | None = None,
+    trainer_class: type[StageTrainer] = StageTrainer,
+) -> Trainers:
+    """With the initial weights: for these stages, or for all."""
+    modules = workload.build_modules(schedule.stages_per_rank)
+    same = {"learning_rate": workload.config["learning_rate"], "loss": workload.loss}
+    return {
+        stage: trainer_class(
+            modules[stage].to(workload.device), schedule, policy, stage, batch_size, **same
+        )
+        for stage in (range(len(modules)) if stages is None else stages)
+    }

@@ -21,8 +21,7 @@ import checkout  # noqa: F401
 import torch
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.orders import SCHEDULES
-from pipedream.train.gradients import MicrobatchError, train_and_check
-from pipedream.train.oracle import final_loss, train
+from pipedream.train.oracle import MicrobatchError, final_loss, train, train_and_check
 from pipedream.train.report import TRAINED
 
 
