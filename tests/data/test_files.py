@@ -9,9 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from distributed_training.data import files
-from distributed_training.data.corpus import read_corpus
-from distributed_training.data.files import read_text
+from distributed_training.data import corpus
+from distributed_training.data.corpus import read_corpus, read_text
 from distributed_training.data.pieces import PROMPT
 from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
 from distributed_training.settings.errors import UserError
@@ -30,7 +29,7 @@ def test_encodings_with_their_mark_and_windows_lines(newline, encoding, tmp_path
     text = mark + STORY.replace("\n", newline) + "\r"
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     for block in (1, 3, 2**20):
-        monkeypatch.setattr(files, "_BLOCK", block)
+        monkeypatch.setattr(corpus, "_BLOCK", block)
         for by_line in (False, True):
             assert "".join(read_text(tmp_path / "a.txt", by_line=by_line)) == STORY + "\r"
 
@@ -100,7 +99,7 @@ def test_records_that_cannot_be_used_say_why(name, content, words, tmp_path):
 
 
 def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_ROWS", 10)
+    monkeypatch.setattr(corpus, "_ROWS", 10)
     path = tmp_path / "a.parquet"
     write_rows(path, [{"text": str(n)} for n in range(40)])
     column = pyarrow.parquet.ParquetFile(path).metadata.row_group(15).column(1)
@@ -108,7 +107,7 @@ def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
     first = column.dictionary_page_offset
     content[first : first + column.total_compressed_size] = bytes(column.total_compressed_size)
     path.write_bytes(content)  # row 31 cannot be read any more
-    rows = files.read_records(path)
+    rows = corpus.read_records(path)
     assert next(rows) == (f"{path} row 1", {"text": "0"})
     with refused("a.parquet "):
         list(rows)

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distributed_training.data import pieces
-from distributed_training.data.files import read_text
+from distributed_training.data.corpus import read_text
 from distributed_training.data.pieces import Piece, cut_lines, cut_record, cut_text, find_form
 from tests.support import refused
 
