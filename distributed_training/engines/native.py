@@ -28,7 +28,6 @@ from distributed_training.plan.topology import Topology
 
 # fp16's dynamic loss scale; DeepSpeed's configuration says the same. It halves at every overflow.
 INITIAL_LOSS_SCALE = 2.0**16
-NUM_EAGER_STEPS = 12  # before a step is captured; DDP arranges its buckets in the first eleven
 LOSS_SCALE_WINDOW = 1000  # steps without overflow before it doubles
 
 
@@ -46,8 +45,7 @@ class NativeEngine(base.Engine):
         mesh = None if plan.only_copies else topology.build_mesh()
 
         on_gpu = topology.device_type == "cuda"
-        eager_steps = NUM_EAGER_STEPS if config.cuda_graphs else None
-        self.step = StepGraph(self._step, topology.device, num_eager_steps=eager_steps)
+        self.step = StepGraph(self._step, topology.device, captures=bool(config.cuda_graphs))
         stages = {
             index: model.stage(own)
             for index, own in enumerate(plan.layout.stages)
@@ -78,8 +76,9 @@ class NativeEngine(base.Engine):
             self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
-        # AdamW and clipping work element by element, for which this process's parts will do.
-        self.local = {each: gradients.local_parameter(each) for each in self.parameters}
+        # AdamW and clipping work element by element, for which this process's parts will do: in the
+        # same memory, with gradients of their own.
+        self.local = {each: nn.Parameter(local_part(each.detach())) for each in self.parameters}
         groups = parameter_groups(self.local.values(), config.weight_decay)
         rate = float(config.learning_rate)
         # On GPUs what changes from step to step lies in memory that a graph reads.

@@ -18,13 +18,6 @@ def local_part(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter over `local_part`'s memory, with a gradient of its own."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return nn.Parameter(local_part(parameter.detach()))
-
-
 def match_layouts(parameters: list[Any]) -> None:
     """Bring each gradient to its parameter's layout."""
     for parameter in parameters:

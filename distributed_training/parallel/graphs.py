@@ -12,6 +12,8 @@ import torch
 
 from distributed_training.parallel.agree import works_everywhere
 
+NUM_EAGER_STEPS = 12  # before a step is captured; DDP arranges its buckets in the first eleven
+
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
     """Copies of the arrays on `device`, without waiting where it is a GPU."""
@@ -22,26 +24,21 @@ def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, 
 
 
 class StepGraph:
-    """A step that is launched op by op at first, then captured and replayed. `step` takes the
-    device's copies of the arrays and returns tensors. Whatever else it reads or writes must stay
-    where it is in memory: parameters, optimizer state, learning rate. It must not wait for the GPU,
-    nor decide anything by what the GPU computes."""
+    """A step that is launched op by op at first, then, where it `captures`, captured and replayed.
+    `step` takes the device's copies of the arrays and returns tensors. Whatever else it reads or
+    writes must stay where it is in memory: parameters, optimizer state, learning rate. It must not
+    wait for the GPU, nor decide anything by what the GPU computes."""
 
     def __init__(
-        self,
-        step: Callable[..., tuple[torch.Tensor, ...]],
-        device: torch.device,
-        *,
-        num_eager_steps: int | None,
+        self, step: Callable[..., tuple[torch.Tensor, ...]], device: torch.device, *, captures: bool
     ) -> None:
-        """`num_eager_steps` come before the capture; None: every step is launched op by op."""
         self.step = step
         self.device = device
-        self.num_eager_steps = num_eager_steps
+        self.captures = captures
         self.num_steps = 0  # since state was last moved
         self.graph: torch.cuda.CUDAGraph | None = None
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if num_eager_steps is not None:
+        if captures:
             # Neither capture nor DDP's hooks in it work on the default stream.
             torch.cuda.set_stream(torch.cuda.Stream(device))
             self.pool = torch.cuda.MemPool()
@@ -49,7 +46,7 @@ class StepGraph:
     def __call__(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
         """What `step` returns, in memory that the next step leaves alone."""
         tensors = self._upload(arrays)
-        if self.num_steps == self.num_eager_steps:
+        if self.captures and self.num_steps == NUM_EAGER_STEPS:
             self._capture(tensors)
         self.num_steps += 1
         if self.graph is None:
