@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from distributed_training.advise.show import launch_command, layout_name
 from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
@@ -99,6 +98,8 @@ def start(
         return make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
 
     if dry_run:
+        from distributed_training.advise.show import launch_command
+
         plan = at_checkpoint(make(config))
         command_line = launch_command(plan, os.path.relpath(script), arguments)
         print(describe_plan(plan, "(this one)" if process else command_line))
@@ -131,6 +132,8 @@ def start(
     code = spawn(plan, command, max_restarts, begun)
     # Where what "auto" chose runs out of memory, the next best that is predicted to need less.
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
+        from distributed_training.advise.show import layout_name
+
         what = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         below = config.model_copy(update={"below_bytes": estimate_memory(plan).needed_bytes})
         plan = reserve_run_dir(make(below))
