@@ -21,7 +21,7 @@ from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.orders import SCHEDULES
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.comparison import Case, Row, closed_form, measure
-from pipedream.simulate.measures import held_activations, live_versions, times_of
+from pipedream.simulate.measures import Steps, held_activations, live_versions, times_of
 
 AGAINST_M = (
     "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "chimera",
@@ -310,13 +310,13 @@ def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
     ranks = range(stream.schedule.num_ranks)
     times = times_of(stream)
     use = weight_use(stream.schedule, row.policy, row.batch.schedule.num_microbatches)
-    held = held_activations(stream.schedule, times, Fraction(0))
-    kept = live_versions(stream.schedule, times, Fraction(0), use)
+    held = held_activations(stream.schedule, times)
+    kept = live_versions(stream.schedule, times, use)
 
     def height(rank: int, value: Fraction) -> float:
         return rank + FLOOR - LANE * float(value / top)
 
-    def curve(points: list[tuple[Fraction, Fraction]], rank: int) -> tuple[list[float], ...]:
+    def curve(points: Steps, rank: int) -> tuple[list[float], ...]:
         ys = [height(rank, value) for _, value in points]
         return [*(float(time) for time, _ in points), float(stream.makespan)], [*ys, ys[-1]]
 

@@ -40,15 +40,11 @@ class Stage:
     """Neighbouring layers, and the workers that each run all of them."""
 
     first: int
-    last: int
-    """The last layer, inclusive."""
-    replicas: int
-    """Workers; each takes every replicas-th microbatch."""
+    last: int  # the last layer, inclusive
+    replicas: int  # workers; each takes every replicas-th microbatch
     forward_s: Fraction
-    backward_s: Fraction
-    """Seconds of one microbatch on one worker."""
-    weight_bytes: Fraction
-    """Of one copy of the weights."""
+    backward_s: Fraction  # seconds of one microbatch on one worker
+    weight_bytes: Fraction  # of one copy of the weights
     sent_bytes: Fraction
     """To the next stage for a microbatch, and as many back; 0 after the last stage."""
     sync_s: Fraction
@@ -111,8 +107,7 @@ class Plan:
         return math.ceil(Fraction(self.num_workers, self.replicas[0]))
 
 
-Cuts = tuple[tuple[int, int], ...]
-"""(last layer, replicas) of each stage, first stage first."""
+Cuts = tuple[tuple[int, int], ...]  # (last layer, replicas) of each stage, first stage first
 
 
 def plan_pipeline(

@@ -29,8 +29,7 @@ class Layer:
 
     name: str
     forward_s: Number
-    backward_s: Number
-    """Seconds of the whole backward pass: the input's and the weights' gradients."""
+    backward_s: Number  # seconds of the whole backward pass: the input's and the weights' gradients
     activation_bytes: Number
     """Bytes of the layer's output, what is sent if the next layer lies on another worker."""
     weight_bytes: Number
@@ -42,17 +41,12 @@ class Profile:
 
     model: str
     device: str
-    torch: str
-    """Version of torch."""
+    torch: str  # version of torch
     dtype: str
-    batch: int
-    """Sequences in a microbatch."""
-    sequence: int
-    """Tokens in a sequence."""
-    threads: int
-    """CPU threads that torch computed with."""
-    command: str
-    """What makes the same measurement again."""
+    batch: int  # sequences in a microbatch
+    sequence: int  # tokens in a sequence
+    threads: int  # CPU threads that torch computed with
+    command: str  # what makes the same measurement again
     layers: tuple[Layer, ...]
 
 

@@ -64,8 +64,7 @@ class PlanRun:
     """A plan's simulation."""
 
     timeline: Timeline
-    in_flight: tuple[int, ...]
-    """By stage of the plan: microbatches on each of its workers at most."""
+    in_flight: tuple[int, ...]  # by stage of the plan: microbatches on each of its workers at most
     period_s: Fraction | None
     """Seconds between microbatches once they repeat; None if the run is too short to tell."""
     utilisation: Fraction

@@ -27,8 +27,7 @@ CHANGES = {F_DOWN: (1, 0), F_UP: (1, 0), I_UP: (0, 1), I_DOWN: (0, 1), W: (-1, -
 Slots = list[list[list[int]]]
 """rank -> F_DOWN ... (and W in the first pass) -> the slots of microbatches 0, 1, ..."""
 
-Moment = tuple[int, int]
-"""Slot and rank."""
+Moment = tuple[int, int]  # slot and rank
 
 START, END = (0, 0), (10**9, 0)
 

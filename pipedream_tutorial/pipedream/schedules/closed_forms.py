@@ -20,14 +20,10 @@ class Case(NamedTuple):
 
     p: int
     m: int
-    v: int
-    """Stages a rank, in the interleaved schedule; the V schedules have 2, whatever this says."""
-    f: Fraction
-    """Forward pass."""
-    i: Fraction
-    """Input gradient. The whole backward pass B is I + W."""
-    w: Fraction
-    """Weight gradient."""
+    v: int  # stages a rank, in the interleaved schedule; the V schedules have 2, whatever this says
+    f: Fraction  # forward pass
+    i: Fraction  # input gradient. The whole backward pass B is I + W.
+    w: Fraction  # weight gradient
 
     @property
     def backward(self) -> Fraction:

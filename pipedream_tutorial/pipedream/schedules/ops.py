@@ -16,10 +16,7 @@ import pipedream_simple as simple
 
 from pipedream.errors import UserError
 
-_WRITTEN = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
-_WRITTEN_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
-Key = tuple[str, int]
-"""Kind and stage of an operation."""
+Key = tuple[str, int]  # kind and stage of an operation
 
 
 class Op(NamedTuple):
@@ -72,8 +69,7 @@ class Schedule:
     """An order of operations for every rank, and the way a microbatch takes through the stages."""
 
     name: str
-    orders: tuple[tuple[Item, ...], ...]
-    """One rank's operations in the order in which it runs them."""
+    orders: tuple[tuple[Item, ...], ...]  # one rank's operations in the order in which it runs them
     chains: tuple[tuple[int, ...], ...]
     """Stages in the direction of the forward pass, numbered in a row. Two chains: two copies of
     the model (Chimera, DualPipe), each microbatch goes through one of them."""
@@ -92,17 +88,12 @@ class Schedule:
         return [[op for item in order for op in item.parts] for order in self.orders]
 
     @cached_property
-    def runs(self) -> dict[Key, list[int]]:
-        """(kind, stage) -> the microbatches, in the order in which a rank runs them."""
-        found: dict[Key, list[int]] = defaultdict(list)
-        for kind, stage, i in self.ops():
-            found[kind, stage].append(i)
-        return dict(found)
-
-    @cached_property
     def known(self) -> dict[Key, set[int]]:
         """(kind, stage) -> the microbatches that some rank runs it for."""
-        return {key: set(line) for key, line in self.runs.items()}
+        found: dict[Key, set[int]] = defaultdict(set)
+        for kind, stage, i in self.ops():
+            found[kind, stage].add(i)
+        return dict(found)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -206,29 +197,29 @@ def load_csv(path: Path) -> Schedule:
         orders.pop()
     schedule = straight(path.stem, orders)
     rank_of: dict[int, int] = {}
-    for rank, order in enumerate(schedule.flat):
-        for _, stage, _ in order:
-            if rank_of.setdefault(stage, rank) != rank:
+    for rank, stages in enumerate(schedule.stages()):
+        for stage in stages:
+            if stage in rank_of:
                 raise UserError(
                     f"{path} runs stage {stage} on ranks {rank_of[stage]} and {rank}",
                     "write all operations of a stage in one line",
                 )
+            rank_of[stage] = rank
     if not rank_of:
         raise UserError(f"{path} holds no operation", "write cells such as 0F0 and 0B0")
-    for expected, stage in enumerate(sorted(rank_of)):
-        if stage != expected:
-            raise UserError(
-                f"{path} has a stage {max(rank_of)} but no stage {expected}",
-                "number the stages from 0 without a gap",
-            )
+    for missing in sorted(set(range(max(rank_of))) - set(rank_of)):
+        raise UserError(
+            f"{path} has a stage {max(rank_of)} but no stage {missing}",
+            "number the stages from 0 without a gap",
+        )
     return schedule
 
 
 def _parse(cell: str, where: str) -> Item:
-    pair = _WRITTEN_PAIR.fullmatch(cell)
+    pair = re.fullmatch(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B", cell)
     ops = []
     for written in pair.groups() if pair else (cell,):
-        op = _WRITTEN.fullmatch(written)
+        op = re.fullmatch(r"(\d{1,9})([FBIW])(\d{1,9})", written, re.ASCII)
         if op is None:
             raise UserError(
                 f"{where}: {written[:40]!r} is no operation", "write it as 2F0, 2B0, 2I0 or 2W0"

@@ -57,16 +57,13 @@ POLICIES: dict[str, Policy] = {
 class WeightUse:
     """What happened to one stage's weights, counted along its rank's order."""
 
-    forward: dict[int, int]
-    """microbatch -> version that its forward pass ran with."""
-    backward: dict[int, int]
-    """microbatch -> version that its backward pass ran with."""
+    forward: dict[int, int]  # microbatch -> version that its forward pass ran with
+    backward: dict[int, int]  # microbatch -> version that its backward pass ran with
     staleness: dict[int, int]
     """microbatch -> updates of the stage between its forward pass's version and its own update."""
     live: tuple[tuple[Op, int], ...]
     """After each operation of the stage: how many versions are kept."""
-    peak_versions: int
-    """Kept at most."""
+    peak_versions: int  # kept at most
 
     def version(self, op: Op) -> int:
         """That a forward or backward pass of the stage ran with."""

@@ -31,8 +31,7 @@ class Action(NamedTuple):
         return f"{self.kind} {self.op} {direction} rank {self.peer}"
 
 
-Step = tuple[Action, ...]
-"""Actions that a rank posts together; it goes on when all have ended."""
+Step = tuple[Action, ...]  # actions that a rank posts together; it goes on when all have ended
 
 
 def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[Step]]:
@@ -105,12 +104,10 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
                     posted[action.peer].remove(through)
                     ended.append(through)
 
-    def follow(rank: int) -> tuple[Op, str, int] | None:
-        if not posted[rank]:
-            return None
+    def follow(rank: int) -> tuple[Op, str, int]:
         action = posted[rank][0]
         late = action.kind == RECV and action.op in sent[action.peer, rank]  # behind another
-        return action.op, str(action), rank if late else action.peer
+        return action.op, str(action), action.peer if posted[action.peer] and not late else rank
 
     if any(posted):
         raise DeadlockError(next(r for r, actions in enumerate(posted) if actions), follow)

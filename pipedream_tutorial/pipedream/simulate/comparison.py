@@ -34,8 +34,7 @@ class Case:
     num_batches: int
     chunks: int
     forward: Fraction
-    input_gradient: Fraction
-    """Of the half of the backward pass that gives the input's gradient."""
+    input_gradient: Fraction  # of the half of the backward pass that gives the input's gradient
     weight_gradient: Fraction
     communication: Fraction
     overlap_saving: Fraction
@@ -44,8 +43,7 @@ class Case:
     a multiple, such as one for each chunk."""
     recompute: Fraction | None = None
     """R before every backward pass, and the share of activations kept meanwhile; None: keep all."""
-    reorder: bool = True
-    """Whether V-Half and V-Min are pulled together at both ends, as published."""
+    reorder: bool = True  # whether V-Half and V-Min are pulled together at both ends, as published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +55,7 @@ class Row:
     title: str
     policy: Policy
     num_batches: int
-    batch: Timeline
-    """One batch from an empty pipeline to an empty pipeline."""
+    batch: Timeline  # one batch from an empty pipeline to an empty pipeline
     bound: Fraction | None = None
     """Of an order from search: no other one with as much memory is shorter."""
 

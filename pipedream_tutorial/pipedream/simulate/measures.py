@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, chain
-from typing import TypeVar
 
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.policies import WeightUse
@@ -15,14 +14,10 @@ from pipedream.simulate.simulator import Timeline
 class Idle:
     """Idle time by rank, by both definitions that papers use."""
 
-    makespan: tuple[Fraction, ...]
-    """From time 0 to the end of the last rank, less the time the rank is busy."""
-    span: tuple[Fraction, ...]
-    """From the rank's own first start to its own last end, likewise: zero for "zero bubble"."""
-    makespan_fraction: Fraction
-    """Share of all ranks' time that is idle, 0 to 1. Utilisation is 1 minus this."""
-    span_fraction: Fraction
-    """The same within the ranks' own spans."""
+    makespan: tuple[Fraction, ...]  # from time 0 to the end of the last rank, less the rank's work
+    span: tuple[Fraction, ...]  # from its own first start to its own last end; 0 in "zero bubble"
+    makespan_fraction: Fraction  # share of all ranks' time, 0 to 1; utilisation is 1 minus this
+    span_fraction: Fraction  # the same within the ranks' own spans
 
 
 def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> Idle:
@@ -66,7 +61,8 @@ def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     return tuple(peaks)
 
 
-Time = TypeVar("Time", int, Fraction)
+Times = Mapping[Op, tuple[Fraction | int, Fraction | int]]  # operation -> start and end
+Steps = list[tuple[Fraction | int, Fraction]]  # (time, how many from then on)
 
 
 def times_of(timeline: Timeline) -> dict[Op, tuple[Fraction, Fraction]]:
@@ -74,10 +70,8 @@ def times_of(timeline: Timeline) -> dict[Op, tuple[Fraction, Fraction]]:
     return {op: (e.start, e.end) for e in timeline.all_events() for op in e.item.parts}
 
 
-def held_activations(
-    schedule: Schedule, times: Mapping[Op, tuple[Time, Time]], zero: Time
-) -> dict[int, list[tuple[Time, Fraction]]]:
-    """rank -> (time, activations held from then on), in microbatches of a rank's whole share.
+def held_activations(schedule: Schedule, times: Times) -> dict[int, Steps]:
+    """By rank: activations held, in microbatches of a rank's whole share.
 
     Counted from the start of a forward pass or R to the end of the pass that frees them.
     """
@@ -85,7 +79,7 @@ def held_activations(
     found = {}
     for rank, order in enumerate(schedule.flat):
         held: Fraction | int = 0
-        points: list[tuple[Time, Fraction | int]] = [(zero, held)]
+        points: list[tuple[Fraction | int, Fraction | int]] = [(0, held)]
         for op in order:
             for step, by in enumerate(changes[op.kind]):
                 held += by
@@ -96,12 +90,9 @@ def held_activations(
 
 
 def live_versions(
-    schedule: Schedule,
-    times: Mapping[Op, tuple[Time, Time]],
-    zero: Time,
-    use: Mapping[int, WeightUse],
-) -> dict[int, list[tuple[Time, Fraction]]]:
-    """rank -> (time, weight versions kept from then on), in copies of a rank's whole share.
+    schedule: Schedule, times: Times, use: Mapping[int, WeightUse]
+) -> dict[int, Steps]:
+    """By rank: weight versions kept, in copies of a rank's whole share.
 
     Every stage starts with one version; an operation changes their number when it ends.
     """
@@ -109,7 +100,7 @@ def live_versions(
     for rank, stages in enumerate(schedule.stages()):
         kept = dict.fromkeys(stages, 1)
         after = {op: count for stage in stages for op, count in use[stage].live}
-        points: list[tuple[Time, Fraction | int]] = [(zero, len(kept))]
+        points: list[tuple[Fraction | int, int]] = [(0, len(kept))]
         for op in schedule.flat[rank]:
             kept[op.stage] = after[op]
             points.append((times[op][1], sum(kept.values())))
@@ -117,11 +108,9 @@ def live_versions(
     return found
 
 
-def _where_it_changes(
-    points: Iterable[tuple[Time, Fraction | int]], v: int
-) -> list[tuple[Time, Fraction]]:
+def _where_it_changes(points: Iterable[tuple[Fraction | int, Fraction | int]], v: int) -> Steps:
     """In units of a rank's whole share of v stages; of several points at one time the last."""
-    found: list[tuple[Time, Fraction]] = []
+    found: Steps = []
     for time, count in dict(points).items():
         if not found or found[-1][1] != Fraction(count, v):
             found.append((time, Fraction(count, v)))

@@ -29,8 +29,7 @@ from pipedream.errors import UserError
 from pipedream.schedules.ops import Schedule, straight
 from pipedream.simulate.simulator import Costs
 
-Words = list[str]
-"""By rank."""
+Words = list[str]  # by rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +37,8 @@ class Problem:
     """Sizes and durations, in ticks."""
 
     num_microbatches: int
-    memory: int
-    """Microbatches whose activations a rank may hold; each from its F to its W."""
-    durations: tuple[dict[str, int], ...]
-    """By rank: F, I and W."""
+    memory: int  # microbatches whose activations a rank may hold; each from its F to its W
+    durations: tuple[dict[str, int], ...]  # by rank: F, I and W
     communication: int
     tick: Fraction
 

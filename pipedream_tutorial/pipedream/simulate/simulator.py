@@ -33,16 +33,12 @@ Number = int | str | Fraction
 class DeadlockError(RuntimeError):
     """The orders can never all run: some operations wait for each other in a circle."""
 
-    def __init__(self, rank: int, follow: Callable[[int], tuple[Op, str, int] | None]) -> None:
+    def __init__(self, rank: int, follow: Callable[[int], tuple[Op, str, int]]) -> None:
         """`follow` tells what a rank is at (the operation, and in words) and for which rank it
-        waits; None for one that has nothing left to do, which ends the way."""
+        waits: itself, if no other one can help."""
         path: dict[int, tuple[Op, str]] = {}
         while rank not in path:
-            found = follow(rank)
-            if found is None:
-                rank = next(iter(path))
-                break
-            op, text, following = found
+            op, text, following = follow(rank)
             path[rank] = op, text
             rank = following
         circle = list(path.items())[list(path).index(rank) :]
@@ -66,15 +62,13 @@ class Costs:
 
     def duration(self, item: Item, position: dict[int, int]) -> Fraction:
         """How long one rank is busy with an operation or a pair."""
-        halves = [self._of(op.kind, position[op.stage]) for op in item.parts]
+        halves = []
+        for kind, stage, _ in item.parts:
+            durations = self.forward, self.input_gradient, self.weight_gradient
+            f, i, w = (by_place[position[stage]] for by_place in durations)
+            halves.append({"F": f, "R": f, "B": i + w, "I": i, "W": w}[kind])
         hidden = self.overlap_saving * min(halves) if len(halves) > 1 else 0
         return sum(halves, Fraction(0)) - hidden
-
-    def _of(self, kind: str, place: int) -> Fraction:
-        if kind in ("F", "R"):
-            return self.forward[place]
-        first = Fraction(0) if kind == "W" else self.input_gradient[place]
-        return first if kind == "I" else first + self.weight_gradient[place]
 
 
 def build_costs(
@@ -94,11 +88,14 @@ def build_costs(
     """
     check_scale(scale, schedule.num_ranks)
     factors = stage_factors(scale or [1], len(schedule.chains[0]))
-    shares = [factor / schedule.stages_per_rank for factor in factors]
+
+    def by_place(whole: Number) -> tuple[Fraction, ...]:
+        return tuple(Fraction(whole) / schedule.stages_per_rank * factor for factor in factors)
+
     return Costs(
-        forward=tuple(Fraction(forward) * share for share in shares),
-        input_gradient=tuple(Fraction(input_gradient) * share for share in shares),
-        weight_gradient=tuple(Fraction(weight_gradient) * share for share in shares),
+        forward=by_place(forward),
+        input_gradient=by_place(input_gradient),
+        weight_gradient=by_place(weight_gradient),
         communication=Fraction(communication),
         overlap_saving=Fraction(overlap_saving),
     )
@@ -136,10 +133,8 @@ class Timeline:
 
     schedule: Schedule
     costs: Costs
-    tick: Fraction
-    """In the unit of the costs."""
-    starts: Sequence[Sequence[int]]
-    """In ticks."""
+    tick: Fraction  # in the unit of the costs
+    starts: Sequence[Sequence[int]]  # in ticks
     ends: Sequence[Sequence[int]]
 
     @property
@@ -195,15 +190,13 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
     return free
 
 
-_Results = dict[int, int]
-"""Microbatch -> when an operation's result was there, in ticks."""
+_Results = dict[int, int]  # microbatch -> when an operation's result was there, in ticks
 
 _Rule = tuple[int, list[tuple[int, _Results, int]], list[tuple[int, _Results]]]
 """For one kind of item on a rank: how long it lasts; for which of its operations (0, or 1 in a
 pair) it takes what, and the time to send it; and what it gives."""
 
-_Kind = tuple[object, ...]
-"""An item without its microbatches."""
+_Kind = tuple[object, ...]  # an item without its microbatches
 
 
 def _kind(item: Item) -> _Kind:
@@ -290,10 +283,9 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind,
 def _check_once_and_whole(schedule: Schedule) -> None:
     """Each operation once, and with a backward pass B, or I and W, for each microbatch on a stage;
     ValueError names what is not so."""
-    for (kind, stage), line in schedule.runs.items():
-        if len(line) > len(schedule.known[kind, stage]):
-            ((i, _),) = Counter(line).most_common(1)
-            raise ValueError(f"{stage}{kind}{i} is in the orders twice")
+    if sum(map(len, schedule.flat)) > sum(map(len, schedule.known.values())):
+        ((op, _),) = Counter(schedule.ops()).most_common(1)
+        raise ValueError(f"{op} is in the orders twice")
     if all(kind == "F" for kind, _ in schedule.known):  # an order of forward passes alone
         return
     for stage in {stage for _, stage in schedule.known}:

@@ -29,13 +29,11 @@ class MeasuredEvent(NamedTuple):
     rank: int
     kind: str
     """F, B, I or W. On the threads send and receive: that of the operation whose result travels."""
-    stage: int
-    """The stage of that operation; so both ends of a transfer carry the sender's stage."""
+    stage: int  # the stage of that operation; so both ends of a transfer carry the sender's stage
     microbatch: int
     start_ns: int
     end_ns: int
-    thread: str
-    """compute, send or receive."""
+    thread: str  # compute, send or receive
 
 
 class _Slice(NamedTuple):
@@ -46,8 +44,7 @@ class _Slice(NamedTuple):
     item: Item
     start_ns: int
     end_ns: int
-    lane: int = 0
-    """Of its thread: where transfers overlap in time, each has its own."""
+    lane: int = 0  # of its thread: where transfers overlap in time, each has its own
 
 
 class _Run:
@@ -214,9 +211,9 @@ def _arrows(run: _Run) -> Iterable[TraceEvent]:
 
 def _counters(run: _Run, use: dict[int, WeightUse] | None) -> Iterable[TraceEvent]:
     times = {op: (s.start_ns, s.end_ns) for op, s in run.at.items()}
-    series = {"held activations (microbatches)": held_activations(run.schedule, times, 0)}
+    series = {"held activations (microbatches)": held_activations(run.schedule, times)}
     if use is not None:
-        series["live weight versions"] = live_versions(run.schedule, times, 0, use)
+        series["live weight versions"] = live_versions(run.schedule, times, use)
     for name, by_rank in series.items():
         for rank, points in by_rank.items():
             at = {"ph": "C", "name": name, "pid": run.first_pid + rank, "tid": 0}
