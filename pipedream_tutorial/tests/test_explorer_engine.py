@@ -17,13 +17,14 @@ import pytest
 import torch
 from measured import events_of, write_trace
 from pipedream.errors import UserError
-from pipedream.schedules.ops import save_csv
+from pipedream.schedules.ops import save_csv, straight
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.comparison import Case, measure
 from pipedream.simulate.measures import peak_activations
-from pipedream.simulate.search import as_schedule, build_problem, lower_bound
+from pipedream.simulate.search import build_problem, lower_bound
 from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
+from pipedream_simple import from_words
 
 pytestmark = pytest.mark.skipif(
     shutil.which("node") is None and "CI" not in os.environ,
@@ -158,7 +159,7 @@ def test_search_finds_the_proved_optimum_within_its_memory():
         problem = build_problem(costs, m, memory)
         bound = float(lower_bound(problem) * problem.tick)
         assert found["bound"] == pytest.approx(bound, abs=1e-12)
-        schedule = as_schedule(found["words"], "search")
+        schedule = straight("search", from_words(found["words"]))
         assert float(simulate(schedule, costs).makespan) == pytest.approx(found["makespan"])
         assert max(found["held"]) == max(peak_activations(schedule)) <= memory
     assert [found["makespan"] for found in answers[:4]] == [39, 36, 33, 30]

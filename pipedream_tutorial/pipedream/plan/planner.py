@@ -42,15 +42,12 @@ class Stage:
     first: int
     last: int  # the last layer, inclusive
     replicas: int  # workers; each takes every replicas-th microbatch
-    forward_s: Fraction
-    backward_s: Fraction  # seconds of one microbatch on one worker
+    forward_s: Fraction  # of one microbatch on one worker
+    backward_s: Fraction  # likewise
     weight_bytes: Fraction  # of one copy of the weights
-    sent_bytes: Fraction
-    """To the next stage for a microbatch, and as many back; 0 after the last stage."""
-    sync_s: Fraction
-    """Seconds in which the replicas synchronise once: after each has done a microbatch."""
-    link_s: Fraction
-    """Seconds a microbatch that the link to the next stage is busy, both ways together."""
+    sent_bytes: Fraction  # to the next stage for a microbatch, and as many back; 0 after the last
+    sync_s: Fraction  # in which the replicas synchronise once: after each has done a microbatch
+    link_s: Fraction  # a microbatch that the link to the next stage is busy, both ways together
 
     @property
     def compute_s(self) -> Fraction:
@@ -141,9 +138,7 @@ def plan_pipeline(
         links.append(stage(j, j, 1).link_s)
         period = {(i, r): stage(i, j, r).period_s for i in range(j + 1) for r in range(1, most + 1)}
         for m in range(1, num_workers + 1):
-            found: list[tuple[Fraction, Cuts]] = []
-            if m <= most:
-                found.append((period[0, m], ((j, m),)))
+            found: list[tuple[Fraction, Cuts]] = [(period[0, m], ((j, m),))] if m <= most else []
             found += [
                 (max(best[i, m - r][0], links[i], period[i + 1, r]), (*best[i, m - r][1], (j, r)))
                 for i in range(j)

@@ -29,9 +29,8 @@ class Layer:
 
     name: str
     forward_s: Number
-    backward_s: Number  # seconds of the whole backward pass: the input's and the weights' gradients
-    activation_bytes: Number
-    """Bytes of the layer's output, what is sent if the next layer lies on another worker."""
+    backward_s: Number  # of the whole backward pass: the input's and the weights' gradients
+    activation_bytes: Number  # of the output: what is sent if the next layer is on another worker
     weight_bytes: Number
 
 

@@ -28,7 +28,7 @@ from operator import mul
 
 from pipedream_simple import in_turn
 
-from pipedream.plan.planner import Plan, Stage
+from pipedream.plan.planner import Plan
 from pipedream.schedules.ops import Op, Schedule, straight
 from pipedream.simulate.measures import times_of
 from pipedream.simulate.simulator import Costs, Timeline, simulate
@@ -65,10 +65,10 @@ class PlanRun:
 
     timeline: Timeline
     in_flight: tuple[int, ...]  # by stage of the plan: microbatches on each of its workers at most
-    period_s: Fraction | None
-    """Seconds between microbatches once they repeat; None if the run is too short to tell."""
-    utilisation: Fraction
-    """Share of all workers' time that is compute, from 0 to the end, filling and draining too."""
+    period_s: (
+        Fraction | None
+    )  # between microbatches once they repeat; None: too short a run to tell
+    utilisation: Fraction  # share of all workers' time that is compute, fill and drain included
 
 
 def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> PlanRun:
@@ -89,7 +89,9 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
     for stage in plan.stages:
         own.append(len(counts))
         counts.append(stage.replicas)
-        times.append(_stretched(stage))
+        both_s = stage.replicas * stage.period_s
+        forward_s = stage.forward_s / stage.compute_s * both_s if stage.compute_s else Fraction(0)
+        times.append((forward_s, both_s - forward_s))
         if busy_links and stage.link_s:
             counts.append(1)
             times.append((stage.link_s / 2, stage.link_s / 2))
@@ -108,15 +110,6 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
         period_s=steady_period(timeline, max(map(mul, counts, in_flight))),
         utilisation=work / (timeline.makespan * plan.num_workers),
     )
-
-
-def _stretched(stage: Stage) -> tuple[Fraction, Fraction]:
-    """Seconds of a forward and a backward pass that add up to replicas * period_s."""
-    total = stage.replicas * stage.period_s
-    if not stage.compute_s:
-        return Fraction(0), total
-    factor = total / stage.compute_s
-    return stage.forward_s * factor, stage.backward_s * factor
 
 
 def steady_period(timeline: Timeline, reach: int) -> Fraction | None:

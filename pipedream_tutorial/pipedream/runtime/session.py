@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pipedream_simple import from_words
 
 from pipedream.errors import UserError
 from pipedream.plan.profile import device_name
 from pipedream.runtime.launch import CASE
 from pipedream.runtime.record import Case, MeasuredRun, build_record, render, write_whole
 from pipedream.runtime.stage import Station, connection_to
-from pipedream.schedules.ops import Schedule, repeat
+from pipedream.schedules.ops import Schedule, repeat, straight
 from pipedream.schedules.orders import FOUND, schedule_for_training
 from pipedream.schedules.policies import POLICIES, Policy
-from pipedream.simulate.search import as_schedule, search
+from pipedream.simulate.search import search
 from pipedream.simulate.simulator import load_order
 from pipedream.simulate.trace import trace_document
 from pipedream.train.models import Config, Workload, count
@@ -115,7 +116,7 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             if chosen is not None:
                 costs = chosen.costs(config["num_stages"])
                 words = search(costs, case.num_microbatches, case.memory).words
-            found = as_schedule(exchange(words)[0], case.name)
+            found = straight(case.name, from_words(exchange(words)[0]))
             case = case._replace(schedule=repeat(found, config["num_batches"]))
         for _ in range(config["warmups"]):  # nothing is slept in them
             station.run(case)

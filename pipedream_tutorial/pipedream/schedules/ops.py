@@ -197,14 +197,13 @@ def load_csv(path: Path) -> Schedule:
         orders.pop()
     schedule = straight(path.stem, orders)
     rank_of: dict[int, int] = {}
-    for rank, stages in enumerate(schedule.stages()):
-        for stage in stages:
-            if stage in rank_of:
+    for rank, order in enumerate(schedule.flat):
+        for _, stage, _ in order:
+            if rank_of.setdefault(stage, rank) != rank:
                 raise UserError(
                     f"{path} runs stage {stage} on ranks {rank_of[stage]} and {rank}",
                     "write all operations of a stage in one line",
                 )
-            rank_of[stage] = rank
     if not rank_of:
         raise UserError(f"{path} holds no operation", "write cells such as 0F0 and 0B0")
     for missing in sorted(set(range(max(rank_of))) - set(rank_of)):

@@ -49,14 +49,13 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
         steps[first : first + 1] = ["F", "b"]
     steps += ["b", "fB"] * (p - 1 - r)
     # 2 (r + 1) backwards, alternating; from the middle on their W is put off.
-    backwards = ["b", "B"] * (r + 1)
-    late = ["i" if backward == "b" else "I" for backward in backwards[r + 1 :]]
-    late += ["I"] * (p - 1 - r)
-    weights = ["w" if gradient == "i" else "W" for gradient in late]
+    backwards = "bB" * (r + 1)
+    late = backwards[r + 1 :].replace("b", "i").replace("B", "I") + "I" * (p - 1 - r)
+    weights = late.replace("i", "w").replace("I", "W")
     steps += backwards[: r + 1] + late[: r + 1]
-    for weight, gradient in zip(weights, late[r + 1 :], strict=False):
-        steps += [weight, gradient]
-    return _numbered(steps + weights[p - 1 - r :], down=r, up=2 * p - 1 - r)
+    for both in zip(weights, late[r + 1 :], strict=False):
+        steps += both
+    return _numbered([*steps, *weights[p - 1 - r :]], down=r, up=2 * p - 1 - r)
 
 
 def _numbered(steps: list[str], *, down: int, up: int) -> list[Item]:

@@ -16,13 +16,11 @@ from pipedream.schedules.ops import Op, Schedule
 class Policy:
     """How one way of training in a pipeline treats its weights."""
 
-    per_microbatch: bool
-    """Update after each microbatch's backward pass; otherwise once a batch, after its last."""
+    per_microbatch: bool  # update after each backward pass; otherwise after the last one of a batch
     forward_version: Callable[[int, int, int, int], int] = lambda updates, i, m, p: updates
     """(updates done on this stage, microbatch, microbatches a batch, p) -> version to run with; by
     default the newest."""
-    stashed: bool = True
-    """The backward pass sees the version of its forward pass. False: it sees whatever is there."""
+    stashed: bool = True  # a backward pass sees its forward pass's version; False: what is there
     text: str
 
 
@@ -59,10 +57,8 @@ class WeightUse:
 
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with
     backward: dict[int, int]  # microbatch -> version that its backward pass ran with
-    staleness: dict[int, int]
-    """microbatch -> updates of the stage between its forward pass's version and its own update."""
-    live: tuple[tuple[Op, int], ...]
-    """After each operation of the stage: how many versions are kept."""
+    staleness: dict[int, int]  # microbatch -> updates between that version and its own update
+    live: tuple[tuple[Op, int], ...]  # after each operation of the stage: how many are kept
     peak_versions: int  # kept at most
 
     def version(self, op: Op) -> int:

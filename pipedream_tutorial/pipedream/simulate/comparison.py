@@ -56,8 +56,7 @@ class Row:
     policy: Policy
     num_batches: int
     batch: Timeline  # one batch from an empty pipeline to an empty pipeline
-    bound: Fraction | None = None
-    """Of an order from search: no other one with as much memory is shorter."""
+    bound: Fraction | None = None  # of an order from search: none in as much memory is shorter
 
     @property
     def flushes(self) -> bool:

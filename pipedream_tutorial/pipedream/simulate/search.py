@@ -103,14 +103,9 @@ def search(
         shorter, proved = solve(problem, int(scored(best)[0]), prove)
         bound = max(bound, proved)
         best = min([best, *shorter], key=scored)
-    schedule = as_schedule(best, f"search-p{p}-m{m}-memory{memory}")
+    schedule = straight(f"search-p{p}-m{m}-memory{memory}", from_words(best))
     makespan = int(scored(best)[0])
     return Found(best, schedule, makespan * problem.tick, bound * problem.tick)
-
-
-def as_schedule(words: Words, name: str) -> Schedule:
-    """Orders, microbatches numbered by kind from 0."""
-    return straight(name, from_words(words))
 
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:

@@ -57,8 +57,7 @@ class Costs:
     communication: Fraction = Fraction(0)
     """From the end of an operation on one rank to its result's arrival at another. Sending
     occupies neither rank."""
-    overlap_saving: Fraction = Fraction(0)
-    """The share of a pair's shorter half that is hidden behind the longer one (0 to 1)."""
+    overlap_saving: Fraction = Fraction(0)  # share of a pair's shorter half hidden by the longer
 
     def duration(self, item: Item, position: dict[int, int]) -> Fraction:
         """How long one rank is busy with an operation or a pair."""

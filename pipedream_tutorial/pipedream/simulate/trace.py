@@ -27,9 +27,8 @@ class MeasuredEvent(NamedTuple):
     """One interval of a real run, on a clock that all ranks share."""
 
     rank: int
-    kind: str
-    """F, B, I or W. On the threads send and receive: that of the operation whose result travels."""
-    stage: int  # the stage of that operation; so both ends of a transfer carry the sender's stage
+    kind: str  # F, B, I or W; on the threads send and receive that of the result that travels
+    stage: int  # likewise: both ends of a transfer carry the sender's stage
     microbatch: int
     start_ns: int
     end_ns: int
