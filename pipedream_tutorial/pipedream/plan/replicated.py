@@ -65,9 +65,7 @@ class PlanRun:
 
     timeline: Timeline
     in_flight: tuple[int, ...]  # by stage of the plan: microbatches on each of its workers at most
-    period_s: (
-        Fraction | None
-    )  # between microbatches, once they repeat; None: too short a run
+    period_s: Fraction | None  # between microbatches, once they repeat; None: too short a run
     utilisation: Fraction  # share of all workers' time that is compute, fill and drain included
 
 
