@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -65,7 +66,7 @@ warn = partial(Finding, "warn")
 fail = partial(Finding, "fail")
 
 
-def check(good: bool, what: str, text: str, fix: str) -> Finding:
+def check(good: bool, what: str, text: str, fix: str = "") -> Finding:
     """ok, or a warning with what to type."""
     return ok(what, text) if good else warn(what, text, fix)
 
@@ -99,10 +100,9 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     rows = [line.split() for line in topology if line.startswith("GPU")]
     if links := {word for row in rows for word in row[1 : 1 + machine.num_gpus]} - {"X"}:
         text = f"between GPUs: {', '.join(sorted(links))}"
-        slow = links & {"SYS", "NODE", "PHB"}
-        if slow:
+        if slow := links & {"SYS", "NODE", "PHB"}:
             text += ": no NVLink, so prefer dp or pp to tp"
-        yield check(not slow, "links", text, "")
+        yield check(not slow, "links", text)
 
 
 def torch_and_driver(machine: Machine) -> Iterator[Finding]:
@@ -121,7 +121,7 @@ def torch_and_driver(machine: Machine) -> Iterator[Finding]:
     if found["available"]:
         yield ok("torch", f"{text}, NCCL {found['nccl']}")
         text = "supported" if found["bf16"] else "not supported by this GPU: precision is fp16"
-        yield check(found["bf16"], "bf16", text, "")
+        yield check(found["bf16"], "bf16", text)
     else:
         fix = "install the torch that the driver of nvidia-smi supports: pytorch.org/get-started"
         yield fail("torch", f"{text}: sees no GPU, though nvidia-smi does", fix)
@@ -231,12 +231,11 @@ def main(output_dir: Path) -> int:
         findings: list[Finding] = list(itertools.chain(*pool.map(list, looks)))
     width = max(len(finding.what) for finding in findings)
     indent = " " * (7 + width)
+    wrap = textwrap.TextWrapper(WIDTH, subsequent_indent=indent)
     for level, what, text, fix in findings:
-        print(textwrap.fill(f"{level:<4} {what:<{width}}  {text}", WIDTH, subsequent_indent=indent))
+        print(wrap.fill(f"{level:<4} {what:<{width}}  {text}"))
         if fix:
-            print(textwrap.fill(f"type: {fix}", WIDTH, initial_indent=indent,
-                                subsequent_indent=indent))  # fmt: skip
-    levels = [finding.level for finding in findings]
-    odd = f"{levels.count('warn')} to look at"
-    print(f"\n{levels.count('fail')} failed, {odd}, {levels.count('ok')} ok")
-    return int("fail" in levels)
+            print(wrap.fill(f"{indent}type: {fix}"))
+    levels = Counter(finding.level for finding in findings)
+    print(f"\n{levels['fail']} failed, {levels['warn']} to look at, {levels['ok']} ok")
+    return int(levels["fail"] > 0)

@@ -11,7 +11,7 @@ import itertools
 import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,8 +263,7 @@ def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
 class Link:
     """What lies between two processes."""
 
-    ranks: tuple[int, int]
-    hosts: tuple[str, str]
+    ends: dict[int, str]  # their ranks -> hosts
     latency_s: float
     bytes_per_s: float
 
@@ -293,9 +292,8 @@ def check_nodes() -> int:
                 min(entry["seconds"]["send"] for entry in entries if entry["bytes"] == size)
                 for size in (small, large)
             )
-            names = (hosts[ends[0]], hosts[ends[1]])
-            rate = large / seconds
-            links.append(Link(ranks=ends, hosts=names, latency_s=latency, bytes_per_s=rate))
+            where = {rank: hosts[rank] for rank in ends}
+            links.append(Link(ends=where, latency_s=latency, bytes_per_s=large / seconds))
     if group.process.rank == 0:
         print(describe(links))
     return 0
@@ -305,23 +303,22 @@ def describe(links: Sequence[Link]) -> str:
     """The links by kind, and what is slow among its kind."""
     kinds: dict[str, list[Link]] = {}
     for link in links:
-        kind = "in a node" if len(set(link.hosts)) == 1 else "between nodes"
+        kind = "in a node" if len(set(link.ends.values())) == 1 else "between nodes"
         kinds.setdefault(kind, []).append(link)
     lines = []
     slow = []
     for kind, alike in kinds.items():
         latency = min(link.latency_s for link in alike)
         rate = max(link.bytes_per_s for link in alike)
-        best = replace(alike[0], latency_s=latency, bytes_per_s=rate)
+        best = Link(ends={}, latency_s=latency, bytes_per_s=rate)
         lines.append(f"{plural(len(alike), 'link')} {kind}, at best {best}")
         for link in alike:
-            ends = zip(link.ranks, link.hosts, strict=True)
-            text = " - ".join(f"{rank} ({host})" for rank, host in ends)
-            text = f"  rank {text}: {link}"
+            ends = " - ".join(f"{rank} ({host})" for rank, host in link.ends.items())
+            text = f"  rank {ends}: {link}"
             late = link.latency_s / latency
             thin = rate / link.bytes_per_s
             if thin > SLOW_RATE or late > SLOW_LATENCY:
-                slow.append(set(link.ranks))
+                slow.append(set(link.ends))
                 less = f"{thin:.1f} times less" if thin > SLOW_RATE else f"{late:.1f} times later"
                 text += f", slow: {less} than the best"
             lines.append(text)

@@ -17,13 +17,7 @@ from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.records.card import write_card
 from distributed_training.records.display import short_path
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
-from distributed_training.run.saving import resume
-from distributed_training.run.saving.export import (
-    continuation,
-    push_folder,
-    whole_model,
-    write_folder,
-)
+from distributed_training.run.saving import export, resume
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 
@@ -81,7 +75,7 @@ def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
         return model, tokenizer, chat
     print(f"no {LAST}/ yet: reading {short_path(checkpoint)}", file=sys.stderr)
     plan, record, meta, state = read_checkpoint(checkpoint)
-    model = whole_model(state, meta.base_fingerprint, plan)
+    model = export.whole_model(state, meta.base_fingerprint, plan)
     tokenizer = Tokenizer(plan.tokenizer_dir)
     return model, tokenizer, tokenizer.talks(record.data.get("form"))
 
@@ -106,7 +100,7 @@ def generate(asked: argparse.Namespace) -> int:
         except EOFError:
             break
         said.append({"role": "user", "content": text})
-        ids = continuation(
+        ids = export.continuation(
             logits, tokenizer.ask(said) if chat else tokenizer.begin(text),
             num_tokens=asked.num_tokens, context=model.size.num_positions, seed=asked.seed,
             past=Past(), top_k=asked.top_k, temperature=asked.temperature,
@@ -150,7 +144,7 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
     plan, record, meta, state = read_checkpoint(checkpoint)
     tokenizer = Tokenizer(plan.tokenizer_dir)
     chat = tokenizer.talks(record.data.get("form"))
-    write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder, merge=merge)
+    export.write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder, merge=merge)
     write_card(folder, record.model_copy(update={"step": meta.step}))
     print(f"exported {short_path(folder)} (Hugging Face's format, after step {meta.step})")
     return 0
@@ -170,5 +164,5 @@ def push(given: str, repo_id: str, *, best: bool) -> int:
     """Upload the last or the best weights of a run, or a folder of them; the exit code."""
     check_push(repo_id)
     _, folder = find_weights(given, BEST if best else LAST)
-    print(f"pushed {push_folder(folder, repo_id)}")
+    print(f"pushed {export.push_folder(folder, repo_id)}")
     return 0

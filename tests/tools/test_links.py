@@ -87,7 +87,7 @@ def test_every_pair_of_three_processes_is_measured_and_of_many_a_chain():
     assert pairs(16) == list(itertools.pairwise(range(16)))
 
 
-QUICK = Link(ranks=(0, 1), hosts=("a", "a"), latency_s=30e-6, bytes_per_s=2e9)
+QUICK = Link(ends={0: "a", 1: "a"}, latency_s=30e-6, bytes_per_s=2e9)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ QUICK = Link(ranks=(0, 1), hosts=("a", "a"), latency_s=30e-6, bytes_per_s=2e9)
 )
 def test_the_slow_rank_is_named(slower, words):
     """Links between nodes are compared with each other."""
-    links = [dataclasses.replace(QUICK, ranks=ranks) for ranks in pairs(4)]
-    links = [dataclasses.replace(each, **slower) if 2 in each.ranks else each for each in links]
-    between = dataclasses.replace(QUICK, hosts=("a", "b"), latency_s=90e-6, bytes_per_s=0.4e9)
+    links = [dataclasses.replace(QUICK, ends=dict.fromkeys(ranks, "a")) for ranks in pairs(4)]
+    links = [dataclasses.replace(each, **slower) if 2 in each.ends else each for each in links]
+    between = Link(ends={0: "a", 1: "b"}, latency_s=90e-6, bytes_per_s=0.4e9)
     *lines, named = describe([*links, between, between]).splitlines()
     assert [line.startswith("  rank") and "2 (a)" in line for line in lines] == [
         words in line for line in lines
