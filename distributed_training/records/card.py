@@ -1,5 +1,4 @@
-"""The texts that have gaps, pages/, and the one for an exported folder: its model card. No torch
-import."""
+"""The model card of an exported folder; how all templates of pages/ are filled. No torch import."""
 
 import shlex
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Time, throughput, model FLOPs utilisation, memory, and how a run's go to the program that
-CONFIG's `log_to` names. Units are in the names."""
+"""Speed and memory of a run, and the program that `log_to` sends them to. Units end names."""
 
 import importlib
 import itertools

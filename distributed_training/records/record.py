@@ -1,5 +1,4 @@
-"""The JSON record of a run or measurement: what this code reads of it, how it is written. No torch
-import."""
+"""The JSON record of a run or measurement: its schema, how it is written. No torch import."""
 
 import contextlib
 import functools
@@ -140,8 +139,7 @@ class Record(History):
 
     @property
     def layout_name(self) -> str:
-        """The strategy's name and, unless it says it all, what tells two such runs apart: axes
-        and, with a pipeline, schedule and micro-batches."""
+        """The strategy and, unless that says all, axes, a pipeline's schedule and micro-batches."""
         axes = self.mesh
         words = [self.strategy["name"]]
         both = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
@@ -204,15 +202,13 @@ def load_record(path: Path) -> Record:
 
 
 def is_alive(r: Record) -> bool:
-    """Whether a record says "running" and the process that wrote it still runs, on this host."""
-    if r.status != "running" or r.hostname != platform.node() or r.pid is None:
-        return False
+    """Whether the process of this host that wrote a record still runs."""
     with contextlib.suppress(psutil.Error):  # it has ended
         process = psutil.Process(r.pid)
         ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         # A process that began later has only been given the same number.
         began = datetime.fromisoformat(r.started_at).timestamp()
-        return not ended and process.create_time() <= began + 1
+        return r.pid is not None and not ended and process.create_time() <= began + 1
     return False
 
 

@@ -1,7 +1,4 @@
-"""Comparisons for a terminal, as Markdown, as one HTML file, with plots; and `report`, of any runs.
-
-python real_model_example.py report [RUN ...]
-"""
+"""Comparisons with plots: for a terminal, as Markdown, as one HTML file; `report` of any runs."""
 
 import base64
 import io
@@ -144,8 +141,7 @@ def _speeds(layouts: Sequence[Layout]) -> Figure | None:
 
 
 def terminal(section: Section) -> str:
-    """Title, first table and notes, as wide as the terminal; a table that would be wider goes
-    without the least of its columns."""
+    """Title, first table and notes; what a terminal has no room for are the least columns."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     columns = section.tables[0].columns
     for least in ("", *LEAST):
@@ -176,8 +172,7 @@ def save_plots(sections: Sequence[Section], folder: Path) -> list[str]:
 
 
 def page(form: str, title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
-    """As Markdown, for a repository, the plots beside it; as HTML, one file: no network, no script,
-    light or dark, any width."""
+    """As Markdown, plots beside it; as HTML, one file: no network or script, light or dark."""
     return fill(
         f"page.{form}.jinja", title=title, heading=heading, sections=sections, note=note,
         tabulate=tabulate, markdown=MARKDOWN, align=_align, b64encode=base64.b64encode,

@@ -248,8 +248,7 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
 
 
 def run_names(records: Sequence[Record]) -> list[str]:
-    """What tells the names of the runs' folders apart: the first words that do. Empty for the only
-    run."""
+    """The first words that tell the runs' folders apart; empty for the only run."""
     words = [tuple(Path(r.run_dir).name.split("-")) for r in records]
     different = set(words)
     if len(different) == 1:

@@ -279,8 +279,7 @@ def pairs(world_size: int) -> list[tuple[int, int]]:
 
 
 def check_nodes() -> int:
-    """`doctor --nodes`: this process's part, in which two processes at a time send each other a
-    tensor while the others wait; the exit code. Collective."""
+    """`doctor --nodes`: two processes at a time send each other tensors; exit code. Collective."""
     links = []
     with open_group() as group:
         hosts = gather(platform.node())

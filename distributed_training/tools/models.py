@@ -25,8 +25,7 @@ REPLACEMENT = "\ufffd"  # what decoding gives for a character whose bytes are no
 
 
 def find_weights(given: str, kind: str = LAST) -> tuple[ModelSpec, Path]:
-    """(the model, the folder with its weights and tokenizer) of a run, its last or its best ones,
-    or of such a folder itself."""
+    """(model, folder of weights and tokenizer) of a run, its last or best, or of such a folder."""
     folder = given_path(given).resolve()
     run, kind = (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, kind)
     if not (run / PLAN_FILE).is_file():
