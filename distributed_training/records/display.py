@@ -11,8 +11,8 @@ from typing import Any
 from tqdm import tqdm
 
 from distributed_training.records.record import BEST, Record
+from distributed_training.settings.machine import GIB
 
-GIB = 2**30
 NOT_MEASURED = "not measured"
 WIDTH = 80  # columns of a terminal; the longest line of a run
 

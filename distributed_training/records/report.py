@@ -226,18 +226,17 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     left = len(records) - sum(len(comparison.records) for comparison in comparisons)
     note = f"left out: {left} older runs of other work; --all shows them" if left else ""
     print("\n\n".join(filter(None, [about, *map(terminal, sections), note])), flush=True)
+    place = arguments.html or arguments.plots
+    wrote = short_path(place)
     try:
-        if arguments.html is not None:
-            text = page("html", "Training runs", about, sections, note)
-            arguments.html.write_text(text, encoding="utf-8")
-            wrote = short_path(arguments.html)
+        if arguments.html:
+            place.write_text(page("html", "Training runs", about, sections, note), encoding="utf-8")
         else:
-            names = ", ".join(save_plots(sections, arguments.plots))
-            wrote = names and f"{short_path(arguments.plots)}/{names}"
+            names = ", ".join(save_plots(sections, place))
+            wrote = names and f"{wrote}/{names}"
     except OSError as error:
-        option = "--plots" if arguments.html is None else "--html"
-        what = f"{arguments.html or arguments.plots} cannot be written"
-        raise UserError(what, str(error), f"give another place to {option}") from None
+        fix = f"give another place to {'--html' if arguments.html else '--plots'}"
+        raise UserError(f"{place} cannot be written", str(error), fix) from None
     if wrote:
         print(textwrap.fill(f"wrote {wrote}", WIDTH, break_long_words=False))
     return 0

@@ -23,9 +23,10 @@ from typing import NamedTuple
 import psutil
 
 from distributed_training.advise import make
-from distributed_training.records.display import GIB, WIDTH
+from distributed_training.records.display import WIDTH
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import (
+    GIB,
     Machine,
     available_ram_bytes,
     detect_machine,

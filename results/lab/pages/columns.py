@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from tabulate import tabulate
 
 from distributed_training.records import tables
-from distributed_training.records.display import GIB, NOT_MEASURED
+from distributed_training.records.display import NOT_MEASURED
 from distributed_training.records.record import Record
 from distributed_training.records.tables import MARKDOWN, SETTINGS, Number, predicted
+from distributed_training.settings.machine import GIB
 
 DEFAULT = (
     "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",

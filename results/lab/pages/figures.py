@@ -12,10 +12,10 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from distributed_training.records.display import GIB
 from distributed_training.records.record import Record, load_record
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
+from distributed_training.settings.machine import GIB
 from results.lab.pages.learning import draw_losses
 from results.lab.pages.timelines import draw as draw_timelines
 
