@@ -120,8 +120,7 @@ def check_push(repo_id: str) -> None:
 
 
 def fetch_folder(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> Path:
-    """Where the Hub's cache has these files, downloaded unless all are there; OSError in one line
-    where they are not available."""
+    """Where the Hub's cache has these files, downloaded unless all are; OSError if it cannot."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError

@@ -30,8 +30,7 @@ class Tokenizer:
         if self.has_json and (folder / SETTINGS.name).is_file():
             settings = load_json(folder / SETTINGS.name, "tokenizer")
         self._bpe = self._read()
-        # Marks such as <|endoftext|> are tokens where a template wrote them, not in a text that
-        # mentions them.
+        # Marks such as <|endoftext|> are tokens where a template wrote them, not in a text.
         self._bpe.encode_special_tokens = True
         vocabulary = self._bpe.get_vocab()
         marks = {"bos_token": "", "eos_token": END_OF_TEXT}

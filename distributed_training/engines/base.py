@@ -58,8 +58,7 @@ class Engine(abc.ABC):
         """[1, T] -> [1, T, vocab], no gradient; the same on every rank."""
 
     def past(self) -> Past | None:
-        """What `logits` may be given to see each token of a growing text once; None where no rank
-        runs the whole model."""
+        """For `logits` to see each token of a text once; None where no rank has the whole model."""
         return Past() if self.topology.pp == self.topology.tp == 1 else None
 
     def set_learning_rate(self, rate: float) -> None:
@@ -93,8 +92,7 @@ class Engine(abc.ABC):
         """Restore what `own_state` gave on this rank, if anything; after `load`."""
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
-        """What `state_parts` says of the weights, put together on the CPU under the model's names;
-        None on ranks other than 0."""
+        """All weights on rank 0's CPU, as `state_parts` names them; None on other ranks."""
         weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
         own = [part for part in weights if part.writes and math.prod(part.size)]
         ranks = gather([(part.name, part.shape, part.start, part.size) for part in own])

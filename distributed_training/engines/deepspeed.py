@@ -44,8 +44,7 @@ class DeepSpeedEngine(base.Engine):
         strategy = plan.strategy
         if config.lora_rank:
             apply_lora(model, config)
-            # ZeRO-3 drops a block's weights once the gradient of its input is there: the first
-            # block's input has one, too, then.
+            # ZeRO-3 drops a block's weights once its input has a gradient: so the first's has one.
             model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         tables = set(model.vocabulary_parameters())
@@ -234,8 +233,7 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
             super().__init__(layers, topology=grid, loss_fn=self.head)
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """`scale` times the summed loss, or logits [B, T, V]; DeepSpeed's loss function, which has
-        the targets."""
+        """DeepSpeed's loss function: `scale` times the summed loss, or logits [B, T, V]."""
         weight = self.rows[0].weight
         if targets is None:
             return self.project(x, weight, self.vocab_size)

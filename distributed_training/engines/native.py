@@ -32,8 +32,7 @@ LOSS_SCALE_WINDOW = 1000  # steps without overflow before it doubles
 
 
 class NativeEngine(base.Engine):
-    """Composes the mechanisms of parallel/ in one visible order, each imported where it is used,
-    and steps AdamW."""
+    """Composes the mechanisms of parallel/, imported where used, in one order and steps AdamW."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         config = plan.config

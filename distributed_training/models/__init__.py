@@ -123,9 +123,8 @@ class ModelSize:
         return self.num_layers * self.count_adapters(rank, targets)[0]
 
     def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
-        """Forward plus backward FLOPs for one token of a `seq_len` sequence: 6N + 12 L D T (PaLM,
-        appendix B; D: of all heads), the two attention products over the full T x T square; 4N
-        where weights are `frozen`."""
+        """FLOPs of both passes for one token of a `seq_len` sequence: 6N (4N: weights are `frozen`)
+        + 12 L D T, D of all heads, attention over the full T x T square (PaLM, appendix B)."""
         # Looking tokens up multiplies nothing; a tied embedding's rows do so at the output.
         used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
         return (4 if frozen else 6) * used + 12 * self.num_layers * self.attention_width * seq_len
@@ -151,8 +150,7 @@ class ModelSpec:
         return self.code.build(self.size, dropout=dropout, seed=seed)
 
     def load(self, model: Decoder, folder: Path) -> None:
-        """Copy the weights in `folder`, in Hugging Face's format, into `model`, in fp32; raise
-        UserError where they do not fit."""
+        """Copy Hugging Face's weights in `folder` into `model`; UserError where they do not fit."""
         self.check_weights(folder)
         files: list[Any] = [safe_open(file, "pt") for file in weight_files(folder)]
         stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118, no dict

@@ -61,8 +61,7 @@ def gather_in(store: dist.Store, rank: int, world_size: int) -> Gather:
 
 
 def check_ranks_agree(mine: Mapping[str, Any], ask: Gather) -> None:
-    """Raise UserError on every rank where one has another value of something than rank 0, by its
-    name. Collective."""
+    """Raise UserError on all where a rank has another value of a name than rank 0. Collective."""
     ranks = ask((socket.gethostname(), mine))
     host_0, first = ranks[0]
     for rank, (host, found) in enumerate(ranks):
@@ -77,8 +76,7 @@ def check_ranks_agree(mine: Mapping[str, Any], ask: Gather) -> None:
 @contextlib.contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """What fails in the block on some rank is raised on all, the first rank's where several fail:
-    an error of a disk, of numbers that are not finite, or of the user's. Collective over `group`,
-    another one of all ranks if any."""
+    an error of a disk, of numbers that are not finite, or the user's. Collective, as gather."""
     failure = None
     try:
         yield

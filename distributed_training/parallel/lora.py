@@ -19,9 +19,8 @@ from distributed_training.settings.config import RunConfig
 
 def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
     """Freeze a model, or a stage of one that may be split over tp, and put fp32 adapters beside its
-    blocks' matrices, in place. Returns names of parameters whose gradients are still to be summed
-    over tp. Of a matrix that is split by rows every process holds all of A, and its rows of B; else
-    its columns of A, all of B."""
+    blocks' matrices, in place: all of A and own rows of B where a matrix is split by rows, else own
+    columns of A, all of B. Returns names of parameters with gradients to be summed over tp yet."""
     model.requires_grad_(False)
     terms = set()
     targets = model.size.adapted(config.lora_targets)

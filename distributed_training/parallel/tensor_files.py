@@ -65,8 +65,7 @@ def part_of(
 
 
 def place_of(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ...], int, int]:
-    """(where this process's part of a parameter begins, the process's place among those that hold
-    the same part, how many these are)."""
+    """(where this process's part begins, its place among those with the same, their number)."""
     start: tuple[int, ...] = (0,) * parameter.dim()
     divided = set[str]()
     if isinstance(parameter, DTensor):

@@ -76,8 +76,7 @@ class WeightGradients:
 
 
 def _product_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """A Linear's product that notes its input and gives its output's gradient to the tap, if the
-    Linear has one."""
+    """A Linear's product that notes its input and gives its output's gradient to a tap, if any."""
     if linear.tap is None:
         return linear.product(x)
     assert linear.seen is None, "a block calls each of its Linears once"

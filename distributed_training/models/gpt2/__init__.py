@@ -35,8 +35,7 @@ def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> M
 
 
 SIZES = {
-    # 0.3M parameters over the vocabulary of the tokenizer in assets/: for CPUs and tests; the other
-    # one is for pipelines.
+    # 0.3M parameters over the vocabulary of the tokenizer in assets/: for CPUs, tests, pipelines.
     "gpt2-tiny": gpt2_size(vocab_size=2048, num_layers=2, num_heads=4, hidden_size=64),
     "gpt2-tiny-4-blocks": gpt2_size(vocab_size=2048, num_layers=4, num_heads=4, hidden_size=64),
     "gpt2": gpt2_size(vocab_size=50257, num_layers=12, num_heads=12, hidden_size=768),

@@ -23,8 +23,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class GPT2Block(Block):
-    """Attention, then a 4x MLP. The rows of `qkv` are ordered (head, q/k/v, K), so that a split
-    over heads is a split of rows."""
+    """Attention, then a 4x MLP. `qkv`'s rows are ordered (head, q/k/v, K), to be split by heads."""
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__(dropout)

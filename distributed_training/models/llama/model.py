@@ -38,8 +38,7 @@ class Rotary(nn.Module):
         self.register_buffer("table", angles(*self.settings), persistent=False)
 
     def forward(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Turn each pair of numbers, those half a head apart, of x [B, T, ..., K], whose first
-        token has position `start`."""
+        """Turn pairs of numbers half a head apart in x [B, T, ..., K], from position `start` on."""
         table = self.table[:, start : start + x.shape[1]]
         cos, sin = table.view(2, x.shape[1], *[1] * (x.dim() - 3), -1).unbind(0)
         one, other = x.chunk(2, dim=-1)
