@@ -29,11 +29,10 @@ from distributed_training.settings.files import parse_json
 EMBEDDED = "embedded"
 PROSE = "embedded-prose"
 WIKITEXT = "wikitext-2"
-TEXT_KINDS = (".txt", ".md")  # a file is one text
-RECORD_KINDS = (".jsonl", ".csv", ".parquet")  # a line or a row is one record
-ARROW = ".arrow"  # what the datasets library keeps; rows are records
-_KINDS = (*TEXT_KINDS, *RECORD_KINDS)
-COLUMNS = ("text", "prompt", "completion", "messages")  # those of records that are read
+_TEXTS = (".txt", ".md")  # a file is one text
+_RECORDS = (".jsonl", ".csv", ".parquet")  # a line or a row is one record
+_KINDS = (*_TEXTS, *_RECORDS)
+_COLUMNS = ("text", "prompt", "completion", "messages")  # those of records that are read
 _BLOCK = 2**20  # bytes, or characters
 _ROWS = 16  # of a table, decoded at a time: a file of 1 MB may have rows of 10 MB
 _QUOTES = 'put a text with a comma in it into quotes: "one, two"'
@@ -151,10 +150,10 @@ def _find_source(path: Path, what: str) -> Source:
         shown = [file for file in below if "/." not in f"/{file.relative_to(path).as_posix()}"]
         files = [file for file in shown if not file.is_dir()]
     found = sorted({file.suffix or "a file without an extension" for file in files})
-    are_texts = set(found) <= set(TEXT_KINDS)
-    if not files or not (are_texts or set(found) <= set(RECORD_KINDS)):
+    are_texts = set(found) <= set(_TEXTS)
+    if not files or not (are_texts or set(found) <= set(_RECORDS)):
         why = f"found {', '.join(found) or 'no ' + ' or '.join(_KINDS) + ' file'}"
-        fix = f"give {' and '.join(TEXT_KINDS)} files, or {', '.join(RECORD_KINDS)} files, not both"
+        fix = f"give {' and '.join(_TEXTS)} files, or {', '.join(_RECORDS)} files, not both"
         raise UserError(f"{what} cannot be read", why, fix)
     for file in files:
         if not file.is_file():
@@ -235,11 +234,11 @@ def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
         with pyarrow.memory_map(str(path)) as file:
-            if path.suffix == ARROW:
+            if path.suffix == ".arrow":  # what the datasets library keeps
                 batches = iter(pyarrow.ipc.open_stream(file))
             else:
                 table = pyarrow.parquet.ParquetFile(file)
-                names = [name for name in table.schema_arrow.names if name in COLUMNS]
+                names = [name for name in table.schema_arrow.names if name in _COLUMNS]
                 batches = table.iter_batches(_ROWS, columns=names or None)
             for batch in batches:
                 for first in range(0, batch.num_rows, _ROWS):

@@ -131,13 +131,12 @@ def fetch_folder(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "
     logging.set_verbosity_error()  # the OSError says what its warnings would
     ask = partial(hf_hub_download, repo_id, repo_type=repo_type, etag_timeout=TIMEOUT_S)
     try:
-        with contextlib.suppress(LocalEntryNotFoundError):
+        try:
             paths = [ask(name, local_files_only=True) for name in filenames]
-            return Path(paths[0]).parent
-        # Asks once, where the download would retry for minutes.
-        url = hf_hub_url(repo_id, filenames[0], repo_type=repo_type)
-        get_hf_file_metadata(url, timeout=TIMEOUT_S)
-        paths = [ask(name) for name in filenames]
+        except LocalEntryNotFoundError:  # asks once, where the download would retry for minutes
+            url = hf_hub_url(repo_id, filenames[0], repo_type=repo_type)
+            get_hf_file_metadata(url, timeout=TIMEOUT_S)
+            paths = [ask(name) for name in filenames]
         return Path(paths[0]).parent
     except Exception as error:  # those of whichever HTTP client the library uses
         reason = str(error).strip().partition("\n")[0]
