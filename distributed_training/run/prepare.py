@@ -99,7 +99,7 @@ def reserve_run_dir(plan: Plan) -> Plan:
 def plan_as_text(make: Callable[[], Plan]) -> str:
     """What other processes are told: the plan that was made, or why there is none."""
     try:
-        return json.dumps({"plan": PLAN_AS_JSON.dump_json(make()).decode()})
+        return PLAN_AS_JSON.dump_json(make()).decode()
     except UserError as error:
         said = str(error)
     except OSError as error:  # a full or read-only disk under the cache, most often
@@ -112,7 +112,7 @@ def plan_from_text(text: str) -> Plan:
     answer = json.loads(text)
     if "error" in answer:
         raise UserError(answer["error"])
-    return PLAN_AS_JSON.validate_json(answer["plan"])
+    return PLAN_AS_JSON.validate_json(text)
 
 
 def write_plan(plan: Plan) -> None:

@@ -60,7 +60,11 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     with process_group(device, store, p2p_channels=p2p_channels(config.gradient_compression)):
         ask = gather_in(store, process.rank, process.world_size)
         if isinstance(given, RunConfig):
-            from distributed_training.run.launched import agree_on_plan, check_disks, current_agent
+            from distributed_training.run.rendezvous import (
+                agree_on_plan,
+                check_disks,
+                current_agent,
+            )
 
             given = agree_on_plan(given, process, ask, current_agent())
             check_disks(given, process)

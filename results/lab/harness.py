@@ -36,7 +36,7 @@ from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, p2p_channels
 from distributed_training.run import worker
-from distributed_training.run.launched import agree_on_plan
+from distributed_training.run.rendezvous import agree_on_plan
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options

@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from distributed_training.run import launched, watch
+from distributed_training.run import rendezvous, watch
 from distributed_training.run.loop import Trainer
 from tests.e2e.nodes import Node, unplug
 from tests.pool import run_script
@@ -69,7 +69,7 @@ def _unplugged() -> None:
 def on_each_node(job: dict[str, Any]) -> None:
     """The script on each node, but for a `missing` one, where nothing is typed; with `ends_at`,
     SIGTERM comes to the first in that step."""
-    launched.SHARED_WITHIN_S = 1.0
+    rendezvous.SHARED_WITHIN_S = 1.0
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):
         return

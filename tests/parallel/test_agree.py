@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from distributed_training.parallel import agree
 from distributed_training.records.record import code
-from distributed_training.run import launched
+from distributed_training.run import rendezvous
 from distributed_training.run.ranks import Process
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
@@ -27,7 +27,7 @@ def plan_on_two_ranks(tmp_path, **of_rank_1):
         process = Process(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
         ask = agree.gather_in(store, rank, 2)
         try:
-            return launched.agree_on_plan(build_config({**VALUES, **mine}), process, ask)
+            return rendezvous.agree_on_plan(build_config({**VALUES, **mine}), process, ask)
         except UserError as error:
             return str(error)
 
@@ -38,9 +38,12 @@ def plan_on_two_ranks(tmp_path, **of_rank_1):
 def test_ranks_wait_for_the_text_as_long_as_it_takes(tmp_path, monkeypatch):
     """Not on a process group's clock, which ends after half an hour: there is none here."""
     waited = threading.Event()
-    cut = launched.plan_data.cut_data
-    monkeypatch.setattr(launched, "detect_machine", lambda: CPU_MACHINE)
-    monkeypatch.setattr(launched.plan_data, "cut_data", lambda plan: waited.wait(60) and cut(plan))
+    data = rendezvous.plan_data
+    cut = data.cut_data
+    monkeypatch.setattr(rendezvous, "detect_machine", lambda: CPU_MACHINE)
+    monkeypatch.setattr(
+        rendezvous.plan_data, "cut_data", lambda plan: waited.wait(60) and cut(plan)
+    )
     naps = []
 
     def nap(seconds):
@@ -70,6 +73,6 @@ def test_other_code_on_another_rank_is_named(tmp_path, monkeypatch):
     file = "distributed_training/run/loop.py"
     assert {file, "strategies/12_local_sgd/local_sgd.py"} <= code().keys()
     versions = iter([{file: "one"}, {file: "another"}])
-    monkeypatch.setattr(launched, "code", lambda: next(versions))
+    monkeypatch.setattr(rendezvous, "code", lambda: next(versions))
     for said in plan_on_two_ranks(tmp_path):
         assert said.startswith(f"rank 1 on {os.uname().nodename} has another {file} than rank 0")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from distributed_training.parallel.agree import gather
 from distributed_training.plan.topology import Topology
-from distributed_training.run import launched
+from distributed_training.run import rendezvous
 from distributed_training.run.ranks import Process
 from distributed_training.run.saving import checkpoint
 from distributed_training.run.saving.resume import ElsewhereError, find_resume, list_checkpoints
@@ -42,7 +42,7 @@ def on_two_nodes(folder):
         seen[case] = None
         process = Process(rank=rank, world_size=2, local_rank=0, local_world_size=1)
         try:
-            launched.check_disks(changed, process)
+            rendezvous.check_disks(changed, process)
         except UserError as error:
             seen[case] = str(error)
 
@@ -64,7 +64,7 @@ def on_two_nodes(folder):
     save(4)
     steps("saved again")
     plan.checkpoint = list_checkpoints(plan.run_dir)[-1]
-    launched.write_plan = lambda plan: None
+    rendezvous.write_plan = lambda plan: None
     refusal("nothing")
     refusal("one folder", run_dir=folder / "node0", checkpoint=None)
     file = plan.checkpoint / FILES[rank]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.run.launched import go_on
 from distributed_training.run.prepare import make_plan, reserve_run_dir, started_again, take_over
+from distributed_training.run.rendezvous import go_on
 from distributed_training.settings.config import build_config
 from tests.plan.helpers import merged
 from tests.support import CPU_MACHINE, refused

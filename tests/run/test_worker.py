@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.records.record import load_record
-from distributed_training.run import ending, launched, worker
+from distributed_training.run import ending, rendezvous, worker
 from distributed_training.run.ranks import Process
 from distributed_training.settings.config import build_config
 from tests.plan.helpers import plan_for
@@ -93,12 +93,12 @@ def test_a_full_disk_under_a_cache_is_an_answer_for_all_ranks(tmp_path, monkeypa
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(launched.plan_data, "cut_data", full)
-    monkeypatch.setattr(launched, "detect_machine", lambda: CPU_MACHINE)
+    monkeypatch.setattr(rendezvous.plan_data, "cut_data", full)
+    monkeypatch.setattr(rendezvous, "detect_machine", lambda: CPU_MACHINE)
     sent = []
     config = build_config({"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)})
     with refused("No space left on device; set output_dir elsewhere"):
-        launched.agree_on_plan(
+        rendezvous.agree_on_plan(
             config, replace(PROCESS, rank=0), lambda mine: sent.append(mine) or [mine]
         )
     assert list(json.loads(sent[-1])) == ["error"]
