@@ -66,8 +66,7 @@ class Topology:
 
     def build_mesh(self) -> DeviceMesh:
         """The axes in use as one DeviceMesh, and dp_shard in any case, which FSDP works over.
-        Collective: makes communicators for each axis that does not span all processes.
-        """
+        Collective: makes communicators for each axis that does not span all processes."""
         from torch.distributed.device_mesh import init_device_mesh
 
         used = {axis: size for axis, size in self.axes.items() if size > 1 or axis == "dp_shard"}
@@ -96,31 +95,23 @@ def show_axes(axes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in (shown or dict(axes)).items())
 
 
-def p2p_channels(*compressions: str) -> int | None:
-    """NCCL's channels: few, unless these `gradient_compression`s exchange all to all."""
-    return None if "topk-int8" in compressions else P2P_CHANNELS
+def limit_channels(*compressions: str) -> None:
+    """Let NCCL use few channels for messages, unless these `gradient_compression`s exchange all to
+    all; the environment's NCCL_MAX_P2P_NCHANNELS counts more."""
+    if "topk-int8" not in compressions:
+        os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(P2P_CHANNELS))
 
 
 @contextlib.contextmanager
 def process_group(
-    device: torch.device,
-    store: dist.Store | None = None,
-    *,
-    minutes: float = 30,
-    p2p_channels: int | None = None,
+    device: torch.device, store: dist.Store | None = None, *, minutes: float = 30
 ) -> Iterator[None]:
     """The default process group: gloo for CPU tensors, NCCL for CUDA ones. Groups that are made
-    later have torch's own timeouts. The caller has dropped engine and model at the end.
-
-    `p2p_channels`: that NCCL may use for sends, receives and all-to-alls; the environment's
-    NCCL_MAX_P2P_NCHANNELS counts more.
-    """
+    later have torch's own timeouts. The caller has dropped engine and model at the end."""
     import torch
     import torch.distributed as dist
 
     options: dict[str, Any] = {"timeout": timedelta(minutes=minutes)}
-    if p2p_channels is not None:
-        os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(p2p_channels))
     if store is not None:
         place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
         options |= {"store": store, **place}

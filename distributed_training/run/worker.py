@@ -28,7 +28,7 @@ from distributed_training.parallel.agree import (
 )
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology, p2p_channels, process_group
+from distributed_training.plan.topology import Topology, limit_channels, process_group
 from distributed_training.predict.memory import estimate_state
 from distributed_training.predict.rates import remember_speed
 from distributed_training.records import metrics
@@ -57,7 +57,8 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     config = given.config if isinstance(given, Plan) else given
     watch = Watch(process)
     store = open_store(process, config.rendezvous_timeout_s)
-    with process_group(device, store, p2p_channels=p2p_channels(config.gradient_compression)):
+    limit_channels(config.gradient_compression)
+    with process_group(device, store):
         ask = gather_in(store, process.rank, process.world_size)
         if isinstance(given, RunConfig):
             from distributed_training.run.rendezvous import (

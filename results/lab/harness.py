@@ -34,7 +34,7 @@ from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology, p2p_channels
+from distributed_training.plan.topology import Topology, limit_channels
 from distributed_training.run import worker
 from distributed_training.run.rendezvous import agree_on_plan
 from distributed_training.settings.config import build_config
@@ -80,10 +80,8 @@ def open_group() -> Iterator[Group]:
 
 def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Group]:
     """`open_group`, with as many of NCCL's channels for messages as trainings of `runs` have."""
-    compressions = [run.get("gradient_compression", "none") for run in runs.values()]
-    channels = p2p_channels(*compressions) if runs else None
-    if channels is not None:
-        os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(channels))
+    if runs:
+        limit_channels(*(run.get("gradient_compression", "none") for run in runs.values()))
     return open_group()
 
 
