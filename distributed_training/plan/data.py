@@ -1,12 +1,10 @@
 """Where tokenizer, weights and text come from, and what the text means for a plan. No torch."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from distributed_training.data import hub
 from distributed_training.data.cache import is_whole
@@ -38,11 +36,15 @@ def find_sources(plan: Plan) -> Plan:
         notes.append("adapters beside random weights learn little; lora_rank=0 trains the weights")
     dataset = config.dataset
     if dataset in (AUTO, WIKITEXT):
-        note = "WikiText-2 is not available ({}): training on the embedded corpus, the sources and "
-        note += "help topics of this Python"
-        refuse = partial(hub.cannot_fetch, "dataset", WIKITEXT, command=hub.WIKITEXT_COMMAND)
-        there = _fetch(hub.fetch_wikitext, refuse if dataset == WIKITEXT else None, note, notes)
-        dataset = WIKITEXT if there else EMBEDDED
+        try:
+            hub.fetch_wikitext()
+            dataset = WIKITEXT
+        except OSError as error:
+            if dataset == WIKITEXT:
+                raise hub.cannot_fetch("dataset", dataset, error, hub.WIKITEXT_COMMAND) from None
+            note = f"WikiText-2 is not available ({error}): training on the embedded corpus, "
+            notes.append(f"{note}the sources and help topics of this Python")
+            dataset = EMBEDDED
     rate = config.learning_rate
     if rate == AUTO:
         rate = 3e-4
@@ -141,13 +143,15 @@ def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> t
         fix = "give one with tokenizer.json, or vocab.json and merges.txt, a model's name on the "
         fix += 'Hub, or "auto", "gpt2", "embedded"'
         raise UserError(f"tokenizer={asked!r} is not a folder", fix=fix)
-    whose = "GPT-2" if repo_id == "gpt2" else repo_id
-    note = f"{whose}'s tokenizer is not available ({{}}): using the small one that is shipped; "
-    note += "perplexities compare only with runs that do the same"
-    by_name = asked != AUTO or config.weights == "pretrained"
-    refuse = partial(hub.cannot_fetch, "tokenizer", repo_id, command=command)
-    found = _fetch(fetch, refuse if by_name else None, note, notes)
-    return (repo_id, found) if found else (EMBEDDED, EMBEDDED_DIR)
+    try:
+        return repo_id, fetch()
+    except OSError as error:
+        if asked != AUTO or config.weights == "pretrained":
+            raise hub.cannot_fetch("tokenizer", repo_id, error, command) from None
+        whose = "GPT-2" if repo_id == "gpt2" else repo_id
+        note = f"{whose}'s tokenizer is not available ({error}): using the small one that is "
+        notes.append(f"{note}shipped; perplexities compare only with runs that do the same")
+        return EMBEDDED, EMBEDDED_DIR
 
 
 def _choose_weights(
@@ -170,24 +174,12 @@ def _choose_weights(
             raise UserError(what, why, fix)
         notes.append(f"weights are random: {why}")
         return "random", None
-    note = "pretrained weights are not available ({}): weights are random, so this trains from "
-    note += "scratch instead of fine-tuning"
-    what = f"pretrained ({model})"
-    refuse = partial(hub.cannot_fetch, "weights", what, command=f"hf download {hub_id}")
-    fetch = partial(hub.fetch_weights, hub_id)
-    found = _fetch(fetch, refuse if asked == "pretrained" else None, note, notes)
-    return ("pretrained" if found else "random"), found
-
-
-def _fetch(
-    fetch: Callable[[], Any], refuse: Callable[..., UserError] | None, note: str, notes: list[str]
-) -> Any:
-    """What `fetch` finds; else None and a note, or what `refuse` makes of why not, where it was
-    asked for by name."""
     try:
-        return fetch()
+        return "pretrained", hub.fetch_weights(hub_id)
     except OSError as error:
-        if refuse is not None:
-            raise refuse(error=error) from None
-        notes.append(note.format(error))
-        return None
+        if asked == "pretrained":
+            what = f"pretrained ({model})"
+            raise hub.cannot_fetch("weights", what, error, f"hf download {hub_id}") from None
+        note = f"pretrained weights are not available ({error}): weights are random, so this "
+        notes.append(f"{note}trains from scratch instead of fine-tuning")
+        return "random", None
