@@ -28,13 +28,7 @@ from distributed_training.run.launch import (
 from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings import strategies
 from distributed_training.settings.config import KEYS, RunConfig, build_config
-from distributed_training.settings.errors import (
-    INTERRUPTED,
-    LastingStream,
-    UserError,
-    exit_code,
-    fill_closed,
-)
+from distributed_training.settings.errors import LastingStream, UserError, exit_code, fill_closed
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, Parser, at_least, nearest_key, read_keys
 from distributed_training.settings.machine import detect_machine
@@ -299,4 +293,4 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
             raise UserError(f"{shown(name)} is not a command", why, fix)
         return COMMANDS[name](argv, program)
 
-    return exit_code(act, INTERRUPTED if name == "train" else "interrupted")
+    return exit_code(act, trains=name == "train")

@@ -96,8 +96,7 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
 
 def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
     """Settings each of which makes a layout of `world_size` processes under the strategy, those
-    nearest to its mesh first: fewest settings, then the sum of the ratios' logarithms.
-    """
+    nearest to its mesh first: fewest settings, then the sum of the ratios' logarithms."""
     asked = dict(candidate.strategy.mesh)
     fixed, open_axis = _split_mesh(candidate.strategy)
     if open_axis:
@@ -219,8 +218,7 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     `ranks`: the process along pp that holds each stage, one or two a process. The cost is FLOPs a
     token; the output layer counts, looking embeddings up does not. Of two stages of a process the
     one that comes later in the model gets the odd block, in a V the earlier one: the simulator of
-    pipedream_tutorial found these the shorter.
-    """
+    pipedream_tutorial found these the shorter."""
     # Products of a token with a block's matrices, with the output layer's.
     block = size.block_matrix_parameters + 2 * size.attention_width * seq_len
     head = size.padded_vocab_size * size.hidden_size
@@ -250,8 +248,7 @@ def cut_batch(candidate: Candidate) -> Batch:
 
     The rule: the fewest micro-batches that the schedule takes, of which there are at least 2 x pp,
     and whose activations need no more memory than `batch_size` sequences do under dp. Where the
-    batch does not allow both, memory counts first.
-    """
+    batch does not allow both, memory counts first."""
     config = candidate.config
     pp = candidate.mesh["pp"]
     num_replicas = candidate.mesh["dp_replicate"] * candidate.mesh["dp_shard"]

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-INTERRUPTED = "interrupted before training began"  # afterwards Ctrl-C saves
 STALLED_S = 5.0  # after which a reader is not waited for, until it reads again
 
 
@@ -32,7 +31,7 @@ class RunError(UserError):
     exit_code = 1
 
 
-def exit_code(act: Callable[[], int], interrupted: str = INTERRUPTED) -> int:
+def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
     """What `act` returns, or what goes with what it raises, which is said in a line."""
     try:
         code = act()
@@ -47,7 +46,8 @@ def exit_code(act: Callable[[], int], interrupted: str = INTERRUPTED) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
+        # Once training has begun, Ctrl-C saves.
+        print("interrupted before training began" if trains else "interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
