@@ -137,28 +137,24 @@ class Tracker:
         values |= {f"memory/{name}": size / GIB for name, size in memory.items() if size}
         self.send(values, row["step"])
 
-    def close(self, final: dict[str, float]) -> None:
-        self.send(final)
+    def close(self, r: Record) -> None:
+        """What sums the run up, as far as it was measured."""
+        evaluation = r.evaluations[-1] if r.evaluations else {}
+        sizes = r.memory.get("peak_reserved_bytes") or r.memory.get("peak_host_bytes")
+        found = {
+            "loss": r.loss_curve[-1][1] if r.loss_curve else None,
+            "validation_loss": evaluation.get("loss"),
+            "perplexity": evaluation.get("perplexity"),
+            "tokens_per_s": r.performance.get("tokens_per_s"),
+            "peak_memory_gib": sizes and sizes / GIB,
+        }
+        self.send({f"final/{name}": value for name, value in found.items() if value is not None})
         self.end()
 
 
 def perplexity(loss: float) -> float:
     """exp(loss), without overflow."""
     return math.exp(min(loss, 700.0))
-
-
-def final_values(r: Record) -> dict[str, float]:
-    """What sums a run up, as far as it was measured."""
-    evaluation = r.evaluations[-1] if r.evaluations else {}
-    sizes = r.memory.get("peak_reserved_bytes") or r.memory.get("peak_host_bytes")
-    found = {
-        "loss": r.loss_curve[-1][1] if r.loss_curve else None,
-        "validation_loss": evaluation.get("loss"),
-        "perplexity": evaluation.get("perplexity"),
-        "tokens_per_s": r.performance.get("tokens_per_s"),
-        "peak_memory_gib": sizes and sizes / GIB,
-    }
-    return {f"final/{name}": value for name, value in found.items() if value is not None}
 
 
 def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any]) -> Tracker:

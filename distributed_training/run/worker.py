@@ -282,7 +282,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
         for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
             if folder.is_dir():
                 write_card(folder, finished)
-        tracker.close(metrics.final_values(finished))
+        tracker.close(finished)
     if signum:
         saved = plan.config.checkpoint_every != 0
         then = "go on with --resume auto" if saved else "checkpoint_every=0: nothing was saved"

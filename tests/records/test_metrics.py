@@ -15,7 +15,6 @@ from distributed_training.records.metrics import (
     PeakMemory,
     StepTimer,
     build_tracker,
-    final_values,
     summarise_performance,
 )
 from tests.support import made_record
@@ -101,7 +100,7 @@ def track(log_to, folder):
     tracker = build_tracker(log_to, folder, ABOUT)
     tracker.log_step(ROW)
     tracker.log_evaluation(EVALUATION, PEAKS)
-    tracker.close(final_values(made_record()))
+    tracker.close(made_record())
 
 
 def test_tensorboard_shows_the_numbers_in_groups(tmp_path):
