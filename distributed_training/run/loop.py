@@ -150,14 +150,6 @@ class Trainer:
             self.profile.stop()
         return stop if self.step < self.num_steps else 0
 
-    def _begin_profile(self) -> None:
-        from distributed_training.run.profiling import Profile, steps_to_trace
-
-        if steps := steps_to_trace(self.plan, self.step):
-            self.profile = Profile(self.plan, self.topology, self.step, steps)
-        else:
-            self.display.note("nothing is traced: no step is left after a warm-up")
-
     def _receive(self, signum: int, _frame: Any) -> None:
         """Launchers pass a terminal's Ctrl-C on and follow it with SIGTERM, so only a signal that
         comes later means that the user will not wait."""
@@ -172,57 +164,18 @@ class Trainer:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
 
-    def _leave(self) -> None:
-        """Write the model, beside the last save, and draw a sample."""
-        self.at("the export")
-        config = self.plan.config
-        last = self.plan.run_dir / records.LAST
-        best = self.history.best
-        written: Future[None] | None = None
-        if config.export and best and best["step"] == self.step:  # gathered already
-            if self.topology.rank == 0:
-                made = self.plan.run_dir / records.BEST
-                written = export.in_thread(export.copy_folder, made, last)
-        elif config.export:
-            written = self._export(last, self.saver.weights(self.step))
-        self.sample = self._sample("after")
-        if written is not None:
-            written.result()
-            self.display.say(f"exported {short_path(last)} (Hugging Face's format)")
+    def _begin_profile(self) -> None:
+        from distributed_training.run.profiling import Profile, steps_to_trace
 
-    def _sample(self, when: str) -> str | None:
-        """The text after CONFIG's prompt, also shown; None where it has none. Of conversations the
-        prompt is what a user says. Collective."""
-        config = self.plan.config
-        tokenizer = self.tokenizer
-        if config.generate is None:
-            return None
-        eos_id = tokenizer.eos_id
-        prompt = tokenizer.begin(config.generate)
-        if self._chat:
-            eos_id = tokenizer.end_of_answer
-            prompt = tokenizer.ask([{"role": "user", "content": config.generate}])
-        # The split of a window over processes may append tokens, which need positions, too.
-        context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
-        # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
-        ids = export.continuation(
-            self.engine.logits, prompt, num_tokens=60, context=context, eos_id=eos_id,
-            seed=config.seed, past=self.engine.past(),
-            agree=lambda choice: dist.broadcast(choice, src=0),
-        )  # fmt: skip
-        sample = tokenizer.decode([*prompt, *ids])
-        self.display.sample(f"sample {when} training:", sample)
-        return sample
+        if steps := steps_to_trace(self.plan, self.step):
+            self.profile = Profile(self.plan, self.topology, self.step, steps)
+        else:
+            self.display.note("nothing is traced: no step is left after a warm-up")
 
-    def _export(
-        self, folder: Path, weights: dict[str, torch.Tensor] | None = None
-    ) -> Future[None] | None:
-        """Begin to write the model, gathered here unless its `weights` are given. Collective."""
-        state = weights or self.engine.full_state()
-        if state is None:  # rank 0 has it
-            return None
-        about = (self.engine.base_fingerprint, self.plan, self.tokenizer, self._chat)
-        return export.in_thread(export.write_folder, state, *about, folder)
+    def _begin_training(self) -> None:
+        self.memory.begin()
+        self.timer.restart()
+        self._flushed_at = time.monotonic()
 
     def _train_one_step(self) -> int:
         """One step and what is due after it; the signal to stop for, the same on every rank."""
@@ -278,6 +231,18 @@ class Trainer:
             self.startup.end("first_step")
             self.saver.prepare(self.engine)
 
+    def _agree(self) -> tuple[int, bool]:
+        """(signal to stop for, whether to flush): signals reach ranks at different steps, and only
+        rank 0's clock decides on output. GPUs do not wait for these CPU integers. All ranks take
+        note of a save that has ended. Collective."""
+        waited_s = time.monotonic() - self._flushed_at
+        due = self.topology.rank == 0 and (self.step == self._first or waited_s >= FLUSH_EVERY_S)
+        votes = torch.tensor([self._signum, int(due), int(self.saver.has_ended())])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        if votes[2]:
+            self._finish_saving()
+        return int(votes[0]), bool(votes[1])
+
     def _flush(self) -> None:
         """Sum pending losses over ranks; write, show and track them. Raises NonFiniteError, on all
         ranks, at the first step that is not finite: nothing is evaluated or saved before its step
@@ -289,14 +254,14 @@ class Trainer:
         if not pending:
             return
         durations_s = self.timer.durations_s()[-len(pending) :]
-        own = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
+        losses = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
         faults = torch.tensor([has_fault(result, config) for _, result in pending])
-        sums = torch.stack([own, faults.double()])
+        sums = torch.stack([losses, faults.double()])
         dist.all_reduce(sums)
         rows = []
         error = None
-        for (row, result), mine, (loss_sum, fault), seconds in zip(
-            pending, own.tolist(), sums.T.tolist(), durations_s, strict=True
+        for (row, result), (loss_sum, fault), seconds in zip(
+            pending, sums.T.tolist(), durations_s, strict=True
         ):
             left_out = bool(result.skipped)
             norm = None if left_out else result.grad_norm
@@ -311,7 +276,7 @@ class Trainer:
             if row["skipped"]:
                 self.history.skipped_steps.append(row["step"])
             if fault or not math.isfinite(loss_sum):
-                error = self._judge(row["step"], mine, result)
+                error = self._judge(row["step"], result)
             rows.append(row)
             self.history.loss_curve.append((row["step"], row["loss"]))
             self.tracker.log_step(row)
@@ -325,7 +290,123 @@ class Trainer:
             raise error
         self.display.progress(rows, self._first)
 
-    def _judge(self, step: int, own_loss: float, result: StepResult) -> NonFiniteError | None:
+    def _evaluate(self) -> None:
+        """Loss and perplexity over the validation samples, normalised by real tokens."""
+        samples = self.data.validation
+        total = torch.zeros((), dtype=torch.float64)
+        for indices in self.sampler.eval_indices(len(samples)):
+            self.at(f"the evaluation after step {self.step}")
+            total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
+        dist.all_reduce(total)
+        num_targets = int(samples.num_targets.sum())
+        loss = float(total) / num_targets
+        row = {"step": self.step, "loss": loss, "perplexity": perplexity(loss)}
+        self.history.evaluations.append({**row, "num_targets": num_targets})
+        self._say(f"validation loss {loss:.4f}  perplexity {row['perplexity']:.2f}")
+        self.tracker.log_evaluation(row, self.memory.as_dict())
+        lowest = self.history.best["loss"] if self.history.best else math.inf
+        if self.plan.config.keep_best and self.step and loss < lowest:  # NaN is below nothing
+            self.history.best = row
+            self._finish_saving()
+            self.at(f"exporting step {self.step}")
+            if written := self._export(self.plan.run_dir / records.BEST):
+                written.result()
+
+    def _end_epoch(self) -> None:
+        """The epoch of the last step is over and has been evaluated."""
+        epoch = (self.step - 1) // self.sampler.steps_per_epoch
+        first = epoch * self.sampler.steps_per_epoch
+        curve = self.history.loss_curve
+        losses = [loss for step, loss in curve if step > first and loss is not None]
+        last = self.history.evaluations[-1]
+        row = {
+            "epoch": epoch + 1, "step": self.step,
+            "mean_step_loss": sum(losses) / len(losses) if losses else None,
+            "validation_loss": last["loss"], "validation_perplexity": last["perplexity"],
+        }  # fmt: skip
+        self.history.epochs.append(row)
+        self.write_record()
+
+    def _save(self) -> None:
+        """Begin to save, once the save before has ended."""
+        self._finish_saving()
+        self.at(f"saving step {self.step}")
+        self._say(f"saving checkpoints/step-{self.step:08d}")
+        self.write_record()  # first: what a checkpoint's record lacks, a kill loses for good
+        self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
+        if self.saver.memory is None:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Wait for a save that is under way; raises what failed in it. Collective."""
+        if not self.saver.under_way:
+            return
+        self.at("the end of a save", thread=self.saver.thread)
+        try:
+            folder, row = self.saver.finish()
+        except FloatingPointError as error:
+            step = self.saver.step
+            what = f"step {step} is not saved: {error}"
+            saved = self._saved_until(step)
+            raise NonFiniteError(step, what, saved, self._passed_over) from None
+        self.history.saves.append(row)
+        self.write_record()
+        waited = "" if row["copied"] else "; training waited: memory has no room for a copy"
+        self.display.say(f"saved {folder.parent.name}/{folder.name}{waited}")
+
+    def _leave(self) -> None:
+        """Write the model, beside the last save, and draw a sample."""
+        self.at("the export")
+        config = self.plan.config
+        last = self.plan.run_dir / records.LAST
+        best = self.history.best
+        written: Future[None] | None = None
+        if config.export and best and best["step"] == self.step:  # gathered already
+            if self.topology.rank == 0:
+                made = self.plan.run_dir / records.BEST
+                written = export.in_thread(export.copy_folder, made, last)
+        elif config.export:
+            written = self._export(last, self.saver.weights(self.step))
+        self.sample = self._sample("after")
+        if written is not None:
+            written.result()
+            self.display.say(f"exported {short_path(last)} (Hugging Face's format)")
+
+    def _export(
+        self, folder: Path, weights: dict[str, torch.Tensor] | None = None
+    ) -> Future[None] | None:
+        """Begin to write the model, gathered here unless its `weights` are given. Collective."""
+        state = weights or self.engine.full_state()
+        if state is None:  # rank 0 has it
+            return None
+        about = (self.engine.base_fingerprint, self.plan, self.tokenizer, self._chat)
+        return export.in_thread(export.write_folder, state, *about, folder)
+
+    def _sample(self, when: str) -> str | None:
+        """The text after CONFIG's prompt, also shown; None where it has none. Of conversations the
+        prompt is what a user says. Collective."""
+        config = self.plan.config
+        tokenizer = self.tokenizer
+        if config.generate is None:
+            return None
+        eos_id = tokenizer.eos_id
+        prompt = tokenizer.begin(config.generate)
+        if self._chat:
+            eos_id = tokenizer.end_of_answer
+            prompt = tokenizer.ask([{"role": "user", "content": config.generate}])
+        # The split of a window over processes may append tokens, which need positions, too.
+        context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
+        # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
+        ids = export.continuation(
+            self.engine.logits, prompt, num_tokens=60, context=context, eos_id=eos_id,
+            seed=config.seed, past=self.engine.past(),
+            agree=lambda choice: dist.broadcast(choice, src=0),
+        )  # fmt: skip
+        sample = tokenizer.decode([*prompt, *ids])
+        self.display.sample(f"sample {when} training:", sample)
+        return sample
+
+    def _judge(self, step: int, result: StepResult) -> NonFiniteError | None:
         """The error that a step which is not finite is: with the ranks whose own loss is not, and
         the first such gradient in the model's order. None where its update was left out, as asked
         for, and it is not one of many. Collective."""
@@ -338,7 +419,7 @@ class Trainer:
         if result.gradients is not None and not result.gradients.isfinite().all():
             first = result.gradients.isfinite().logical_not().nonzero()[0]
             name = self.engine.gradient_names[int(first)]
-        ranks = gather((math.isfinite(own_loss), name))
+        ranks = gather((math.isfinite(float(result.loss_sum)), name))
         said = []
         if losses := [rank for rank, (finite, _) in enumerate(ranks) if not finite]:
             said.append(f"the loss is not finite on {numbered('rank', losses)}")
@@ -382,91 +463,10 @@ class Trainer:
             if self.history.best is None:  # or of a step that is done again
                 shutil.rmtree(self.plan.run_dir / records.BEST, ignore_errors=True)
 
-    def _evaluate(self) -> None:
-        """Loss and perplexity over the validation samples, normalised by real tokens."""
-        samples = self.data.validation
-        total = torch.zeros((), dtype=torch.float64)
-        for indices in self.sampler.eval_indices(len(samples)):
-            self.at(f"the evaluation after step {self.step}")
-            total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
-        dist.all_reduce(total)
-        num_targets = int(samples.num_targets.sum())
-        loss = float(total) / num_targets
-        row = {"step": self.step, "loss": loss, "perplexity": perplexity(loss)}
-        self.history.evaluations.append({**row, "num_targets": num_targets})
-        self._say(f"validation loss {loss:.4f}  perplexity {row['perplexity']:.2f}")
-        self.tracker.log_evaluation(row, self.memory.as_dict())
-        lowest = self.history.best["loss"] if self.history.best else math.inf
-        if self.plan.config.keep_best and self.step and loss < lowest:  # NaN is below nothing
-            self.history.best = row
-            self._finish_saving()
-            self.at(f"exporting step {self.step}")
-            if written := self._export(self.plan.run_dir / records.BEST):
-                written.result()
-
-    def _end_epoch(self) -> None:
-        """The epoch of the last step is over and has been evaluated."""
-        epoch = (self.step - 1) // self.sampler.steps_per_epoch
-        first = epoch * self.sampler.steps_per_epoch
-        curve = self.history.loss_curve
-        losses = [loss for step, loss in curve if step > first and loss is not None]
-        last = self.history.evaluations[-1]
-        row = {
-            "epoch": epoch + 1, "step": self.step,
-            "mean_step_loss": sum(losses) / len(losses) if losses else None,
-            "validation_loss": last["loss"], "validation_perplexity": last["perplexity"],
-        }  # fmt: skip
-        self.history.epochs.append(row)
-        self.write_record()
-
     def write_record(self) -> None:
         """Put the history so far into the record."""
         if self.record is not None:
             self.record.update(**vars(self.history), startup_s=self.startup.seconds)
 
-    def _save(self) -> None:
-        """Begin to save, once the save before has ended."""
-        self._finish_saving()
-        self.at(f"saving step {self.step}")
-        self._say(f"saving checkpoints/step-{self.step:08d}")
-        self.write_record()  # first: what a checkpoint's record lacks, a kill loses for good
-        self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
-        if self.saver.memory is None:
-            self._finish_saving()
-
-    def _finish_saving(self) -> None:
-        """Wait for a save that is under way; raises what failed in it. Collective."""
-        if not self.saver.under_way:
-            return
-        self.at("the end of a save", thread=self.saver.thread)
-        try:
-            folder, row = self.saver.finish()
-        except FloatingPointError as error:
-            step = self.saver.step
-            what = f"step {step} is not saved: {error}"
-            saved = self._saved_until(step)
-            raise NonFiniteError(step, what, saved, self._passed_over) from None
-        self.history.saves.append(row)
-        self.write_record()
-        waited = "" if row["copied"] else "; training waited: memory has no room for a copy"
-        self.display.say(f"saved {folder.parent.name}/{folder.name}{waited}")
-
     def _say(self, text: str) -> None:
         self.display.say(f"step {self.step:>6}/{self.num_steps}  {text}")
-
-    def _begin_training(self) -> None:
-        self.memory.begin()
-        self.timer.restart()
-        self._flushed_at = time.monotonic()
-
-    def _agree(self) -> tuple[int, bool]:
-        """(signal to stop for, whether to flush): signals reach ranks at different steps, and only
-        rank 0's clock decides on output. GPUs do not wait for these CPU integers. All ranks take
-        note of a save that has ended. Collective."""
-        waited_s = time.monotonic() - self._flushed_at
-        due = self.topology.rank == 0 and (self.step == self._first or waited_s >= FLUSH_EVERY_S)
-        votes = torch.tensor([self._signum, int(due), int(self.saver.has_ended())])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        if votes[2]:
-            self._finish_saving()
-        return int(votes[0]), bool(votes[1])
