@@ -85,152 +85,6 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
                 end_failed(given, topology, error, store)
 
 
-def open_store(process: Process, limit_s: float) -> dist.Store:
-    """The one that all processes share, as `meet` gives it; a process alone has nobody to meet."""
-    if process.world_size > 1:
-        from distributed_training.run.rendezvous import meet
-
-        return meet(process, limit_s)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they listen all the same
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
-    return dist.HashStore()
-
-
-def warm_up(process: Process) -> None:
-    """What takes seconds and needs no plan: the GPU's context, the compiler and its processes."""
-    if torch.cuda.is_available() and process.local_rank < torch.cuda.device_count():
-        torch.zeros((), device=torch.device("cuda", process.local_rank))
-        importlib.import_module("torch._inductor.compile_fx")
-
-
-def prepare(num_gpus: int, process: Process) -> torch.device:
-    """Settings of libraries, and the device of this process. Raises UserError where torch cannot
-    use the machine's GPUs or there are too few."""
-    # Libraries that call each other's deprecated functions are not the user's business.
-    ours = "torch|deepspeed|distributed_training"
-    warnings.filterwarnings("ignore", category=FutureWarning, module=ours)
-    if not num_gpus:
-        return use_cpu()
-    if not torch.cuda.is_available():
-        what = f"the installed torch {torch.__version__} cannot use this machine's GPU"
-        fix = "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''"
-        raise UserError(what, f"it was built for CUDA {torch.version.cuda}", fix)
-    here = process.local_world_size
-    gpus = torch.cuda.device_count()
-    if here > gpus:
-        raise UserError(f"{here} processes on a machine with {gpus} GPUs", fix=f"start {gpus}")
-    # DeepSpeed's builder cannot read entries such as 9.0a; this machine's own is enough.
-    major, minor = torch.cuda.get_device_capability(process.local_rank)
-    os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
-    return torch.device("cuda", process.local_rank)
-
-
-def use_cpu() -> torch.device:
-    """The device, once libraries know that there is no other."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Else it says that there is CUDA's compiler but no GPU.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    return torch.device("cpu")
-
-
-def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
-    """This process's place in the plan's mesh."""
-    own = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
-    return Topology(**own, **plan.mesh, device_type=device.type)
-
-
-def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
-    """The order in which this rank sees the training samples."""
-    own = {"replica": topology.dp_rank, "seed": plan.config.seed}
-    return Sampler(num_samples=len(data.train), **plan.batch.model_dump(), **own)
-
-
-def build_engine(plan: Plan, topology: Topology, model: Decoder | None = None) -> Engine:
-    """Initial weights (equal on every rank and under every strategy) into the right engine; then
-    the random numbers of dropout start. `model`: with these weights drawn already. Collective."""
-    config = plan.config
-    if model is None:
-        # A stage, and DeepSpeed's parts, take less of a GPU than the model.
-        whole = plan.strategy.traits.uses_ddp_and_fsdp and topology.pp == 1
-        device = topology.device if whole and not config.lora_rank else torch.device("cpu")
-        with device:
-            model = plan.model.build(dropout=config.dropout, seed=config.seed)
-    model.compute_dtype = COMPUTE_DTYPES[config.precision]
-    if plan.weights_dir is not None:
-        plan.model.load(model, plan.weights_dir)
-    fingerprint = model.fingerprint() if config.lora_rank else 0
-    if model.compute_dtype is not None:
-        # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
-        for parameter in model.parameters():
-            rounded = parameter.data.to(model.compute_dtype)
-            parameter.data = rounded if config.lora_rank else rounded.float()
-    engine = plan.strategy.traits.load()(model, plan, topology)
-    engine.base_fingerprint = fingerprint
-    seed_dropout(plan, topology, 0)
-    return engine
-
-
-def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
-    """Compile DeepSpeed's extensions before the run, one process a machine, and say so."""
-    plan.strategy.traits.load()  # all import the engine now, not one while the others wait
-    names = built_extensions(plan.strategy) if topology.local_rank == 0 else ()
-    for name in names:
-        from deepspeed.ops.op_builder.all_ops import ALL_OPS
-
-        began = time.monotonic()
-        display.say(f"DeepSpeed extension {name}: loading (compiling takes a minute or more) ...")
-        ALL_OPS[name].load(verbose=False)
-        display.say(f"DeepSpeed extension {name}: loaded in {time.monotonic() - began:.1f} s")
-    dist.barrier()
-
-
-def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
-    """What the record says before the first step; records/record.py describes it."""
-    config = plan.config
-    strategy = plan.strategy
-    pp = plan.mesh["pp"]
-    pipeline = {
-        "schedule": config.pipeline_schedule,
-        "num_microbatches": plan.batch.num_microbatches,
-        "blocks_per_stage": list(plan.layout.blocks_per_stage),
-        "stage_ranks": list(plan.layout.ranks),
-        "ideal_bubble": plan.schedule.bubble(pp, plan.batch.num_microbatches),
-    }
-    sharding = strategy.sharding
-    return {
-        "command": plan.command,
-        "config": config.to_user_words(),
-        "config_requested": plan.requested.to_user_words(),
-        "from_strategy_defaults": list(config.from_defaults),
-        "engine_options": config.engine_options,
-        "deepspeed_json": plan.deepspeed_json,
-        "strategy": {"name": strategy.name, "engine": strategy.engine, "sharding": sharding},
-        "work": {**plan.work, "data_fingerprint": data.fingerprint},
-        "notes": plan.notes,
-        "run_dir": str(plan.run_dir),
-        "resumed_from": str(plan.checkpoint) if plan.checkpoint else None,
-        "world_size": plan.num_processes,
-        "mesh": plan.mesh,
-        "pipeline": pipeline if pp > 1 else None,
-        "machine": asdict(plan.machine),
-        "cuda": torch.version.cuda if plan.machine.num_gpus else None,
-        "num_parameters": plan.size.num_parameters,
-        "num_learning": plan.size.num_learning(config.lora_rank, config.lora_targets),
-        "dtypes": None,  # known when the engine is built
-        "estimated_state_bytes": estimate_state(plan),
-        "prediction": plan.prediction,
-        "batch": plan.batch.model_dump(),
-        "data": {
-            "form": data.form,
-            "num_train_samples": len(data.train),
-            "num_validation_samples": len(data.validation),
-            "real_token_share": data.train.real_share,
-            "steps_per_epoch": sampler.steps_per_epoch,
-        },
-        "num_steps": plan.num_steps,
-    }
-
-
 def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: Startup) -> int:
     """From data to the finished record; the exit code. Collective."""
     first = topology.rank == 0
@@ -306,17 +160,150 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     return 0
 
 
-def _remember_speed(plan: Plan, performance: dict[str, Any]) -> None:
-    """For the next plan on this machine: where many steps were timed, and of a GPU's own speed
-    only where it was alone."""
-    said = plan.prediction
-    enough = performance["num_timed_steps"] >= MIN_TIMED_STEPS
-    if not (plan.machine.num_gpus and said and said["step_time_s"] and enough):
-        return
-    alone = plan.num_processes == 1 and said["bound_by"] in ("arithmetic", "memory")
-    if alone or said["bound_by"] == "host":
-        measured_s = performance["step_time_s"]["p50"]
-        remember_speed(str(plan.machine.gpu_name), said, measured_s, records.timestamp())
+def open_store(process: Process, limit_s: float) -> dist.Store:
+    """The one that all processes share, as `meet` gives it; a process alone has nobody to meet."""
+    if process.world_size > 1:
+        from distributed_training.run.rendezvous import meet
+
+        return meet(process, limit_s)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they listen all the same
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+    return dist.HashStore()
+
+
+def prepare(num_gpus: int, process: Process) -> torch.device:
+    """Settings of libraries, and the device of this process. Raises UserError where torch cannot
+    use the machine's GPUs or there are too few."""
+    # Libraries that call each other's deprecated functions are not the user's business.
+    ours = "torch|deepspeed|distributed_training"
+    warnings.filterwarnings("ignore", category=FutureWarning, module=ours)
+    if not num_gpus:
+        return use_cpu()
+    if not torch.cuda.is_available():
+        what = f"the installed torch {torch.__version__} cannot use this machine's GPU"
+        fix = "install a build that matches the driver, or hide the GPU: CUDA_VISIBLE_DEVICES=''"
+        raise UserError(what, f"it was built for CUDA {torch.version.cuda}", fix)
+    here = process.local_world_size
+    gpus = torch.cuda.device_count()
+    if here > gpus:
+        raise UserError(f"{here} processes on a machine with {gpus} GPUs", fix=f"start {gpus}")
+    # DeepSpeed's builder cannot read entries such as 9.0a; this machine's own is enough.
+    major, minor = torch.cuda.get_device_capability(process.local_rank)
+    os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
+    return torch.device("cuda", process.local_rank)
+
+
+def use_cpu() -> torch.device:
+    """The device, once libraries know that there is no other."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Else it says that there is CUDA's compiler but no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    return torch.device("cpu")
+
+
+def warm_up(process: Process) -> None:
+    """What takes seconds and needs no plan: the GPU's context, the compiler and its processes."""
+    if torch.cuda.is_available() and process.local_rank < torch.cuda.device_count():
+        torch.zeros((), device=torch.device("cuda", process.local_rank))
+        importlib.import_module("torch._inductor.compile_fx")
+
+
+def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
+    """This process's place in the plan's mesh."""
+    own = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
+    return Topology(**own, **plan.mesh, device_type=device.type)
+
+
+def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
+    """The order in which this rank sees the training samples."""
+    own = {"replica": topology.dp_rank, "seed": plan.config.seed}
+    return Sampler(num_samples=len(data.train), **plan.batch.model_dump(), **own)
+
+
+def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
+    """Compile DeepSpeed's extensions before the run, one process a machine, and say so."""
+    plan.strategy.traits.load()  # all import the engine now, not one while the others wait
+    names = built_extensions(plan.strategy) if topology.local_rank == 0 else ()
+    for name in names:
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+        began = time.monotonic()
+        display.say(f"DeepSpeed extension {name}: loading (compiling takes a minute or more) ...")
+        ALL_OPS[name].load(verbose=False)
+        display.say(f"DeepSpeed extension {name}: loaded in {time.monotonic() - began:.1f} s")
+    dist.barrier()
+
+
+def build_engine(plan: Plan, topology: Topology, model: Decoder | None = None) -> Engine:
+    """Initial weights (equal on every rank and under every strategy) into the right engine; then
+    the random numbers of dropout start. `model`: with these weights drawn already. Collective."""
+    config = plan.config
+    if model is None:
+        # A stage, and DeepSpeed's parts, take less of a GPU than the model.
+        whole = plan.strategy.traits.uses_ddp_and_fsdp and topology.pp == 1
+        device = topology.device if whole and not config.lora_rank else torch.device("cpu")
+        with device:
+            model = plan.model.build(dropout=config.dropout, seed=config.seed)
+    model.compute_dtype = COMPUTE_DTYPES[config.precision]
+    if plan.weights_dir is not None:
+        plan.model.load(model, plan.weights_dir)
+    fingerprint = model.fingerprint() if config.lora_rank else 0
+    if model.compute_dtype is not None:
+        # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
+        for parameter in model.parameters():
+            rounded = parameter.data.to(model.compute_dtype)
+            parameter.data = rounded if config.lora_rank else rounded.float()
+    engine = plan.strategy.traits.load()(model, plan, topology)
+    engine.base_fingerprint = fingerprint
+    seed_dropout(plan, topology, 0)
+    return engine
+
+
+def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
+    """What the record says before the first step; records/record.py describes it."""
+    config = plan.config
+    strategy = plan.strategy
+    pp = plan.mesh["pp"]
+    pipeline = {
+        "schedule": config.pipeline_schedule,
+        "num_microbatches": plan.batch.num_microbatches,
+        "blocks_per_stage": list(plan.layout.blocks_per_stage),
+        "stage_ranks": list(plan.layout.ranks),
+        "ideal_bubble": plan.schedule.bubble(pp, plan.batch.num_microbatches),
+    }
+    sharding = strategy.sharding
+    return {
+        "command": plan.command,
+        "config": config.to_user_words(),
+        "config_requested": plan.requested.to_user_words(),
+        "from_strategy_defaults": list(config.from_defaults),
+        "engine_options": config.engine_options,
+        "deepspeed_json": plan.deepspeed_json,
+        "strategy": {"name": strategy.name, "engine": strategy.engine, "sharding": sharding},
+        "work": {**plan.work, "data_fingerprint": data.fingerprint},
+        "notes": plan.notes,
+        "run_dir": str(plan.run_dir),
+        "resumed_from": str(plan.checkpoint) if plan.checkpoint else None,
+        "world_size": plan.num_processes,
+        "mesh": plan.mesh,
+        "pipeline": pipeline if pp > 1 else None,
+        "machine": asdict(plan.machine),
+        "cuda": torch.version.cuda if plan.machine.num_gpus else None,
+        "num_parameters": plan.size.num_parameters,
+        "num_learning": plan.size.num_learning(config.lora_rank, config.lora_targets),
+        "dtypes": None,  # known when the engine is built
+        "estimated_state_bytes": estimate_state(plan),
+        "prediction": plan.prediction,
+        "batch": plan.batch.model_dump(),
+        "data": {
+            "form": data.form,
+            "num_train_samples": len(data.train),
+            "num_validation_samples": len(data.validation),
+            "real_token_share": data.train.real_share,
+            "steps_per_epoch": sampler.steps_per_epoch,
+        },
+        "num_steps": plan.num_steps,
+    }
 
 
 def collect_results(trainer: Trainer) -> dict[str, Any]:
@@ -354,3 +341,16 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
         "disk": total | {"num_steps": max(1, len(durations))} if total else None,
         "sample": trainer.sample,
     }
+
+
+def _remember_speed(plan: Plan, performance: dict[str, Any]) -> None:
+    """For the next plan on this machine: where many steps were timed, and of a GPU's own speed
+    only where it was alone."""
+    said = plan.prediction
+    enough = performance["num_timed_steps"] >= MIN_TIMED_STEPS
+    if not (plan.machine.num_gpus and said and said["step_time_s"] and enough):
+        return
+    alone = plan.num_processes == 1 and said["bound_by"] in ("arithmetic", "memory")
+    if alone or said["bound_by"] == "host":
+        measured_s = performance["step_time_s"]["p50"]
+        remember_speed(str(plan.machine.gpu_name), said, measured_s, records.timestamp())
