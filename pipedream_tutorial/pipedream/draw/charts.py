@@ -36,18 +36,15 @@ BEATEN: dict[str, Any] = {
     "markeredgecolor": page.EDGE, "markeredgewidth": 0.6,
 }  # fmt: skip
 BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLOURS[4]}
-LANE = 0.8
-FLOOR = 0.4
-"""Height of the largest value in a lane, and how far 0 lies below its middle; lanes are 1 apart."""
+LANE = 0.8  # height of the largest value in a lane; lanes are 1 apart
+FLOOR = 0.4  # how far 0 lies below a lane's middle
 
 Points = dict[tuple[Fraction, Fraction], list[str]]
 
 
 def utilization_comparison(work: Work) -> Figure:
-    """Busy share of every schedule by three definitions, the least busy one on top.
-
-    PipeDream's ways of keeping weights share a row where they are equally busy.
-    """
+    """Busy share of every schedule by three definitions, the least busy one on top. PipeDream's
+    ways of keeping weights share a row where they are equally busy."""
     bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = defaultdict(list)
     for row in work.found:
         idles = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction, row.steady_idle
@@ -95,16 +92,13 @@ def utilization_comparison(work: Work) -> Figure:
     return figure
 
 
-Shares = dict[int, tuple[Fraction, Fraction]]
-"""Microbatches -> idle shares of one batch, 0 to 1: of the makespan, and of the ranks' spans."""
-
-
 class IdleCurve(NamedTuple):
-    """Idle shares against m: of one schedule, or of several that agree everywhere."""
+    """Microbatches -> idle shares of one batch, 0 to 1: of the makespan, and of the ranks' spans.
+    Of one schedule, or of several that agree everywhere."""
 
     titles: list[str]
-    simulated: Shares  # for each number of microbatches that is allowed
-    closed: Shares  # by the closed forms, at more values of m, where they hold
+    simulated: dict[int, tuple[Fraction, Fraction]]  # for each m that is allowed
+    closed: dict[int, tuple[Fraction, Fraction]]  # by closed form, at more values of m, where known
 
 
 def idle_curves(case: Case, counts: Sequence[int], more: Sequence[int]) -> list[IdleCurve]:
@@ -212,10 +206,8 @@ def _name_curves(ax: Axes, x: float, which: int, curves: Sequence[IdleCurve]) ->
 
 
 def memory_vs_bubble(work: Work) -> Figure:
-    """Peak memory of the fullest rank against the idle share when batch follows batch.
-
-    Memory is peak activations plus `weight_size` times the weight versions kept.
-    """
+    """Peak memory of the fullest rank, activations and weight versions, against the idle share when
+    batch follows batch."""
     weights = work.weight_size
     places: Points = defaultdict(list)
     for row in work.found:
@@ -265,18 +257,15 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def activations_and_versions(work: Work) -> Figure:
-    """Held activations as areas and kept weight versions as lines, over two batches.
-
-    One panel a schedule, one lane a rank, all to one scale; beside a lane its two peaks.
-    """
+    """Held activations as areas and kept weight versions as lines, over two batches: a panel a
+    schedule, a lane a rank, all to one scale; beside a lane its two peaks."""
     found = {row.name: row for row in work.found}
     shown = [found[name] for name in OVER_TIME if name in found]
     end = float(max(row.stream.makespan for row in shown))
     p = work.case.num_stages
     fullest = max(shown, key=lambda row: max(row.peak_activations))
     most = max(shown, key=lambda row: max(row.weight_copies))
-    held = max(fullest.peak_activations)
-    kept = max(most.weight_copies)
+    held, kept = max(fullest.peak_activations), max(most.weight_copies)
     title = (
         f"Two batches: {fullest.title} holds up to {number(held)} microbatches' activations on a "
         f"rank, {most.title} up to {number(kept)} weight versions"

@@ -23,18 +23,16 @@ from pipedream.simulate.comparison import Case, Refused, Row, compare, measure
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.simulator import Timeline, simulate
 
-KINDS = {
+KINDS = {  # colour and name
     "F": ("#56B4E9", "F  forward"),
     "B": ("#D55E00", "B  whole backward"),
     "I": ("#F0E442", "I  input gradient"),
     "W": ("#00523B", "W  weight gradient"),
 }
-"""Colour and name of each kind of operation."""
 IDLE_HATCH: dict[str, Any] = {
     "facecolor": "#FFFFFF", "edgecolor": "#C9C9C9", "hatch": "////", "linewidth": 0.0,
 }  # fmt: skip
-ROW = 0.88
-"""Height of a rank's cells, where ranks are 1 apart."""
+ROW = 0.88  # height of a rank's cells, where ranks are 1 apart
 
 Colouring = Callable[[Op], Colour]
 
@@ -44,8 +42,7 @@ class Work:
     """What is to be drawn; everything simulated is computed when a picture first needs it."""
 
     case: Case
-    weight_size: Fraction
-    """Of a rank's weights, in units of one microbatch's activations on it."""
+    weight_size: Fraction  # of a rank's weights, in one microbatch's activations on it
 
     @cached_property
     def _rows(self) -> list[Row | Refused]:
@@ -64,10 +61,8 @@ class Work:
 
 
 def kind_colours(schedule: Schedule) -> Colouring:
-    """The colour of an operation's kind, paler for a rank's second, third ... stage.
-
-    Of two copies of the model, the second one's stages are the paler ones on all ranks.
-    """
+    """The colour of an operation's kind, paler for a rank's second, third ... stage; of two copies
+    of the model, the second one's stages are the paler ones on all ranks."""
     order = [stage for chain in schedule.chains for stage in chain]
     pale = {
         stage: place / max(2, len(stages))
@@ -183,10 +178,8 @@ def lay_out(
     **options: Any,
 ) -> Figure:
     """A page of timelines above each other, on one time axis that ends at `until`, or else at the
-    last makespan and whose label names the durations, which are the same for all panels.
-
-    `tall` is a panel's height in grid_heights; `options` are new_figure's.
-    """
+    last makespan, and whose label names the durations, which are the same for all panels. `tall` is
+    a panel's height in grid_heights; `options` are new_figure's."""
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
     heights = [tall * grid_height(timeline) for timeline in timelines]
@@ -269,7 +262,7 @@ def forwards_only(timeline: Timeline) -> Timeline:
 def microbatch_backward(work: Work) -> Figure:
     """A whole GPipe batch: all forwards, then all backwards."""
     timeline = measure("gpipe", work.case).batch
-    last = max(e.end for e in timeline.all_events() for op in e.item.parts if op.kind == "F")
+    last = forwards_only(timeline).makespan
     title = (
         f"GPipe, {work.case.num_microbatches} microbatches: forwards until time {number(last)}, "
         f"backwards until {number(timeline.makespan)}; ranks idle {idle_share(timeline)}"
@@ -310,10 +303,8 @@ def all_schedules(work: Work) -> Figure:
 
 
 def weight_versioning(work: Work) -> Figure:
-    """Cells coloured by the weight version that each pass uses, with stashing and without.
-
-    A backward pass whose version is not its forward pass's is outlined.
-    """
+    """Cells coloured by the weight version that each pass uses, with stashing and without; a
+    backward pass whose version is not its forward pass's is outlined."""
     timeline = measure("pipedream", work.case).batch
     ops = list(timeline.schedule.ops())
     uses = {

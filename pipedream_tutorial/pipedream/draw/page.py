@@ -49,10 +49,8 @@ def new_figure(
     gap: float = 0.75,
     head: float = 0.4,
 ) -> tuple[Figure, list[Axes]]:
-    """A page: title, legend, rows of panels, lines of notes; all lengths in inches.
-
-    `panel_heights` has one height a row, `gap` lies between rows, `head` above the first one.
-    """
+    """A page: title, legend, rows of panels, lines of notes; all lengths in inches. `panel_heights`
+    has one a row, `gap` lies between rows, `head` above the first one."""
     # As few lines as possible, and those about equally long.
     lines = min((textwrap.wrap(title, width) for width in range(1, 89)), key=len)
     legend_rows = -(-len(legend) // legend_columns)
@@ -131,8 +129,7 @@ def panel_title(ax: Axes, text: str) -> None:
 
 
 Point = tuple[float, float]
-POINT = DPI / 72
-"""Pixels that a printer's point takes."""
+POINT = DPI / 72  # pixels that a printer's point takes
 DOT, GAP, FAR = 9.0, 11.0, 18.0
 """In points: half a marker, from a marker to its label, and from where on a line leads there."""
 

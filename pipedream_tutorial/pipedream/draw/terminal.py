@@ -85,10 +85,8 @@ def _labels(schedule: Schedule) -> Callable[[Item], str]:
 
 
 def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: int = 3) -> str:
-    """Lines of at most `columns` columns: a time axis and a line a rank, wrapped where too long.
-
-    A last line says so where columns are rounded or the end is not shown.
-    """
+    """Lines of at most `columns` columns: a time axis and a line a rank, wrapped where too long. A
+    last line says so where columns are rounded or the end is not shown."""
     prefix = len(f"rank {timeline.schedule.num_ranks - 1} ")
     scale = choose_scale(timeline, max(10, columns - prefix), max_blocks)
     total = math.ceil(timeline.makespan * scale.rate)

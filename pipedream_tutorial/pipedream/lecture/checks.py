@@ -43,10 +43,8 @@ class Verdict:
 
 
 def graded(check: Callable[..., str]) -> Callable[..., Verdict]:
-    """A check that returns what is right, or raises WrongAnswer, as one that gives a Verdict.
-
-    The answer is somebody's code, so whatever it raises is told, too.
-    """
+    """A check that returns what is right, or raises WrongAnswer, as one that gives a Verdict. The
+    answer is somebody's code, so whatever it raises is told, too."""
 
     @wraps(check)
     def judge(*answers: Any) -> Verdict:

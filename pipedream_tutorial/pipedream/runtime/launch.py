@@ -20,10 +20,8 @@ from typing import Any, NoReturn
 
 from pipedream.errors import UserError
 
-START = "fork" if sys.platform == "linux" else "spawn"
-"""How a process begins: with what is imported here, where that is safe."""
-CASE = "PIPEDREAM_CASE"
-"""Environment: the file in which rank 0 says which case it has begun."""
+START = "fork" if sys.platform == "linux" else "spawn"  # with what is imported, where that is safe
+CASE = "PIPEDREAM_CASE"  # environment: the file in which rank 0 says which case it has begun
 GRACE_S = 2.0
 
 
@@ -32,10 +30,8 @@ class StageLostError(RuntimeError):
 
 
 def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
-    """What launch() or torchrun made this process; None if neither started it.
-
-    Raises UserError when the number of processes is not `num_stages`, or when they are on more
-    than one machine: measured times need one clock.
+    """What launch() or torchrun made this process; None if neither started it. Raises UserError for
+    another number of processes than `num_stages`, or more than one machine: times need one clock.
     """
     if "RANK" not in environment:
         return None

@@ -6,6 +6,7 @@ kept as exact fractions. Imports no torch.
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -16,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from pipedream.schedules.ops import Op, Schedule
+from pipedream.schedules.ops import Key, Op, Schedule
 from pipedream.schedules.orders import FOUND
 from pipedream.schedules.policies import Policy, weight_use
 from pipedream.simulate.measures import idle
@@ -35,15 +36,11 @@ that it had done as soon as the host had handed them over, so that it waited for
 class Case(NamedTuple):
     """One schedule at one number of microbatches."""
 
-    name: str
-    """Key of SCHEDULES, the path of a CSV, or FOUND and the memory of a search."""
-    num_microbatches: int
-    """In a batch."""
-    schedule: Schedule
-    """Orders over all batches. Before a search 1F1B's, which has the same stages and neighbours."""
+    name: str  # key of SCHEDULES, the path of a CSV, or FOUND and the memory of a search
+    num_microbatches: int  # in a batch
+    schedule: Schedule  # of all batches; before a search 1F1B's: the same stages and neighbours
     policy: Policy
-    memory: int | None = None
-    """Of an order that is still to be found: microbatches that a rank may hold."""
+    memory: int | None = None  # of a search: microbatches that a rank may hold
 
 
 class MeasuredRun:
@@ -65,41 +62,36 @@ class MeasuredRun:
         spans = [span for span, _, _ in repeats]
         repeats.sort(key=itemgetter(0))
         span, ranks, self.events = repeats[(len(repeats) - 1) // 2]
-        self.durations: dict[tuple[str, int], list[int]] = {}
-        """Of the operations of each kind on each stage."""
-        for op, event in self.by_operation("compute").items():
-            lasted = event.end_ns - event.start_ns
-            self.durations.setdefault((op.kind, op.stage), []).append(lasted)
-        busy = sum(map(sum, self.durations.values()))
-        utilisation = Fraction(busy, case.schedule.num_ranks * span)
-        sent = self.by_operation("send")
-        received = self.by_operation("receive").items()
-        early = [op for op, event in received if op in sent and event.end_ns < sent[op].start_ns]
+        self.durations: dict[Key, list[int]] = defaultdict(list)  # of each kind on each stage
+        for (kind, stage, _), event in self.by_operation("compute").items():
+            self.durations[kind, stage].append(event.end_ns - event.start_ns)
+        utilisation = sum(map(sum, self.durations.values())) / (case.schedule.num_ranks * span)
+        sent, received = self.by_operation("send"), self.by_operation("receive")
+        early = [op for op in sent.keys() & received if received[op].end_ns < sent[op].start_ns]
 
         def medians(*kinds: str) -> list[float]:
             return [
-                _ms(sum(median(self.durations.get((kind, stage), [0])) for kind in kinds))
-                for stage in range(len(case.schedule.chains[0]))
+                _ms(sum(median(self.durations[kind, stage] or [0]) for kind in kinds))
+                for stage in case.schedule.chains[0]
             ]
 
         m = case.num_microbatches
         losses = [loss for _, loss in sorted(pair for rank in ranks for pair in rank["losses"])]
         means = [sum(losses[first : first + m]) / m for first in range(0, len(losses), m)]
         versions = sorted(pair for rank in ranks for pair in rank["peak_versions"])
-        memory = [round(r["peak_memory_mib"], 1) for r in ranks if "peak_memory_mib" in r]
-        waited = [round(r["waited_for_host"], 4) for r in ranks if "waited_for_host" in r]
+        on_gpus = [rank for rank in ranks if "peak_memory_mib" in rank]
         self.measured: dict[str, Any] = {
             "makespan_ms": _ms(span),
-            "utilisation": round(float(utilisation), 5),
-            "bubble": round(float(1 - utilisation), 5),
+            "utilisation": round(utilisation, 5),
+            "bubble": round(1 - utilisation, 5),
             "repeat_makespans_ms": list(map(_ms, spans)),
             "forward_ms": medians("F"),
             "backward_ms": medians("B", "I", "W"),  # B, or I + W
             "peak_versions": [most for _, most in versions],
             # By rank; null on a CPU, as waited_for_host.
-            "peak_memory_mib": memory or None,
+            "peak_memory_mib": [round(rank["peak_memory_mib"], 1) for rank in on_gpus] or None,
             "received_before_sent": len(early),  # 0, if the stages' clocks agree
-            "waited_for_host": waited or None,
+            "waited_for_host": [round(rank["waited_for_host"], 4) for rank in on_gpus] or None,
             "losses": [loss if isfinite(loss) else None for loss in means],  # of each batch
             "weights_equal": None,  # to one process's, bit for bit; null: not checked
         }
@@ -121,7 +113,7 @@ class MeasuredRun:
             for sender, receiver in transfers(self.case.schedule)
             if receiver not in before or at[before[receiver]].end_ns <= at[sender].end_ns
         ]
-        return max(Fraction(0), median(gaps)) if gaps else Fraction(0)
+        return max(Fraction(0), median(gaps or [Fraction(0)]))
 
     def costs(self, num_stages: int) -> Costs:
         """Mean durations, of the same layers cut into so many equal stages, and the time to send.
@@ -131,16 +123,14 @@ class MeasuredRun:
         def means(*kinds: str) -> tuple[Fraction, ...]:
             found = []
             for stage in own:
-                ns = [ns for kind in kinds for ns in self.durations.get((kind, stage), [])]
+                ns = [ns for kind in kinds for ns in self.durations[kind, stage]]
                 found.append(Fraction(sum(ns) * len(own), (len(ns) or 1) * num_stages))
             return tuple(stage_factors(found, num_stages))
 
         return Costs(
-            forward=means("F"),
-            input_gradient=means("B", "I"),
-            weight_gradient=means("W"),
+            forward=means("F"), input_gradient=means("B", "I"), weight_gradient=means("W"),
             communication=self.communication_ns,
-        )
+        )  # fmt: skip
 
     def predict(self, schedule: Schedule) -> Timeline | None:
         """Other orders in the simulator, with these durations. None where they cut backward passes

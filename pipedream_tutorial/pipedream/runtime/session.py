@@ -30,10 +30,8 @@ from pipedream.train.trainer import StageTrainer, Weights, build_trainers
 
 
 def build_cases(config: Config) -> list[Case]:
-    """Every schedule at every number of microbatches, and a search for every limit on memory.
-
-    Raises UserError for what cannot be trained, and for a search that has no durations to go by.
-    """
+    """Every schedule at every number of microbatches, and a search for every limit on memory; else
+    UserError: for what cannot be trained, and for a search that has no durations to go by."""
     cases = []
     for wanted in config["schedule"]:
         limits = [None]
@@ -88,18 +86,16 @@ def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -
     modules = workload.build_modules(case.schedule.stages_per_rank)  # for names and shapes
     for rank, stages in enumerate(case.schedule.stages()[1:], 1):
         for stage in stages:
-            found[stage] = {}
-            for name, like in modules[stage].named_parameters():
-                weight = found[stage][name] = torch.empty_like(like, device="cpu")
+            like = modules[stage].named_parameters()
+            found[stage] = {name: torch.empty_like(w, device="cpu") for name, w in like}
+            for weight in found[stage].values():
                 dist.recv(weight, rank)
     return [found[stage] for stage in range(len(modules))]
 
 
 def run_session(config: Config, outputs: Mapping[str, str | None], command: str, rank: int) -> None:
-    """Run all cases as one of the stages; on rank 0 also print and write what came of it.
-
-    `outputs`: paths of a trace, a record and weights.
-    """
+    """Run all cases as one of the stages; on rank 0 also print and write what came of it, to the
+    paths in `outputs`: trace, record, weights."""
     cases = build_cases(config)
     station = Station(rank, config)
     if rank == 0:
@@ -173,13 +169,10 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
 
 def describe(station: Station) -> str:
     """What is about to run, in words."""
-    p = station.config["num_stages"]
-    gpus = torch.cuda.device_count()
-    where = "NCCL, a GPU each"
-    if station.device.type == "cpu":
-        where = "gloo, on the CPU"
-        if gpus and station.config["device"] == "auto":
-            where += f", as there are {gpus} GPUs for {p} stages"
+    p, gpus = station.config["num_stages"], torch.cuda.device_count()
+    where = "NCCL, a GPU each" if station.device.type == "cuda" else "gloo, on the CPU"
+    if gpus and (station.device.type, station.config["device"]) == ("cpu", "auto"):
+        where += f", as there are {gpus} GPUs for {p} stages"
     text = f"{count(p, 'stage')}, a process each ({where}): {station.workload.text}"
     if any(station.slept_ms):
         forward, backward = station.slept_ms
@@ -191,8 +184,7 @@ def describe(station: Station) -> str:
 
 
 def what_ran(station: Station, command: str) -> dict[str, Any]:
-    """What a record says of how it came about: command, versions, machine, emulation, workload,
-    CONFIG."""
+    """What a record says of how it came about."""
     on_gpu = station.device.type == "cuda"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if on_gpu:

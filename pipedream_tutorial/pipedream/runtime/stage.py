@@ -158,8 +158,7 @@ class Clock:
     def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
         """`new_event` as torch.cuda.Event with timing: record(), synchronize(), elapsed_time()."""
         self.new_event = new_event
-        self.spans: list[tuple[str, Op, Any, Any]] = []
-        """Thread, operation, and marks at its start and end."""
+        self.spans: list[tuple[str, Op, Any, Any]] = []  # thread, operation, marks at both ends
         if new_event is not None:
             ties = []
             for _ in range(20):
@@ -203,9 +202,9 @@ class Station:
         self.config = config
         self.device = take_device(config, rank)
         self.workload = Workload(config, self.device)
-        on_gpu = self.device.type == "cuda"
-        self.slept_ms = (0.0, 0.0) if on_gpu else (config["forward_ms"], config["backward_ms"])
-        """In a forward and in a whole backward pass of a rank's layers."""
+        self.slept_ms = config["forward_ms"], config["backward_ms"]  # of a rank's layers
+        if self.device.type == "cuda":
+            self.slept_ms = 0.0, 0.0
 
     def meet(self, cases: Sequence[Case]) -> None:
         """Connect with the others, then run two microbatches of each case with nothing sent.
@@ -253,14 +252,13 @@ class Station:
                 torch.cuda.synchronize(self.device)
         finally:
             gc.enable()
-        own = trainers.values()
         report = {
             "events": [
                 (self.rank, *op, clock.read(start), clock.read(end), thread)
                 for thread, op, start, end in clock.spans
             ],
-            "peak_versions": [(trainer.stage, trainer.peak_versions) for trainer in own],
-            "losses": [(i, float(x)) for trainer in own for i, x in trainer.losses.items()],
+            "peak_versions": [(stage, own.peak_versions) for stage, own in trainers.items()],
+            "losses": [(i, float(x)) for own in trainers.values() for i, x in own.losses.items()],
         }
         if on_gpu:
             ends = [end for thread, _, _, end in clock.spans if thread == "compute"]
@@ -268,8 +266,8 @@ class Station:
             report["waited_for_host"] = at_once / len(ends)
             report["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
         return report, {
-            trainer.stage: {name: w.detach().cpu() for name, w in trainer.weights.items()}
-            for trainer in own
+            stage: {name: weight.detach().cpu() for name, weight in own.weights.items()}
+            for stage, own in trainers.items()
         }
 
     def _run_order(
@@ -286,13 +284,11 @@ class Station:
             sent = [op for op in orders[rank] if op in target and ranks[target[op]] == self.rank]
             peer.expect(sent, example, self.config["receive_depth"])
         forward_s, backward_s = (ms / 1000 / case.schedule.stages_per_rank for ms in slept_ms)
-        kept: dict[Op, torch.Tensor] = {}  # for another stage of this rank
+        kept: dict[Op | None, torch.Tensor] = {}  # for another stage of this rank
         for op in orders[self.rank]:
-            received = None
             giver = source.get(op)
-            if giver in kept:
-                received = kept.pop(giver)
-            elif giver is not None:
+            received = kept.pop(giver, None)
+            if giver is not None and received is None:
                 with clock.span("receive", giver):
                     received = self.peers[ranks[giver]].take(giver)
             with clock.span("compute", op):

@@ -57,8 +57,7 @@ class Task(NamedTuple):
     microbatch_size: int
 
     def microbatch(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the microbatch, counted from the start of training; the samples
-        come round again in the same order."""
+        """Its inputs and targets. Counted from the start of training: the samples come round."""
         first = index * self.microbatch_size % len(self.targets)
         rows = slice(first, first + self.microbatch_size)
         return self.inputs[rows], self.targets[rows]
@@ -148,8 +147,7 @@ class Head(nn.Module):
 
 
 def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
-    """By name: embedding, block 0, ..., head, with GPT-2's initial weights from torch's global
-    generator."""
+    """embedding, block 0, ..., head: GPT-2's initial weights from torch's global generator."""
     blocks = {f"block {i}": Block(size) for i in range(size.num_layers)}
     layers = {"embedding": Embedding(size), **blocks, "head": Head(size)}
     for module in nn.ModuleList(layers.values()).modules():
@@ -169,10 +167,8 @@ class Workload:
 
     def __init__(self, config: Config, device: torch.device | None = None) -> None:
         """Of `config`: num_stages, layers_per_stage, learning_rate, seed; and model,
-        microbatch_size, dtype, where None is what suits the model.
-
-        Raises UserError when the model's blocks cannot be cut evenly into the stages.
-        """
+        microbatch_size, dtype, where None is what suits the model. Raises UserError when the
+        model's blocks cannot be cut evenly into the stages."""
         name = config.get("model", "mlp")
         layers = config["layers_per_stage"]
         self.config = config
@@ -207,18 +203,15 @@ class Workload:
                 f"{count(layers, 'block')} of hidden size {hidden} a stage (no embedding, no "
                 f"head), {batch} sequences of {tokens}"
             )
-        self.layers = layers
-        """Of a rank."""
+        self.layers = layers  # of a rank
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.text = f"{name}, {text} a microbatch, {dtype}"
         inputs = task.inputs.to(self.device, self.dtype)
         self.task = task._replace(inputs=inputs, targets=task.targets.to(self.device))
 
     def build_modules(self, stages_per_rank: int) -> list[nn.Module]:
-        """By stage; each but the last gives a tensor of the form that it takes.
-
-        Raises UserError when a rank's layers cannot be cut evenly.
-        """
+        """By stage; each but the last gives a tensor of the form that it takes. Raises UserError
+        when a rank's layers cannot be cut evenly."""
         layers = layers_of_a_stage(self.layers, stages_per_rank)
         num_stages = self.config["num_stages"] * stages_per_rank
         seed = self.config["seed"]

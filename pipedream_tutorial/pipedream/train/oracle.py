@@ -83,19 +83,15 @@ def train(
 
 
 def final_loss(result: TrainResult, num_microbatches: int) -> float:
-    """Mean loss of the last batches that hold every sample about once (all batches, if fewer).
-
-    Of the whole data and of many weights: one step's noise would hide what the schedules differ by.
-    """
+    """Mean loss of the last batches that hold every sample about once (all batches, if fewer): one
+    step's noise would hide what the schedules differ by."""
     batches = math.ceil(TASK_MICROBATCHES / num_microbatches)
     return statistics.fmean(result.losses[-batches:])
 
 
 class MicrobatchError(NamedTuple):
     """How far one microbatch's gradient is off: norm of the difference by norm of the exact one.
-
-    Exactly 0: not a bit differs. Infinite where training has diverged and there is no number.
-    """
+    Exactly 0: not a bit differs. Infinite where training has diverged and there is no number."""
 
     microbatch: int
     relative_error: float  # of all stages at once, against the gradient at the forward's weights
@@ -120,8 +116,8 @@ def copied(weights: Weights) -> Weights:
 def train_and_check(
     name: str, *, every: int = 1, **settings: Any
 ) -> tuple[TrainResult, list[MicrobatchError]]:
-    """oracle.train with these settings, and how far every `every`-th microbatch's gradient is off,
-    in the order in which their backward passes end."""
+    """What train gives, and how far every `every`-th microbatch's gradient is off, in the order in
+    which their backward passes end."""
     task = build_task(seed=settings["seed"])
     used: dict[int, dict[int, Weights]] = defaultdict(dict)
     given: dict[int, dict[int, tuple[Gradients, Weights]]] = defaultdict(dict)

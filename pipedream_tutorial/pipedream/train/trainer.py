@@ -35,10 +35,8 @@ Gradients = tuple[torch.Tensor, ...]
 
 
 class CutLinears(TorchFunctionMode):
-    """Backward passes of what runs in this context leave out W for linear layers.
-
-    Each has to lie behind what needs a gradient: the stage's input, or a norm's weights.
-    """
+    """Backward passes of what runs in this context leave out W for linear layers. Each has to lie
+    behind what needs a gradient: the stage's input, or a norm's weights."""
 
     def __init__(self) -> None:
         self.aside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
@@ -72,8 +70,7 @@ class _InFlight:
     weights: Weights
     x: torch.Tensor
     out: torch.Tensor | None
-    linears: CutLinears
-    """Empty where backward passes are whole."""
+    linears: CutLinears  # empty where backward passes are whole
     gradients: Sequence[torch.Tensor | None] = ()
     """Of the weights, as far as I has made them: None for those of linear layers that are cut."""
 
@@ -116,10 +113,8 @@ class StageTrainer:
         self.num_forwards = 0
         self.num_backwards = 0
         self.in_flight: dict[int, _InFlight] = {}
-        self.gradients: Gradients = ()
-        """Of the microbatches since the last update, added up."""
-        self.losses: dict[int, torch.Tensor] = {}
-        """Of the last stage: microbatch -> its mean loss, not divided."""
+        self.gradients: Gradients = ()  # of the microbatches since the last update, added up
+        self.losses: dict[int, torch.Tensor] = {}  # last stage's, by microbatch: mean, not divided
 
     @property
     def weights(self) -> Weights:
@@ -143,10 +138,8 @@ class StageTrainer:
     def forward(
         self, microbatch: int, x: torch.Tensor, target: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run the microbatch with the version that the policy names; the output to send on.
-
-        x: [batch, ...] from the stage before. On the last stage: the scaled loss, a scalar.
-        """
+        """Run the microbatch, [batch, ...] from the stage before, with the version that the policy
+        names; the output to send on. On the last stage: the scaled loss, a scalar."""
         version = self._version_of(microbatch)
         weights = self.versions[version if self.policy.stashed else self.updates]
         x = x.detach().requires_grad_(self.stage > 0)
@@ -168,10 +161,8 @@ class StageTrainer:
     def input_gradient(
         self, microbatch: int, output_gradient: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The half of the backward pass that the stage before waits for (I).
-
-        output_gradient: as the output; None on the last stage. Returns None on the first stage.
-        """
+        """The half of the backward pass that the stage before waits for (I); None on the first
+        stage. output_gradient: as the output; None on the last stage."""
         flight = self.in_flight[microbatch]
         assert flight.out is not None
         inputs = [flight.x] if self.stage > 0 else []
@@ -227,8 +218,7 @@ class StageTrainer:
         self.peak_versions = max(self.peak_versions, len(self.versions))
 
 
-Trainers = Mapping[int, StageTrainer]
-"""By stage."""
+Trainers = Mapping[int, StageTrainer]  # by stage
 
 
 def build_trainers(
