@@ -61,19 +61,32 @@ class Rule:
             raise self._error(key, value)
         found = []
         for part in parts:
-            one = _convert(self.kind, part)
-            if self.choices and one is not None:
-                one = {name.lower(): name for name in self.choices}.get(one.lower(), one)
-            if one is None or not self._accepts(one):
+            one = self._read(part)
+            if one is None:
                 raise self._error(key, part)
             found.append(one)
         return found if self.many else found[0]
 
-    def _accepts(self, value: Any) -> bool:
-        if self.choices:
-            file = self.or_file and (value.lower().endswith(self.or_file) or Path(value).is_file())
-            return value in self.choices or bool(file)
-        return self.kind is str or (self.low <= value <= self.high and value > self.above)
+    def _read(self, value: object) -> Any:
+        """One value as `kind`; None where it is not accepted."""
+        text = str(value).strip()
+        if self.kind is bool:
+            return _WORDS.get(text.lower())
+        if self.kind is str:
+            # Surrogates, bytes of the command line that are no text, cannot be printed.
+            if not isinstance(value, str) or not text or not text.isprintable():
+                return None
+            file = self.or_file and (text.lower().endswith(self.or_file) or Path(text).is_file())
+            known = {name.lower(): name for name in self.choices}
+            return known.get(text.lower(), text if file or not known else None)
+        try:
+            exact = Fraction(text) if _NUMBER.fullmatch(text) else None
+        except ZeroDivisionError:
+            return None
+        if exact is None or (self.kind is int and exact.denominator > 1):
+            return None
+        number = self.kind(exact)
+        return number if self.low <= number <= self.high and number > self.above else None
 
     def describe(self) -> str:
         """What is accepted, in words."""
@@ -97,23 +110,6 @@ class Rule:
         if not hint.startswith("did"):
             hint = f"{key} is {self.describe()}"
         return UserError(f"{key}={_shown(value)} is not accepted", hint)
-
-
-def _convert(kind: type, value: object) -> Any:
-    """A value, typed or from CONFIG, as `kind`; None where it is none."""
-    text = str(value).strip()
-    if kind is bool:
-        return _WORDS.get(text.lower())
-    if kind is str:
-        # Surrogates, bytes of the command line that are no text, cannot be printed.
-        return text if isinstance(value, str) and text and text.isprintable() else None
-    try:
-        number = Fraction(text) if _NUMBER.fullmatch(text) else None
-    except ZeroDivisionError:
-        return None
-    if number is None or (kind is int and number.denominator > 1):
-        return None
-    return kind(number)
 
 
 # Keys that more than one script has.

@@ -25,9 +25,9 @@ backward pass of a layer needs, many times that; a limit would pass plans that d
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from operator import itemgetter
+from typing import NamedTuple
 
 from pipedream.errors import UserError
 from pipedream.plan.profile import Layer, Number
@@ -35,8 +35,7 @@ from pipedream.plan.profile import Layer, Number
 SYNC_FACTOR = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """Neighbouring layers, and the workers that each run all of them."""
 
     first: int
@@ -59,8 +58,7 @@ class Stage:
         return max(self.compute_s, self.sync_s) / self.replicas
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """How layers and workers are cut up, and what that is predicted to give."""
 
     stages: tuple[Stage, ...]

@@ -5,15 +5,13 @@ PipeDream (arXiv 1806.03377) plans from these three per layer. Loading a profile
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.errors import UserError, nearest
 
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
 Number = int | float | Fraction
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """One layer's cost for one microbatch."""
 
     name: str
@@ -34,8 +31,7 @@ class Layer:
     weight_bytes: Number
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
+class Profile(NamedTuple):
     """The layers in the order of the forward pass, and what they were measured on."""
 
     model: str
@@ -60,8 +56,8 @@ _AMOUNT = (
     "0, or a number from 1e-18 to 1e18",
 )
 _LAYERS = (lambda v: isinstance(v, list) and len(v) > 0, "a list of one layer or more")
-_LAYER: Rules = {field.name: _AMOUNT for field in dataclasses.fields(Layer)} | {"name": _TEXT}
-_PROFILE: Rules = {field.name: _TEXT for field in dataclasses.fields(Profile)}
+_LAYER: Rules = dict.fromkeys(Layer._fields, _AMOUNT) | {"name": _TEXT}
+_PROFILE: Rules = dict.fromkeys(Profile._fields, _TEXT)
 _PROFILE |= dict.fromkeys(("batch", "sequence", "threads"), _COUNT) | {"layers": _LAYERS}
 
 
@@ -102,8 +98,8 @@ def _shown(value: object) -> str:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write what load_profile reads, one line a layer. Its numbers have to be int or float."""
-    values = dataclasses.asdict(profile)
-    layers = ",\n".join("    " + json.dumps(layer) for layer in values.pop("layers"))
+    values = profile._asdict()
+    layers = ",\n".join("    " + json.dumps(layer._asdict()) for layer in values.pop("layers"))
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in values.items()]
     text = "\n".join(["{", *lines, '  "layers": [', layers, "  ]", "}"])
     path.write_text(text + "\n", encoding="utf-8")

@@ -21,10 +21,10 @@ rules give n_k = p - k.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
 from operator import mul
+from typing import NamedTuple
 
 from pipedream_simple import in_turn
 
@@ -59,8 +59,7 @@ def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -
     return straight("1f1b-rr", lines)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRun:
+class PlanRun(NamedTuple):
     """A plan's simulation."""
 
     timeline: Timeline

@@ -7,6 +7,7 @@ by number, so the simulator counts with them and the trainers compute with them.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipedream.errors import UserError
 from pipedream.schedules.ops import Op, Schedule
@@ -51,8 +52,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightUse:
+class WeightUse(NamedTuple):
     """What happened to one stage's weights, counted along its rank's order."""
 
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with

@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
+
+from pipedream_simple import DURATIONS
 
 from pipedream.errors import UserError
 from pipedream.schedules import closed_forms
@@ -143,8 +146,7 @@ class Row:
         return any(use.backward != use.forward for use in self._use.values())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """A schedule that these sizes do not allow."""
 
     name: str
@@ -239,12 +241,5 @@ def closed_form(name: str, case: Case) -> tuple[ClosedForm, closed_forms.Case] |
 
 
 def _costs(schedule: Schedule, case: Case) -> Costs:
-    return build_costs(
-        schedule,
-        forward=case.forward,
-        input_gradient=case.input_gradient,
-        weight_gradient=case.weight_gradient,
-        communication=case.communication,
-        scale=case.stage_scale,
-        overlap_saving=case.overlap_saving,
-    )
+    durations = {key: getattr(case, key) for key in (*DURATIONS, "overlap_saving")}
+    return build_costs(schedule, scale=case.stage_scale, **durations)

@@ -1,17 +1,16 @@
 """What a timeline costs: idle time, activations, weight versions."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.policies import WeightUse
 from pipedream.simulate.simulator import Timeline
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Idle:
+class Idle(NamedTuple):
     """Idle time by rank, by both definitions that papers use."""
 
     makespan: tuple[Fraction, ...]  # from time 0 to the end of the last rank, less the rank's work

@@ -17,7 +17,6 @@ it does (simulated annealing). Neither proves anything; `lower_bound` and `solve
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import chain
@@ -32,8 +31,7 @@ from pipedream.simulate.simulator import Costs
 Words = list[str]  # by rank
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """Sizes and durations, in ticks."""
 
     num_microbatches: int
