@@ -15,7 +15,13 @@ from typing import Any
 
 from pipedream.config import FOLDER, Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors, nearest
-from pipedream.plan.planner import Plan, make_plan, plan_pipeline
+from pipedream.plan.planner import (
+    Plan,
+    full_speed_in_flight,
+    make_plan,
+    plan_pipeline,
+    simulate_plan,
+)
 from pipedream.plan.profile import (
     Layer,
     Profile,
@@ -24,7 +30,6 @@ from pipedream.plan.profile import (
     measure_profile,
     save_profile,
 )
-from pipedream.plan.replicated import full_speed_in_flight, simulate_plan
 
 CONFIG: dict[str, Any] = {
     "profile": "profiles/gpt2_cpu.json",  # a profile's .json, or gpt2 or gpt2-medium to measure it

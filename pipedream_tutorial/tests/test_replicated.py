@@ -5,9 +5,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.plan.planner import plan_pipeline
-from pipedream.plan.replicated import (
+from pipedream.plan.planner import (
     full_speed_in_flight,
+    plan_pipeline,
     replicated_1f1b,
     simulate_plan,
     steady_period,

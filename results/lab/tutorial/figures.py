@@ -35,9 +35,8 @@ from pipedream.draw.page import (
     place_labels,
     save,
 )
-from pipedream.plan.planner import Plan, plan_pipeline
+from pipedream.plan.planner import Plan, plan_pipeline, simulate_plan
 from pipedream.plan.profile import load_profile
-from pipedream.plan.replicated import simulate_plan
 from pipedream.runtime.record import GPU_GOAL, points_error
 from pipedream.schedules.orders import SCHEDULES
 from pipedream.simulate.comparison import Case, Row, measure
