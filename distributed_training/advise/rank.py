@@ -122,6 +122,18 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     return settings
 
 
+def layout_name(plan: Plan) -> str:
+    """ "3d pp=4 tp=2 1f1b m8": strategy, axes unless the name says all, the cut of the batch."""
+    words = [plan.strategy.name]
+    if settings_of(plan).keys() & plan.mesh.keys():
+        words += [f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1]
+    if plan.mesh["pp"] > 1:
+        words.append(plan.config.pipeline_schedule)
+    if plan.batch.num_microbatches > 1:
+        words.append(f"m{plan.batch.num_microbatches}")
+    return " ".join(words)
+
+
 def as_chosen(config: RunConfig, name: str) -> RunConfig:
     """CONFIG under a strategy that "auto" may become: what is set stays, whether or not the
     strategy takes it. Raises UserError for one whose engine has options of its own.

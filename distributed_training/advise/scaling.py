@@ -19,7 +19,6 @@ from pathlib import Path
 from tabulate import tabulate
 
 from distributed_training.advise.rank import choose_spread, rank_layouts, with_progress
-from distributed_training.advise.show import count
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
@@ -194,3 +193,11 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * unit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds:.3g} s"
+
+
+def count(number: float) -> str:
+    """Three digits and a letter."""
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"

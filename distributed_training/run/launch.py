@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -98,8 +99,6 @@ def start(
         return make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
 
     if dry_run:
-        from distributed_training.advise.show import launch_command
-
         plan = at_checkpoint(make(config))
         command_line = launch_command(plan, os.path.relpath(script), arguments)
         print(describe_plan(plan, "(this one)" if process else command_line))
@@ -132,7 +131,7 @@ def start(
     code = spawn(plan, command, max_restarts, begun)
     # Where what "auto" chose runs out of memory, the next best that is predicted to need less.
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
-        from distributed_training.advise.show import layout_name
+        from distributed_training.advise.rank import layout_name
 
         what = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         below = config.model_copy(update={"below_bytes": estimate_memory(plan).needed_bytes})
@@ -267,6 +266,21 @@ def spawn(
         print(f"note: {reason}, after the run had finished", file=sys.stderr)
         return 0
     return code
+
+
+def launch_command(plan: Plan, script: str, words: list[str]) -> str:
+    """What to type, on each node, to start the processes of a plan; `words`: the options."""
+    here = plan.processes_here
+    nodes = plan.num_processes // here
+    start = ["python", script]
+    if nodes > 1:
+        # By itself torchrun waits ten minutes for the others.
+        wait = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
+        place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
+        start = ["torchrun", *place, wait, f"--nproc_per_node={here}", script]
+    elif here > 1 and not any(word.startswith("--num_gpus") for word in words):
+        start += ["--num_gpus", str(here)]
+    return shlex.join([*start, *words])
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:

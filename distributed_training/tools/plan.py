@@ -6,27 +6,37 @@ No torch import.
 import argparse
 import dataclasses
 import json
+import math
 import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from distributed_training.advise import scaling, show
+from tabulate import DataRow, TableFormat, tabulate
+
+from distributed_training.advise import scaling
 from distributed_training.advise.make import check_memory
-from distributed_training.advise.rank import choose_spread, rank_layouts
+from distributed_training.advise.rank import choose_spread, layout_name, rank_layouts, settings_of
 from distributed_training.plan.choose import choose_model
+from distributed_training.plan.plan import Plan
+from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster, this_machine
-from distributed_training.predict.rates import calibration_file
+from distributed_training.predict.rates import FITTED, calibration_file
 from distributed_training.records.display import WIDTH
-from distributed_training.run.launch import requested_processes
+from distributed_training.run.launch import launch_command, requested_processes
 from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import expand_home
+from distributed_training.settings.files import ROOT, expand_home
 from distributed_training.settings.machine import GIB, detect_machine
 
 SHOWN = 15  # layouts, without --all
 BEST = 3
+HEADERS = ("layout", "fits", "GiB", "state", "acts", "other")
+SPEED = ("s/step", "tok/s", "MFU", "likely", "bound by")
+_CELLS = DataRow("", " ", "")
+ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_header_hide=None)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +85,7 @@ def run(
     if not choices:
         raise UserError(f"no strategy runs {config.model} as CONFIG has it", fix="see --dry-run")
     if arguments.json:
-        print(json.dumps([show.as_dict(choice) for choice in choices], indent=1))
+        print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
@@ -83,7 +93,7 @@ def run(
     batch = choices[0].plan.batch.global_batch_size
     tokens = f"{batch} x {config.max_length} tokens a step"
     print(f"{config.model} on {cluster.name}: {tokens}, {len(choices)} layouts\n")
-    print(show.table(choices if arguments.all else fitting[:SHOWN]))
+    print(table(choices if arguments.all else fitting[:SHOWN]))
     print()
     if len(fitting) > SHOWN and not arguments.all:
         hidden = len(fitting) - SHOWN
@@ -102,17 +112,17 @@ def run(
     if cluster.nodes > 1 and rates is not None:
         gbit = 8 * rates.network_bytes / 1e9
         legend += f" Between nodes each GPU has {gbit:g} Gbit/s: --network_gbit sets it."
-    for text in (legend, show.why_first(fitting[0], fitting[1:])):
+    for text in (legend, why_first(fitting[0], fitting[1:])):
         print(textwrap.fill(text, WIDTH))
     print()
     typed = dict(text.split("=", 1) for text in arguments.overrides)
     for choice in fitting[:BEST]:
-        words = show.options_of(choice.plan, typed)
-        print(f"  {show.launch_command(choice.plan, script.name, words)}")
+        words = options_of(choice.plan, typed)
+        print(f"  {launch_command(choice.plan, script.name, words)}")
     if arguments.write:
         path = Path(expand_home("--write", arguments.write))
-        words = show.options_of(fitting[0].plan, typed)
-        path.write_text(show.batch_script(fitting[0], script, words), encoding="utf-8")
+        words = options_of(fitting[0].plan, typed)
+        path.write_text(batch_script(fitting[0], script, words), encoding="utf-8")
         print(f"wrote {path}")
     return 0
 
@@ -151,3 +161,101 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     if cluster.machine.num_gpus:
         fix = f"take GPUs with {needed:.0f} GiB or more of them, or {fix}"
     return UserError(what, why, fix)
+
+
+def table(choices: Sequence[Prediction]) -> str:
+    """One row a layout: GiB of the fullest process, in all and by component."""
+    strategies = [choice.plan.strategy for choice in choices]
+    away = any(each.steps_on_host or each.fetches_parameters for each in strategies)
+    headers = [*HEADERS, *(["RAM", "disk"] if away else []), *SPEED]
+    rows = [headers, *(_row(choice, away) for choice in choices)]
+    sides = ["left", *["right"] * (len(headers) - 2), "left"]
+    return tabulate(rows, tablefmt=ONE_SPACE, disable_numparse=True, colalign=sides)
+
+
+def _row(choice: Prediction, away: bool) -> list[str]:
+    memory = choice.memory
+    parts = memory.fullest
+    sizes = [
+        memory.needed_bytes,
+        sum(parts[name] for name in STATE),
+        parts["activations"] + parts["logits"],
+        parts["copies"] + parts["buffers"] + memory.context_bytes,
+    ]
+    if away:
+        sizes += [memory.host_bytes, memory.disk_bytes]
+    speed = ["-"] * len(SPEED)
+    if choice.step is not None:
+        likely = (100 * (share - 1) for share in vars(FITTED.likely_s)[choice.kind])
+        speed = [
+            f"{choice.step.seconds:.3f}",
+            scaling.count(choice.tokens_per_s or 0.0),
+            "-" if choice.mfu is None else f"{100 * choice.mfu:.0f}%",
+            "{:+.0f}/{:+.0f}%".format(*likely),
+            choice.step.bound_by,
+        ]
+    gibs = [scaling.count(size / GIB) for size in sizes]
+    return [layout_name(choice.plan), choice.room, *gibs, *speed]
+
+
+def options_of(plan: Plan, typed: dict[str, str]) -> list[str]:
+    """What else the user `typed`, keys and their values, then what gives a layout."""
+    settings = {"strategy": plan.strategy.name, **settings_of(plan)}
+    kept = {key: value for key, value in typed.items() if key not in settings}
+    return [word for key, value in (kept | settings).items() for word in (f"--{key}", str(value))]
+
+
+def as_dict(choice: Prediction) -> dict[str, Any]:
+    """A layout for programs: `memory_bytes` is component -> bytes by rank."""
+    plan = choice.plan
+    places = choice.memory.by_place
+    each = plan.num_processes // len(places)
+    by_rank = {part: [place[part] for place in places for _ in range(each)] for part in places[0]}
+    return {
+        "strategy": plan.strategy.name,
+        "axes": plan.mesh,
+        "schedule": plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None,
+        "micro_batch_size": plan.batch.micro_batch_size,
+        "num_microbatches": plan.batch.num_microbatches,
+        "fits": choice.fits,
+        "memory_bytes": by_rank,
+        "step_time_s": choice.step and choice.step.seconds,
+        "tokens_per_s": choice.tokens_per_s,
+        "likely_s": choice.likely_s,
+        "likely_bytes": choice.memory.likely_bytes,
+    }
+
+
+def why_first(best: Prediction, others: Sequence[Prediction]) -> str:
+    """One sentence on the first choice, against the quickest of another strategy."""
+    name = layout_name(best.plan)
+    step = best.step
+    if step is None:
+        return f"{name} needs least memory; how fast it is cannot be told without the GPU's rates."
+    said = f"{name} is the quickest that fits: its step of {step.seconds:.3f} s is mostly "
+    said += step.bound_by
+    for other in others:
+        if other.plan.strategy.name != best.plan.strategy.name and other.step:
+            times = other.step.seconds / step.seconds
+            more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
+            return f"{said}; {layout_name(other.plan)} takes {more}."
+    return f"{said}."
+
+
+def batch_script(choice: Prediction, script: Path, words: Sequence[str]) -> str:
+    """configs/train.slurm for a layout, with a quarter more RAM than is predicted for a node."""
+    plan = choice.plan
+    here = plan.processes_here
+    ram = choice.memory.host_bytes * here
+    job = (ROOT / "configs" / "train.slurm").read_text(encoding="utf-8")
+    for there, own in {
+        "--job-name=gpt2": f"--job-name={plan.strategy.name}",
+        "#SBATCH --nodes=1": f"#SBATCH --nodes={plan.num_processes // here}",
+        "--gpus-per-node=4": f"--gpus-per-node={here}",
+        "--mem=64G": f"--mem={math.ceil(1.25 * ram / GIB)}G",
+        'cd "$SLURM_SUBMIT_DIR"': f"cd {shlex.quote(str(script.parent))}",
+        "(real_model_example.py": f"({shlex.join([script.name, *words])}",
+    }.items():
+        assert job.count(there) == 1, there
+        job = job.replace(there, own)
+    return job

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from distributed_training.advise.scaling import FITS, parse_budget
-from distributed_training.advise.show import count
+from distributed_training.advise.scaling import FITS, count, parse_budget
 from tests.conftest import light_pool
 from tests.support import refused
 
