@@ -17,7 +17,7 @@ from distributed_training.records.record import plural
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
-from distributed_training.settings.machine import Gpu, Machine, find_gpu, known_gpu, limited_to
+from distributed_training.settings.machine import Machine, find_gpu, known_gpu, limited_to
 
 # Whether there is room: also for the most that is likely, for the least of it, or for neither.
 Room = Literal["yes", "tight", "no"]
@@ -54,26 +54,22 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     if nodes * here > MOST_PROCESSES:
         what = f"--cluster {shown(text)} has {nodes * here:,} GPUs"
         raise UserError(what, fix=f"plan for at most {MOST_PROCESSES:,}")
-    return cluster_of(known_gpu(gpu or name), nodes, here)
-
-
-def cluster_of(gpu: Gpu, nodes: int, here: int) -> Cluster:
-    """So many nodes with so many of these GPUs each."""
+    kind = known_gpu(gpu or name)
     machine = Machine(
         num_gpus=here,
-        gpu_name=gpu.name,
-        gpu_memory_bytes=gpu.memory_bytes,
-        compute_capability=gpu.compute_capability,
+        gpu_name=kind.name,
+        gpu_memory_bytes=kind.memory_bytes,
+        compute_capability=kind.compute_capability,
         ram_bytes=sys.maxsize,  # nobody asked
         num_cpus=8 * here,
-        power_w=gpu.power_w,
+        power_w=kind.power_w,
     )
-    name = f"{here} x {gpu.name}"
+    name = f"{here} x {kind.name}"
     return Cluster(
         num_processes=nodes * here,
         processes_a_node=here,
         machine=machine,
-        rates=rates_of(gpu),
+        rates=rates_of(kind),
         name=f"{nodes} x {name}" if nodes > 1 else name,
     )
 

@@ -7,7 +7,7 @@ slower of both counts, unless a CUDA graph launches all.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,17 +31,11 @@ ARITHMETIC, MEMORY, NETWORK = np.eye(3)
 Cost = NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepTime:
-    """Seconds of a step, and what they are spent on by the slowest process."""
+class StepTime(NamedTuple):
+    """Seconds of a step, and what takes the slowest process most of it."""
 
     seconds: float
-    parts: dict[str, float]  # arithmetic, memory, network, bubble, host, host RAM, disk
-
-    @property
-    def bound_by(self) -> str:
-        """What takes most of it."""
-        return max(self.parts, key=lambda name: self.parts[name])
+    bound_by: str  # arithmetic, memory, network, bubble, host RAM, disk or host
 
 
 def estimate_step(plan: Plan, rates: Rates) -> StepTime:
@@ -92,10 +86,7 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     parts["host RAM"] = offload
     parts["disk"] = disk
     parts["host"] = max(0.0, total - sum(parts.values()))
-    listed = sum(parts.values())
-    if listed > total:  # the slowest stage's, which others' beat
-        parts = {name: part * total / listed for name, part in parts.items()}
-    return StepTime(seconds=total, parts=parts)
+    return StepTime(total, max(parts, key=lambda name: parts[name]))
 
 
 class Work(Shapes):

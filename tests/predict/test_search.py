@@ -21,10 +21,9 @@ from distributed_training.predict.orders import (
     read_order,
     simulate,
 )
-from distributed_training.predict.predict import cluster_of
+from distributed_training.predict.predict import parse_cluster
 from distributed_training.predict.speed import Work
 from distributed_training.settings.config import build_config
-from distributed_training.settings.machine import GPUS
 from tests.plan.helpers import plan_for
 from tests.support import GPU_MACHINE
 
@@ -112,7 +111,7 @@ def test_one_micro_batch_over_two_processes_as_by_brute_force(seed):
 def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkeypatch):
     """The process that plans searches once, by the rates at hand; the others read plan.json."""
     words = {"model": "gpt2", "strategy": "pp", "pipeline_schedule": "zb-auto"}
-    slow, quick = (cluster_of(GPUS[name], 1, 2) for name in ("L4", "H200"))
+    slow, quick = map(parse_cluster, ("2xL4", "2xH200"))
     plans = [draft_plan(build_config(words), of.machine, 2, 2) for of in (slow, quick)]
     for cluster, plan in zip((slow, quick), plans, strict=True):
         costs = Work(plan, cluster.rates).operations()

@@ -1,6 +1,7 @@
 """The tables of strategies/LAWS.md, computed by the functions that plan a run. No torch import."""
 
 import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,10 +9,9 @@ from distributed_training.advise.make import draft_plan
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.memory import STATE, Held, estimate_state
-from distributed_training.predict.predict import cluster_of, lay_out_on, predict
+from distributed_training.predict.predict import lay_out_on, parse_cluster, predict
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.machine import GPUS, Gpu
 from distributed_training.settings.strategies import (
     list_strategies,
     strategy_defaults,
@@ -27,7 +27,7 @@ def plan_of(strategy: str, num_processes: int, **config: Any) -> Plan:
     """A draft on H200s of one node."""
     values = {"strategy": strategy, "model": "gpt2-xl", "max_length": 1024, **config}
     built = build_config(values, defaults=strategy_defaults, options=strategy_options)
-    machine = cluster_of(GPUS["H200"], 1, num_processes).machine
+    machine = parse_cluster(f"{num_processes}xH200").machine
     return draft_plan(built, machine, num_processes, num_processes)
 
 
@@ -37,10 +37,10 @@ SMALL = {
     "name": "RTX-4060",
 }  # fmt: skip
 RECIPES = (  # label, GPU, model, batch_size
-    ("8 GB", Gpu.model_validate(SMALL), "gpt2", 8),
-    ("16 GB", GPUS["T4"], "gpt2-medium", 8),
-    ("24 GB", GPUS["RTX-4090"], "gpt2-large", 8),
-    ("80 GB", GPUS["H100-80GB"], "gpt2-xl", 16),
+    ("8 GB", json.dumps(SMALL), "gpt2", 8),
+    ("16 GB", "T4", "gpt2-medium", 8),
+    ("24 GB", "RTX-4090", "gpt2-large", 8),
+    ("80 GB", "H100-80GB", "gpt2-xl", 16),
 )
 
 
@@ -48,7 +48,7 @@ def recipes() -> str:
     """What a GPU of each size can train, as `plan` predicts: memory, minutes of two epochs."""
     rows = []
     for label, gpu, model, batch_size in RECIPES:
-        cluster = cluster_of(gpu, 1, 1)
+        cluster = parse_cluster("1", gpu)
         built = build_config({"strategy": "dp", "model": model, "batch_size": batch_size})
         prediction = predict(lay_out_on(cluster, built), cluster.rates)
         tokens = 2 * 1000 * built.max_length
@@ -56,7 +56,7 @@ def recipes() -> str:
         minutes = tokens / prediction.tokens_per_s / 60
         options = f"`--model {model} --batch_size {batch_size}`"
         needed = f"{prediction.memory.needed_bytes / GIB:.1f} GiB"
-        rows.append([label, gpu.name, options, needed, f"{minutes:.1f}"])
+        rows.append([label, str(cluster.machine.gpu_name), options, needed, f"{minutes:.1f}"])
     return markdown_table(rows, ["GPU memory", "such as", "options", "needs", "minutes"])
 
 
