@@ -27,7 +27,6 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import GIB, Machine
 from distributed_training.settings.strategies import Strategy
 
-MIB = 2**20
 STALE_LOCK_S = 60.0
 
 
@@ -130,7 +129,7 @@ def check_swapping(plan: Plan) -> None:
     matrices = (rows * columns for rows, columns in plan.size.block_matrices)
     largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
     swaps = plan.strategy.offload["param"] == "nvme"
-    if swaps and not plan.machine.num_gpus and largest >= MIB:
+    if swaps and not plan.machine.num_gpus and largest >= 2**20:
         what = f"strategy={plan.strategy.name!r} with model={plan.config.model!r} needs a GPU"
         why = "without one DeepSpeed overwrites parameters that are in use"
         raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")

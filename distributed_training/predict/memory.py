@@ -59,11 +59,24 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
             context += FITTED.gpu_context_bytes.nccl
     likely = FITTED.likely_bytes.compiled if plan.config.compile else FITTED.likely_bytes.eager
     state = estimate_state(plan)
+    fitted = FITTED.process_bytes
+    on_host = state["host"] + (fitted.cuda if plan.machine.num_gpus else fitted.cpu)
+    on_host += SWAP_BYTES * plan.strategy.swap_buffer_values
+    if plan.strategy.traits.takes_deepspeed_json or plan.mesh["tp"] > 1:
+        on_host += fitted.libraries
+    if plan.num_processes == 1 and not tokenised:
+        on_host += fitted.tokenising
+    # The model is built on the host, whole; without a GPU the peak of a step lies there, too.
+    model = 4 * plan.size.num_parameters
+    on_host += model if plan.machine.num_gpus else max(peak, model)
+    copy = estimate_copy(plan)
+    if (on_host + copy) * plan.processes_here <= plan.machine.ram_bytes:
+        on_host += copy  # else training waits while it saves
     return MemoryEstimate(
         by_place=by_place,
         likely_bytes=[round(share * peak) + context for share in likely],
         context_bytes=context,
-        host_bytes=_host_bytes(plan, peak, state["host"], tokenised),
+        host_bytes=int(on_host),
         disk_bytes=state["disk"],
     )
 
@@ -145,24 +158,6 @@ def _own_bytes(plan: Plan) -> float:
     if plan.config.gradient_compression == "topk-int8":
         return kept + 4 + 4 / plan.mesh["dp_replicate"]
     return kept
-
-
-def _host_bytes(plan: Plan, peak: float, offloaded: int, tokenised: bool) -> int:
-    """RAM of a process."""
-    fitted = FITTED.process_bytes
-    held = offloaded + (fitted.cuda if plan.machine.num_gpus else fitted.cpu)
-    held += SWAP_BYTES * plan.strategy.swap_buffer_values
-    if plan.strategy.traits.takes_deepspeed_json or plan.mesh["tp"] > 1:
-        held += fitted.libraries
-    if plan.num_processes == 1 and not tokenised:
-        held += fitted.tokenising
-    # The model is built on the host, whole; without a GPU the peak of a step lies there, too.
-    model = 4 * plan.size.num_parameters
-    held += model if plan.machine.num_gpus else max(peak, model)
-    copy = estimate_copy(plan)
-    if (held + copy) * plan.processes_here <= plan.machine.ram_bytes:
-        held += copy  # else training waits while it saves
-    return int(held)
 
 
 class Held(Formulas):

@@ -67,15 +67,13 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
         blocks = max(each.num_blocks for each in processes)
         launching = work.host_block() * blocks * work.micro_batches + step_host
     gpu = phase + data + update
-    # Seconds of an optimizer on the host, and of files.
-    offload = 0.0
-    disk = 0.0
+    offload = disk = 0.0  # of an optimizer on the host, of files
     share = max(each.learning for each in processes) / work.shards
-    if work.strategy.swaps_to_disk:
-        together = share * min(work.plan.processes_here, work.plan.num_processes)  # one disk a node
-        disk = SWAPPED_BYTES * together / rates.disk_bytes
+    here = work.plan.processes_here
+    if work.strategy.swaps_to_disk:  # a node has one
+        disk = SWAPPED_BYTES * (share * here) / rates.disk_bytes
     elif work.strategy.steps_on_host:
-        offload = rates.host_adam_s * (share * min(work.plan.processes_here, work.shards))
+        offload = rates.host_adam_s * (share * min(here, work.shards))
     total = gpu + launching if rates.on_host else max(gpu, launching)
     total += waits
     total += offload + disk
