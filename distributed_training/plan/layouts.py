@@ -164,14 +164,13 @@ def build_layout(candidate: Candidate) -> Layout:
     _check_divisible(candidate)
     config = candidate.config
     size = candidate.model.size
-    ranks = candidate.schedule.ranks(candidate.mesh["pp"])
-    if candidate.mesh["pp"] == 1:
-        if config.pipeline_cut is not None:
-            raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
-        return Layout(blocks_per_stage=(size.num_layers,), ranks=ranks)
+    pp = candidate.mesh["pp"]
+    ranks = candidate.schedule.ranks(pp)
+    if pp == 1 and config.pipeline_cut is not None:
+        raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
     name = config.pipeline_schedule
     known = candidate.strategy.traits.schedules
-    if name not in (*known, AUTO):
+    if pp > 1 and name not in (*known, AUTO):
         what = f"pipeline_schedule={name!r} cannot be set with strategy={candidate.strategy.name!r}"
         fix = f"set it to {known[0]}, or strategy to pp or 3d"
         raise UserError(what, f"its engine has {', '.join(known)}", fix)
@@ -180,15 +179,15 @@ def build_layout(candidate: Candidate) -> Layout:
         what = f"activation_checkpointing={mode!r} does not go with pipeline_schedule={name!r}"
         why = "the schedule keeps what would be recomputed for the second half of backward passes"
         raise UserError(what, why, "set it to none, or pipeline_schedule to 1f1b")
-    balanced = balanced_cut(size, config.max_length, ranks)
-    if config.pipeline_cut is None:
-        return Layout(blocks_per_stage=tuple(balanced), ranks=ranks)
-    words = config.pipeline_cut.split(",")
-    counts = [int(word) if word.strip().isdecimal() else 0 for word in words]
-    if len(counts) != len(ranks) or min(counts) == 0 or sum(counts) != size.num_layers:
-        what = f"pipeline_cut={config.pipeline_cut!r} is not {len(ranks)} numbers that add up to "
-        what += f"the {size.num_layers} blocks of {config.model}"
-        raise UserError(what, fix=f"write {','.join(map(str, balanced))}, for example, or None")
+    counts = balanced_cut(size, config.max_length, ranks)
+    if config.pipeline_cut is not None:
+        example = ",".join(map(str, counts))
+        words = config.pipeline_cut.split(",")
+        counts = [int(word) if word.strip().isdecimal() else 0 for word in words]
+        if len(counts) != len(ranks) or min(counts) == 0 or sum(counts) != size.num_layers:
+            what = f"pipeline_cut={config.pipeline_cut!r} is not {len(ranks)} numbers that add up "
+            what += f"to the {size.num_layers} blocks of {config.model}"
+            raise UserError(what, fix=f"write {example}, for example, or None")
     return Layout(blocks_per_stage=tuple(counts), ranks=ranks)
 
 
@@ -255,40 +254,34 @@ def cut_batch(candidate: Candidate) -> Batch:
     of_each = int(config.batch_size) * config.grad_accum_steps
     global_batch_size = of_each * math.prod(candidate.mesh.values())
     sequences = global_batch_size // num_replicas  # tp x pp divides it, so nothing is rounded
-    counts = candidate.schedule.counts(pp, sequences)
-    size = config.micro_batch_size
-    count = config.num_microbatches
-    if size == count == AUTO:
-        count = _choose_count(candidate, counts, sequences)
-    elif count == AUTO:
-        count = sequences // int(size)
-    if size == AUTO:
-        size = sequences // int(count)
-    if int(size) * int(count) != sequences or count not in counts:
-        raise _refusal(config, pp, counts, sequences)
-    return Batch(
-        global_batch_size=global_batch_size,
-        micro_batch_size=int(size),
-        num_microbatches=int(count),
-        num_replicas=num_replicas,
-    )
-
-
-def _choose_count(candidate: Candidate, counts: Sequence[int], sequences: int) -> int:
-    pp = candidate.mesh["pp"]
+    possible = candidate.schedule.counts(pp, sequences)
+    counts = [
+        count
+        for count in possible
+        if config.micro_batch_size in (AUTO, sequences // count)
+        and config.num_microbatches in (AUTO, count)
+    ]
+    if not counts:
+        raise _refusal(config, pp, possible, sequences)
     # Of the 16 values that a block keeps (predict/memory.py), 4 lie between the split layers, where
     # only sequence parallelism divides them.
     tp = candidate.mesh["tp"]
-    share = 1 / tp if candidate.config.sequence_parallel else (4 + 12 / tp) / 16
+    share = 1 / tp if config.sequence_parallel else (4 + 12 / tp) / 16
 
     def fits(count: int) -> bool:
         size = sequences // count
         kept = size * candidate.schedule.kept(pp, count) / pp * share
         # The loss is computed one micro-batch at a time, its logits divided over tp.
-        return max(kept, size / tp) <= int(candidate.config.batch_size)
+        return max(kept, size / tp) <= int(config.batch_size)
 
-    fitting = [count for count in counts if fits(count)] or counts[-1:]
-    return next((count for count in fitting if pp == 1 or count >= 2 * pp), fitting[-1])
+    counts = [count for count in counts if fits(count)] or counts[-1:]
+    chosen = next((count for count in counts if pp == 1 or count >= 2 * pp), counts[-1])
+    return Batch(
+        global_batch_size=global_batch_size,
+        micro_batch_size=sequences // chosen,
+        num_microbatches=chosen,
+        num_replicas=num_replicas,
+    )
 
 
 def _refusal(config: RunConfig, pp: int, counts: Sequence[int], sequences: int) -> UserError:
