@@ -1,7 +1,5 @@
-"""The command line: one parser, from the same description of every key as CONFIG itself.
-
-A command is an entry of COMMANDS. No torch import before training begins.
-"""
+"""The command line: one parser, from the same description of every key as CONFIG itself. A command
+is an entry of COMMANDS. No torch import before training begins."""
 
 import argparse
 import importlib

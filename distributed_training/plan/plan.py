@@ -1,8 +1,5 @@
-"""A run, planned once: everything that will happen, as plain data in <run>/plan.json. No torch.
-
-advise/make.py makes it. A dry run prints it, every process reads it, the record repeats it. Nothing
-is decided again.
-"""
+"""A run, planned once (advise/make.py): everything that will happen, as plain data in
+<run>/plan.json. A dry run prints it, every process reads it, the record repeats it. No torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

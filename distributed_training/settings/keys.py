@@ -1,8 +1,6 @@
 """What one CONFIG key is, and what follows from it: checks, parsing, words for errors and help; and
-how every command reads its other options.
-
-pydantic checks the values; what is said about them comes from its JSON schema. No torch import.
-"""
+how every command reads its other options. pydantic checks the values; what is said about them comes
+from its JSON schema. No torch import."""
 
 import argparse
 import contextlib
