@@ -204,8 +204,7 @@ def _start(ranks: list[psutil.Process], what: Command | Body, count: int) -> Non
         for rank in range(count):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             if callable(what):
-                store = None if rank == 0 else listener
-                ranks.append(fork(functools.partial(_be_rank, what, own, store)))
+                ranks.append(fork(functools.partial(_be_rank, what, own, listener)))
                 continue
             process = psutil.Popen(
                 [sys.executable, "-u", *what],
@@ -217,8 +216,8 @@ def _start(ranks: list[psutil.Process], what: Command | Body, count: int) -> Non
             ranks.append(process)
 
 
-def _be_rank(body: Body, environment: Mapping[str, str], of_rank_0: socket.socket | None) -> int:
-    if of_rank_0 is not None:
+def _be_rank(body: Body, environment: Mapping[str, str], of_rank_0: socket.socket) -> int:
+    if environment["RANK"] != "0":
         of_rank_0.close()
     os.environ.update(environment)
     Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")  # for top; at most 15 letters

@@ -7,6 +7,7 @@ takes. Time in which this process did not run itself, as after Ctrl-Z, does not 
 """
 
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -60,6 +61,7 @@ class Watch:
         self.run_dir = Path(os.devnull)  # until it is known, in which nothing can be noted
         self.rank = process.rank
         self.world_size = process.world_size
+        self._following = (process.rank + 1) % process.world_size  # whom this one watches
         self._given_s: float | None = None
         self._least_s = 0.0
         self._steps_s: deque[float] = deque(maxlen=1000)  # how long the last took, to the second
@@ -116,7 +118,7 @@ class Watch:
         """Write and read signs of life. May block where the store does not answer."""
         store = dist.PrefixStore("watch", of_main.clone())  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=LOST_S))
-        following = (self.rank + 1) % self.world_size
+        following = self._following
         beats = 0
         while beats == 0 or not self._ended.wait(BEAT_S):
             beats += 1
@@ -190,9 +192,8 @@ class Watch:
             self._give_up(reason, noted_s, [each.pid for each in launchers])
         # The store answers; one that does not is itself what is lost, a moment from now.
         if self._clock - self._heard > LOST_S > 2 * (self._clock - self._answered):
-            following = (self.rank + 1) % self.world_size
-            other = self._others.get(following, {})
-            at = f"rank {following} on {other['host']}" if other else f"rank {following}"
+            other = self._others.get(self._following, {})
+            at = f"rank {self._following}" + (f" on {other['host']}" if other else "")
             reason = f"lost {at} in {self._place}: it {silent}, is frozen or cut off"
             # Frozen, it would not hear SIGTERM.
             self._give_up(reason, noted_s, [other["pid"]] if other.get("host") == here else [])
@@ -224,13 +225,10 @@ class Watch:
 
 
 def find_launchers() -> list[psutil.Process]:
-    """The parent, and where that is a part of deepspeed's launcher the deepspeed before it."""
-    found = [parent for parent in [psutil.Process().parent()] if parent is not None]
-    for process in found:
-        above = process.parent()
-        if above is not None and "deepspeed" in " ".join(above.cmdline()):
-            found.append(above)
-    return found
+    """The parent, and those of deepspeed's launcher above it."""
+    parents = psutil.Process().parents()
+    above = itertools.takewhile(lambda each: "deepspeed" in " ".join(each.cmdline()), parents[1:])
+    return [*parents[:1], *above]
 
 
 def _lives(process: psutil.Process) -> bool:

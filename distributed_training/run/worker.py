@@ -166,7 +166,7 @@ def open_store(process: Process, limit_s: float) -> dist.Store:
         from distributed_training.run.rendezvous import meet
 
         return meet(process, limit_s)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they listen all the same
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both listen all the same
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
     return dist.HashStore()
 
