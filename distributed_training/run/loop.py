@@ -237,7 +237,8 @@ class Trainer:
         note of a save that has ended. Collective."""
         waited_s = time.monotonic() - self._flushed_at
         due = self.topology.rank == 0 and (self.step == self._first or waited_s >= FLUSH_EVERY_S)
-        votes = torch.tensor([self._signum, int(due), int(self.saver.has_ended())])
+        saved = self.saver.ending is not None and self.saver.ending.done()
+        votes = torch.tensor([self._signum, int(due), int(saved)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         if votes[2]:
             self._finish_saving()
@@ -339,7 +340,7 @@ class Trainer:
 
     def _finish_saving(self) -> None:
         """Wait for a save that is under way; raises what failed in it. Collective."""
-        if not self.saver.under_way:
+        if self.saver.ending is None:
             return
         self.at("the end of a save", thread=self.saver.thread)
         try:

@@ -128,7 +128,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_its_step(tmp_path,
     saver = Saver(plan_of(tmp_path), TOPOLOGY)
     begin(saver, engine, 5)
     engine.state += torch.rand(10, 4)  # the next step
-    assert not saver.has_ended()
+    assert not saver.ending.done()
     assert list_checkpoints(tmp_path) == []
     gate.set()
     folder, row = saver.finish()

@@ -2,6 +2,7 @@ import itertools
 import math
 import os
 import signal
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,10 +111,11 @@ def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monk
         saver.step = 4
         raise FloatingPointError("weight/w has numbers that are not finite on rank 0")
 
-    monkeypatch.setattr(checkpoint.Saver, "under_way", True)
     monkeypatch.setattr(checkpoint.Saver, "finish", finish)
+    trainer = make_trainer(checkpoint_every=4)
+    trainer.saver.ending = Future()
     with pytest.raises(loop.NonFiniteError, match="step 4 is not saved: weight/w has") as caught:
-        make_trainer(checkpoint_every=4).run()
+        trainer.run()
     assert caught.value.step == 4
 
 
@@ -144,10 +146,10 @@ def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
     monkeypatch.setattr(
         checkpoint.Saver, "finish", lambda _: done.append("finished") or (Path("x"), row)
     )
-    monkeypatch.setattr(checkpoint.Saver, "under_way", True)
     engine = CountingEngine(at_step=lambda step: done.append(step) if step == 5 else None)
     engine.eval_step = lambda *_: torch.tensor(1.0 / (1 + engine.step))
     trainer = make_trainer(engine, checkpoint_every=4, keep_best=True)
+    trainer.saver.ending = Future()
     monkeypatch.setattr(Trainer, "_export", lambda *_: done.append("best"))
     trainer.run()
     finished = [before for before, after in itertools.pairwise(done) if after != "finished"]

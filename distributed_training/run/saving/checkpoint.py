@@ -63,7 +63,7 @@ class Saver:
         self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
         self._pool = ThreadPoolExecutor(1)
         self.thread = self._pool.submit(threading.get_ident).result()  # that writes
-        self._ending: Future[Path] | None = None
+        self.ending: Future[Path] | None = None  # of what is being written, for `finish`
         self._row: dict[str, Any] = {}
 
     def prepare(self, engine: Engine) -> None:
@@ -94,7 +94,7 @@ class Saver:
             counters=engine.counters(), files={}, checksums={},
         )  # fmt: skip
         self._row = {"step": step, "copied": self.memory is not None}
-        self._ending = self._pool.submit(self._write, writing, parts, meta)
+        self.ending = self._pool.submit(self._write, writing, parts, meta)
         self._row["stall_s"] = time.monotonic() - began
 
     def _parts_to_write(self, engine: Engine) -> list[Part]:
@@ -125,22 +125,13 @@ class Saver:
         found = [part for part in self._copies if part.name.startswith("weight/")]
         return {part.name.removeprefix("weight/"): part.get().view(part.shape) for part in found}
 
-    @property
-    def under_way(self) -> bool:
-        """Whether there is something to `finish`."""
-        return self._ending is not None
-
-    def has_ended(self) -> bool:
-        """Whether `finish` will not wait."""
-        return self._ending is not None and self._ending.done()
-
     def finish(self) -> tuple[Path, dict[str, Any]]:
         """Wait for what is being written: the checkpoint, and its row of the record's `saves`.
         Raises what failed on any rank: OSError, say, or FloatingPointError where the state is not
         finite and so was not saved."""
-        ending = self._ending
+        ending = self.ending
         assert ending is not None
-        self._ending = None
+        self.ending = None
         began = time.monotonic()
         try:
             folder = ending.result()
