@@ -126,20 +126,21 @@ def started_again(before: Plan, attempt: str = "") -> tuple[Path | None, str]:
     there is one, where it was resumed from (later ones in its folder were passed over then); None:
     at the beginning. And a note of it."""
     planned_at = (before.run_dir / PLAN_FILE).stat().st_mtime
-    own = [
-        one for one in resume.list_checkpoints(before.run_dir) if one.stat().st_mtime >= planned_at
-    ]
-    saved = own[-1] if own else before.checkpoint
+    saved = before.checkpoint
+    for checkpoint in resume.list_checkpoints(before.run_dir):  # oldest first
+        if checkpoint.stat().st_mtime >= planned_at:
+            saved = checkpoint
     return saved, f"started again{attempt}, from {saved.name if saved else 'the beginning'}"
 
 
 def share_batch(config: RunConfig, before: Plan, num_processes: int) -> tuple[RunConfig, list[str]]:
+    """CONFIG for so many processes with the global batch of the run before, and a note where that
+    is cut otherwise. Raises UserError where they cannot share it evenly."""
     size = before.batch.global_batch_size
-    was = before.num_processes
     each, odd = divmod(size, num_processes)
     if odd:
         what = f"{num_processes} processes cannot share the global batch of {size} evenly"
-        why = f"{before.run_dir} has it, of {was} processes"
+        why = f"{before.run_dir} has it, of {before.num_processes} processes"
         raise UserError(what, why, "start a divisor of it")
     asked = before.config.batch_size if config.batch_size == AUTO else config.batch_size
     if int(asked) * config.grad_accum_steps == each:

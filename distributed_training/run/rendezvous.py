@@ -202,8 +202,8 @@ def go_on(
     config: RunConfig, launchers: Iterable[str], num_processes: int
 ) -> tuple[RunConfig, list[str]]:
     """CONFIG for so many processes to go on with the run that one of these launchers
-    (`Plan.launchers`) has begun, with its global batch and from its last checkpoint; and a note.
-    Unchanged where there is none. Raises UserError where they cannot share the batch evenly."""
+    (`Plan.launchers`) has begun, from its last checkpoint (`share_batch`); and a note. Unchanged
+    where there is none."""
     begun = None
     files = Path(config.output_dir).glob(f"*/{PLAN_FILE}") if launchers else ()
     for file in sorted(files):
