@@ -166,10 +166,8 @@ def export(row: Row, config: dict[str, Any]) -> None:
 
 
 def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> None:
-    """One schedule's grid, unless `drawn` (orders -> title) has the same, and its figures.
-
-    A schedule without a flush is drawn over several batches, where it differs from one with it.
-    """
+    """One schedule's grid, unless `drawn` (orders -> title) has the same, and its figures. A
+    schedule without a flush is drawn over several batches, where it differs from one with it."""
     print(bold(row.title))
     if isinstance(row, Refused):
         print_wrapped("  not possible: ", row.reason)

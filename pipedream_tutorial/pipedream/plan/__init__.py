@@ -1,1 +1,0 @@
-"""Where to cut a model."""

@@ -1,1 +1,0 @@
-"""What runs when: operations, orders, and which weights they use."""

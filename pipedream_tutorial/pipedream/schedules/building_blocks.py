@@ -87,11 +87,9 @@ def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
 
 
 def _pull(slots: Slots) -> None:
-    """Move operations to earlier free slots, where data and memory allow, in the order of time.
-
-    In the full pipeline, from rank 0's first I_DOWN to the last F_DOWN, everything stays. So do, in
-    the pass that has no slots for W, the operations before.
-    """
+    """Move operations to earlier free slots, where data and memory allow, in the order of time. In
+    the full pipeline, from rank 0's first I_DOWN to the last F_DOWN, everything stays. So do, in
+    the pass that has no slots for W, the operations before."""
     with_weights = len(slots[0]) > W
     lines = [_Line(own, with_weights) for own in slots]
     limit = max(held for line in lines for held, _ in line.states)

@@ -140,10 +140,8 @@ class Schedule:
 
 
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:
-    """The same batch again and again: microbatches of batch k are numbered from k * m on.
-
-    No barrier is put between batches. A rank starts its next batch when its own order allows.
-    """
+    """The same batch again and again: microbatches of batch k are numbered from k * m on. No
+    barrier is put between batches. A rank starts its next batch when its own order allows."""
     m = schedule.num_microbatches
 
     def shifted(item: Item, by: int) -> Item:
@@ -178,11 +176,9 @@ def save_csv(schedule: Schedule, path: Path) -> None:
 
 
 def load_csv(path: Path) -> Schedule:
-    """Read orders back; empty cells (torch's bubbles) are skipped. Stages form one chain.
-
-    Raises UserError that names line and cell for what is no operation, and for stages that are
-    not numbered 0, 1, ... or are on several ranks.
-    """
+    """Read orders back; empty cells (torch's bubbles) are skipped. Stages form one chain. Raises
+    UserError that names line and cell for what is no operation, and for stages that are not
+    numbered 0, 1, ... or are on several ranks."""
     if not path.is_file():
         raise UserError(f"{path} is not a file", "give the path of a schedule's CSV")
     orders = []

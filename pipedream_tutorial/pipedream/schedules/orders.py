@@ -75,10 +75,8 @@ def _numbered(steps: list[str], *, down: int, up: int) -> list[Item]:
 
 def dualpipe(p: int, m: int) -> Orders:
     """DualPipe with two copies of the model in opposite directions, half of the microbatches each.
-
     DualPipeV on half as many ranks, unfolded: its way down the V is on one rank of a pair that
-    mirror each other, its way up on the other, and for the second copy the other way round.
-    """
+    mirror each other, its way up on the other, and for the second copy the other way round."""
     if p % 2 or m % 2 or m < 2 * p:
         even = p + p % 2
         raise UserError(
@@ -99,11 +97,9 @@ def dualpipe(p: int, m: int) -> Orders:
 
 
 def chimera(p: int, m: int) -> Orders:
-    """Two copies of the model in opposite directions, half of the microbatches through each.
-
-    Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches, and what
-    one leaves idle the other fills.
-    """
+    """Two copies of the model in opposite directions, half of the microbatches through each. Units
+    of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches, and what one leaves
+    idle the other fills."""
     if p % 2 or m % p:
         raise UserError(
             f"chimera needs an even number of ranks and whole units of p microbatches, not p={p}, "
@@ -164,10 +160,8 @@ FOUND = "search-"
 
 def build_schedule(name: str, p: int, m: int, v: int = 2, *, reorder: bool = True) -> Schedule:
     """The named schedule for p ranks, m microbatches and, if it is interleaved, v chunks; `reorder`
-    is for those of building_blocks.
-
-    Raises UserError for a name that is unknown and for sizes that the schedule does not allow.
-    """
+    is for those of building_blocks. Raises UserError for a name that is unknown and for sizes that
+    the schedule does not allow."""
     entry = SCHEDULES.get(name)
     if entry is None:
         raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
@@ -185,10 +179,8 @@ def schedule_for_training(
     name: str, num_stages: int, num_microbatches: int, num_batches: int
 ) -> tuple[Schedule, Policy]:
     """Orders over all batches: flushing schedules again and again, the others without a pause.
-
     Raises UserError for schedules that are simulated only, for sizes that a schedule refuses, and
-    for 2BW with fewer than p - 1 microbatches a batch.
-    """
+    for 2BW with fewer than p - 1 microbatches a batch."""
     entry = SCHEDULES.get(name)
     if entry is not None and name not in TRAINABLE:
         raise UserError(f"{name} is simulated only", f"train with one of {', '.join(TRAINABLE)}")
@@ -206,10 +198,7 @@ def schedule_for_training(
 
 
 def layers_of_a_stage(layers_of_a_rank: int, stages_per_rank: int) -> int:
-    """How many of a rank's layers each of its stages has.
-
-    Raises UserError where they cannot be cut evenly.
-    """
+    """Of a rank's layers those of each of its stages; UserError where they cannot be cut evenly."""
     if layers_of_a_rank % stages_per_rank:
         raise UserError(
             f"a rank's layers ({layers_of_a_rank}) cannot be cut into {stages_per_rank} stages",

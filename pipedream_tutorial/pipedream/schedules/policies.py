@@ -71,11 +71,9 @@ ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live=(), peak
 
 
 def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int, WeightUse]:
-    """stage -> versions, staleness and how many are kept, from the orders alone.
-
-    `batch_size` is the number of microbatches between two updates where the policy updates once a
-    batch. Timing plays no part: it cannot change what an order fixes.
-    """
+    """stage -> versions, staleness and how many are kept, from the orders alone. `batch_size` is
+    the number of microbatches between two updates where the policy updates once a batch. Timing
+    plays no part: it cannot change what an order fixes."""
     own: dict[int, list[Op]] = {}
     for op in schedule.ops():
         own.setdefault(op[1], []).append(op)

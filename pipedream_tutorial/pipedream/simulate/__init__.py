@@ -1,1 +1,0 @@
-"""Orders run on an exact clock."""

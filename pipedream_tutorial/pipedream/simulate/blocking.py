@@ -69,11 +69,9 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
 
 
 def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) -> list[Action]:
-    """Run until all ranks have ended; the actions in the order in which they ended.
-
-    `buffered` sends are copied away and never wait. Raises DeadlockError that names what every
-    rank of the circle is at.
-    """
+    """Run until all ranks have ended; the actions in the order in which they ended. `buffered`
+    sends are copied away and never wait. Raises DeadlockError that names what every rank of the
+    circle is at."""
     left = [deque(program) for program in programs]
     posted: list[list[Action]] = [[] for _ in programs]  # of a rank's step, what has not ended
     sent: dict[tuple[int, int], deque[Op]] = defaultdict(deque)  # (sender, receiver) -> messages

@@ -186,9 +186,7 @@ def measure(name: str, case: Case) -> Row:
 
 def measure_csv(path: Path, case: Case) -> Row:
     """The row of an order from a file, updated once a batch. The file gives ranks and microbatches.
-
-    Raises UserError for orders that are incomplete or that wait for each other.
-    """
+    Raises UserError for orders that are incomplete or that wait for each other."""
     return _row(path.name, path.name, load_order(path), case)
 
 

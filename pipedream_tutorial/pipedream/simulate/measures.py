@@ -70,10 +70,8 @@ def times_of(timeline: Timeline) -> dict[Op, tuple[Fraction, Fraction]]:
 
 
 def held_activations(schedule: Schedule, times: Times) -> dict[int, Steps]:
-    """By rank: activations held, in microbatches of a rank's whole share.
-
-    Counted from the start of a forward pass or R to the end of the pass that frees them.
-    """
+    """By rank: activations held, in microbatches of a rank's whole share. Counted from the start of
+    a forward pass or R to the end of the pass that frees them."""
     changes = _changes(schedule)
     found = {}
     for rank, order in enumerate(schedule.flat):
@@ -91,10 +89,8 @@ def held_activations(schedule: Schedule, times: Times) -> dict[int, Steps]:
 def live_versions(
     schedule: Schedule, times: Times, use: Mapping[int, WeightUse]
 ) -> dict[int, Steps]:
-    """By rank: weight versions kept, in copies of a rank's whole share.
-
-    Every stage starts with one version; an operation changes their number when it ends.
-    """
+    """By rank: weight versions kept, in copies of a rank's whole share. Every stage starts with one
+    version; an operation changes their number when it ends."""
     found = {}
     for rank, stages in enumerate(schedule.stages()):
         kept = dict.fromkeys(stages, 1)

@@ -40,10 +40,6 @@ class Problem(NamedTuple):
     communication: int
     tick: Fraction
 
-    @property
-    def num_ranks(self) -> int:
-        return len(self.durations)
-
 
 class Found(NamedTuple):
     """The best order that was found, and what no order can beat."""
@@ -81,7 +77,7 @@ def search(
     better bound on the makespan.
     """
     problem = build_problem(costs, num_microbatches, memory)
-    p = problem.num_ranks
+    p = len(problem.durations)
     m = num_microbatches
     tries = tries or max(200, min(20_000, 4_000_000 // (3 * p * m)))
     limits = _limits(problem)
@@ -117,7 +113,7 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
         sources = {}
         if rank > 0:
             sources["F"] = ends[rank - 1]["F"]
-        if rank + 1 < problem.num_ranks:
+        if rank + 1 < len(problem.durations):
             sources["I"] = ends[rank + 1]["I"]
         now = 0
         for kind in words[rank]:
@@ -174,7 +170,7 @@ def lower_bound(problem: Problem) -> int:
 
 def _limits(problem: Problem) -> list[tuple[int, ...]]:
     """By rank: how many forwards may lead I. Equal for all, and fewer on later ranks."""
-    p = problem.num_ranks
+    p = len(problem.durations)
     most = problem.memory
     every = list(
         dict.fromkeys(
@@ -188,7 +184,7 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
 
 def greedy(problem: Problem, limits: Sequence[int]) -> Words:
     """Whoever is free first runs I, or else F, or else W, if the limits allow."""
-    p = problem.num_ranks
+    p = len(problem.durations)
     m = problem.num_microbatches
     words = [""] * p
     free = [0] * p
@@ -263,10 +259,8 @@ def _allowed(word: str, memory: int) -> bool:
 
 def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], int]:
     """The shortest words in `longest` ticks or fewer that OR-Tools' constraint solver (CP-SAT)
-    finds in the time given, none or one; and a bound in ticks that no words beat.
-
-    Raises UserError where OR-Tools is not installed.
-    """
+    finds in the time given, none or one; and a bound in ticks that no words beat. Raises UserError
+    where OR-Tools is not installed."""
     try:
         from ortools.sat.python import cp_model
     except ModuleNotFoundError:
@@ -276,7 +270,7 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], 
             "prove at 0",
         ) from None
     model = cp_model.CpModel()
-    p = problem.num_ranks
+    p = len(problem.durations)
     m = problem.num_microbatches
     c = problem.communication
     start = {

@@ -156,11 +156,9 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Start everything as early as the orders and the data allow.
-
-    Raises DeadlockError when the orders wait for each other, ValueError when an operation needs
-    one that no rank runs or that is there twice.
-    """
+    """Start everything as early as the orders and the data allow. Raises DeadlockError when the
+    orders wait for each other, ValueError when an operation needs one that no rank runs or that is
+    there twice."""
     _check_once_and_whole(schedule)
     return _run(schedule, costs, [0] * schedule.num_ranks)
 
@@ -316,10 +314,8 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
 
 
 def load_order(path: Path) -> Schedule:
-    """A schedule from a CSV, complete and able to run.
-
-    Raises UserError for orders that are incomplete or that wait for each other.
-    """
+    """A schedule from a CSV, complete and able to run. Raises UserError for orders that are
+    incomplete or that wait for each other."""
     schedule = load_csv(path)
     count = schedule.num_microbatches
     try:
