@@ -1,4 +1,4 @@
-"""What a person sees of a run, on rank 0: header, progress, closing summary. No torch import."""
+"""What a person sees of a run, on rank 0: header, progress, summary; pages. No torch import."""
 
 import os
 import sys
@@ -108,6 +108,17 @@ def short_path(path: str | Path) -> str:
 def last_part(source: str) -> str:
     """A dataset or weights by name; a path by its last part."""
     return source.rstrip("/").rpartition("/")[2] or source
+
+
+def fill(template: str, **values: Any) -> str:
+    """A template of pages/ with these values, which are escaped where it is HTML."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to import
+
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("pages")), autoescape=".html" in template,
+        undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return templates.get_template(template).render(values)
 
 
 def header_rows(r: Record) -> dict[str, str]:

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from distributed_training.records.card import fill
-from distributed_training.records.display import WIDTH, short_path
+from distributed_training.records.display import WIDTH, fill, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import (
     MARKDOWN,

@@ -33,14 +33,13 @@ from distributed_training.predict.memory import estimate_state
 from distributed_training.predict.rates import remember_speed
 from distributed_training.records import metrics
 from distributed_training.records import record as records
-from distributed_training.records.card import write_card
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import Trainer
 from distributed_training.run.ranks import Process, Startup, handling
 from distributed_training.run.saving import claims, resume
 from distributed_training.run.saving.checkpoint import seed_dropout
-from distributed_training.run.saving.export import push_folder
+from distributed_training.run.saving.export import push_folder, write_card
 from distributed_training.run.watch import Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError

@@ -14,7 +14,6 @@ from distributed_training.models import ModelSpec, find_model, peft
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
-from distributed_training.records.card import write_card
 from distributed_training.records.display import short_path
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.run.saving import export, resume
@@ -144,7 +143,7 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
     tokenizer = Tokenizer(plan.tokenizer_dir)
     chat = tokenizer.talks(record.data.get("form"))
     export.write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder, merge=merge)
-    write_card(folder, record.model_copy(update={"step": meta.step}))
+    export.write_card(folder, record.model_copy(update={"step": meta.step}))
     print(f"exported {short_path(folder)} (Hugging Face's format, after step {meta.step})")
     return 0
 

@@ -1,5 +1,6 @@
-"""What a trained model leaves: its text, folders in Hugging Face's format, the Hub."""
+"""What a trained model leaves: its text, folders in Hugging Face's format, their cards, the Hub."""
 
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,20 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from distributed_training.data.corpus import WIKITEXT
+from distributed_training.data.hub import WIKITEXT_ID
 from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.plan.plan import Plan
-from distributed_training.records.card import write_card
-from distributed_training.records.display import short_path
-from distributed_training.records.record import RECORD_FILE, load_record
+from distributed_training.records.display import fill, last_part, short_path
+from distributed_training.records.record import BEST, RECORD_FILE, Record, load_record, plural
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import publish
 
 LENGTHS = 64  # of texts that a model sees are multiples of this
 # Without cuDNN's, which plans anew for every length: each token of a growing text has another.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CARD = "README.md"
+_PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
 
 
 def continuation(
@@ -135,6 +141,44 @@ def whole_model(state: dict[str, torch.Tensor], base_fingerprint: int, plan: Pla
     for name, values in model.state_dict().items():
         values[: len(state[name])] = state[name]  # without the vocabulary's padding
     return model
+
+
+def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
+    """Write README.md of `folder`, a run's hf/ or best/: YAML for the Hub, then what was trained on
+    what, how, with which losses. `repo_id`: where on the Hub it will be."""
+    from huggingface_hub import ModelCardData  # slow to import
+
+    published = r.config["weights"] == "pretrained"
+    front = ModelCardData(  # without license and language where they are not known
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=find_model(r.config["model"]).hub_id if published else None,
+        **_PUBLISHED_DATA.get(r.config["dataset"], {}),
+    )
+    steps = r.step
+    best = ""
+    if folder.name == BEST and r.best is not None:
+        steps = r.best["step"]
+        best = ", of the lowest validation loss"
+    losses = [
+        (entry["step"], entry["loss"], entry["perplexity"])
+        for entry in r.evaluations
+        if entry["step"] in (0, steps)
+    ]
+    # Paths are nobody's business.
+    settings = [(key, last_part(str(value))) for key, value in r.work.items()]
+    text = fill(
+        "card.md.jinja", r=r, repo_id=repo_id,
+        folder=str(Path("runs", folder.parent.name, folder.name)),
+        front=front.to_yaml(), steps=steps, best=best, strategy=r.layout_name,
+        processes=plural(r.world_size, "process"), last_part=last_part, quote=shlex.quote,
+        losses=tabulate(
+            losses, ["step", "validation loss", "perplexity"], "github",
+            floatfmt=("g", ".4f", ".2f"),
+        ),
+        settings=tabulate(settings, ["key", "value"], "github", disable_numparse=True),
+    )  # fmt: skip
+    (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def push_folder(folder: Path, repo_id: str) -> str:

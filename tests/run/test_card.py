@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub import ModelCard
 
-from distributed_training.records.card import CARD, write_card
+from distributed_training.run.saving.export import CARD, write_card
 from tests.support import made_record
 
 
