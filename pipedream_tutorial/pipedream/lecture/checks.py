@@ -7,10 +7,9 @@ import numbers
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pipedream_simple import number
@@ -31,8 +30,7 @@ class WrongAnswer(Exception):
     """What is wrong with an answer, in words for who wrote it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether an exercise is solved, and what to tell."""
 
     solved: bool

@@ -170,8 +170,8 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
 def describe(station: Station) -> str:
     """What is about to run, in words."""
     p, gpus = station.config["num_stages"], torch.cuda.device_count()
-    where = "NCCL, a GPU each" if station.device.type == "cuda" else "gloo, on the CPU"
-    if gpus and (station.device.type, station.config["device"]) == ("cpu", "auto"):
+    where = "NCCL, a GPU each" if station.on_gpu else "gloo, on the CPU"
+    if gpus and not station.on_gpu and station.config["device"] == "auto":
         where += f", as there are {gpus} GPUs for {p} stages"
     text = f"{count(p, 'stage')}, a process each ({where}): {station.workload.text}"
     if any(station.slept_ms):
@@ -185,9 +185,8 @@ def describe(station: Station) -> str:
 
 def what_ran(station: Station, command: str) -> dict[str, Any]:
     """What a record says of how it came about."""
-    on_gpu = station.device.type == "cuda"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    if on_gpu:
+    if station.on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         versions |= {"cuda": str(torch.version.cuda), "nccl": nccl}
     return {
@@ -195,7 +194,7 @@ def what_ran(station: Station, command: str) -> dict[str, Any]:
         "versions": versions,
         "machine": {
             "device": device_name(station.device),
-            "gpus": torch.cuda.device_count() if on_gpu else 0,
+            "gpus": torch.cuda.device_count() if station.on_gpu else 0,
             "cores": os.cpu_count(),
             "system": f"{platform.system()} {platform.machine()}",
         },

@@ -97,51 +97,6 @@ class Peer:
         self.under_way.clear()
 
 
-def connect(
-    rank: int,
-    schedules: Iterable[Schedule],
-    device: torch.device,
-    timeout: datetime.timedelta,
-    max_ctas: int | None,
-) -> dict[int, Peer]:
-    """rank -> peer, for all that this one exchanges messages with under some schedule.
-
-    Every process makes all groups in the same order, and a group's first message follows at once:
-    communicators that NCCL sets up on first use then cannot wait for each other in a circle.
-    A receive that is posted ahead keeps multiprocessors of its GPU from computing until its message
-    comes: NCCL takes no more than `max_ctas` of them for one (None: as many as it likes).
-    """
-    ways = set()
-    for schedule in schedules:
-        ranks = schedule.ranks()
-        ways |= {(ranks[sender], ranks[receiver]) for sender, receiver in transfers(schedule)}
-    peers: dict[int, Peer] = {}
-    for way in sorted(ways):
-        backend, options = "gloo", None
-        if device.type == "cuda":
-            backend = "nccl"
-            # Of their own: torch writes the group's name and ranks into them.
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options._timeout = timeout
-            if max_ctas is not None:
-                options.config.max_ctas = max_ctas
-        group = dist.new_group(sorted(way), timeout, backend, options)
-        if rank not in way:
-            continue
-        other = sum(way) - rank
-        peer = peers.setdefault(other, Peer(other))
-        tensor = torch.zeros(1, device=device)
-        with connection_to(peer.name):
-            if rank == way[0]:
-                peer.outgoing = group
-                dist.send(tensor, other, group=group)
-            else:
-                peer.incoming = group
-                dist.recv(tensor, other, group=group)
-            tensor.item()  # on a GPU: wait until the message is through
-    return peers
-
-
 AT_ONCE_NS = 100_000  # above the error of the clocks' tie, below any operation worth measuring
 
 
@@ -202,9 +157,9 @@ class Station:
         self.config = config
         self.device = take_device(config, rank)
         self.workload = Workload(config, self.device)
-        self.slept_ms = config["forward_ms"], config["backward_ms"]  # of a rank's layers
-        if self.device.type == "cuda":
-            self.slept_ms = 0.0, 0.0
+        self.on_gpu = self.device.type == "cuda"
+        self.slept_ms = (0.0, 0.0) if self.on_gpu else (config["forward_ms"], config["backward_ms"])
+        self.peers: dict[int, Peer] = {}  # by rank
 
     def meet(self, cases: Sequence[Case]) -> None:
         """Connect with the others, then run two microbatches of each case with nothing sent.
@@ -215,9 +170,7 @@ class Station:
         timeout = datetime.timedelta(seconds=self.config["timeout_s"])
         # Of gloo, for barriers and results, on a GPU as well.
         dist.init_process_group("gloo", timeout=timeout)
-        schedules = [case.schedule for case in cases]
-        max_ctas = self.config["nccl_max_ctas"]
-        self.peers = connect(self.rank, schedules, self.device, timeout, max_ctas)
+        self._connect([case.schedule for case in cases], timeout)
         x = torch.zeros_like(self.workload.task.microbatch(0)[0])
         for case in cases:
             few = min(2, case.num_microbatches)
@@ -227,6 +180,42 @@ class Station:
                 at_the_end = op.stage == 0 if op.kind == "F" else trainer.loss is not None
                 if op.microbatch < few:
                     trainer.run(op, None if at_the_end else x, self.workload.task)
+
+    def _connect(self, schedules: Sequence[Schedule], timeout: datetime.timedelta) -> None:
+        """With all that this rank exchanges messages with under some schedule.
+
+        Every process makes all groups in the same order, and a group's first message follows at
+        once: communicators that NCCL sets up on first use then cannot wait for each other in a
+        circle. A receive that is posted ahead keeps multiprocessors of its GPU from computing until
+        its message comes: NCCL takes no more than nccl_max_ctas for one (None: as it likes).
+        """
+        ways = set()
+        for schedule in schedules:
+            ranks = schedule.ranks()
+            ways |= {(ranks[sender], ranks[receiver]) for sender, receiver in transfers(schedule)}
+        for way in sorted(ways):
+            backend, options = "gloo", None
+            if self.on_gpu:
+                backend = "nccl"
+                # Of their own: torch writes the group's name and ranks into them.
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                options._timeout = timeout
+                if self.config["nccl_max_ctas"] is not None:
+                    options.config.max_ctas = self.config["nccl_max_ctas"]
+            group = dist.new_group(sorted(way), timeout, backend, options)
+            if self.rank not in way:
+                continue
+            other = sum(way) - self.rank
+            peer = self.peers.setdefault(other, Peer(other))
+            tensor = torch.zeros(1, device=self.device)
+            with connection_to(peer.name):
+                if self.rank == way[0]:
+                    peer.outgoing = group
+                    dist.send(tensor, other, group=group)
+                else:
+                    peer.incoming = group
+                    dist.recv(tensor, other, group=group)
+                tensor.item()  # on a GPU: wait until the message is through
 
     def _trainers(self, case: Case) -> Trainers:
         schedule = case.schedule
@@ -238,17 +227,16 @@ class Station:
         weights by stage, on the CPU, so that the next run finds the GPU empty. All ranks have to
         call this together. Raises StageLostError when a peer is gone."""
         trainers = self._trainers(case)
-        on_gpu = self.device.type == "cuda"
         gc.disable()  # Python's collector would stop a stage for milliseconds, anywhere
         try:
-            if on_gpu:
+            if self.on_gpu:
                 torch.cuda.synchronize(self.device)
                 torch.cuda.reset_peak_memory_stats(self.device)
-            clock = Clock(partial(torch.cuda.Event, enable_timing=True) if on_gpu else None)
+            clock = Clock(partial(torch.cuda.Event, enable_timing=True) if self.on_gpu else None)
             with connection_to("the other stages"):
                 dist.barrier()
             self._run_order(case, trainers, clock, self.slept_ms if emulated else (0, 0))
-            if on_gpu:
+            if self.on_gpu:
                 torch.cuda.synchronize(self.device)
         finally:
             gc.enable()
@@ -260,7 +248,7 @@ class Station:
             "peak_versions": [(stage, own.peak_versions) for stage, own in trainers.items()],
             "losses": [(i, float(x)) for own in trainers.values() for i, x in own.losses.items()],
         }
-        if on_gpu:
+        if self.on_gpu:
             ends = [end for thread, _, _, end in clock.spans if thread == "compute"]
             at_once = sum(clock.read(end) - end[0] < AT_ONCE_NS for end in ends)
             report["waited_for_host"] = at_once / len(ends)

@@ -11,7 +11,6 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -45,8 +44,7 @@ def run_schedule(
             watch(op, trainers)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainResult:
+class TrainResult(NamedTuple):
     """What training under one schedule came to."""
 
     losses: list[float]  # mean of each batch, nats
