@@ -75,8 +75,7 @@ class NativeEngine(base.Engine):
             self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
-        # AdamW and clipping work element by element, for which this process's parts will do: in the
-        # same memory, with gradients of their own.
+        # AdamW and clipping work element by element, for which this process's parts will do.
         self.local = {each: nn.Parameter(local_part(each.detach())) for each in self.parameters}
         groups = parameter_groups(self.local.values(), config.weight_decay)
         rate = float(config.learning_rate)

@@ -83,8 +83,7 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """The named sizes, or the one that a Hugging Face folder's config.json describes; UserError
-    where our GPT-2 does not compute what it describes."""
+    """The named sizes, or a Hugging Face folder's; UserError where we compute something else."""
     if folder is None:
         return SIZES
     fix = "give a GPT-2 of the published form, or set weights to random"

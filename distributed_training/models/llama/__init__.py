@@ -136,8 +136,7 @@ def llama_size(config: Config) -> ModelSize:
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """The named sizes, or the one that a Hugging Face folder's config.json describes; UserError
-    where our model does not compute what it describes."""
+    """The named sizes, or a Hugging Face folder's; UserError where we compute something else."""
     if folder is None:
         return SIZES
     file = folder / "config.json"
