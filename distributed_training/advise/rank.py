@@ -199,7 +199,15 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
         build = functools.partial(as_chosen, with_values(config, batch_size=few))
         best = best_layout(build, cluster)
         if best is None:
-            raise _none_found(config, build, cluster)
+            # Refused as that strategy is whose refusal says most, or for memory.
+            plainest = "dp"
+            if config.deepspeed_config:
+                plainest = "zero2"
+            elif config.tp not in (None, 1) or config.pp not in (None, 1):
+                plainest = "3d"
+            lay_out_on(cluster, build(plainest))
+            what = f"strategy='auto' finds none that fits {config.model} with batch_size={few}"
+            raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
         name = best.plan.strategy.name
         settings = settings_of(best.plan)
         said = f"strategy is {name} {show_settings(settings)}".rstrip()
@@ -222,18 +230,3 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
         notes.append(f"batch_size is {size}: the fewest sequences that keep a GPU busy, predicted")
         config = with_values(config, batch_size=size)
     return config
-
-
-def _none_found(
-    config: RunConfig, build: Callable[[str], RunConfig], cluster: Cluster
-) -> UserError:
-    """Why "auto" finds no strategy: what refuses the one whose refusal says most, or memory."""
-    plainest = "dp"
-    if config.deepspeed_config:
-        plainest = "zero2"
-    elif config.tp not in (None, 1) or config.pp not in (None, 1):
-        plainest = "3d"
-    tried = build(plainest)
-    lay_out_on(cluster, tried)
-    what = f"strategy='auto' finds none that fits {config.model} with batch_size={tried.batch_size}"
-    return UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")

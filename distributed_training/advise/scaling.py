@@ -152,11 +152,10 @@ def describe_budget(found: Sequence[Prediction], cluster: Cluster, seconds: floa
     at = min(found, key=lambda choice: _misfit(FITS[-1], flops_per_s(choice) * seconds, choice))
     flops = flops_per_s(at) * seconds
     config = at.plan.config
+    mfu = f" (MFU {100 * at.mfu:.0f}%)" if at.mfu else ""
     said = f"{cluster.name} for {duration(seconds)}: {flops:.2e} FLOPs, at the "
-    said += f"{flops_per_s(at) / cluster.num_processes / 1e12:.0f} TFLOP/s a GPU"
-    if at.mfu:
-        said += f" (MFU {100 * at.mfu:.0f}%)"
-    said += f" that {config.model} is predicted to reach with {config.batch_size} x "
+    said += f"{flops_per_s(at) / cluster.num_processes / 1e12:.0f} TFLOP/s a GPU{mfu} that "
+    said += f"{config.model} is predicted to reach with {config.batch_size} x "
     said += f"{config.max_length} tokens on each"
     names = " / ".join(fit.name for fit in FITS)
     each = (

@@ -166,11 +166,10 @@ def measured_rates(device: str, base: Rates) -> Rates:
 
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
     """Rates from what `calibrate` wrote; what it does not measure is taken from `base`."""
-    products = {
-        name: [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
-        for name, dtype in (("gemm_flops", "bfloat16"), ("fp32_gemm_flops", "float32"))
-    }
-    found: dict[str, Any] = {name: _product_rate(p, base.num_sms) for name, p in products.items()}
+    found: dict[str, Any] = {"measured": ("gpu",)}
+    for name, dtype in (("gemm_flops", "bfloat16"), ("fp32_gemm_flops", "float32")):
+        products = [p for p in document["matrix_products"] if p["dtype"] == f"torch.{dtype}"]
+        found[name] = _product_rate(products, base.num_sms)
     traffic = document["memory_bytes_per_s"]
     if base.on_host:  # caches make a difference
         found["memory_bytes"] = traffic["block"]
@@ -183,7 +182,6 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
     found["attention_flops"] = longest["flops_per_s"]["both"] * slowed
     if document["collectives"]:
         found |= _link_rates(document["collectives"], base.on_host)
-    found["measured"] = ("gpu",)
     block = document["seconds"].get("compiled_block")
     if block is not None:
         found["host"] = host_costs(base.host, block / FITTED.launching_s.block)
@@ -198,17 +196,17 @@ def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:
 
 def _product_rate(products: list[Mapping[str, Any]], num_sms: int) -> float:
     """FLOP/s of the largest products, whole tiles counted."""
-    largest = max(product["tokens"] for product in products)
+    m = max(product["tokens"] for product in products)
     found = []
     for product in products:
-        m = product["tokens"]
+        if product["tokens"] < m:
+            continue
         k = product["in"]
         n = product["out"]
         shapes = {"forward": (m, k, n), "inputs": (m, n, k), "weights": (n, m, k)}
         for name, shape in shapes.items():
-            if m == largest:
-                rate = product["flops_per_s"][name]
-                found.append(rate * tiled(*shape, num_sms) / math.prod(shape))
+            rate = product["flops_per_s"][name]
+            found.append(rate * tiled(*shape, num_sms) / math.prod(shape))
     return statistics.median(found)
 
 
