@@ -99,17 +99,17 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     history = records.History()
     record = None
     tracker = metrics.Tracker()
-    if plan.checkpoint is not None and first:
-        state = resume.state_of(plan.checkpoint, resume.read_meta(plan.checkpoint))
-        history = records.History(**state.model_dump(include=set(vars(history))))
-    history = records.History(**from_rank_0(vars(history)))
     if first:
-        values = describe_run(plan, sampler, data) | vars(history)
-        record = records.start_record(plan.run_dir, **values)
         if plan.checkpoint is None:  # rows of an attempt that saved nothing
             records.truncate_metrics(plan.run_dir, 0)
+        else:
+            state = resume.state_of(plan.checkpoint, resume.read_meta(plan.checkpoint))
+            history = records.History(**state.model_dump(include=set(vars(history))))
+        values = describe_run(plan, sampler, data) | vars(history)
+        record = records.start_record(plan.run_dir, **values)
         about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
         tracker = metrics.build_tracker(plan.config.log_to, plan.run_dir, about)
+    history = records.History(**from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     dtypes = engine.describe_dtypes()
     if record is not None:
