@@ -121,9 +121,6 @@ def speeds(
     build: Callable[[str | None], RunConfig], cluster: Cluster, open_batch: bool
 ) -> list[Prediction]:
     """The quickest layout of each model that fits, smallest first."""
-    if cluster.rates is None:
-        what = f"how fast {cluster.name} is, is not known"
-        raise UserError(what, fix="describe it with --gpu")
     found = []
     for model in with_progress(MODELS, "layouts of each model"):
         with contextlib.suppress(UserError):  # a model that fits nowhere
