@@ -71,13 +71,10 @@ def decide_plan(
         from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 
         plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan))
-    notes = list(plan.notes)
     if prediction.room == "tight":
-        notes.append(
-            "memory is near the edge: runs of this kind have needed up to "
-            f"{prediction.memory.likely_bytes[1] / GIB:.1f} GiB a GPU"
-        )
-    return replace(plan, prediction=prediction.as_record(), notes=notes)
+        said = "memory is near the edge: runs of this kind have needed up to "
+        plan.notes.append(f"{said}{prediction.memory.likely_bytes[1] / GIB:.1f} GiB a GPU")
+    return replace(plan, prediction=prediction.as_record())
 
 
 def draft_plan(
