@@ -231,46 +231,35 @@ def load_strategy(config: RunConfig) -> Strategy:
     """The strategy that `config` names, with CONFIG's sizes of axes put over its own; UserError for
     an unknown name and for a JSON that does not parse or means another strategy."""
     folder = _find(config.strategy)
-    own = _read(folder, folder.deepspeed, config)
-    given = config.deepspeed_config
-    if given is None:
-        return own
-    if folder.deepspeed is None:
-        what = f"strategy={own.name!r} would ignore deepspeed_config={given!r}"
-        raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
-    strategy = _read(folder, given, config)
-    if strategy.sharding != own.sharding:
-        what = f"{strategy.source} means {strategy.sharding!r} but "
-        what += f"strategy={own.name!r} means {own.sharding!r}"
-        raise UserError(what, fix="change one of them")
-    return strategy
-
-
-def _read(folder: _Folder, deepspeed: Any, config: RunConfig) -> Strategy:
-    """The strategy of a folder with this DeepSpeed JSON, or path of one."""
     traits, _ = _find_engine(folder)
-    engine = f"{folder._path}: engine={folder.engine!r}"
-    given, needed = ("mesh", "deepspeed") if deepspeed is None else ("deepspeed", "mesh")
+    source = folder._path
+    engine = f"{source}: engine={folder.engine!r}"
+    given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_deepspeed_json != (given == "deepspeed"):
         raise UserError(f"{engine} takes {needed!r}, not {given!r}", fix=f"write {needed!r}")
-    source = folder._path
+    named = f"strategy={folder.name!r}"
+    other = config.deepspeed_config
+    if other is not None and folder.deepspeed is None:
+        what = f"{named} would ignore deepspeed_config={other!r}"
+        raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
+    document = other or folder.deepspeed
     mesh = folder.mesh or {}
     may_be_set = traits.axes
     why = f"it has the axes {', '.join(traits.axes)}"
-    if isinstance(deepspeed, str):
-        beside = source.parent / deepspeed
-        source = beside if beside.is_file() else files.given_path(deepspeed)
-        deepspeed = files.load_json(source, "DeepSpeed JSON")
+    if isinstance(document, str):
+        beside = source.parent / document
+        source = beside if beside.is_file() else files.given_path(document)
+        document = files.load_json(source, "DeepSpeed JSON")
     if traits.takes_deepspeed_json:
         fix = "see configs/ds_config_zero2.json"
-        parsed = files.parse_as(_DeepSpeed, deepspeed, str(source), fix)
+        parsed = files.parse_as(_DeepSpeed, document, str(source), fix)
         stage = parsed.zero_optimization.stage
         stages = parsed.pipeline.stages
         if stages != 1 and stage > 1:
             what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
             reason = "a pipeline needs its gradients whole until its last micro-batch"
             raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
-        mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in deepspeed else {})}
+        mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
         may_be_set = ("pp",) if stages != 1 else ()
         why = "DeepSpeed divides over all processes"
     for axis, size in mesh.items():
@@ -281,22 +270,28 @@ def _read(folder: _Folder, deepspeed: Any, config: RunConfig) -> Strategy:
     for axis in MESH_AXES:
         size = getattr(config, axis)
         if size is not None and axis not in may_be_set:
-            what = f"{axis}={size} cannot be set with strategy={folder.name!r}"
             others = "3d, whose mesh has all axes" + (", or to hybrid" if axis == "pp" else "")
-            raise UserError(what, why, f"set it to None, or strategy to {others}")
+            fix = f"set it to None, or strategy to {others}"
+            raise UserError(f"{axis}={size} cannot be set with {named}", why, fix)
         if size is not None:
             mesh = {**mesh, axis: size}
     known = traits.schedules or ("1f1b",)
-    return Strategy(
+    strategy = Strategy(
         name=folder.name,
         source=source.resolve(),
-        document=deepspeed or {},
+        document=document or {},
         mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
         named_axes=tuple(mesh),
         schedule=config.pipeline_schedule if config.pipeline_schedule in known else known[0],
         engine=folder.engine,
         traits=traits,
     )
+    if other is not None:
+        own = load_strategy(config.model_copy(update={"deepspeed_config": None}))
+        if strategy.sharding != own.sharding:
+            what = f"{strategy.source} means {strategy.sharding!r} but {named} means "
+            raise UserError(f"{what}{own.sharding!r}", fix="change one of them")
+    return strategy
 
 
 def _find(name: str) -> _Folder:
