@@ -144,8 +144,7 @@ def state(strategy, precision="bf16", **axes):
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero_papers_example(stage, gigabytes):
     """Figure 1 of the ZeRO paper: 7.5B parameters over 64 GPUs."""
-    document = {"zero_optimization": {"stage": stage}}
-    strategy = dataclasses.replace(named_strategy("zero1"), document=document)
+    strategy = dataclasses.replace(named_strategy("zero1"), zero_stage=stage)
     total = sum(state(strategy, dp_shard=64)) * 7.5
     assert total == pytest.approx(gigabytes, abs=0.05)
 
