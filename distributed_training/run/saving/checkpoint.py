@@ -143,7 +143,7 @@ class Saver:
 
     def _write(self, writing: Path, parts: list[Part], meta: resume.Meta) -> Path:
         """Write this rank's files; once all are on the disk publish them by one rename a disk, and
-        delete all checkpoints but the last. The folder. Collective in the thread's group."""
+        delete all checkpoints but the last. The new one. Collective in the thread's group."""
         began = time.monotonic()
         first = self.topology.rank == 0
         final = writing.with_name(resume.name_of(meta.step))
@@ -161,9 +161,12 @@ class Saver:
             with failing_together(self._group):
                 if self._leads and its_turn:
                     _publish(writing, final, meta)
+        # What is newer was damaged or passed over by whoever resumed here: this run does it again.
         with failing_together(self._group):
-            if self._leads:
-                _remove_others(final, self.plan)
+            found = resume.list_checkpoints(self.plan.run_dir) if self._leads else []
+            older = [other for other in found if other <= final]
+            for other in set(found).difference(older[-self.plan.config.keep_checkpoints :]):
+                shutil.rmtree(other)
         self._row |= {"write_s": time.monotonic() - began, "bytes": sum(meta.files.values())}
         return final
 
@@ -176,14 +179,6 @@ def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
         shutil.copy(record, writing)
     resume.write_meta(writing, meta)
     publish(writing, final)
-
-
-def _remove_others(final: Path, plan: Plan) -> None:
-    # What is newer was damaged or passed over by whoever resumed here: this run does it again.
-    found = resume.list_checkpoints(plan.run_dir)
-    kept = [other for other in found if other <= final][-plan.config.keep_checkpoints :]
-    for other in set(found).difference(kept):
-        shutil.rmtree(other)
 
 
 def load_checkpoint(
