@@ -19,8 +19,9 @@ Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each 
 Operation = tuple[str, int, int]
 Order = tuple[Operation, ...]  # of one process
 
-# By trial on durations of gpt2-medium over 4 H200s (3f6f234), p 2 to 8 and m 1 to 32.
-MORE_HELD = 1  # micro-batches whose activations a process may hold, than under zb-v
+# Of the search for `zb-auto`, by trial on durations of gpt2-medium over 4 H200s (3f6f234), p 2 to 8
+# and m 1 to 32.
+MORE_HELD = 1  # micro-batches whose activations a process may hold than under zb-v
 CHANGES = 150  # tried for each operation
 SIMULATED = 5_000_000  # operations in all at most: a second or two
 FARTHEST = 6  # places by which one is moved

@@ -19,10 +19,10 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.machine import Machine, find_gpu, known_gpu, limited_to
 
-# Whether there is room: also for the most that is likely, for the least of it, or for neither.
-Room = Literal["yes", "tight", "no"]
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
+# Whether there is room: also for the most that is likely, for the least of it, or for neither.
+Room = Literal["yes", "tight", "no"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
