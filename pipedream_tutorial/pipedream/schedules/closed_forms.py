@@ -44,12 +44,6 @@ def even_fill(c: Case) -> Fraction:
     return (c.p - 1) * c.total
 
 
-def interleaved_idle(c: Case) -> Fraction:
-    """With fewer microbatches than ranks a rank waits for the first one to come round, v times."""
-    missing = max(0, c.p - c.m) * c.v + min(c.m, c.p) - 1
-    return missing * c.total / c.v
-
-
 def interleaved_activations(c: Case, r: int) -> Fraction:
     per_round = c.m // max(1, c.m // c.p)  # microbatches before a rank turns to its next stage
     return Fraction(min(c.m * c.v, (c.v - 1) * per_round + 2 * (c.p - 1 - r) + 1), c.v)
@@ -60,20 +54,10 @@ def zb_h2_step(c: Case) -> Fraction:
     return max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w))
 
 
-def v_half_idle(c: Case) -> Fraction:
-    if c.p <= 2:
-        return (c.p - 1) * c.f / 2
-    return (3 * ((c.p + 1) // 2) - Fraction(7, 2)) * c.f
-
-
-def v_half_span(c: Case, r: int) -> Fraction:
+def v_half_own(c: Case, r: int, x: Fraction) -> Fraction:
     """With p even the last two ranks end an operation later."""
     late = 1 if c.p % 2 == 0 and c.p - 2 <= r and c.p > 2 else 0
-    return v_half_idle(c) - (_started(c, r) - late) * c.f
-
-
-def v_min_idle(c: Case) -> Fraction:
-    return max(Fraction(0), (4 * c.p - (5 if c.p % 3 else 7)) * c.f / 2)
+    return x - (_started(c, r) - late) * c.f
 
 
 def v_min_activations(c: Case, r: int) -> Fraction:
@@ -90,22 +74,6 @@ def _started(c: Case, r: int) -> Fraction:
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 
-def dualpipe_v_span(c: Case, r: int) -> Fraction:
-    exposed = c.i - min(c.i, c.w)
-    return ((2 * c.p - 2 - r) * c.f + (c.p - 1 - r) * exposed) / 2
-
-
-def folded(c: Case) -> Case:
-    """DualPipe as a DualPipeV on half the ranks, each with two stages of DualPipe's size."""
-    return Case(c.p // 2, c.m // 2, 2, 2 * c.f, 2 * c.i, 2 * c.w)
-
-
-def chimera_idle(c: Case) -> Fraction:
-    """Every unit of p microbatches after the first costs (p-2) |F - B| more."""
-    further = c.m // c.p - 1
-    return (c.p - 2) * (max(c.f, c.backward) + further * abs(c.f - c.backward))
-
-
 def from_edge(c: Case, r: int) -> int:
     return min(r, c.p - 1 - r)
 
@@ -117,8 +85,8 @@ class ClosedForm:
 
     makespan_idle: Callable[[Case], Fraction] = even_fill
     """X: from time 0 to the last rank's end, less a rank's work; the same on every rank."""
-    span_idle: Callable[[Case, int], Fraction] = lambda c, r: (c.p - 1 - r) * c.total
-    """Rank r's idle time between its own first start and its own last end."""
+    own_idle: Callable[[Case, int, Fraction], Fraction] = lambda c, r, x: x - r * c.total
+    """Rank r's idle time between its own first start and its own last end, for this X."""
     idle_holds: Callable[[Case], bool] = lambda c: True
     """Whether both are exact, among sizes that the schedule takes."""
     peak_activations: Callable[[Case, int], Fraction]
@@ -133,6 +101,9 @@ class ClosedForm:
     published: str = "the same"
     """The form and the range that the source gives, where it differs from ours."""
     source: str
+
+    def span_idle(self, c: Case, r: int) -> Fraction:
+        return self.own_idle(c, r, self.makespan_idle(c))
 
 
 def _asynchronous(
@@ -153,7 +124,6 @@ def _asynchronous(
 CLOSED_FORMS: dict[str, ClosedForm] = {
     "naive": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * c.m * c.total,
-        span_idle=lambda c, r: ((c.p - 1) * c.m - r) * c.total,
         peak_activations=lambda c, r: Fraction(1),
         idle_text="(p-1) m (F+B)",
         source="1811.06965",
@@ -178,8 +148,9 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         lambda c, s: 2, lambda c, s, microbatch: min(microbatch // c.m, 1), "2006.09503"
     ),
     "interleaved": ClosedForm(
-        makespan_idle=interleaved_idle,
-        span_idle=lambda c, r: interleaved_idle(c) - r * c.total / c.v,
+        # With fewer microbatches than ranks a rank waits for the first to come round, v times.
+        makespan_idle=lambda c: (max(0, c.p - c.m) * c.v + min(c.m, c.p) - 1) * c.total / c.v,
+        own_idle=lambda c, r, x: x - r * c.total / c.v,
         peak_activations=interleaved_activations,
         idle_text="(p-1) (F+B) / v; (v (p-m) + m - 1) (F+B) / v if m < p",
         published="(p-1) (F+B) / v if p divides m",
@@ -187,7 +158,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "zb-h1": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * (c.f + c.i) - (min(c.m, c.p) - 1) * min(c.f, c.i, c.w),
-        span_idle=lambda c, r: (
+        own_idle=lambda c, r, x: (
             (c.p - 1 - r) * (c.f + c.i) - max(0, min(c.m, c.p) - 1 - r) * min(c.f, c.w)
         ),
         peak_activations=lambda c, r: Fraction(min(c.m, c.p)),
@@ -197,7 +168,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "zb-h2": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * max(c.f, zb_h2_step(c)),
-        span_idle=lambda c, r: (c.p - 1 - r) * zb_h2_step(c),
+        own_idle=lambda c, r, x: (c.p - 1 - r) * zb_h2_step(c),
         idle_holds=lambda c: c.m >= 2 * c.p - 1,
         peak_activations=lambda c, r: Fraction(min(c.m, 2 * c.p - 1)),
         idle_text="(p-1) max(F, d), own span (p-1-r) d, d = max(0, F + I - 2 min(F,W))",
@@ -207,7 +178,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
     ),
     "zb-v": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * max(c.i - c.w, c.i / 2),
-        span_idle=lambda c, r: (c.p - 1) * (c.i - c.w) - Fraction(r, 2) * (c.f + c.i - 2 * c.w),
+        own_idle=lambda c, r, x: (c.p - 1) * (c.i - c.w) - r * (c.f + c.i - 2 * c.w) / 2,
         idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.i >= c.f and c.i >= c.w,
         peak_activations=lambda c, r: min(Fraction(min(c.m, c.p)), Fraction(c.m + 1 + r, 2)),
         idle_text="(p-1) max(I-W, I/2), own span (p-1)(I-W) - r (F+I-2W) / 2",
@@ -216,8 +187,10 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2401.10241",
     ),
     "v-half": ClosedForm(
-        makespan_idle=v_half_idle,
-        span_idle=v_half_span,
+        makespan_idle=lambda c: (
+            (3 * ((c.p + 1) // 2) - Fraction(7, 2)) * c.f if c.p > 2 else (c.p - 1) * c.f / 2
+        ),
+        own_idle=v_half_own,
         idle_holds=lambda c: c.f == c.i == c.w and c.m >= c.p + 2,
         peak_activations=lambda c, r: Fraction(min(2 * c.m, c.m + 1 + r, 2 * (c.p // 2 + 1)), 2),
         idle_text="(3 ceil(p/2) - 7/2) F",
@@ -226,8 +199,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2405.15362",
     ),
     "v-min": ClosedForm(
-        makespan_idle=v_min_idle,
-        span_idle=lambda c, r: v_min_idle(c) - _started(c, r) * c.f,
+        makespan_idle=lambda c: max(Fraction(0), (4 * c.p - (5 if c.p % 3 else 7)) * c.f / 2),
+        own_idle=lambda c, r, x: x - _started(c, r) * c.f,
         idle_holds=lambda c: c.f == c.i == c.w and c.m >= c.p + 1,
         peak_activations=v_min_activations,
         idle_text="(4p-5) F / 2, (4p-7) F / 2 if 3 divides p",
@@ -236,8 +209,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2405.15362",
     ),
     "dualpipe-v": ClosedForm(
-        makespan_idle=lambda c: dualpipe_v_span(c, 0),
-        span_idle=dualpipe_v_span,
+        makespan_idle=lambda c: (c.p - 1) * (2 * c.f + c.i - min(c.i, c.w)) / 2,
+        own_idle=lambda c, r, x: x - r * (c.f + c.i - min(c.i, c.w)) / 2,
         idle_holds=lambda c: c.f >= c.i,
         peak_activations=lambda c, r: Fraction(2 * c.p + 1, 2),
         idle_text="(p-1) (2F + I - min(I,W)) / 2, pairs not overlapped",
@@ -246,8 +219,8 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2412.19437",
     ),
     "dualpipe": ClosedForm(
-        makespan_idle=lambda c: dualpipe_v_span(folded(c), 0),
-        span_idle=lambda c, r: dualpipe_v_span(folded(c), from_edge(c, r)),
+        makespan_idle=lambda c: (c.p // 2 - 1) * (2 * c.f + c.i - min(c.i, c.w)),
+        own_idle=lambda c, r, x: x - from_edge(c, r) * (c.f + c.i - min(c.i, c.w)),
         idle_holds=lambda c: c.f >= c.i,
         peak_activations=lambda c, r: Fraction(c.p + 1),
         idle_text="(p/2-1) (2F + I - min(I,W)), pairs not overlapped",
@@ -256,8 +229,11 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2412.19437",
     ),
     "chimera": ClosedForm(
-        makespan_idle=chimera_idle,
-        span_idle=lambda c, r: chimera_idle(c) - from_edge(c, r) * c.total,
+        # Every unit of p microbatches after the first costs (p-2) |F - B| more.
+        makespan_idle=lambda c: (
+            (c.p - 2) * (max(c.f, c.backward) + (c.m // c.p - 1) * abs(c.f - c.backward))
+        ),
+        own_idle=lambda c, r, x: x - from_edge(c, r) * c.total,
         peak_activations=lambda c, r: Fraction(c.p // 2 + 1 + from_edge(c, r)),
         idle_text="(p-2) (max(F,B) + (m/p - 1) |F-B|)",
         published="(p-2) F if F = B; (p-2) B if B = 2F and m = p",
