@@ -54,12 +54,10 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
                 peer = ranks[need]
                 if peer == rank:
                     continue
-                receive = Action(RECV, need, peer)
-                before = steps[-1] if steps else ()
-                if paired and len(before) == 1 and before[0][::2] == (SEND, peer):
-                    steps[-1] = (*before, receive)
-                else:
-                    steps.append((receive,))
+                before: Step = ()
+                if paired and steps and len(steps[-1]) == 1 and steps[-1][0][::2] == (SEND, peer):
+                    before = steps.pop()
+                steps.append((*before, Action(RECV, need, peer)))
             steps.append((Action(RUN, op, rank),))
             peer = rank + 1 if op.kind == "F" else rank - 1
             if op.kind != "W" and 0 <= peer < schedule.num_ranks:

@@ -164,7 +164,11 @@ def _slices(run: _Run, use: dict[int, WeightUse] | None) -> Iterable[TraceEvent]
     for s in run.slices:
         computed = s.thread == "compute"
         name = " | ".join(map(str, s.item.parts))
-        parts = [_arguments(op, use if computed else None) for op in s.item.parts]
+        parts: list[dict[str, Any]] = []
+        for op in s.item.parts:
+            parts.append(op._asdict())
+            if computed and use is not None and op.kind != "W":  # W reads activations, no weights
+                parts[-1]["weight version"] = use[op.stage].version(op)
         args: dict[str, Any] = {"parts": parts} if isinstance(s.item, Pair) else parts[0]
         late = [str(run.impossible[op]) for op in s.item.parts if op in run.impossible]
         if computed and late:
@@ -179,13 +183,6 @@ def _slices(run: _Run, use: dict[int, WeightUse] | None) -> Iterable[TraceEvent]
             "dur": (s.end_ns - s.start_ns) / 1000,
             "args": args,
         }
-
-
-def _arguments(op: Op, use: dict[int, WeightUse] | None) -> dict[str, Any]:
-    args: dict[str, Any] = {"kind": op.kind, "stage": op.stage, "microbatch": op.microbatch}
-    if use is not None and op.kind != "W":  # W reads activations, no weights
-        args["weight version"] = use[op.stage].version(op)
-    return args
 
 
 def _arrows(run: _Run) -> Iterable[TraceEvent]:
