@@ -49,9 +49,8 @@ class Layout:
     @property
     def stages(self) -> tuple[range, ...]:
         """Numbers of the blocks of each stage."""
-        ends = list(itertools.accumulate(self.blocks_per_stage))
-        pairs = zip(ends, self.blocks_per_stage, strict=True)
-        return tuple(range(end - count, end) for end, count in pairs)
+        ends = itertools.accumulate(self.blocks_per_stage, initial=0)
+        return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,6 @@ from pydantic import BaseModel, Field, PrivateAttr
 from distributed_training.settings import files
 from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean
 from distributed_training.settings.keys import Options
 
 STRATEGIES_DIR = files.ROOT / "strategies"
@@ -285,7 +284,7 @@ def _find(name: str) -> _Folder:
     if name in known:
         return known[name]
     what = f"strategy={name!r} is not known"
-    raise UserError(what, f"the strategies are {', '.join(known)}", did_you_mean(name, known))
+    raise UserError(what, f"the strategies are {', '.join(known)}", files.did_you_mean(name, known))
 
 
 def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
@@ -297,7 +296,7 @@ def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
     if not (engine.endswith(".py") and file.is_file()):
         what = f"{file.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
-        raise UserError(what, why, did_you_mean(engine, ENGINES))
+        raise UserError(what, why, files.did_you_mean(engine, ENGINES))
     module = files.load_code(file, f"the engine {file}")
     traits = getattr(module, "TRAITS", None)
     if not isinstance(traits, Traits):
