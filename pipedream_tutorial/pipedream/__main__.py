@@ -190,8 +190,17 @@ def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> 
     tell(f"{case.num_batches} batches", f"time {number(row.stream_makespan)}, utilisation {used}")
     if row.bound is None:
         tell_closed_form(row, case)
-    else:
-        tell_bound(row, number(row.bound))
+    else:  # the order was searched for
+        tell(
+            "minimised",
+            "one batch's time; of equally short orders the longest span of a rank, which is what "
+            "further batches take at most",
+        )
+        least = number(row.bound)
+        if row.batch.makespan == row.bound:
+            tell("shorter", f"not possible in this memory: {least} is the least")
+        else:
+            tell("shorter", f"perhaps: no order in this memory takes less than {least}")
     tell("activations", f"microbatches held at most: {listed(row.peak_activations, 'rank')}")
     tell("weights", row.policy.text)
     tell(
@@ -205,25 +214,13 @@ def tell(label: str, text: str) -> None:
     print_wrapped(f"  {label:<13}", text)
 
 
-def tell_bound(row: Row, least: str) -> None:
-    """Of an order that was searched for, whether a shorter one is possible."""
-    tell(
-        "minimised",
-        "one batch's time; of equally short orders the longest span of a rank, which is what "
-        "further batches take at most",
-    )
-    if row.batch.makespan == row.bound:
-        tell("shorter", f"not possible in this memory: {least} is the least")
-    else:
-        tell("shorter", f"perhaps: no order in this memory takes less than {least}")
-
-
 def tell_closed_form(row: Row, case: Case) -> None:
     """What the formula gives for one batch, beside what the simulation gave."""
     known = comparison.closed_form(row.name, case)
     if known is None:
-        text = "none with uneven stages, communication, overlap, R, reordering or a file"
-        print(f"  closed form  {text}")
+        print(
+            "  closed form  none with uneven stages, communication, overlap, R, reordering or a file"
+        )
         return
     form, sizes = known
     if not form.idle_holds(sizes):

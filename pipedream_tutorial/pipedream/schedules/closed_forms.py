@@ -87,8 +87,7 @@ class ClosedForm:
     """X: from time 0 to the last rank's end, less a rank's work; the same on every rank."""
     own_idle: Callable[[Case, int, Fraction], Fraction] = lambda c, r, x: x - r * c.total
     """Rank r's idle time between its own first start and its own last end, for this X."""
-    idle_holds: Callable[[Case], bool] = lambda c: True
-    """Whether both are exact, among sizes that the schedule takes."""
+    idle_holds: Callable[[Case], bool] = lambda c: True  # both are exact, at sizes that it takes
     peak_activations: Callable[[Case, int], Fraction]
     """Rank r's, in microbatches on its whole share; exact for all sizes the schedule takes, in
     V-Min and without a flush for m >= p."""

@@ -73,10 +73,8 @@ class Schedule:
     chains: tuple[tuple[int, ...], ...]
     """Stages in the direction of the forward pass, numbered in a row. Two chains: two copies of
     the model (Chimera, DualPipe), each microbatch goes through one of them."""
-    stages_per_rank: int = 1
-    """Into how many stages (chunks) a rank's share of the layers is cut, in one copy."""
-    kept: Fraction = Fraction(1)
-    """Of a microbatch's activations on a stage, the share that is kept from its F to its R."""
+    stages_per_rank: int = 1  # chunks that a rank's share of the layers is cut into, in one copy
+    kept: Fraction = Fraction(1)  # share of a stage's activations that is kept from F to R
 
     @property
     def num_ranks(self) -> int:

@@ -181,20 +181,20 @@ def schedule_for_training(
     """Orders over all batches: flushing schedules again and again, the others without a pause.
     Raises UserError for schedules that are simulated only, for sizes that a schedule refuses, and
     for 2BW with fewer than p - 1 microbatches a batch."""
-    entry = SCHEDULES.get(name)
-    if entry is not None and name not in TRAINABLE:
+    if name in SCHEDULES and name not in TRAINABLE:
         raise UserError(f"{name} is simulated only", f"train with one of {', '.join(TRAINABLE)}")
-    if entry is None or entry.policy == "flush":
-        batch = build_schedule(name, num_stages, num_microbatches)
-        return repeat(batch, num_batches), POLICIES["flush"]
-    if entry.policy == "2bw" and num_microbatches < num_stages - 1:
+    batch = build_schedule(name, num_stages, num_microbatches)
+    policy = SCHEDULES[name].policy
+    if policy == "flush":
+        return repeat(batch, num_batches), POLICIES[policy]
+    if policy == "2bw" and num_microbatches < num_stages - 1:
         raise UserError(
             f"{name} cannot run {num_microbatches} microbatches a batch over {num_stages} stages: "
             "the weights one batch behind would not be there in time",
             f"set num_microbatches to {num_stages - 1} or more",
         )
     whole = build_schedule(name, num_stages, num_microbatches * num_batches)
-    return whole, POLICIES[entry.policy]
+    return whole, POLICIES[policy]
 
 
 def layers_of_a_stage(layers_of_a_rank: int, stages_per_rank: int) -> int:

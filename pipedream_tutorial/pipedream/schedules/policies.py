@@ -17,37 +17,34 @@ from pipedream.schedules.ops import Op, Schedule
 class Policy:
     """How one way of training in a pipeline treats its weights."""
 
-    per_microbatch: bool  # update after each backward pass; otherwise after the last one of a batch
+    text: str
+    per_microbatch: bool = False  # update after each backward pass, not after a batch's last one
     forward_version: Callable[[int, int, int, int], int] = lambda updates, i, m, p: updates
     """(updates done on this stage, microbatch, microbatches a batch, p) -> version to run with; by
     default the newest."""
     stashed: bool = True  # a backward pass sees its forward pass's version; False: what is there
-    text: str
 
 
 POLICIES: dict[str, Policy] = {
-    "flush": Policy(
-        per_microbatch=False, text="one update a batch, when the stage has no microbatch in flight"
-    ),
+    "flush": Policy(text="one update a batch, when the stage has no microbatch in flight"),
     "stash": Policy(
-        per_microbatch=True,
         text="an update a microbatch; the backward pass uses its forward pass's weights",
+        per_microbatch=True,
     ),
     "vertical": Policy(
+        text="stashing, and a microbatch uses one version number on every stage",
         per_microbatch=True,
         forward_version=lambda updates, i, m, p: max(0, i - (p - 1)),
-        text="stashing, and a microbatch uses one version number on every stage",
     ),
     "in-place": Policy(
-        per_microbatch=True,
-        stashed=False,
         text="an update a microbatch into the same memory; a backward pass may see newer weights "
         "than its forward pass did",
+        per_microbatch=True,
+        stashed=False,
     ),
     "2bw": Policy(
-        per_microbatch=False,
-        forward_version=lambda updates, i, m, p: max(0, i // m - 1),
         text="one update a batch without a flush; a batch runs one version behind",
+        forward_version=lambda updates, i, m, p: max(0, i // m - 1),
     ),
 }
 
