@@ -218,9 +218,8 @@ def tell_closed_form(row: Row, case: Case) -> None:
     """What the formula gives for one batch, beside what the simulation gave."""
     known = comparison.closed_form(row.name, case)
     if known is None:
-        print(
-            "  closed form  none with uneven stages, communication, overlap, R, reordering or a file"
-        )
+        text = "none with uneven stages, communication, overlap, R, reordering or a file"
+        print(f"  closed form  {text}")
         return
     form, sizes = known
     if not form.idle_holds(sizes):
