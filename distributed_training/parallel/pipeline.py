@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.private import foreach_copy_
-from distributed_training.parallel.zero_bubble import GivenOrder, WeightGradients
+from distributed_training.parallel.private_pipelining import GivenOrder, TwoWayStage
+from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.orders import expect_spans, find_orders
@@ -147,34 +147,6 @@ class Pipeline:
         samples, tokens = self.tp_parts
         hidden = (shape[0] // samples, shape[1] // tokens, self.size.hidden_size)
         return torch.empty(hidden, dtype=self.dtype, device=device)
-
-
-class TwoWayStage(PipelineStage):
-    """A PipelineStage whose edges use two communicators in turns: over one, NCCL would let a
-    receive that waits for the stage before hold up what is ready for the stage after."""
-
-    other: dist.ProcessGroup
-
-    def _over(self, edge: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        group = self.other if edge % 2 else self.group
-        return [dist.P2POp(op.op, op.tensor, op.peer, group) for op in ops]
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index - 1, super().get_fwd_recv_ops(fwd_chunk_id))
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index, super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index, super().get_bwd_recv_ops(bwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._over(self.stage_index - 1, super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Nothing with ourselves (where a V turns): torch 2.11 sends it, and gloo fails."""
-        ops = super()._get_init_p2p_neighbors_ops()
-        return [op for op in ops if op.peer != dist.get_rank()]
 
 
 def _exchange(

@@ -1,5 +1,4 @@
-"""All that this suite uses of torch's and DeepSpeed's private interfaces, but for those of torch's
-pipelines, which take long to import: pipeline.py and zero_bubble.py have them.
+"""What this suite uses of private interfaces of torch and DeepSpeed, with private_pipelining.py.
 
 Checked against torch 2.11 and 2.13 and DeepSpeed 0.19.8, which native strategies never import.
 """

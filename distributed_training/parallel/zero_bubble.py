@@ -5,21 +5,19 @@ matrices. Autograd cannot stop in the middle of a compiled block. So matrices ta
 next to each product x W^T goes a tap, whose gradient is that of the product, dY. Both x and dY are
 kept until the second part computes dW = dY^T x. Together the two parts do what one does.
 
-The order of all parts is given (predict/orders.py).
+The order of all parts is given (predict/orders.py, private_pipelining.py).
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Replicate
 
 from distributed_training.models.decoder import Decoder, Linear
 from distributed_training.parallel.gradients import local_part
-from distributed_training.predict.orders import Operation, Order
 
 Products = list[tuple[Linear, torch.Tensor, torch.Tensor]]  # (layer, x [.., in], dY [.., out])
 
@@ -128,60 +126,3 @@ def _add_weight_gradients(products: Products) -> None:
             weight.grad_dtype = torch.float32
             weight.grad = torch.zeros_like(weight, dtype=torch.float32)
         local_part(weight.grad).add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
-
-
-class GivenOrder(schedules._PipelineScheduleRuntime):
-    """Processes that work in given orders, of forward passes and halves of backward ones. With
-    `spans` messages are sent and awaited in the order in which they are made by them: torch's own
-    order assumes equal durations, and a receive that comes too early holds up what is ready."""
-
-    def __init__(
-        self,
-        stages: list[Any],
-        orders: Sequence[Order],
-        spans: Mapping[Operation, tuple[float, float]] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(stages, **options)
-        self.pipeline_order = {
-            rank: [schedules._Action(stage, _COMPUTING[kind], n) for kind, stage, n in order]
-            for rank, order in enumerate(orders)
-        }
-        self._prepare_schedule_with_comms(self.pipeline_order)
-        if spans is not None:
-            self.pipeline_order_with_comms = {
-                rank: _in_order_of_messages(actions, spans)
-                for rank, actions in self.pipeline_order_with_comms.items()
-            }
-
-
-_Type = schedules._ComputationType
-_COMPUTING = {"F": _Type.FORWARD, "I": _Type.BACKWARD_INPUT, "W": _Type.BACKWARD_WEIGHT}
-_KINDS = {kind: name for name, kind in _COMPUTING.items()}
-# (what makes a message, by how many stages before the one that the action names)
-_MESSAGES = {
-    _Type.SEND_F: ("F", 0), _Type.RECV_F: ("F", 1), _Type.SEND_B: ("I", 0), _Type.RECV_B: ("I", -1),
-}  # fmt: skip
-
-
-def _in_order_of_messages(
-    actions: list[schedules._Action], spans: Mapping[Operation, tuple[float, float]]
-) -> list[schedules._Action]:
-    """Each message before what its process does when it is made, and after what makes it."""
-    messages = []
-    for action in actions:
-        if action.computation_type in _MESSAGES:
-            kind, before = _MESSAGES[action.computation_type]
-            maker = (kind, action.stage_index - before, action.microbatch_index)
-            messages.append((spans[maker][1], maker, action))
-    messages.sort(key=lambda message: message[:2], reverse=True)
-    found = []
-    for action in actions:
-        if action.computation_type in _KINDS:
-            doing = _KINDS[action.computation_type], action.stage_index, action.microbatch_index
-            begin, end = spans[doing]
-            while messages and (messages[-1][0] < end or messages[-1][0] <= begin):
-                found.append(messages.pop()[2])
-        if action.computation_type not in _MESSAGES:
-            found.append(action)
-    return found + [message[2] for message in reversed(messages)]

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from distributed_training.advise.make import draft_plan
-from distributed_training.parallel import zero_bubble
+from distributed_training.parallel import private_pipelining as private
 from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict import orders
@@ -130,7 +130,7 @@ def lowered(plan):
     computing = {
         rank: schedules._add_reduce_grad(
             schedules._add_unshard_reshard(
-                [schedules._Action(s, zero_bubble._COMPUTING[kind], i) for kind, s, i in order]
+                [schedules._Action(s, private._COMPUTING[kind], i) for kind, s, i in order]
             ),
             plan.batch.num_microbatches,
         )
@@ -192,7 +192,7 @@ def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
     ranks, spans = plan.layout.ranks, expect_spans(plan)
     before = lowered(plan)
     found = {
-        rank: zero_bubble._in_order_of_messages(actions, spans) for rank, actions in before.items()
+        rank: private._in_order_of_messages(actions, spans) for rank, actions in before.items()
     }
     for rank, actions in before.items():
         assert sorted(map(str, found[rank])) == sorted(map(str, actions))
@@ -209,8 +209,8 @@ def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
         done = 0.0  # when what comes before ends
         for action in actions:
             kind, stage = action.computation_type, action.stage_index
-            if kind in zero_bubble._KINDS:
-                done = spans[zero_bubble._KINDS[kind], stage, action[2]][1]
+            if kind in private._KINDS:
+                done = spans[private._KINDS[kind], stage, action[2]][1]
             elif kind.name in ("RECV_F", "RECV_B"):
                 maker = ("F", stage - 1) if kind.name == "RECV_F" else ("I", stage + 1)
                 assert done <= spans[(*maker, action[2])][1], (rank, action)
