@@ -136,10 +136,21 @@ class Strategy:
     schedule: str  # the pipeline's: CONFIG's if the engine has it, else the engine's first
     engine: str  # a built-in engine, or a .py file in the strategy's folder
     traits: Traits
-    zero_stage: int  # DeepSpeed's; 0 without a DeepSpeed JSON
-    # Where the state of "optimizer" and "param"eters is kept: "none", "cpu" or "nvme"
-    offload: Mapping[str, str]
-    swap_buffer_values: int  # in the buffers through which parameters come from files and go there
+
+    @property
+    def _zero(self) -> _Zero:
+        return _DeepSpeed.model_validate(self.document).zero_optimization
+
+    @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's ZeRO stage; 0 without a DeepSpeed JSON."""
+        return self._zero.stage
+
+    @property
+    def offload(self) -> dict[str, str]:
+        """Where the state of "optimizer" and "param"eters is kept: "none", "cpu" or "nvme"."""
+        sections = {"optimizer": self._zero.offload_optimizer, "param": self._zero.offload_param}
+        return {what: section.device if section else "none" for what, section in sections.items()}
 
     @property
     def divides_parameters(self) -> bool:
@@ -162,6 +173,14 @@ class Strategy:
     def swaps_to_disk(self) -> bool:
         """Whether state moves to files, through DeepSpeed's libaio extension."""
         return "nvme" in self.offload.values()
+
+    @property
+    def swap_buffer_values(self) -> int:
+        """Values that the buffers hold through which parameters come from files and go there."""
+        section = self._zero.offload_param
+        if section is None or section.device != "nvme":
+            return 0
+        return int(section.buffer_count * section.buffer_size)
 
     @property
     def sharding(self) -> str:
@@ -222,7 +241,7 @@ def load_strategy(config: RunConfig) -> Strategy:
     if other is not None and folder.deepspeed is None:
         what = f"{named} would ignore deepspeed_config={other!r}"
         raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
-    document: Any = other or ({} if folder.deepspeed is None else folder.deepspeed)
+    document = other or folder.deepspeed
     mesh = folder.mesh or {}
     may_be_set = traits.axes
     why = f"it has the axes {', '.join(traits.axes)}"
@@ -230,15 +249,13 @@ def load_strategy(config: RunConfig) -> Strategy:
         beside = source.parent / document
         source = beside if beside.is_file() else files.given_path(document)
         document = files.load_json(source, "DeepSpeed JSON")
-    parsed = files.parse_as(_DeepSpeed, document, str(source), "see configs/ds_config_zero2.json")
-    zero = parsed.zero_optimization
-    optimizer = zero.offload_optimizer or _Offload()
-    parameters = zero.offload_param or _Offload()
-    swapped = parameters.buffer_count * parameters.buffer_size
     if traits.takes_deepspeed_json:
+        fix = "see configs/ds_config_zero2.json"
+        parsed = files.parse_as(_DeepSpeed, document, str(source), fix)
+        stage = parsed.zero_optimization.stage
         stages = parsed.pipeline.stages
-        if stages != 1 and zero.stage > 1:
-            what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={zero.stage}"
+        if stages != 1 and stage > 1:
+            what = f"{source}: pipeline.stages={stages} with zero_optimization.stage={stage}"
             reason = "a pipeline needs its gradients whole until its last micro-batch"
             raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
         mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
@@ -261,15 +278,12 @@ def load_strategy(config: RunConfig) -> Strategy:
     strategy = Strategy(
         name=folder.name,
         source=source.resolve(),
-        document=document,
+        document=document or {},
         mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
         named_axes=tuple(mesh),
         schedule=config.pipeline_schedule if config.pipeline_schedule in known else known[0],
         engine=folder.engine,
         traits=traits,
-        zero_stage=zero.stage,
-        offload={"optimizer": optimizer.device, "param": parameters.device},
-        swap_buffer_values=int(swapped) if parameters.device == "nvme" else 0,
     )
     if other is not None:
         own = load_strategy(config.model_copy(update={"deepspeed_config": None}))

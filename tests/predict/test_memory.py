@@ -144,7 +144,8 @@ def state(strategy, precision="bf16", **axes):
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero_papers_example(stage, gigabytes):
     """Figure 1 of the ZeRO paper: 7.5B parameters over 64 GPUs."""
-    strategy = dataclasses.replace(named_strategy("zero1"), zero_stage=stage)
+    document = {"zero_optimization": {"stage": stage}}
+    strategy = dataclasses.replace(named_strategy("zero1"), document=document)
     total = sum(state(strategy, dp_shard=64)) * 7.5
     assert total == pytest.approx(gigabytes, abs=0.05)
 
