@@ -24,7 +24,7 @@ from distributed_training.predict.speed import BACKWARD_ATTENTION, UPDATE_BYTES,
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import build_config
 from distributed_training.settings.machine import Machine, detect_machine
-from distributed_training.tools.links import BUDGET_S, Clock, Group, open_group, time_group
+from distributed_training.tools.links import Group, open_group, time_group
 
 VALUES = 2**28  # of the tensors that element-wise kernels read
 MODELS = {"cuda": ("gpt2-medium", "gpt2-xl"), "cpu": ("gpt2-tiny",)}
@@ -36,10 +36,10 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 BYTES = {"cuda": [4**power for power in range(7, 15)], "cpu": [4**power for power in range(7, 12)]}
 
 
-def matrix_products(clock: Clock) -> list[dict[str, Any]]:
+def matrix_products(group: Group) -> list[dict[str, Any]]:
     """FLOP/s of the forward products and of those for inputs' and weights' gradients."""
     found = []
-    device = clock.device
+    device = group.device
     tokens = TOKENS[device.type]
     for model in MODELS[device.type]:
         size = find_model(model).size
@@ -57,30 +57,30 @@ def matrix_products(clock: Clock) -> list[dict[str, Any]]:
                     "weights": partial(torch.mm, y.t(), x),
                 }
                 flops = 2 * tokens * k * n
-                rates = {name: flops / clock.seconds(call) for name, call in calls.items()}
+                rates = {name: flops / group.seconds(call) for name, call in calls.items()}
                 shape = {"tokens": tokens, "in": k, "out": n, "dtype": str(dtype)}
                 found.append({**shape, "flops_per_s": rates})
     return found
 
 
-def memory_traffic(clock: Clock) -> dict[str, float]:
+def memory_traffic(group: Group) -> dict[str, float]:
     """Bytes a second of an element-wise kernel on a GPU, and of AdamW's 28 bytes a parameter."""
-    x = torch.randn(VALUES, device=clock.device, dtype=torch.bfloat16)
-    parameter = torch.nn.Parameter(torch.randn(VALUES // 4, device=clock.device))
+    x = torch.randn(VALUES, device=group.device, dtype=torch.bfloat16)
+    parameter = torch.nn.Parameter(torch.randn(VALUES // 4, device=group.device))
     parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True, capturable=True)
     return {
-        "gelu": 4 * VALUES / clock.seconds(lambda: F.gelu(x, approximate="tanh")),
-        "adamw": 28 * (VALUES // 4) / clock.seconds(optimizer.step),
+        "gelu": 4 * VALUES / group.seconds(lambda: F.gelu(x, approximate="tanh")),
+        "adamw": 28 * (VALUES // 4) / group.seconds(optimizer.step),
     }
 
 
-def attention(clock: Clock) -> dict[str, Any]:
+def attention(group: Group) -> dict[str, Any]:
     """FLOP/s of causal attention, counted over the lower triangle, forward and backward."""
-    on_gpu = clock.device.type == "cuda"
+    on_gpu = group.device.type == "cuda"
     batch, heads, dtype = (16, 16, torch.bfloat16) if on_gpu else (2, 4, torch.float32)
     shape = (3, batch, heads, LENGTH, 64)
-    drawn = torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True)
+    drawn = torch.randn(shape, device=group.device, dtype=dtype, requires_grad=True)
     query, key, value = drawn.unbind()
 
     def both() -> None:
@@ -88,19 +88,19 @@ def attention(clock: Clock) -> dict[str, Any]:
         torch.autograd.grad(y, (query, key, value), torch.ones_like(y))
 
     flops = (1 + BACKWARD_ATTENTION) * 2 * batch * heads * LENGTH * LENGTH * 64
-    return {"length": LENGTH, "flops_per_s": {"both": flops / clock.seconds(both)}}
+    return {"length": LENGTH, "flops_per_s": {"both": flops / group.seconds(both)}}
 
 
-def launches(clock: Clock) -> dict[str, float]:
+def launches(group: Group) -> dict[str, float]:
     """Seconds of a tiny kernel and, on a GPU, of one compiled block of GPT-2 forward and backward,
     on so few tokens that the GPU waits for the host."""
-    x = torch.zeros(1024, device=clock.device)
-    found = {"kernel": clock.seconds(lambda: x.add_(1))}
-    if clock.device.type == "cuda":
+    x = torch.zeros(1024, device=group.device)
+    found = {"kernel": group.seconds(lambda: x.add_(1))}
+    if group.device.type == "cuda":
         model: Decoder = find_model("gpt2").build(dropout=0.0, seed=1)
-        block = torch.compile(model.blocks["0"].to(clock.device))
-        hidden = torch.randn(1, 64, 768, device=clock.device, requires_grad=True)
-        found["compiled_block"] = clock.seconds(lambda: block(hidden).sum().backward())
+        block = torch.compile(model.blocks["0"].to(group.device))
+        hidden = torch.randn(1, 64, 768, device=group.device, requires_grad=True)
+        found["compiled_block"] = group.seconds(lambda: block(hidden).sum().backward())
     return found
 
 
@@ -150,26 +150,25 @@ def of_training(found: dict[str, Any], machine: Machine) -> dict[str, Any]:
     return {"training_s": seconds, "memory_bytes_per_s": traffic}
 
 
-def calibrate(group: Group, budget_s: float = BUDGET_S) -> dict[str, Any]:
+def calibrate(group: Group) -> dict[str, Any]:
     """All figures of one process, and those of the group. Collective."""
     on_gpu = group.device.type == "cuda"
     process = group.process
-    together = Clock(group.device, True, budget_s)
     between = []
     if process.world_size > 1:
-        between = time_group(together, None, BYTES[group.device.type], COLLECTIVES)
+        between = time_group(group, None, BYTES[group.device.type], COLLECTIVES)
     if on_gpu and process.rank > 0:  # the others wait, so that rank 0 is measured alone
         dist.barrier()
         return {}
-    clock = replace(together, together=not on_gpu)
+    group = replace(group, together=not on_gpu)
     found: dict[str, Any] = {
-        "matrix_products": matrix_products(clock),
-        "attention": [attention(clock)],
-        "seconds": launches(clock),
+        "matrix_products": matrix_products(group),
+        "attention": [attention(group)],
+        "seconds": launches(group),
         "collectives": between,
     }
     if on_gpu:
-        found["memory_bytes_per_s"] = memory_traffic(clock)
+        found["memory_bytes_per_s"] = memory_traffic(group)
     else:
         found |= of_training(found, detect_machine())
     dist.barrier()

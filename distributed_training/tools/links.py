@@ -52,27 +52,8 @@ class Group:
 
     process: Process
     device: torch.device
-
-
-@contextlib.contextmanager
-def open_group() -> Iterator[Group]:
-    """Join the process group that the launcher describes, or make one of this process alone."""
-    process = current_process() or single_process()
-    launch.prepare_environment(process.local_world_size)
-    device = worker.prepare(torch.cuda.device_count(), process)
-    store = worker.open_store(process, RENDEZVOUS_S)
-    # Three minutes: another rank may have failed.
-    with process_group(device, store, minutes=3):
-        yield Group(process=process, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """Seconds of a call on a device."""
-
-    device: torch.device
-    together: bool = False  # all processes take part in every call, and make equally many
     budget_s: float = BUDGET_S  # for one figure
+    together: bool = True  # all take part in every call, and make equally many
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """Of one call, the mean of as many as the budget allows."""
@@ -84,41 +65,53 @@ class Clock:
         return timer.timeit(max(3, min(200, int(self.budget_s / float(once))))).mean
 
 
+@contextlib.contextmanager
+def open_group(budget_s: float = BUDGET_S) -> Iterator[Group]:
+    """Join the process group that the launcher describes, or make one of this process alone."""
+    process = current_process() or single_process()
+    launch.prepare_environment(process.local_world_size)
+    device = worker.prepare(torch.cuda.device_count(), process)
+    store = worker.open_store(process, RENDEZVOUS_S)
+    # Three minutes: another rank may have failed.
+    with process_group(device, store, minutes=3):
+        yield Group(process=process, device=device, budget_s=budget_s)
+
+
 def time_group(
-    clock: Clock,
-    group: Any,
+    group: Group,
+    members: Any,
     sizes: Iterable[int],
     kinds: Iterable[str],
     ranks: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Seconds of each operation by the size of its whole tensor, those of the slowest process.
-    `ranks`: of `group`, unless only they take part, which but sends cannot. Collective over all
+    `ranks`: of `members`, unless only they take part, which but sends cannot. Collective over all
     processes."""
-    ranks = ranks or dist.get_process_group_ranks(group or dist.group.WORLD)
+    ranks = ranks or dist.get_process_group_ranks(members or dist.group.WORLD)
 
     def there_and_back(tensor: torch.Tensor) -> None:
         if dist.get_rank() == ranks[0]:
-            dist.send(tensor, ranks[1], group=group)
-            dist.recv(tensor, ranks[1], group=group)
+            dist.send(tensor, ranks[1], group=members)
+            dist.recv(tensor, ranks[1], group=members)
         elif dist.get_rank() == ranks[1]:
-            dist.recv(tensor, ranks[0], group=group)
-            dist.send(tensor, ranks[0], group=group)
+            dist.recv(tensor, ranks[0], group=members)
+            dist.send(tensor, ranks[0], group=members)
 
     found = []
     for num_bytes in sizes:
-        whole = torch.zeros(num_bytes // 4, device=clock.device)
-        part = torch.zeros(num_bytes // 4 // len(ranks), device=clock.device)
+        whole = torch.zeros(num_bytes // 4, device=group.device)
+        part = torch.zeros(num_bytes // 4 // len(ranks), device=group.device)
         within = whole[: part.numel() * len(ranks)]
         other = torch.zeros_like(within)
         calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": partial(dist.all_reduce, whole, group=group),
-            "all_gather": partial(dist.all_gather_into_tensor, within, part, group=group),
-            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, within, group=group),
-            "broadcast": partial(dist.broadcast, whole, ranks[0], group=group),
-            "all_to_all": partial(dist.all_to_all_single, other, within, group=group),
+            "all_reduce": partial(dist.all_reduce, whole, group=members),
+            "all_gather": partial(dist.all_gather_into_tensor, within, part, group=members),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, within, group=members),
+            "broadcast": partial(dist.broadcast, whole, ranks[0], group=members),
+            "all_to_all": partial(dist.all_to_all_single, other, within, group=members),
             "send": partial(there_and_back, whole),
         }
-        every = gather({kind: clock.seconds(calls[kind]) for kind in kinds})
+        every = gather({kind: group.seconds(calls[kind]) for kind in kinds})
         seconds = {kind: max(each[kind] for each in every) for kind in kinds}
         if "send" in seconds:
             seconds["send"] /= 2  # there and back
@@ -197,7 +190,7 @@ def draw(groups: dict[str, Any], path: Path) -> None:
 def main(options: argparse.Namespace) -> int:
     """This process's part; the exit code. Collective."""
     groups = {}  # axis -> its size and `summarise` of its slowest group
-    with open_group() as group:
+    with open_group(options.seconds) as group:
         process = group.process
         kind = group.device.type
         axes = mesh_of(options, process.world_size)
@@ -208,9 +201,8 @@ def main(options: argparse.Namespace) -> int:
             members["all"] = None
         largest = (options.largest or LARGEST_MIB[kind]) * 2**20
         sizes = [4**power for power in range(5, 30) if 4**power <= largest]
-        clock = Clock(group.device, True, options.seconds)
         for axis, those in members.items():
-            entries = time_group(clock, those, sizes, TURNS)
+            entries = time_group(group, those, sizes, TURNS)
             groups[axis] = {"members": entries[0]["members"], "operations": summarise(entries)}
     if process.rank > 0:
         return 0
@@ -281,12 +273,11 @@ def pairs(world_size: int) -> list[tuple[int, int]]:
 def check_nodes() -> int:
     """`doctor --nodes`: two processes at a time send each other tensors; exit code. Collective."""
     links = []
-    with open_group() as group:
+    with open_group(ROUND_S) as group:
         hosts = gather(platform.node())
-        clock = Clock(group.device, True, ROUND_S)
         small, large = SIZES[group.device.type]
         for ends in pairs(group.process.world_size):
-            entries = time_group(clock, None, (small, large) * ROUNDS, ("send",), ends)
+            entries = time_group(group, None, (small, large) * ROUNDS, ("send",), ends)
             latency, seconds = (
                 min(entry["seconds"]["send"] for entry in entries if entry["bytes"] == size)
                 for size in (small, large)
