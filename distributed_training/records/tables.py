@@ -253,12 +253,10 @@ def run_names(records: Sequence[Record]) -> list[str]:
     different = set(words)
     if len(different) == 1:
         return ["" if len(words) == 1 else "-".join(name) for name in words]
-    first = 0
-    while len({name[: first + 1] for name in different}) == 1:
-        first += 1
-    last = first
-    while len({name[:last] for name in different}) < len(different):
-        last += 1
+    sizes = range(max(map(len, words)) + 1)
+    told = [len({name[:size] for name in words}) for size in sizes]  # names, by so many words
+    first = told.count(1) - 1
+    last = told.index(len(different))
     return ["-".join(name[first:last]) for name in words]
 
 
