@@ -183,14 +183,12 @@ def _options(r: Record) -> str:
 
 
 def _state(r: Record) -> str:
-    """What a process keeps where, unless the prediction has it all."""
+    """What a process keeps where, unless that is one place."""
     sizes = dict(r.estimated_state_bytes)
     elsewhere = {where: sizes.pop(where, 0) for where in ("host", "disk")}
     places = {"GPU" if r.machine["gpu_name"] else "CPU": sum(sizes.values()), **elsewhere}
     found = [f"{gib(size)} on the {where}" for where, size in places.items() if size]
-    if r.prediction is not None and len(found) == 1:
-        return ""
-    return f"{', '.join(found)} of each process, by estimate"
+    return f"{', '.join(found)} of each process, by estimate" if len(found) > 1 else ""
 
 
 def describe_prediction(prediction: dict[str, Any] | None, num_steps: int | None) -> str:
@@ -201,9 +199,8 @@ def describe_prediction(prediction: dict[str, Any] | None, num_steps: int | None
     seconds = prediction["step_time_s"]
     if seconds is None:
         return f"{text}; time unknown, as this GPU is not in the planner's table"
-    text += f", {seconds:.3g} s a step"
-    if likely := prediction.get("likely_s"):  # not in early records
-        text += " (likely {:.3g} to {:.3g})".format(*likely)
+    least, most = prediction["likely_s"]
+    text += f", {seconds:.3g} s a step (likely {least:.3g} to {most:.3g})"
     if num_steps is not None:
         text += f", {tqdm.format_interval(round(num_steps * seconds))} in all"
     return f"{text}; mostly {prediction['bound_by']}"
