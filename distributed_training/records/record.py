@@ -30,10 +30,8 @@ TRACE_FILE = "trace-rank{}.json.gz"
 MEMORY_FILE = "memory-rank{}.pickle"
 FAULTS_FILE = ".faults"  # a line of JSON for each that a process of the run has noted
 LOST = "lost another process"
-PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
 # Axis -> size. The earliest records have no tp and pp.
-_ONES = dict.fromkeys(MESH_AXES, 1)
-Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: _ONES | mesh)]
+Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: dict.fromkeys(MESH_AXES, 1) | mesh)]
 _OPEN = ConfigDict(extra="allow", frozen=True, defer_build=True)  # unknown keys are kept
 logger = logging.getLogger(__name__)
 
@@ -342,7 +340,8 @@ def git_commit() -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that affect results."""
-    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    packages = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
+    found = {name: importlib.metadata.version(name) for name in packages}
     return {"python": platform.python_version(), **found}
 
 

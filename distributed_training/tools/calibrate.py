@@ -31,9 +31,6 @@ MODELS = {"cuda": ("gpt2-medium", "gpt2-xl"), "cpu": ("gpt2-tiny",)}
 TOKENS = {"cuda": 16384, "cpu": 2048}
 LENGTH = 1024  # of the sequences that attention is measured on
 CALLS = 30  # of a part of a training
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-# Bytes of a collective's tensor: 16 KiB to 256 MiB, to 4 MiB.
-BYTES = {"cuda": [4**power for power in range(7, 15)], "cpu": [4**power for power in range(7, 12)]}
 
 
 def matrix_products(group: Group) -> list[dict[str, Any]]:
@@ -156,7 +153,8 @@ def calibrate(group: Group) -> dict[str, Any]:
     process = group.process
     between = []
     if process.world_size > 1:
-        between = time_group(group, None, BYTES[group.device.type], COLLECTIVES)
+        sizes = [4**power for power in range(7, 15 if on_gpu else 12)]  # to 256 or 4 MiB
+        between = time_group(group, None, sizes, ("all_reduce", "all_gather", "reduce_scatter"))
     if on_gpu and process.rank > 0:  # the others wait, so that rank 0 is measured alone
         dist.barrier()
         return {}
