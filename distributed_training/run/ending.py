@@ -37,7 +37,8 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     rank = f"rank {topology.rank}"
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
         error = error.__cause__ or error  # torch says only which stage of a pipeline failed
-    if found := find_full_disk(error):
+    said = "".join(traceback.format_exception(error))  # with what it came from
+    if found := next((sign for sign in FULL if sign in said), ""):
         # Once for each disk: what another process is still writing would fail otherwise.
         if (topology.local_rank if plan.own_disks else topology.rank) == 0:
             remove_unfinished(plan.run_dir)
@@ -48,7 +49,6 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
     each_finds_it = isinstance(error, (UserError, KeyboardInterrupt))
     reason = f"{rank}: {type(error).__name__}: {first_line}"
-    said = "".join(traceback.format_exception(error))
     if lost:
         reason = said = f"{rank} {records.LOST}: {first_line}"
     elif isinstance(error, UserError):
@@ -85,16 +85,6 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
             shutil.rmtree(plan.offload_dir, ignore_errors=True)
     finally:
         os._exit(130 if status == "interrupted" else getattr(error, "exit_code", 1))
-
-
-def find_full_disk(error: BaseException | None) -> str:
-    """What the system said where an error comes from a disk without room; else ""."""
-    while error is not None:
-        for sign in FULL:
-            if sign in str(error):
-                return sign
-        error = error.__cause__ or error.__context__
-    return ""
 
 
 def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
