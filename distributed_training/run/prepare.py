@@ -14,7 +14,7 @@ from filelock import FileLock
 from distributed_training.advise.make import decide_plan
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
-from distributed_training.records.record import FAULTS_FILE, new_run_dir
+from distributed_training.records.record import FAULTS_FILE, free_path
 from distributed_training.run.saving import claims, resume
 from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
 from distributed_training.settings.errors import UserError
@@ -78,8 +78,7 @@ def reserve_run_dir(plan: Plan) -> Plan:
         plan = resume.at_checkpoint(plan)
         if plan.checkpoint is None:
             if plan.run_dir.exists():
-                names = (plan.strategy.name, plan.model.label, plan.num_processes)
-                run_dir = new_run_dir(plan.output_dir, *names)
+                run_dir = free_path(plan.output_dir, plan.run_dir.name)
                 offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
                 plan = replace(plan, run_dir=run_dir, offload_dir=offload_dir)
                 if plan.deepspeed_json is not None:
