@@ -1,6 +1,7 @@
 """From CONFIG to a draft: "auto" as machine and layout decide it. No torch import."""
 
 import math
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def lay_out(
     run_dir = new_run_dir(output_dir, strategy.name, model.label, num_processes)
     offload_dir = None
     if strategy.swaps_to_disk:
-        offload_dir = Path(config.offload_dir or output_dir / ".offload").absolute() / run_dir.name
+        place = Path(config.offload_dir or output_dir / ".offload").absolute()
+        offload_dir = place / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"  # no other run's
     only_copies = mesh["dp_replicate"] == num_processes
     averages = not strategy.traits.rounded_weights and batch.num_replicas > 1
     plan = Plan(

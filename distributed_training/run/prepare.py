@@ -77,14 +77,7 @@ def reserve_run_dir(plan: Plan) -> Plan:
     with FileLock(plan.output_dir / ".lock"):
         plan = resume.at_checkpoint(plan)
         if plan.checkpoint is None:
-            if plan.run_dir.exists():
-                run_dir = free_path(plan.output_dir, plan.run_dir.name)
-                offload_dir = plan.offload_dir and plan.offload_dir.with_name(run_dir.name)
-                plan = replace(plan, run_dir=run_dir, offload_dir=offload_dir)
-                if plan.deepspeed_json is not None:
-                    from distributed_training.plan.deepspeed_json import fill_deepspeed_json
-
-                    plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan))
+            plan = replace(plan, run_dir=free_path(plan.output_dir, plan.run_dir.name))
             plan.run_dir.mkdir()
         claims.claim(plan.run_dir, resume.identity(plan))
         write_plan(plan)
