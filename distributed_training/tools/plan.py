@@ -109,7 +109,7 @@ def run(
         legend += f"Times go by what was measured here on {rates.measured_at[:10]}."
     else:
         legend += "Times are estimated from datasheets, the host's part guessed."
-    if cluster.nodes > 1 and rates is not None:
+    if cluster.num_processes > cluster.processes_a_node and rates is not None:
         gbit = 8 * rates.network_bytes / 1e9
         legend += f" Between nodes each GPU has {gbit:g} Gbit/s: --network_gbit sets it."
     for text in (legend, why_first(fitting[0], fitting[1:])):
@@ -152,7 +152,7 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     """The layout that needs least, and the machine that would have it."""
     if roomy := [c for c in choices if c.room_on_gpu != "no"]:
         least = min(roomy, key=lambda choice: choice.memory.host_bytes)
-        check_memory(least, lambda _: [])  # RAM is what lacks
+        check_memory(least, cluster)  # RAM is what lacks
     least = min(choices, key=lambda choice: choice.memory.needed_bytes)
     needed = least.memory.needed_bytes / GIB
     what = f"{least.plan.config.model} fits nowhere on {cluster.name}"
