@@ -174,9 +174,8 @@ def best_layout(build: Callable[[str], RunConfig], cluster: Cluster) -> Predicti
     """The simplest of the quickest layouts that fit, and that need less of a GPU than CONFIG's
     `below_bytes`; None without. `build` as for `rank_layouts`."""
     ranked = rank_layouts(build, cluster)
-    choices = [choice for choice in ranked if choice.room_on_gpu != "no" and _is_below(choice)]
     # What the host lacks is for the run's own checks to say.
-    choices = [choice for choice in choices if choice.fits] or choices
+    choices = [choice for choice in ranked if choice.room_on_gpu != "no" and _is_below(choice)]
     if not choices:
         return None
     alike = ALIKE if cluster.machine.num_gpus else ALIKE_ON_CPU
