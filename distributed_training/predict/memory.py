@@ -303,21 +303,17 @@ class Held(Formulas):
         # From I to W. Compiled: every matrix's input and the gradient of its output
         # (parallel/zero_bubble.py), together as large as the activations that they replace; over tp
         # the gradients of both sums are whole where what lies between layers is not. Eagerly these
-        # gradients come on top of the activations, but for the first stage: without inputs to
-        # find gradients for, its W does all.
+        # gradients come on top of the activations.
+        compiled = self.config.compile
         pending = 2 * (1 - self.between) * self.hidden
-        pending_first = pending
-        if self.config.compile:
+        if compiled:
             waiting = 0
         else:
             pending = self.tokens * self.width * sum(rows for rows, _ in self.size.block_matrices)
-            pending_first = 0
         # Inside a block the gradients of what attention and MLP give to their last matrices.
         backward = self.tokens * self.width * self.size.values_out / self.tp
         if mode != "none":
             backward += self.block_bytes("none")
-        of_block = {"F": each, "B": -each, "I": pending, "W": -each - pending}
-        of_first_block = {"F": each, "B": -each, "I": pending_first, "W": -each - pending_first}
         of_logits = {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}
         held = held_logits = 0.0
         most = (0.0, 0.0)
@@ -327,7 +323,10 @@ class Held(Formulas):
             if self.frozen and action == "W":  # nothing is left for it
                 continue
             during = (held, held_logits)
-            held += blocks[stage] * (of_block if stage else of_first_block)[action]
+            # Without inputs to find gradients for, the first stage's W does all, if not compiled.
+            later = pending if stage or compiled else 0.0
+            of_block = {"F": each, "B": -each, "I": later, "W": -each - later}
+            held += blocks[stage] * of_block[action]
             if last:
                 held_logits += of_logits[action]
             if action == "F":
