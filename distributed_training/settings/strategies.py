@@ -153,13 +153,6 @@ class Strategy:
         return {what: section.device if section else "none" for what, section in sections.items()}
 
     @property
-    def divides_parameters(self) -> bool:
-        """Whether no process holds all parameters at once."""
-        if self.traits.takes_deepspeed_json:
-            return self.zero_stage == 3 or self.mesh["pp"] != 1
-        return any(self.mesh[axis] != 1 for axis in ("dp_shard", "tp", "pp"))
-
-    @property
     def steps_on_host(self) -> bool:
         """Whether the optimizer step runs on the CPU, in DeepSpeed's compiled CPU Adam."""
         return self.offload["optimizer"] != "none"

@@ -17,14 +17,11 @@ from distributed_training.settings.strategies import (
 from tests.plan.helpers import NAMES
 from tests.support import named_strategy, own_json, refused
 
-WHOLE = ["dp", "zero1", "zero2", "offload"]  # a process holds all parameters
-
 
 def test_strategies_in_the_folders_order_mean_what_they_say():
     assert list(list_strategies()) == [*NAMES, "local_sgd"]
     for name in NAMES:
         strategy = named_strategy(name)
-        assert strategy.divides_parameters == (name not in WHOLE)
         assert (strategy_defaults(name), strategy_options(name)) == ({}, Options)
         if strategy.engine != "native":
             # fp16 skips the same steps under every strategy: a scale that halves at each overflow.
