@@ -35,10 +35,6 @@ class Cluster:
     rates: Rates | None  # None: a GPU of which nothing is known
     name: str
 
-    @property
-    def nodes(self) -> int:
-        return self.num_processes // self.processes_a_node
-
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     """`nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4"; or "2x8" of the described

@@ -89,15 +89,16 @@ def test_bad_input_is_answered_in_one_line(words, said):
 
 def test_clusters_are_read():
     for text, expected in {
-        "2x8xH100-80GB": (2, 8, "H100-80GB"),
-        "2x8 H100-80GB": (2, 8, "H100-80GB"),
-        "2 x 8 x H100-80GB": (2, 8, "H100-80GB"),
-        "8xh200": (1, 8, "H200"),
+        "2x8xH100-80GB": (16, 8, "H100-80GB"),
+        "2x8 H100-80GB": (16, 8, "H100-80GB"),
+        "2 x 8 x H100-80GB": (16, 8, "H100-80GB"),
+        "8xh200": (8, 8, "H200"),
         "RTX 4090": (1, 1, "RTX-4090"),
-        "4xA100": (1, 4, "A100-80GB"),
+        "4xA100": (4, 4, "A100-80GB"),
     }.items():
         cluster = parse_cluster(text)
-        assert (cluster.nodes, cluster.processes_a_node, cluster.machine.gpu_name) == expected
+        found = (cluster.num_processes, cluster.processes_a_node, cluster.machine.gpu_name)
+        assert found == expected
 
 
 def test_too_little_ram_is_told_from_too_small_gpus(monkeypatch, capsys):
