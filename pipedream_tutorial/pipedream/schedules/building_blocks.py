@@ -14,6 +14,7 @@ back in whatever is left free. The orders are the authors', operation by operati
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from pipedream_simple import from_words
 
@@ -52,7 +53,7 @@ def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) ->
     slots = [[[slot + SLOTS * i for i in range(m)] for slot in own] for own in block]
     if reorder:
         for own in slots:
-            own.append([slot for slot, _ in _weights(own)])
+            own.append(sorted(slot for slot, _ in _weights(own)))
         _pull(slots)
         _squeeze(slots)
         for own in slots:
@@ -70,33 +71,27 @@ def _word(own: list[list[int]]) -> list[str]:
 
 def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
     """(slot, the I that it belongs to) of each W: in the free slots, those of I_UP first."""
-    taken = {slot: kind for kind, line in enumerate(own) for slot in line}
-    waiting = {I_UP: 0, I_DOWN: 0}
-    left = 2 * len(own[I_UP])
-    slot = own[I_UP][0]
-    while left:
-        kind = taken.get(slot)
-        if kind in waiting:
-            waiting[kind] += 1
-        elif kind is None and (waiting[I_UP] or waiting[I_DOWN]):
-            first = I_UP if waiting[I_UP] else I_DOWN
-            waiting[first] -= 1
-            left -= 1
-            yield slot, first
-        slot += 1
+    taken = set(chain(*own))
+    for kind in (I_UP, I_DOWN):
+        slot = 0
+        for given in own[kind]:
+            slot = max(slot, given)
+            while slot in taken:
+                slot += 1
+            taken.add(slot)
+            yield slot, kind
 
 
 def _pull(slots: Slots) -> None:
     """Move operations to earlier free slots, where data and memory allow, in the order of time. In
     the full pipeline, from rank 0's first I_DOWN to the last F_DOWN, everything stays. So do, in
     the pass that has no slots for W, the operations before."""
-    with_weights = len(slots[0]) > W
-    lines = [_Line(own, with_weights) for own in slots]
+    lines = [_Line(own) for own in slots]
     limit = max(held for line in lines for held, _ in line.states)
     full = slots[0][I_DOWN][0], 0
     lasts = [(own[F_DOWN][-1], rank) for rank, own in enumerate(slots)]
     drains = next((last for last in lasts if last > full), END)
-    for slot, rank, kind, i in _by_time(slots, full if with_weights else START, drains):
+    for slot, rank, kind, i in _by_time(slots, full if len(slots[0]) > W else START, drains):
         own = slots[rank]
         waits = _source(slots, rank, kind, i)
         if i:
@@ -126,8 +121,8 @@ def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
 class _Line:
     """A rank's slots. Where none has been given to W, it runs in those that are free."""
 
-    def __init__(self, own: list[list[int]], with_weights: bool) -> None:
-        self.with_weights = with_weights
+    def __init__(self, own: list[list[int]]) -> None:
+        self.idle = None if len(own) > W else W
         self.kinds: list[int | None] = [None] * (1 + max(line[-1] for line in own))
         for kind, line in enumerate(own):
             for slot in line:
@@ -154,11 +149,10 @@ class _Line:
         held, waiting = self.states[begin - 1] if begin else (0, 0)
         states = []
         kinds = self.kinds
-        idle = None if self.with_weights else W
         for slot in range(begin, len(kinds)):
             kind = kinds[slot]
             if kind is None and waiting:
-                kind = idle
+                kind = self.idle
             by_held, by_waiting = CHANGES[kind]
             held += by_held
             waiting += by_waiting
