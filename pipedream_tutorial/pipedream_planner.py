@@ -196,8 +196,8 @@ def print_comparison(plans: dict[str, Plan]) -> None:
                 str(plan.num_workers),
                 "-".join(map(str, plan.replicas)),
                 f"{float(plan.period_s):.4f}",
-                f"{float(plan.throughput):.3f}",
-                f"{float(plan.throughput / base.throughput):.2f}",
+                f"{float(1 / plan.period_s):.3f}",
+                f"{float(base.period_s / plan.period_s):.2f}",
             ]
         )
     print_table(rows)

@@ -252,11 +252,9 @@ def microbatch_forward(work: Work) -> Figure:
 
 def forwards_only(timeline: Timeline) -> Timeline:
     """The same orders without backward passes."""
-    orders = tuple(
-        tuple(op for item in order for op in item.parts if op.kind == "F")
-        for order in timeline.schedule.orders
-    )
-    return simulate(replace(timeline.schedule, orders=orders), timeline.costs)
+    schedule = timeline.schedule
+    orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.flat)
+    return simulate(replace(schedule, orders=orders), timeline.costs)
 
 
 def microbatch_backward(work: Work) -> Figure:

@@ -104,11 +104,6 @@ class Plan(NamedTuple):
         return max(self.terms, key=self.terms.__getitem__)
 
     @property
-    def throughput(self) -> Fraction:
-        """Microbatches a second."""
-        return 1 / self.period_s
-
-    @property
     def noam(self) -> int:
         """PipeDream's number of microbatches that an input worker has in flight."""
         return math.ceil(Fraction(self.num_workers, self.replicas[0]))
@@ -257,23 +252,21 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
     The simulator knows no weight synchronisation: where the planner says that it takes longer than
     the compute, the stage's passes are stretched to it.
     """
-    counts: list[int] = []
-    times: list[tuple[Fraction, Fraction]] = []
+    rows: list[tuple[int, Fraction, Fraction]] = []  # workers, seconds forward and backward
     own: list[int] = []
     for stage in plan.stages:
-        own.append(len(counts))
-        counts.append(stage.replicas)
+        own.append(len(rows))
         both_s = stage.replicas * stage.period_s
         forward_s = stage.forward_s / stage.compute_s * both_s if stage.compute_s else Fraction(0)
-        times.append((forward_s, both_s - forward_s))
+        rows.append((stage.replicas, forward_s, both_s - forward_s))
         if busy_links and stage.link_s:
-            counts.append(1)
-            times.append((stage.link_s / 2, stage.link_s / 2))
+            rows.append((1, stage.link_s / 2, stage.link_s / 2))
+    counts, forwards, backwards = zip(*rows, strict=True)
     in_flight = full_speed_in_flight(counts)
     costs = Costs(
-        forward=tuple(forward_s for forward_s, _ in times),
-        input_gradient=tuple(backward_s for _, backward_s in times),
-        weight_gradient=(Fraction(0),) * len(times),
+        forward=forwards,
+        input_gradient=backwards,
+        weight_gradient=(Fraction(0),) * len(rows),
         communication=Fraction(0) if busy_links else max(s.link_s for s in plan.stages) / 2,
     )
     timeline = simulate(replicated_1f1b(counts, num_microbatches, in_flight), costs)

@@ -117,10 +117,4 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             older = len(in_use) - (oldest in in_use)  # versions are read in their order
             kept = updates + 1 - oldest + older
         live.append((op, kept))
-    return WeightUse(
-        forward=forward,
-        backward=backward,
-        staleness=staleness,
-        live=tuple(live),
-        peak_versions=max(count for _, count in live),
-    )
+    return WeightUse(forward, backward, staleness, tuple(live), max(kept for _, kept in live))
