@@ -219,14 +219,13 @@ def closed_form(name: str, case: Case) -> tuple[ClosedForm, closed_forms.Case] |
     if form is None:
         return None
     scale = case.stage_scale or [Fraction(1)]
-    other = (
+    if (
         len(set(scale)) > 1
         or case.communication
         or case.recompute is not None
         or (case.overlap_saving and name.startswith("dualpipe"))
         or ("reorder" in SCHEDULES[name].options and not case.reorder)
-    )
-    if other:
+    ):
         return None
     return form, closed_forms.Case(
         p=case.num_stages,

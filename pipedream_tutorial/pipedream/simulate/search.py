@@ -26,7 +26,7 @@ from pipedream_simple import from_words, zero_bubble
 
 from pipedream.errors import UserError
 from pipedream.schedules.ops import Schedule, straight
-from pipedream.simulate.simulator import Costs
+from pipedream.simulate.simulator import Costs, go_on
 
 Words = list[str]  # by rank
 
@@ -44,7 +44,6 @@ class Problem(NamedTuple):
 class Found(NamedTuple):
     """The best order that was found, and what no order can beat."""
 
-    words: Words
     schedule: Schedule
     makespan: Fraction
     lower_bound: Fraction
@@ -56,15 +55,10 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
         raise UserError(f"memory={memory}", "a rank holds 1 microbatch at least")
     times = list(zip(costs.forward, costs.input_gradient, costs.weight_gradient, strict=True))
     scale = math.lcm(costs.communication.denominator, *(t.denominator for t in chain(*times)))
-    return Problem(
-        num_microbatches=num_microbatches,
-        memory=memory,
-        durations=tuple(
-            dict(zip("FIW", (int(time * scale) for time in own), strict=True)) for own in times
-        ),
-        communication=int(costs.communication * scale),
-        tick=Fraction(1, scale),
-    )
+    sending = int(costs.communication * scale)
+    ticks = [[int(time * scale) for time in own] for own in times]
+    durations = tuple(dict(zip("FIW", own, strict=True)) for own in ticks)
+    return Problem(num_microbatches, memory, durations, sending, Fraction(1, scale))
 
 
 def search(
@@ -99,7 +93,7 @@ def search(
         best = min([best, *shorter], key=scored)
     schedule = straight(f"search-p{p}-m{m}-memory{memory}", from_words(best))
     makespan = int(scored(best)[0])
-    return Found(best, schedule, makespan * problem.tick, bound * problem.tick)
+    return Found(schedule, makespan * problem.tick, bound * problem.tick)
 
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:
@@ -127,15 +121,7 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
             done.append(now)
 
     ranks = list(map(run, range(len(words))))
-    before = -1
-    total = 0
-    while before < total:
-        before = total
-        for rank in ranks:
-            next(rank, None)
-        ranks.reverse()  # down with F, up with I
-        total = sum(len(line) for own in ends for line in own.values())
-    if total < sum(map(len, words)):
+    if go_on(ranks, [line for own in ends for line in own.values()]) < sum(map(len, words)):
         return math.inf, math.inf
     lines = zip(ends, problem.durations, strict=True)
     spans = [own["W"][-1] - own["F"][0] + lasts["F"] for own, lasts in lines]
@@ -307,6 +293,6 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], 
         return [], bound
     words = []
     for rank in range(p):
-        steps = [(solver.value(at), "FIW".index(k)) for k in "FIW" for at in start[k, rank]]
-        words.append("".join("FIW"[kind] for _, kind in sorted(steps)))
+        steps = sorted((solver.value(at), kind) for kind in "FIW" for at in start[kind, rank])
+        words.append("".join(kind for _, kind in steps))
     return [words], bound

@@ -205,19 +205,22 @@ def _run(schedule: Schedule, costs: Costs, free: Sequence[int]) -> Timeline:
     tick, rules = _rules(schedule, costs)
     starts: list[list[int]] = [[] for _ in free]
     ends: list[list[int]] = [[] for _ in free]
-    lines = zip(schedule.orders, rules, free, starts, ends, strict=True)
-    ranks = [(_advance(*line), line[-1]) for line in lines]
-    going = True
-    while going:  # down the ranks with forward passes, up with backward passes
-        going = False
-        for rank, done in ranks:
-            before = len(done)
-            next(rank, None)
-            going = going or len(done) > before
-        ranks.reverse()
-    if any(len(done) < len(order) for done, order in zip(ends, schedule.orders, strict=True)):
+    ranks = list(map(_advance, schedule.orders, rules, free, starts, ends))
+    if go_on(ranks, ends) < sum(map(len, schedule.orders)):
         raise _stuck(schedule, [len(done) for done in ends])
     return Timeline(schedule=schedule, costs=costs, tick=tick, starts=starts, ends=ends)
+
+
+def go_on(ranks: list[Iterator[None]], ends: Sequence[Sequence[int]]) -> int:
+    """Run each rank until it has to wait, again and again until none gets further. How many `ends`,
+    to which the ranks append, there are then."""
+    before = -1
+    while before < (ended := sum(map(len, ends))):
+        before = ended
+        for rank in ranks:
+            next(rank, None)
+        ranks.reverse()  # down with forward passes, up with backward passes
+    return ended
 
 
 def _advance(
