@@ -33,8 +33,6 @@ from distributed_training.settings.machine import GIB, detect_machine
 
 SHOWN = 15  # layouts, without --all
 BEST = 3
-HEADERS = ("layout", "fits", "GiB", "state", "acts", "other")
-SPEED = ("s/step", "tok/s", "MFU", "likely", "bound by")
 _CELLS = DataRow("", " ", "")
 ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_header_hide=None)
 
@@ -167,35 +165,36 @@ def table(choices: Sequence[Prediction]) -> str:
     """One row a layout: GiB of the fullest process, in all and by component."""
     strategies = [choice.plan.strategy for choice in choices]
     away = any(each.steps_on_host or each.fetches_parameters for each in strategies)
-    headers = [*HEADERS, *(["RAM", "disk"] if away else []), *SPEED]
-    rows = [headers, *(_row(choice, away) for choice in choices)]
-    sides = ["left", *["right"] * (len(headers) - 2), "left"]
-    return tabulate(rows, tablefmt=ONE_SPACE, disable_numparse=True, colalign=sides)
+    rows = [_row(choice, away) for choice in choices]
+    sides = ["left", *["right"] * (len(rows[0]) - 2), "left"]
+    lines = [[*rows[0]], *(row.values() for row in rows)]  # as headings they get padding
+    return tabulate(lines, tablefmt=ONE_SPACE, disable_numparse=True, colalign=sides)
 
 
-def _row(choice: Prediction, away: bool) -> list[str]:
+def _row(choice: Prediction, away: bool) -> dict[str, str]:
     memory = choice.memory
     parts = memory.fullest
-    sizes = [
-        memory.needed_bytes,
-        sum(parts[name] for name in STATE),
-        parts["activations"] + parts["logits"],
-        parts["copies"] + parts["buffers"] + memory.context_bytes,
-    ]
+    sizes = {
+        "GiB": memory.needed_bytes,
+        "state": sum(parts[name] for name in STATE),
+        "acts": parts["activations"] + parts["logits"],
+        "other": parts["copies"] + parts["buffers"] + memory.context_bytes,
+    }
     if away:
-        sizes += [memory.host_bytes, memory.disk_bytes]
-    speed = ["-"] * len(SPEED)
+        sizes |= {"RAM": memory.host_bytes, "disk": memory.disk_bytes}
+    speed = dict.fromkeys(("s/step", "tok/s", "MFU", "likely", "bound by"), "-")
     if choice.step is not None:
         likely = (100 * (share - 1) for share in vars(FITTED.likely_s)[choice.kind])
-        speed = [
-            f"{choice.step.seconds:.3f}",
-            scaling.count(choice.tokens_per_s or 0.0),
-            "-" if choice.mfu is None else f"{100 * choice.mfu:.0f}%",
-            "{:+.0f}/{:+.0f}%".format(*likely),
-            choice.step.bound_by,
-        ]
-    gibs = [scaling.count(size / GIB) for size in sizes]
-    return [layout_name(choice.plan), choice.room, *gibs, *speed]
+        speed |= {
+            "s/step": f"{choice.step.seconds:.3f}",
+            "tok/s": scaling.count(choice.tokens_per_s or 0.0),
+            "likely": "{:+.0f}/{:+.0f}%".format(*likely),
+            "bound by": choice.step.bound_by,
+        }
+    if choice.mfu is not None:
+        speed["MFU"] = f"{100 * choice.mfu:.0f}%"
+    gibs = {name: scaling.count(size / GIB) for name, size in sizes.items()}
+    return {"layout": layout_name(choice.plan), "fits": choice.room, **gibs, **speed}
 
 
 def options_of(plan: Plan, typed: dict[str, str]) -> list[str]:
