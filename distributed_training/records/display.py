@@ -92,10 +92,8 @@ class Display:
             self._bar = None
 
 
-def gib(num_bytes: float | None) -> str:
-    """Bytes as GiB text; small amounts as MiB; None as "not measured"."""
-    if num_bytes is None:
-        return NOT_MEASURED
+def gib(num_bytes: float) -> str:
+    """Bytes as GiB text; small amounts as MiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -261,7 +259,7 @@ def summary_rows(r: Record) -> dict[str, str]:
     if (allocated := memory.get("peak_allocated_bytes")) is not None:
         reserved = gib(memory["peak_reserved_bytes"])
         rows["GPU memory"] = f"peak {gib(allocated)} allocated, {reserved} reserved"
-    rows["host memory"] = f"peak {gib(memory.get('peak_host_bytes'))} a process"
+    rows["host memory"] = f"peak {gib(memory['peak_host_bytes'])} a process"
     if r.skipped_steps:
         rows["skipped"] = f"{len(r.skipped_steps)} steps, gradients not finite"
     if wrote := r.profile:
