@@ -159,10 +159,6 @@ class RunRecord:
     run_dir: Path
     values: dict[str, Any]
 
-    def as_record(self) -> Record:
-        """The values so far, by the schema."""
-        return Record.model_validate(self.values)
-
     def update(self, **values: Any) -> None:
         """Change top-level entries and write the file. Why the run is about to stop, which another
         process may have noted, is kept unless it ended well after all."""

@@ -114,7 +114,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     dtypes = engine.describe_dtypes()
     if record is not None:
         record.update(dtypes=dtypes)
-        display.table(header_rows(record.as_record()))
+        display.table(header_rows(records.Record.model_validate(record.values)))
     trainer = Trainer(
         engine, plan, topology, data, tokenizer, sampler, display, history, record, tracker,
         watch.at, startup,
@@ -129,7 +129,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     if record is not None:
         status = "interrupted" if signum else "ok"
         record.update(**results, status=status, finished_at=records.timestamp())
-        finished = record.as_record()
+        finished = records.Record.model_validate(record.values)
         if not signum:
             display.table(summary_rows(finished))
         for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
