@@ -43,7 +43,6 @@ PLAIN: compare.Values = {
     **OPEN, "strategy": "dp", "pipeline_schedule": AUTO, "compile": False, "cuda_graphs": False,
     "gradient_compression": "none",
 }  # fmt: skip
-Figures = dict[str, float | None]  # where -> number
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -152,8 +151,8 @@ def judge(run: compare.Run, reference: compare.Run, again: compare.Run) -> None:
         run.verdict = "differs" if beyond else OK
 
 
-def figures(run: compare.Run) -> tuple[Figures, Figures]:
-    """(losses, gradient norms) of a run's steps and evaluations; None: not finite or skipped."""
+def figures(run: compare.Run) -> list[dict[str, float | None]]:
+    """[losses, gradient norms] of a run's steps and evaluations; None: not finite or skipped."""
     assert run.record is not None
     lines = (folder_of(run) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
@@ -161,7 +160,7 @@ def figures(run: compare.Run) -> tuple[Figures, Figures]:
     for row in run.record.evaluations:
         losses[f"loss of the evaluation after step {row['step']}"] = row["loss"]
     norms = {f"gradient norm of step {row['step']}": row["grad_norm"] for row in steps}
-    return losses, norms
+    return [losses, norms]
 
 
 def _apart(one: float | None, other: float | None) -> float:
