@@ -71,7 +71,7 @@ def meet(process: Process, limit_s: float) -> dist.Store:
             store = dist.PrefixStore(f"attempt {attempt}", opened)
             if not _is_loopback(other):
                 store.set(_AS_RANK_0_IS_SEEN, other)
-            hosts = _wait_for_all(store, process, end, limit_s)
+            _wait_for_all(store, process, end, limit_s)
         except dist.DistNetworkError as error:
             what = f"{who} lost rank 0 at {host}:{port}"
             why = str(error).partition("\n")[0]
@@ -82,11 +82,9 @@ def meet(process: Process, limit_s: float) -> dist.Store:
         raise
     if process.on_one_machine:
         address = LOOPBACK
-    elif len(set(hosts)) == 1:
-        address = ""
-    elif _is_loopback(address):  # rank 0's host, as the others see it
+    elif _is_loopback(address) and store.check([_AS_RANK_0_IS_SEEN]):  # by other machines
         address = store.get(_AS_RANK_0_IS_SEEN).decode()
-    if address and (name := _interface(address)):  # unless the user has named one
+    if name := _interface(address):  # unless the user has named one
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # or eth1 is eth10, too
     return store
@@ -141,15 +139,15 @@ def _connect(host: str, port: int, who: str, end: float, limit_s: float) -> tupl
             time.sleep(RETRY_S)
 
 
-def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> list[str]:
-    """The host of every rank."""
+def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> None:
+    """Raise UserError naming who has not come by `end`, and who has."""
     keys = [f"host of rank {rank}" for rank in range(process.world_size)]
     store.set(keys[process.rank], socket.gethostname())
     with contextlib.suppress(dist.DistStoreError):  # the time is over
         store.wait(keys, timedelta(seconds=max(1.0, end - time.monotonic())))
     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    hosts = [store.get(key).decode() for rank, key in enumerate(keys) if rank not in missing]
     if missing:
+        hosts = [store.get(key).decode() for rank, key in enumerate(keys) if rank not in missing]
         here = process.local_world_size
         away = sorted({rank // here for rank in missing})
         ranks = numbered("rank", missing)
@@ -157,7 +155,6 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
         nodes = f"{numbered('node', away)} of {process.world_size // here} is missing"
         why = f"{nodes}, {', '.join(dict.fromkeys(hosts))} is here"
         raise UserError(what, why, "type there what you typed here, or read what it printed")
-    return hosts
 
 
 def _interface(address: str) -> str | None:
