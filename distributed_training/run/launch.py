@@ -178,11 +178,9 @@ def start_planned() -> int:
     plan = load_plan(Path(line.removesuffix("\n")))
     startup.end("plan")
     code = worker.run(plan, process, startup)
-    if plan.machine.num_gpus:  # taking torch and its compiler's processes down takes seconds
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking torch and its compiler's processes down takes seconds
 
 
 def _work(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
