@@ -111,9 +111,8 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
         tracker = metrics.build_tracker(plan.config.log_to, plan.run_dir, about)
     history = records.History(**from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
-    dtypes = engine.describe_dtypes()
     if record is not None:
-        record.update(dtypes=dtypes)
+        record.update(dtypes=engine.describe_dtypes())
         display.table(header_rows(records.Record.model_validate(record.values)))
     trainer = Trainer(
         engine, plan, topology, data, tokenizer, sampler, display, history, record, tracker,
