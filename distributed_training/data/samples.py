@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distributed_training.data.cache import load_tokens, tokenise
-from distributed_training.data.corpus import Corpus
+from distributed_training.data.cache import load_tokens
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import RunConfig
@@ -92,11 +91,6 @@ class StepBatch:
     micro_batches: list[tuple[np.ndarray, np.ndarray]]
     num_targets: int  # real ones of the global batch, over all replicas and micro-batches
     num_tokens: int  # likewise, prompts included
-
-
-def prepare_data(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Data:
-    """Tokenise (or find in `cache_dir`) and cut into samples; UserError where text is too short."""
-    return cut_samples(tokenise(corpus, tokenizer, config, cache_dir), tokenizer, config)
 
 
 def cut_samples(folder: Path, tokenizer: Tokenizer, config: RunConfig) -> Data:

@@ -7,9 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from distributed_training.data import hub
-from distributed_training.data.cache import is_whole
+from distributed_training.data.cache import is_whole, tokenise
 from distributed_training.data.corpus import EMBEDDED, WIKITEXT, is_hub_name, read_corpus
-from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples, prepare_data
+from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec
 from distributed_training.models.gpt2 import HUB_IDS
@@ -75,7 +75,8 @@ def peek_data(plan: Plan) -> Data | None:
     if sum(source.num_bytes for source in corpus.values()) > QUICKLY_CUT:
         return None
     with TemporaryDirectory() as folder:
-        return prepare_data(corpus, Tokenizer(plan.tokenizer_dir), config, Path(folder))
+        tokenizer = Tokenizer(plan.tokenizer_dir)
+        return cut_samples(tokenise(corpus, tokenizer, config, Path(folder)), tokenizer, config)
 
 
 def cut_data(plan: Plan) -> Data:
@@ -90,9 +91,11 @@ def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
     tokenizer = Tokenizer(plan.tokenizer_dir)
     cache_dir = plan.output_dir / ".cache" / "tokens"
     if plan.cache and is_whole(cache_dir / plan.cache):
-        return cut_samples(cache_dir / plan.cache, tokenizer, config), tokenizer
-    corpus = read_corpus(config.dataset, config.validation_dataset)
-    return prepare_data(corpus, tokenizer, config, cache_dir), tokenizer
+        folder = cache_dir / plan.cache
+    else:
+        corpus = read_corpus(config.dataset, config.validation_dataset)
+        folder = tokenise(corpus, tokenizer, config, cache_dir)
+    return cut_samples(folder, tokenizer, config), tokenizer
 
 
 def fit_to_data(plan: Plan, data: Data) -> Plan:

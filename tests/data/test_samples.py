@@ -8,7 +8,7 @@ import pytest
 from distributed_training.data import cache, pieces
 from distributed_training.data.corpus import Source, read_corpus
 from distributed_training.data.pieces import RUNNING
-from distributed_training.data.samples import IGNORE_INDEX, prepare_data
+from distributed_training.data.samples import IGNORE_INDEX, cut_samples
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import build_config
 from tests.support import refused
@@ -36,7 +36,8 @@ def make_corpus(num_texts=12, validation=True, seed=0):
 def prepare(tmp_path, tokenizer, corpus=None, **config):
     settings = {"dataset": "made", "max_length": 16, "num_samples": -1, "eval_samples": -1}
     built = build_config({**settings, **config})
-    return prepare_data(corpus or make_corpus(), tokenizer, built, tmp_path)
+    folder = cache.tokenise(corpus or make_corpus(), tokenizer, built, tmp_path)
+    return cut_samples(folder, tokenizer, built)
 
 
 def all_rows(samples):
@@ -44,9 +45,8 @@ def all_rows(samples):
 
 
 def jsonl(folder, rows):
-    file = folder / "a.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return read_corpus(str(file))
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return read_corpus(str(folder))
 
 
 QUESTIONS = [

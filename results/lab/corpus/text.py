@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import psutil
 
+from distributed_training.data.cache import tokenise
 from distributed_training.data.corpus import read_corpus, read_embedded
-from distributed_training.data.samples import cut_samples, prepare_data
+from distributed_training.data.samples import cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import build_config
@@ -58,10 +59,8 @@ def prepare(file: str, tokenizer_dir: str, cache_dir: str, known: str = "") -> N
     cache = Path(cache_dir)
     before = psutil.Process().memory_info().rss
     start = time.perf_counter()
-    if known:
-        data = cut_samples(cache / known, tokenizer, config)
-    else:
-        data = prepare_data(read_corpus(file), tokenizer, config, cache)
+    folder = cache / known if known else tokenise(read_corpus(file), tokenizer, config, cache)
+    data = cut_samples(folder, tokenizer, config)
     found = {
         "seconds": time.perf_counter() - start,
         "rss_grew_bytes": psutil.Process().memory_info().rss - before,
