@@ -141,9 +141,10 @@ def is_hub_name(dataset: str) -> bool:
 
 
 def _find_source(path: Path, what: str) -> Source:
-    if not path.exists():
+    if not path.is_file() and not path.is_dir():
+        why = "is not a regular file" if path.exists() else "does not exist"
         fix = f'give a {", ".join(_KINDS)} file, a folder of them, "wikitext-2" or "embedded"'
-        raise UserError(f"{what} does not exist", fix=fix)
+        raise UserError(f"{what} {why}", fix=fix)
     files = [path]
     if path.is_dir():  # in the order of their names, but for hidden ones
         below = [file for file in sorted(path.rglob("*")) if file.suffix in _KINDS]
@@ -156,10 +157,6 @@ def _find_source(path: Path, what: str) -> Source:
         fix = f"give {' and '.join(_TEXTS)} files, or {', '.join(_RECORDS)} files, not both"
         raise UserError(f"{what} cannot be read", why, fix)
     for file in files:
-        if not file.is_file():
-            what = f"dataset file {file} is not a regular file"
-            why = "a pipe, socket or device can be read only once"
-            raise UserError(what, why, "copy it to a file")
         _open(file).close()
     return Source(form=RUNNING, files=files) if are_texts else _find_form(files, what)
 
