@@ -185,11 +185,6 @@ class ModelSpec:
         document = {**self.code.to_config(self.size, eos_token_id), "dtype": "float32"}
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether weights lie in the folder that CONFIG names."""
-        return self.weights_dir is not None and bool(weight_files(self.weights_dir))
-
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """What has a row for each of one of our matrices, as Hugging Face's modules have it."""
         parts = self.code.to_hf(f"{matrix}.weight", rows, self.size).items()

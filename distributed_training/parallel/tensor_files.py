@@ -132,8 +132,8 @@ class HostMemory:
         """Page-locked for a GPU, where the driver does that: copies go at the link's speed."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.page_locked = False
-        self._finding = threading.Thread(target=self._find, args=(gpu,), daemon=True)
-        self._finding.start()
+        self.finding = threading.Thread(target=self._find, args=(gpu,), daemon=True)
+        self.finding.start()
 
     def _find(self, gpu: torch.device | None) -> None:
         if gpu is None:
@@ -147,13 +147,9 @@ class HostMemory:
         if self.page_locked:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
-    def wait(self) -> None:
-        """Until the memory has been found."""
-        self._finding.join()
-
     def copy(self, parts: Iterable[Part]) -> list[Part]:
         """The parts as they are now, in place of those that were copied here before."""
-        self.wait()
+        self.finding.join()
         copies: list[Part] = []
         first = 0
         # On a GPU they neither wait for what training launches meanwhile nor hold it up.

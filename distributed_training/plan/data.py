@@ -11,7 +11,7 @@ from distributed_training.data.cache import is_whole, tokenise
 from distributed_training.data.corpus import EMBEDDED, WIKITEXT, is_hub_name, read_corpus
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.models import ModelSpec
+from distributed_training.models import ModelSpec, weight_files
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import AUTO, RunConfig, with_values
@@ -167,7 +167,7 @@ def _choose_weights(
         return "random", None
     if asked not in (AUTO, "pretrained"):
         return asked, Path(asked).resolve()
-    if spec.has_weights:
+    if spec.weights_dir is not None and weight_files(spec.weights_dir):
         return str(spec.weights_dir), spec.weights_dir
     if hub_id is None or tokenizer == EMBEDDED:
         why = "they need their own tokenizer" if hub_id else f"{model} is not published"

@@ -110,7 +110,7 @@ class Saver:
         if all(gather(self.memory is not None and len(self.memory.memory) >= needed)):
             return
         if self.memory is not None:  # freed before more is asked for
-            self.memory.wait()
+            self.memory.finding.join()
             self.memory = None
         room = available_ram_bytes() > ROOM * needed * self.plan.processes_here
         # What swaps to the disk has no memory for it.
