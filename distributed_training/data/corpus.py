@@ -1,8 +1,5 @@
-"""Where text comes from: local files, the Hub, or Python's own sources; and how it is read:
-decoded, in lines, in records. No torch import.
-
-Of a user's file, no more than a block, or a record, is in memory.
-"""
+"""Where text comes from (local files, the Hub, Python's own sources) and how it is read: decoded,
+in lines, in records; never more than a block or a record of a user's file at a time. No torch."""
 
 import codecs
 import csv
@@ -35,7 +32,6 @@ _KINDS = (*_TEXTS, *_RECORDS)
 _COLUMNS = ("text", "prompt", "completion", "messages")  # those of records that are read
 _BLOCK = 2**20  # bytes, or characters
 _ROWS = 16  # of a table, decoded at a time: a file of 1 MB may have rows of 10 MB
-_QUOTES = 'put a text with a comma in it into quotes: "one, two"'
 # A paragraph from a capital letter to a full stop or colon, without code or grammar.
 _SENTENCES = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
@@ -217,7 +213,8 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         for row in rows:
             where = f"{path} line {rows.line_num}"
             if None in row:
-                raise UserError(f"{where} has more fields than the heading", fix=_QUOTES)
+                fix = 'put a text with a comma in it into quotes: "one, two"'
+                raise UserError(f"{where} has more fields than the heading", fix=fix)
             yield where, row
     except csv.Error as error:
         where = f"{path} line {rows.line_num + 1}"

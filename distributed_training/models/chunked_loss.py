@@ -1,7 +1,4 @@
-"""The loss in chunks, whose logits are not all in memory at a time.
-
-Letters as in decoder.py; N = B T.
-"""
+"""The loss in chunks: not all logits are in memory at a time. Letters as in decoder.py; N = B T."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The frame of a decoder-only language model, which a family fills with its blocks.
-
-Letters in the shape comments: B batch, T tokens, D hidden, V vocabulary, P padded vocabulary.
-"""
+Letters in the shape comments: B batch, T tokens, D hidden, V vocabulary, P padded vocabulary."""
 
 import copy
 import fnmatch

@@ -1,7 +1,5 @@
-"""GPT-2 out of plain nn.Linear blocks. It knows nothing of parallelism.
-
-Letters as in decoder.py; H heads, K = D / H. Source: Radford et al. 2019.
-"""
+"""GPT-2 out of plain nn.Linear blocks (Radford et al. 2019). It knows nothing of parallelism.
+Letters as in decoder.py; H heads, K = D / H."""
 
 from collections.abc import Sequence
 

@@ -1,9 +1,7 @@
 """Llama and its like out of plain nn.Linear blocks. It knows nothing of parallelism.
-
 Letters as in decoder.py; H heads, G groups of them that share keys and values, K numbers a head.
 Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary positions); Ainslie et al.
-2305.13245 (groups); Shazeer 2002.05202 (SwiGLU).
-"""
+2305.13245 (groups); Shazeer 2002.05202 (SwiGLU)."""
 
 import math
 from collections.abc import Sequence

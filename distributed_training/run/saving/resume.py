@@ -1,7 +1,5 @@
 """Which checkpoint a run goes on from; a wrong one is refused before processes start. No torch.
-
-A checkpoint's files are described in checkpoint.py, which writes them.
-"""
+A checkpoint's files are described in checkpoint.py, which writes them."""
 
 import contextlib
 import logging
@@ -274,10 +272,10 @@ def _differences(meta: Meta, plan: Plan) -> str:
     before = meta.spread.get("strategy")
     now = plan.strategy.name
     found = list[str]()
-    names = {**saved, **work}
+    names = list(saved | work)
     if before != now and saved.keys() != work.keys():  # keys of an engine's own
         found = [f"strategy was {before} and is {now}, which computes something else"]
-        names = {name: None for name in work if name in saved}
+        names = [name for name in work if name in saved]
     for key in names:
         if saved.get(key) != work.get(key):
             found.append(f"{key} was {shown(saved.get(key))} and is {shown(work.get(key))}")
