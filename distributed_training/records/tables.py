@@ -102,11 +102,6 @@ MEASURED = {
     "validation loss": Number(_trained("loss"), "{:.4f}".format, spread=True),
     "validation perplexity": Number(_trained("perplexity"), "{:.1f}".format, spread=True),
 }
-COLUMNS: Mapping[str, Callable[..., str]] = {
-    **SETTINGS,
-    "strategy": lambda r: r.layout_name,
-    **MEASURED,
-}
 PREDICTED = {  # what -> heading, measured, predicted
     "time": ("ms", MS_A_STEP, MS_PREDICTED),
     "memory": ("peak", Number(_peak, gib), Number(_predicted_peak, gib)),

@@ -36,7 +36,7 @@ from distributed_training.records.record import (
     plural,
     write_json,
 )
-from distributed_training.records.tables import COLUMNS, Comparison, Layout, differing
+from distributed_training.records.tables import MEASURED, Comparison, Layout, differing
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import handling
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
@@ -304,7 +304,7 @@ def keep(run: Run, out: Path, git_commit: str | None) -> str:
     values["loss_seconds"] = [round(seconds, 4) for seconds in ends]
     run.record = Record.model_validate(values)
     write_json(record_path(record, out), values)
-    cells = {name: COLUMNS[name](record) for name in SAID}
+    cells = {name: MEASURED[name](record) for name in SAID}
     return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell != NOT_MEASURED)
 
 

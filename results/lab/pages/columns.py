@@ -56,7 +56,7 @@ def _disk(r: Record) -> str:
 # What is known of a run before its first step.
 _START: dict[str, Callable[..., str]] = {
     **SETTINGS,
-    "strategy": tables.COLUMNS["strategy"],
+    "strategy": lambda r: r.layout_name,
     "CUDA graph": lambda r: "yes" if r.config.get("cuda_graphs") else "no",
     "compression": lambda r: r.config.get("gradient_compression", "none"),
     "trains": lambda r: f"LoRA {rank}" if (rank := r.config.get("lora_rank")) else "weights",
@@ -67,7 +67,7 @@ _START: dict[str, Callable[..., str]] = {
 }
 COLUMNS: Mapping[str, Callable[..., str]] = {
     **_START,
-    **tables.COLUMNS,
+    **tables.MEASURED,
     "timed steps": lambda r: str(r.performance["num_timed_steps"]),
     "GPU memory by rank": _by_rank,
     "formula + operations + messages + gaps": _parts,
