@@ -53,7 +53,6 @@ WORK = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() i
 RECORDS = f"[!l]*/{RECORD_FILE}"  # not through the link "latest"
 PATIENCE_S = 30.0  # for a run that was told to stop
 SAID = ("tokens/s", "peak GPU memory", "peak host memory", "validation loss")  # of each run
-TITLE = "Strategies side by side"
 Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
 Values = dict[str, Any]
 
@@ -337,7 +336,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
         number = f"{count(runs, 'ok')} of {number}"
     heading = f"{number}, each in processes of its own, one after the other."
     for form in ("md", "html"):
-        page = report.page(form, TITLE, heading, sections)
+        page = report.page(form, "Strategies side by side", heading, sections)
         (out / f"compare.{form}").write_text(page, encoding="utf-8")
     for section in sections:
         print(f"\n{report.terminal(section)}")

@@ -36,9 +36,7 @@ from distributed_training.settings.machine import (
 MIB = 2**20
 PROBE_BYTES = 64 * MIB  # written to see how fast a disk is
 SLOW_DISK = 100 * MIB  # bytes a second, below which checkpoints take long
-EXTENSIONS = ("cpu_adam", "async_io", "pin_memory")
 SHARED_MEMORY = Path("/dev/shm")  # NCCL sends through it between GPUs that have no better way
-SHARED_BYTES = 128 * MIB  # twice what Docker gives
 HUB = ("huggingface.co", 443)
 PORT = 29500  # torchrun's
 # What only torch knows, asked of another process: importing it takes seconds, and may fail.
@@ -135,7 +133,8 @@ def memory_and_files() -> Iterator[Finding]:
     yield check(ram > 4 * GIB, "RAM", text, "end other programs")
     free = shutil.disk_usage(SHARED_MEMORY).free
     text = f"{SHARED_MEMORY} has {free / MIB:,.0f} MiB free"
-    yield check(free > SHARED_BYTES, "shared", text, "docker run --shm-size=1g ...")
+    enough = free > 128 * MIB  # twice what Docker gives
+    yield check(enough, "shared", text, "docker run --shm-size=1g ...")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     text = f"{files:,} may be open at a time"
     yield check(files >= 4096, "files", text, "ulimit -n 65536")
@@ -175,7 +174,7 @@ def building(machine: Machine) -> Iterator[Finding]:
         yield check(bool(there), what, "there" if there else f"missing: {lack}", package)
     if machine.num_gpus and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
         yield warn("toolkit", "no nvcc: infinity's extension needs the CUDA toolkit's headers")
-    for name in EXTENSIONS:
+    for name in ("cpu_adam", "async_io", "pin_memory"):
         try:
             make.refuse_stale_lock(name)
         except UserError as error:

@@ -20,8 +20,6 @@ from distributed_training.run.saving import export, resume
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 
-REPLACEMENT = "\ufffd"  # what decoding gives for a character whose bytes are not all there yet
-
 
 def find_weights(given: str, kind: str = LAST) -> tuple[ModelSpec, Path]:
     """(model, folder of weights and tokenizer) of a run, its last or best, or of such a folder."""
@@ -122,7 +120,7 @@ def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     for token in ids:
         known.append(token)
         text = tokenizer.decode(known)
-        if not text.endswith(REPLACEMENT):
+        if not text.endswith("\ufffd"):  # a character whose bytes are not all there yet
             yield text[len(said) :]
             said = text
     yield tokenizer.decode(known)[len(said) :]

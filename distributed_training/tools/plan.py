@@ -32,7 +32,6 @@ from distributed_training.settings.files import ROOT, expand_home
 from distributed_training.settings.machine import GIB, detect_machine
 
 SHOWN = 15  # layouts, without --all
-BEST = 3
 _CELLS = DataRow("", " ", "")
 ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_header_hide=None)
 
@@ -114,7 +113,7 @@ def run(
         print(textwrap.fill(text, WIDTH))
     print()
     typed = dict(text.split("=", 1) for text in arguments.overrides)
-    for choice in fitting[:BEST]:
+    for choice in fitting[:3]:
         words = options_of(choice.plan, typed)
         print(f"  {launch_command(choice.plan, script.name, words)}")
     if arguments.write:
