@@ -59,12 +59,9 @@ class Rule:
             parts = value.strip().removeprefix("[").removesuffix("]").split(",")
         if not isinstance(parts, (list, tuple)) or not parts:
             raise self._error(key, value)
-        found = []
-        for part in parts:
-            one = self._read(part)
-            if one is None:
-                raise self._error(key, part)
-            found.append(one)
+        found = [self._read(part) for part in parts]
+        if None in found:
+            raise self._error(key, parts[found.index(None)])
         return found if self.many else found[0]
 
     def _read(self, value: object) -> Any:

@@ -146,16 +146,14 @@ def _measured_run(measured: Sequence[MeasuredEvent]) -> _Run:
 
 def _metadata(run: _Run) -> Iterable[TraceEvent]:
     """Names of processes and threads, and the order in which viewers show them."""
-    named = []
-    for rank in range(run.schedule.num_ranks):
-        pid = run.first_pid + rank
-        named.append(("process", pid, 0, f"{run.group} rank {rank}", pid))
+    ranks = range(run.schedule.num_ranks)
+    named = [("process", run.first_pid + rank, 0, f"{run.group} rank {rank}") for rank in ranks]
     for rank, thread, lane in sorted({(s.rank, s.thread, s.lane) for s in run.slices}):
-        tid = FIRST_TID[thread] + lane
         name = thread if lane == 0 else f"{thread} {lane + 1}"
-        named.append(("thread", run.first_pid + rank, tid, name, tid))
-    for what, pid, tid, name, place in named:
+        named.append(("thread", run.first_pid + rank, FIRST_TID[thread] + lane, name))
+    for what, pid, tid, name in named:
         at = {"ph": "M", "pid": pid, "tid": tid}
+        place = pid if what == "process" else tid
         yield at | {"name": f"{what}_name", "args": {"name": name}}
         yield at | {"name": f"{what}_sort_index", "args": {"sort_index": place}}
 
