@@ -58,7 +58,7 @@ class DeepSpeedEngine(base.Engine):
         blocks.apply_chunked_loss(model, config.loss_chunk_tokens, compiled=bool(config.compile))
         if config.compile:
             blocks.apply_compile(model, ends=False, chunked=config.loss_chunk_tokens > 0)
-        if strategy.zero_stage == 3:
+        if strategy.zero.stage == 3:
             # A block's parameters at once: fewer, larger all-gathers, and no hooks to compile.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])
         module = self._build_module(model)
@@ -77,7 +77,7 @@ class DeepSpeedEngine(base.Engine):
         self.engine, self.optimizer = found[:2]
         self.model = self.engine.module
         self.named = {names[p]: p for p in self.model.parameters() if p.requires_grad}
-        if strategy.zero_stage == 3:
+        if strategy.zero.stage == 3:
             # The output layer's weight is used outside of the module that holds it.
             deepspeed.zero.register_external_parameter(self.model, self.model.output_weight)
 

@@ -110,7 +110,7 @@ def bytes_a_parameter(
     """
     width = 4 if precision == "fp32" else 2
     shards = mesh["dp_shard"]
-    stage = strategy.zero_stage
+    stage = strategy.zero.stage
     each = {"parameters": 4 / shards, "gradients": 4 / shards, "optimizer": 8 / shards}
     if strategy.traits.rounded_weights:
         each["parameters"] = width / (shards if stage >= 3 else 1)
@@ -141,7 +141,7 @@ def _state_of(process: Formulas) -> dict[str, int]:
     each["optimizer"] += _own_bytes(plan)
     parts = {part: size * process.learning for part, size in each.items()}
     if process.frozen:
-        divided = plan.uses_fsdp or plan.strategy.zero_stage == 3
+        divided = plan.uses_fsdp or plan.strategy.zero.stage == 3
         frozen = process.width / process.shards if divided else process.width
         if plan.uses_fsdp and process.pp > 1:  # gathered whole for all micro-batches
             frozen += process.width
@@ -176,14 +176,14 @@ class Held(Formulas):
     def _while_computing(self) -> dict[str, float]:
         parts = self._state()
         blocks, logits = self._activations()
-        zero_stage = self.strategy.zero_stage
+        zero = self.strategy.zero
         # Those that stay are in DDP's buckets, in ZeRO-3's flat buffer, or of micro-batches before.
-        if not self.has_buckets and zero_stage != 3 and self.micro_batches == 1:
+        if not self.has_buckets and zero.stage != 3 and self.micro_batches == 1:
             parts["gradients"] = 0
-        if zero_stage in (1, 2) and self.pp == 1:
+        if zero.stage in (1, 2) and self.pp == 1:
             # DeepSpeed's two buckets of gradients, of which one fills while the other is reduced,
             # when the loss has gone backward, and its logits are gone.
-            bucket = min(self._zero_option("reduce_bucket_size", 5e8), self.learning)
+            bucket = min(zero.reduce_bucket_size, self.learning)
             parts["buffers"] += max(0, 2 * self.width * bucket - logits)
         # Around the blocks: on the last stage input and output of the last norm, the gradient of
         # one, and of the output layer's weight; on the first the embedding's gradient.
@@ -211,17 +211,14 @@ class Held(Formulas):
             parts["buffers"] += (4 + self.width) * self.learning / self.shards
         return parts
 
-    def _zero_option(self, name: str, default: float) -> float:
-        return float(self.strategy.document["zero_optimization"].get(name, default))
-
     def _state(self) -> dict[str, float]:
         """Parameters, gradients, optimizer state, their copies and the buffers that stay."""
         config = self.config
         state = _state_of(self)
         parts: dict[str, float] = {part: state.get(part, 0) for part in COMPONENTS}
-        if self.strategy.zero_stage == 3:
+        if self.strategy.zero.stage == 3:
             # What it has of other processes' parameters, or of those on the host or a disk.
-            most = min(self._zero_option("stage3_max_live_parameters", 1e9), self.parameters)
+            most = min(self.strategy.zero.stage3_max_live_parameters, self.parameters)
             share = 1 if self.strategy.fetches_parameters else 1 - 1 / self.shards
             parts["copies"] = self.width * most * share
         elif self.pp > 1 and not self.strategy.traits.rounded_weights:

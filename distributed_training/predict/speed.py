@@ -116,7 +116,7 @@ class Work(Shapes):
             return 0.0
         rounded = self.strategy.traits.rounded_weights
         shard = float(process.learning)
-        if not rounded or self.strategy.zero_stage > 0:
+        if not rounded or self.strategy.zero.stage > 0:
             shard /= self.shards
         rate = self.rates.update_memory_bytes or self.rates.memory_bytes
         return UPDATE_BYTES[rounded] * shard / rate
@@ -280,7 +280,7 @@ class Work(Shapes):
         exchanges = 0
         if self.tp > 1:
             exchanges += 1
-        if self.strategy.zero_stage == 3:  # gathered for either pass; gradients where shared
+        if self.strategy.zero.stage == 3:  # gathered for either pass; gradients where shared
             exchanges += 2 if self.shards == 1 else 3
         elif self.plan.uses_fsdp:
             exchanges += 1
@@ -295,7 +295,7 @@ class Work(Shapes):
         if not strategy.traits.takes_deepspeed_json:
             return host.step + (tensors if self.plan.num_processes > 1 else 0.0), 0.0
         wait = host.wait * blocks
-        if strategy.zero_stage == 3:
+        if strategy.zero.stage == 3:
             return host.step, wait if self.shards == 1 else 2 * wait
         # A hook for each tensor runs in every micro-batch, whether or not it exchanges anything.
         return host.step + tensors * self.micro_batches, wait / self.shards

@@ -208,16 +208,16 @@ class Formulas(Shapes):
     def zero(self) -> Bytes:
         """DeepSpeed's stages, on the whole model or on a stage of its pipeline."""
         learning = self.width * self.learning
-        section = self.strategy.document["zero_optimization"]
-        times = self.micro_batches if section["stage"] > 1 else 1
+        zero = self.strategy.zero
+        times = self.micro_batches if zero.stage > 1 else 1
         reduced = times * learning
         gathered = learning
         kind = "all_reduce"
-        if section["stage"] == 3:
+        if zero.stage == 3:
             kind = "reduce_scatter"
             gathered = times * self.width * self.parameters
             if self.frozen:  # what was gathered stays until the update
                 gathered = self.width * self.parameters + learning
-            if not section["stage3_max_reuse_distance"]:
+            if not zero.stage3_max_reuse_distance:
                 gathered *= 2
         return Counter({("dp_shard", "all_gather"): gathered, ("dp_shard", kind): reduced})

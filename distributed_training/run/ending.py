@@ -100,7 +100,7 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
             and not config.loss_chunk_tokens and topology.tp == 1 and config.precision != "fp16",
         "strategy=zero3 or fsdp (they divide the state; activations stay)":
             topology.dp_size == topology.world_size > 1
-            and not plan.uses_fsdp and plan.strategy.zero_stage < 3,
+            and not plan.uses_fsdp and plan.strategy.zero.stage < 3,
         "strategy=offload": not plan.strategy.steps_on_host,
     }  # fmt: skip
     helpful = "; --set ".join(fix for fix, helps in fixes.items() if helps)

@@ -101,6 +101,9 @@ class _Offload(BaseModel, strict=True):
 
 class _Zero(BaseModel, strict=True):
     stage: Annotated[int, Field(ge=0, le=3)] = 0
+    reduce_bucket_size: float = 5e8  # DeepSpeed's defaults here, too
+    stage3_max_live_parameters: float = 1e9
+    stage3_max_reuse_distance: float = 1e9
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
 
@@ -138,18 +141,14 @@ class Strategy:
     traits: Traits
 
     @property
-    def _zero(self) -> _Zero:
+    def zero(self) -> _Zero:
+        """What a DeepSpeed JSON says of ZeRO; stage 0 without one."""
         return _DeepSpeed.model_validate(self.document).zero_optimization
-
-    @property
-    def zero_stage(self) -> int:
-        """DeepSpeed's ZeRO stage; 0 without a DeepSpeed JSON."""
-        return self._zero.stage
 
     @property
     def offload(self) -> dict[str, str]:
         """Where the state of "optimizer" and "param"eters is kept: "none", "cpu" or "nvme"."""
-        sections = {"optimizer": self._zero.offload_optimizer, "param": self._zero.offload_param}
+        sections = {"optimizer": self.zero.offload_optimizer, "param": self.zero.offload_param}
         return {what: section.device if section else "none" for what, section in sections.items()}
 
     @property
@@ -170,7 +169,7 @@ class Strategy:
     @property
     def swap_buffer_values(self) -> int:
         """Values that the buffers hold through which parameters come from files and go there."""
-        section = self._zero.offload_param
+        section = self.zero.offload_param
         if section is None or section.device != "nvme":
             return 0
         return int(section.buffer_count * section.buffer_size)
@@ -183,9 +182,9 @@ class Strategy:
             parts.append("layers over pp")
         if self.mesh["tp"] != 1:
             parts.append("each layer over tp")
-        if self.zero_stage:
+        if self.zero.stage:
             divided = ["optimizer state", "gradients", "parameters"]
-            parts.append(", ".join(divided[: self.zero_stage]))
+            parts.append(", ".join(divided[: self.zero.stage]))
         elif not self.traits.takes_deepspeed_json and self.mesh["dp_shard"] != 1:
             parts.append("parameters, gradients, optimizer state over dp_shard")
         parts = parts or ["nothing (replicas)"]

@@ -54,7 +54,7 @@ def test_filling_leaves_no_auto_and_takes_config(name):
     assert '"auto"' in before
     assert '"auto"' not in json.dumps(filled)
     assert [value_at(filled, path) for path in DECIDED] == [value for _, value in DECIDED.values()]
-    assert filled["zero_optimization"]["stage"] == strategy.zero_stage
+    assert filled["zero_optimization"]["stage"] == strategy.zero.stage
     assert json.dumps(strategy.document) == before
 
 

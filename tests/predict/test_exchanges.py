@@ -59,6 +59,13 @@ def test_what_goes_with_buckets_and_prefetch():
     assert three.by_place[0]["copies"] - one.by_place[0]["copies"] == pytest.approx(2 * block) != 0
 
 
+def test_a_bare_deepspeed_json_has_deepspeeds_defaults(tmp_path):
+    file = tmp_path / "own.json"
+    file.write_text('{"zero_optimization": {"stage": 3}}')
+    bare, ours = (plan_of("zero3", deepspeed_config=given) for given in (str(file), None))
+    assert predict(bare, H200.rates).as_record() == predict(ours, H200.rates).as_record()
+
+
 def test_state_bytes():
     """Of the optimizer, by Adam's 8 a parameter, and the copy for a checkpoint, by 4: where no two
     replicas hold the same, weights and moments of each and the mean."""

@@ -40,6 +40,7 @@ def test_strategies_in_the_folders_order_mean_what_they_say():
         ("zero2", [], ("is not a JSON object",)),
         ("zero2", {"zero_optimization": {"stage": 4}}, ("stage=4", "less than or equal to 3")),
         ("zero2", {"zero_optimization": {"offload_param": {"device": "gpu"}}}, ("offload_param",)),
+        ("zero2", own_json(zero_optimization={"reduce_bucket_size": "auto"}), ("'auto' is not",)),
     ],
 )
 def test_json_of_another_strategy_or_of_none(strategy, document, words, tmp_path):
@@ -79,7 +80,7 @@ def test_a_clone_may_add_strategies(folders):
     (root / "9_beside" / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     assert list(list_strategies()) == ["shared", "beside", "inside", "own"]
     found = [named_strategy(name) for name in list_strategies()]
-    assert [strategy.zero_stage for strategy in found] == [3, 2, 1, 0]
+    assert [strategy.zero.stage for strategy in found] == [3, 2, 1, 0]
     assert [strategy.source for strategy in found] == [
         ROOT / "configs" / "ds_config_zero3.json", root / "9_beside" / "ds.json",
         root / "10_inside" / "config.json", root / "without_number" / "config.json",
