@@ -45,8 +45,6 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import threads_per_process
 
-MIN_TIMED_STEPS = 10  # from which their median is a speed
-
 
 def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     """This process's part of a run; returns the exit code. Where torchrun or deepspeed was typed
@@ -345,7 +343,7 @@ def _remember_speed(plan: Plan, performance: dict[str, Any]) -> None:
     """For the next plan on this machine: where many steps were timed, and of a GPU's own speed
     only where it was alone."""
     said = plan.prediction
-    enough = performance["num_timed_steps"] >= MIN_TIMED_STEPS
+    enough = performance["num_timed_steps"] >= 10  # from which their median is a speed
     if not (plan.machine.num_gpus and said and said["step_time_s"] and enough):
         return
     alone = plan.num_processes == 1 and said["bound_by"] in ("arithmetic", "memory")
