@@ -1,6 +1,7 @@
 """From CONFIG to a draft: "auto" as machine and layout decide it. No torch import."""
 
 import math
+import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,6 @@ from distributed_training.plan import layouts
 from distributed_training.plan.layouts import Candidate
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.records.record import new_run_dir
 from distributed_training.settings.config import AUTO, RunConfig, load_preset, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import Machine
@@ -95,7 +95,8 @@ def lay_out(
             f"give tp a divisor of {processes_here} and the rest to another axis"
         )
     output_dir = Path(config.output_dir)
-    run_dir = new_run_dir(output_dir, strategy.name, model.label, num_processes)
+    began = time.strftime("%Y%m%d-%H%M%S")
+    run_dir = output_dir / f"{began}-{strategy.name}-{model.label}-x{num_processes}"
     offload_dir = None
     if strategy.swaps_to_disk:
         place = Path(config.offload_dir or output_dir / ".offload").absolute()

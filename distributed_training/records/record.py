@@ -295,12 +295,6 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
-def new_run_dir(output_dir: Path, strategy: str, model: str, world_size: int) -> Path:
-    """A folder name under `output_dir` that is not taken: <time>-<strategy>-<model>-x<N>."""
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{strategy}-{model}-x{world_size}"
-    return free_path(output_dir, stem)
-
-
 def free_path(folder: Path, name: str, suffix: str = "") -> Path:
     """A path in `folder` that is not taken; the name gets a number where it is."""
     path = folder / f"{name}{suffix}"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -174,5 +175,6 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path):
     plans = [plan_for(tmp_path, strategy="infinity") for _ in range(2)]
     plans[1] = dataclasses.replace(plans[1], run_dir=plans[0].run_dir)
     first, second = map(reserve_run_dir, plans)
-    assert first.run_dir != second.run_dir
+    assert re.fullmatch(r"\d{8}-\d{6}-infinity-gpt2-tiny-x\d", first.run_dir.name)
+    assert second.run_dir.name == f"{first.run_dir.name}-2"
     assert first.offload_dir != second.offload_dir

@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from datetime import datetime, timezone
 
 import pytest
@@ -16,11 +15,11 @@ from distributed_training.records.record import (
     RECORD_FILE,
     Record,
     append_metrics,
+    free_path,
     git_commit,
     is_alive,
     load_record,
     mark_stopped,
-    new_run_dir,
     start_record,
     truncate_metrics,
 )
@@ -63,11 +62,9 @@ def test_a_record_is_on_disk_and_its_run_alive_while_it_says_so_and_its_process_
         record.update(**started(tmp_path).values)
 
 
-def test_run_folders_are_named_and_never_shared(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "strftime", lambda _: "20260102-030405")
-    stem = "20260102-030405-zero2-gpt2-x4"
-    for name in (stem, f"{stem}-2", f"{stem}-3"):
-        folder = new_run_dir(tmp_path, "zero2", "gpt2", 4)
+def test_what_is_taken_gets_a_number(tmp_path):
+    for name in ("run", "run-2", "run-3"):
+        folder = free_path(tmp_path, "run")
         folder.mkdir()
         assert folder.name == name
 
