@@ -10,11 +10,12 @@ weights computes the gradient of no model at all.
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipedream.schedules.ops import Op, Schedule
@@ -25,23 +26,17 @@ from pipedream.simulate.trace import handed_on
 from pipedream.train.models import TASK_MICROBATCHES, Task, Workload, build_task
 from pipedream.train.trainer import Gradients, StageTrainer, Trainers, Weights, build_trainers
 
-Watcher = Callable[[Op, Trainers], None]
 
-
-def run_schedule(
-    schedule: Schedule, trainers: Trainers, task: Task, watch: Watcher | None = None
-) -> None:
+def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
     """Run every operation once, by the simulator's clock, all operations equally long.
 
-    `watch` is called after each. Which of the orders that ranks' orders and data allow it is cannot
-    matter: a stage sees its own operations in its rank's order, whatever the others do meanwhile.
+    Which of the orders that ranks' orders and data allow it is cannot matter: a stage sees its own
+    operations in its rank's order, whatever the others do meanwhile.
     """
     source: dict[Op, Op] = {taker: giver for giver, taker in handed_on(schedule)}
-    given: dict[Op | None, torch.Tensor | None] = {}  # operation -> its result, until it is taken
+    given: dict[Op | None, Tensor | None] = {}  # operation -> its result, until it is taken
     for op in times_of(simulate(schedule, build_costs(schedule))):
         given[op] = trainers[op.stage].run(op, given.pop(source.get(op), None), task)
-        if watch is not None:
-            watch(op, trainers)
 
 
 class TrainResult(NamedTuple):
@@ -62,7 +57,6 @@ def train(
     *,
     num_microbatches: int,
     num_batches: int,
-    watch: Watcher | None = None,
     trainer_class: type[StageTrainer] = StageTrainer,
     **config: Any,
 ) -> TrainResult:
@@ -71,7 +65,7 @@ def train(
     schedule, policy = schedule_for_training(name, config["num_stages"], m, num_batches)
     workload = Workload(config)
     trainers = build_trainers(workload, schedule, policy, m, trainer_class=trainer_class)
-    run_schedule(schedule, trainers, workload.task, watch)
+    run_schedule(schedule, trainers, workload.task)
     losses = [float(trainers[max(trainers)].losses[i]) for i in range(m * num_batches)]
     return TrainResult(
         losses=[sum(losses[first : first + m]) / m for first in range(0, len(losses), m)],
@@ -97,16 +91,6 @@ class MicrobatchError(NamedTuple):
     staleness_error: float  # against that at the weights it is applied to, each stage's newest
 
 
-class _RecordingTrainer(StageTrainer):
-    """Keeps what the newest backward pass gave, and the weights before its update."""
-
-    newest: tuple[Gradients, Weights]
-
-    def _accumulate(self, gradients: Gradients) -> None:
-        self.newest = gradients, copied(self.weights)
-        super()._accumulate(gradients)
-
-
 def copied(weights: Weights) -> Weights:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
@@ -117,46 +101,55 @@ def train_and_check(
     """What train gives, and how far every `every`-th microbatch's gradient is off, in the order in
     which their backward passes end."""
     task = build_task(seed=settings["seed"])
-    used: dict[int, dict[int, Weights]] = defaultdict(dict)
+    modules: dict[int, nn.Module] = {}  # by stage
+    used: dict[int, dict[int, Weights]] = defaultdict(dict)  # by microbatch and stage
     given: dict[int, dict[int, tuple[Gradients, Weights]]] = defaultdict(dict)
     errors = []
 
-    def watch(op: Op, trainers: Trainers) -> None:
-        kind, stage, i = op
-        trainer = trainers[stage]
-        assert isinstance(trainer, _RecordingTrainer)
-        if i % every or kind == "I":
-            return
-        if kind == "F":
-            used[i][stage] = copied(trainer.in_flight[i].weights)
-            return
-        given[i][stage] = trainer.newest
-        if len(given[i]) < len(trainers):
-            return
+    class Recorder(StageTrainer):
+        """Copies what each pass has: in place, the same memory changes."""
 
-        def exact_at(weights: Iterable[Weights]) -> list[list[torch.Tensor]]:
-            """By autograd through all stages at once, each with the weights given."""
-            leaves = [{n: w.requires_grad_() for n, w in own.items()} for own in weights]
-            x, target = task.microbatch(i)
-            for one, own in zip(trainers.values(), leaves, strict=True):
-                x = torch.func.functional_call(one.module, own, (x,), tie_weights=False)
-            loss = cross_entropy(x, target) / settings["num_microbatches"]
-            found = iter(torch.autograd.grad(loss, [w for own in leaves for w in own.values()]))
-            return [[next(found) for _ in own] for own in leaves]
+        def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
+            out = super().forward(microbatch, x, target)
+            modules[self.stage] = self.module
+            if microbatch % every == 0:
+                used[microbatch][self.stage] = copied(self.in_flight[microbatch].weights)
+            return out
 
-        computed, newest = zip(*(given[i][s] for s in trainers), strict=True)
-        exact = exact_at(used[i][s] for s in trainers)
+        def weight_gradient(self, microbatch: int) -> Gradients:
+            newest = copied(self.weights)
+            gradients = super().weight_gradient(microbatch)
+            if microbatch % every == 0:
+                given[microbatch][self.stage] = gradients, newest
+                if len(given[microbatch]) == self.num_stages:
+                    errors.append(error_of(microbatch))
+            return gradients
+
+    def exact_at(microbatch: int, weights: Iterable[Weights]) -> list[list[Tensor]]:
+        """By autograd through all stages at once, each with the weights given."""
+        leaves = [{n: w.requires_grad_() for n, w in own.items()} for own in weights]
+        x, target = task.microbatch(microbatch)
+        for stage, own in enumerate(leaves):
+            x = torch.func.functional_call(modules[stage], own, (x,), tie_weights=False)
+        loss = cross_entropy(x, target) / settings["num_microbatches"]
+        found = iter(torch.autograd.grad(loss, [w for own in leaves for w in own.values()]))
+        return [[next(found) for _ in own] for own in leaves]
+
+    def error_of(i: int) -> MicrobatchError:
+        of_forward, of_backward = used.pop(i), given.pop(i)
+        stages = range(len(modules))
+        computed, newest = zip(*(of_backward[s] for s in stages), strict=True)
+        exact = exact_at(i, (of_forward[s] for s in stages))
         error = relative_difference(chain(*computed), chain(*exact))
         by_stage = tuple(map(relative_difference, computed, exact))
-        stale = relative_difference(chain(*computed), chain(*exact_at(newest)))
-        errors.append(MicrobatchError(i, error, by_stage, stale))
-        del used[i], given[i]
+        stale = relative_difference(chain(*computed), chain(*exact_at(i, newest)))
+        return MicrobatchError(i, error, by_stage, stale)
 
-    return train(name, **settings, watch=watch, trainer_class=_RecordingTrainer), errors
+    return train(name, **settings, trainer_class=Recorder), errors
 
 
 @torch.no_grad()
-def relative_difference(found: Iterable[torch.Tensor], exact: Iterable[torch.Tensor]) -> float:
+def relative_difference(found: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
     """Norm of the difference by the norm of `exact`; infinite where that is no number."""
     pairs = list(zip(found, exact, strict=True))
     off = math.fsum(float((a - b).square().sum()) for a, b in pairs)

@@ -173,24 +173,21 @@ class StageTrainer:
         flight.gradients = gradients[len(inputs) :]
         return gradients[0] if inputs else None
 
-    def weight_gradient(self, microbatch: int) -> None:
-        """The half that nobody waits for (W), and the update when it is due."""
+    def weight_gradient(self, microbatch: int) -> Gradients:
+        """The half that nobody waits for (W), and the update when it is due; what it found."""
         flight = self.in_flight.pop(microbatch)
         weights = map(id, flight.weights.values())
         found = dict(zip(weights, flight.gradients, strict=True))
         for weight, gradient in flight.linears.weight_gradients():
             before = found[id(weight)]
             found[id(weight)] = gradient if before is None else before + gradient
-        self._accumulate(tuple(gradient for gradient in found.values() if gradient is not None))
-
-    def _accumulate(self, gradients: Gradients) -> None:
-        if self.gradients:
-            gradients = torch._foreach_add(self.gradients, gradients)
-        self.gradients = gradients
+        own = tuple(gradient for gradient in found.values() if gradient is not None)
+        self.gradients = torch._foreach_add(self.gradients, own) if self.gradients else own
         self.num_backwards += 1
         if self.policy.per_microbatch or self.num_backwards % self.batch_size == 0:
-            self._update(gradients)
+            self._update(self.gradients)
             self.gradients = ()
+        return own
 
     def _step(self, gradients: Gradients) -> Sequence[torch.Tensor]:
         """SGD: the next version, in new memory."""
