@@ -52,7 +52,7 @@ def test_the_first_version_is_freed_when_nobody_reads_it_again(policy: str, kept
     assert not any(parameter.is_meta for parameter in module.parameters())
     first = weakref.ref(next(iter(trainer.weights.values())))
     trainer.forward(0, *build_task(seed=1).microbatch(0))
-    trainer.input_gradient(0)
+    trainer.input_gradient(0, None)
     trainer.weight_gradient(0)
     assert (first() is not None) == kept
 
@@ -64,7 +64,7 @@ def test_two_halves_cost_no_more_than_a_whole_pass() -> None:
     for schedule in ("zb-h1", "1f1b"):
         trainer = one_stage(build_stages(3, layers, seed=0)[1], 1, 3, "flush", schedule)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            trainer.forward(0, x)
+            trainer.forward(0, x, x)
             trainer.input_gradient(0, x)
             trainer.weight_gradient(0)
         products = sum(event.name in ("aten::mm", "aten::addmm") for event in profiled.events())

@@ -109,7 +109,7 @@ def train_and_check(
     class Recorder(StageTrainer):
         """Copies what each pass has: in place, the same memory changes."""
 
-        def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
+        def forward(self, microbatch: int, x: Tensor, target: Tensor) -> Tensor:
             out = super().forward(microbatch, x, target)
             modules[self.stage] = self.module
             if microbatch % every == 0:

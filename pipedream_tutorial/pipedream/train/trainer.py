@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -30,8 +30,8 @@ from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.policies import Policy
 from pipedream.train.models import Loss, Task, Workload
 
-Weights = dict[str, torch.Tensor]
-Gradients = tuple[torch.Tensor, ...]
+Weights = dict[str, Tensor]
+Gradients = tuple[Tensor, ...]
 
 
 class CutLinears(TorchFunctionMode):
@@ -39,7 +39,7 @@ class CutLinears(TorchFunctionMode):
     behind what needs a gradient: the stage's input, or a norm's weights."""
 
     def __init__(self) -> None:
-        self.aside: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        self.aside: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
         """x, weight, bias and dY of each linear layer that a backward pass has come through."""
 
     def __torch_function__(
@@ -53,7 +53,7 @@ class CutLinears(TorchFunctionMode):
         out.register_hook(lambda dy: self.aside.append((kept, weight, bias, dy)))
         return out
 
-    def weight_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def weight_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         """W: each weight or bias and its gradient, in the bits that autograd gives."""
         for x, weight, bias, dy in self.aside:
             dy = dy.flatten(0, -2)
@@ -68,10 +68,10 @@ class _InFlight:
 
     version: int
     weights: Weights
-    x: torch.Tensor
-    out: torch.Tensor | None
+    x: Tensor
+    out: Tensor  # until I
     linears: CutLinears  # empty where backward passes are whole
-    gradients: Sequence[torch.Tensor | None] = ()
+    gradients: Sequence[Tensor | None] = ()
     """Of the weights, as far as I has made them: None for those of linear layers that are cut."""
 
 
@@ -114,14 +114,14 @@ class StageTrainer:
         self.num_backwards = 0
         self.in_flight: dict[int, _InFlight] = {}
         self.gradients: Gradients = ()  # of the microbatches since the last update, added up
-        self.losses: dict[int, torch.Tensor] = {}  # last stage's, by microbatch: mean, not divided
+        self.losses: dict[int, Tensor] = {}  # last stage's, by microbatch: mean, not divided
 
     @property
     def weights(self) -> Weights:
         """The newest version."""
         return self.versions[self.updates]
 
-    def run(self, op: Op, received: torch.Tensor | None, task: Task) -> torch.Tensor | None:
+    def run(self, op: Op, received: Tensor | None, task: Task) -> Tensor | None:
         """One operation of this stage. `received`: what the stage before gave to F, the one after
         to B and I; None where there is none. What it gives to the next, if anything."""
         kind, _, i = op
@@ -135,19 +135,16 @@ class StageTrainer:
             self.weight_gradient(i)
         return gradient
 
-    def forward(
-        self, microbatch: int, x: torch.Tensor, target: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, microbatch: int, x: Tensor, target: Tensor) -> Tensor:
         """Run the microbatch, [batch, ...] from the stage before, with the version that the policy
         names; the output to send on. On the last stage: the scaled loss, a scalar."""
         version = self._version_of(microbatch)
-        weights = self.versions[version if self.policy.stashed else self.updates]
+        weights = self.versions[version]
         x = x.detach().requires_grad_(self.stage > 0)
         linears = CutLinears()
         with linears if self.cut else nullcontext():
             out = torch.func.functional_call(self.module, weights, (x,), tie_weights=False)
         if self.loss is not None:
-            assert target is not None
             loss = self.loss(out, target)
             self.losses[microbatch] = loss.detach()
             out = loss / self.batch_size
@@ -158,18 +155,15 @@ class StageTrainer:
     def _version_of(self, i: int) -> int:
         return self.policy.forward_version(self.updates, i, self.batch_size, self.num_stages)
 
-    def input_gradient(
-        self, microbatch: int, output_gradient: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+    def input_gradient(self, microbatch: int, output_gradient: Tensor | None) -> Tensor | None:
         """The half of the backward pass that the stage before waits for (I); None on the first
         stage. output_gradient: as the output; None on the last stage."""
         flight = self.in_flight[microbatch]
-        assert flight.out is not None
         inputs = [flight.x] if self.stage > 0 else []
         gradients = torch.autograd.grad(
             flight.out, [*inputs, *flight.weights.values()], output_gradient, allow_unused=self.cut
         )
-        flight.out = None
+        del flight.out  # and the graph
         flight.gradients = gradients[len(inputs) :]
         return gradients[0] if inputs else None
 
@@ -189,7 +183,7 @@ class StageTrainer:
             self.gradients = ()
         return own
 
-    def _step(self, gradients: Gradients) -> Sequence[torch.Tensor]:
+    def _step(self, gradients: Gradients) -> Sequence[Tensor]:
         """SGD: the next version, in new memory."""
         weights = [weight.detach() for weight in self.weights.values()]
         # Few kernels: a GPU waits for the host to launch each.

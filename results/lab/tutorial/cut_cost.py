@@ -55,7 +55,7 @@ def with_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: b
     task = Task(inputs=x, targets=x, microbatch_size=len(x))
     kinds = ("I", "W") if cut else ("B",)
     steps = [partial(trainer.run, Op(kind, 1, 0), dy, task) for kind in kinds]
-    return timed(lambda: trainer.forward(0, x), *steps)
+    return timed(lambda: trainer.forward(0, x, x), *steps)
 
 
 def with_torch(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
