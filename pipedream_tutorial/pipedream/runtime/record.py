@@ -12,13 +12,11 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 from math import isfinite
-from operator import itemgetter
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Any, NamedTuple
 
 from pipedream.schedules.ops import Key, Op, Schedule
-from pipedream.schedules.orders import FOUND
 from pipedream.schedules.policies import Policy, weight_use
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, Timeline, simulate, stage_factors
@@ -60,8 +58,8 @@ class MeasuredRun:
             span = max(e.end_ns for e in computed) - min(e.start_ns for e in computed)
             repeats.append((span, ranks, events))
         spans = [span for span, _, _ in repeats]
-        repeats.sort(key=itemgetter(0))
-        span, ranks, self.events = repeats[(len(repeats) - 1) // 2]
+        span = median_low(spans)
+        _, ranks, self.events = repeats[spans.index(span)]
         self.durations: dict[Key, list[int]] = defaultdict(list)  # of each kind on each stage
         for (kind, stage, _), event in self.by_operation("compute").items():
             self.durations[kind, stage].append(event.end_ns - event.start_ns)
@@ -155,16 +153,16 @@ def build_record(
     backward = map(sum, zip(costs.input_gradient, costs.weight_gradient, strict=True))
     cases = []
     for run in runs:
-        name, m, schedule = run.case.name, run.case.num_microbatches, run.case.schedule
+        m, schedule = run.case.num_microbatches, run.case.schedule
         case = {
-            "schedule": name,
+            "schedule": run.case.name,
             "num_microbatches": m,
             "num_batches": schedule.num_microbatches // m,
             "calibrated_on": run is calibrated_on,
             "measured": run.measured,
             "predicted": None,
         }
-        if name.startswith(FOUND):
+        if run.case.memory is not None:
             case["found"] = ["".join(op.kind for op in order[: 3 * m]) for order in schedule.flat]
         timeline = calibrated_on.predict(schedule)
         if timeline is not None:

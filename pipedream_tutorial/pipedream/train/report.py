@@ -12,7 +12,6 @@ TRAINED = (
     "naive", "gpipe", "1f1b",
     "pipedream", "pipedream-no-stash", "pipedream-vertical", "pipedream-2bw",
 )  # fmt: skip
-KEYS = ("num_stages", "num_microbatches", "layers_per_stage", "learning_rate", "seed")
 
 
 def print_training(config: dict[str, Any]) -> None:
@@ -44,12 +43,12 @@ def print_training(config: dict[str, Any]) -> None:
     from pipedream.train.oracle import final_loss, train_and_check
 
     torch.set_num_threads(1)
-    settings = {key: config[key] for key in KEYS}
+    settings = config | {"num_batches": config["steps"]}
     refused = []
     for one in TRAINED if name == "all" else [name]:
         title = SCHEDULES[one].title
         try:
-            result, errors = train_and_check(one, num_batches=config["steps"], every=3, **settings)
+            result, errors = train_and_check(one, every=3, **settings)
         except UserError as error:
             refused.append(f"{title}: {error}")
             continue
