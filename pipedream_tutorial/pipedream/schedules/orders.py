@@ -55,22 +55,18 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
     steps += backwards[: r + 1] + late[: r + 1]
     for both in zip(weights, late[r + 1 :], strict=False):
         steps += both
-    return _numbered([*steps, *weights[p - 1 - r :]], down=r, up=2 * p - 1 - r)
-
-
-def _numbered(steps: list[str], *, down: int, up: int) -> list[Item]:
-    """Each kind takes a stage's microbatches in turn; a whole backward counts as its halves."""
+    # Each kind takes a stage's microbatches in turn; a whole backward counts as its halves.
     done: Counter[tuple[str, int]] = Counter()
-    items: list[Item] = []
-    for step in steps:
+    line: list[Item] = []
+    for step in [*steps, *weights[p - 1 - r :]]:
         ops = []
         for letter in step:
-            stage = down if letter.isupper() else up
+            stage = r if letter.isupper() else 2 * p - 1 - r
             kinds = "IW" if letter in "bB" else letter.upper()
             ops.append(Op(letter.upper(), stage, done[kinds[0], stage]))
             done.update((kind, stage) for kind in kinds)
-        items.append(item_of(ops))
-    return items
+        line.append(item_of(ops))
+    return line
 
 
 def dualpipe(p: int, m: int) -> Orders:
