@@ -147,11 +147,7 @@ def at_checkpoint(plan: Plan) -> Plan:
     found = find_resume(plan)
     if found is None:
         return plan
-    checkpoint, meta, run = found
-    run_dir = checkpoint.parents[1]
-    if run.status == "ok" and run.step > meta.step:
-        steps = f"steps {meta.step + 1} to {run.step}"
-        plan.notes.append(f"{run_dir.name} has finished: its {steps} are done again")
+    checkpoint, meta = found
     saved = meta.spread
     now = plan.spread
     before, after = (f"{each['strategy']} x {each['num_processes']}" for each in (saved, now))
@@ -162,11 +158,11 @@ def at_checkpoint(plan: Plan) -> Plan:
     elif others:
         change = f"{others[0]} {saved[others[0]]} -> resuming with {now.get(others[0])}"
         plan.notes.append(f"saved {before} with {change}: resharding")
-    return replace(plan, run_dir=run_dir, checkpoint=checkpoint)
+    return replace(plan, run_dir=checkpoint.parents[1], checkpoint=checkpoint)
 
 
-def find_resume(plan: Plan) -> tuple[Path, Meta, Record] | None:
-    """The checkpoint to continue from, what it says of itself, and its run; None to start afresh.
+def find_resume(plan: Plan) -> tuple[Path, Meta] | None:
+    """The checkpoint to continue from, and what it says of itself; None to start afresh.
 
     "auto" takes the newest unfinished run of the same work (before all, of the same strategy), at
     its newest checkpoint that can be read; what it passes over is a warning, and why it finds none
@@ -187,8 +183,12 @@ def find_resume(plan: Plan) -> tuple[Path, Meta, Record] | None:
         raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
     check_files(checkpoint, meta, plan)
     run = state_of(checkpoint, meta)
-    claims.refuse_held(checkpoint.parents[1])
-    return checkpoint, meta, run
+    run_dir = checkpoint.parents[1]
+    claims.refuse_held(run_dir)
+    if run.status == "ok" and run.step > meta.step:
+        steps = f"steps {meta.step + 1} to {run.step}"
+        plan.notes.append(f"{run_dir.name} has finished: its {steps} are done again")
+    return checkpoint, meta
 
 
 def named_checkpoint(resume: str) -> Path:
@@ -200,9 +200,9 @@ def named_checkpoint(resume: str) -> Path:
     return checkpoint
 
 
-def _newest(plan: Plan) -> tuple[Path, Meta, Record] | None:
+def _newest(plan: Plan) -> tuple[Path, Meta] | None:
     claims.refuse_doubling(plan.output_dir, identity(plan))
-    found = list[tuple[Path, Meta, Record]]()
+    found = dict[Path, Meta]()
     obstacle = ""
     for checkpoint in sorted(plan.output_dir.glob(f"*/{CHECKPOINTS}/step-*"), reverse=True):
         run_dir = checkpoint.parents[1]
@@ -215,18 +215,17 @@ def _newest(plan: Plan) -> tuple[Path, Meta, Record] | None:
                 named = os.path.relpath(run_dir)
                 why = f"is of other work: {differences}; to go on with that, --resume {named}"
             else:
-                run = state_of(checkpoint, meta)
-                why = "has finished" if run.status == "ok" else ""
+                why = "has finished" if state_of(checkpoint, meta).status == "ok" else ""
         if why:
             obstacle = obstacle or f"{run_dir.name}, the newest with a checkpoint, {why}"
         elif not claims.is_locked(run_dir):
-            found.append((checkpoint, meta, run))
+            found[checkpoint] = meta
     # Of the same strategy before others: runs that are compared go on each for itself.
-    found.sort(key=lambda each: each[1].spread.get("strategy") != plan.strategy.name)
-    for checkpoint, meta, run in found:
+    strategy = plan.strategy.name
+    for checkpoint in sorted(found, key=lambda at: found[at].spread.get("strategy") != strategy):
         with _passing_over(checkpoint):
-            check_files(checkpoint, meta, plan)
-            return checkpoint, meta, run
+            check_files(checkpoint, found[checkpoint], plan)
+            return checkpoint, found[checkpoint]
     if found:
         obstacle = "every checkpoint of this work is damaged"
     obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a checkpoint"
