@@ -17,7 +17,6 @@ WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wi
 TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
 TOKENIZER_JSON = "tokenizer.json"
-TOKENIZER_COMMAND = f"hf download {TOKENIZER_ID} {' '.join(TOKENIZER_FILES)}"
 INDEX = "model.safetensors.index.json"  # of weights in several files
 _COPY = "then copy ~/.cache/huggingface here"
 

@@ -138,7 +138,7 @@ def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> t
     if repo_id in (None, "gpt2") or repo_id in HUB_IDS.values():
         repo_id = "gpt2"
         fetch = partial(hub.fetch_folder, hub.TOKENIZER_ID, hub.TOKENIZER_FILES)
-        command = hub.TOKENIZER_COMMAND
+        command = f"hf download {hub.TOKENIZER_ID} {' '.join(hub.TOKENIZER_FILES)}"
     elif repo_id.count("/") == 1 and repo_id[0] not in "/.~":
         fetch = partial(hub.fetch_tokenizer, repo_id)
         command = f"hf download {repo_id} --include '*token*'"
