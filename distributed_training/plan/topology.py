@@ -104,18 +104,16 @@ def limit_channels(*compressions: str) -> None:
 
 @contextlib.contextmanager
 def process_group(
-    device: torch.device, store: dist.Store | None = None, *, minutes: float = 30
+    device: torch.device, store: dist.Store, *, minutes: float = 30
 ) -> Iterator[None]:
     """The default process group: gloo for CPU tensors, NCCL for CUDA ones. Groups that are made
     later have torch's own timeouts. The caller has dropped engine and model at the end."""
     import torch
     import torch.distributed as dist
 
-    options: dict[str, Any] = {"timeout": timedelta(minutes=minutes)}
-    if store is not None:
-        place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
-        options |= {"store": store, **place}
-        store.set_timeout(options["timeout"])  # which torch only does with a store of its own
+    options: dict[str, Any] = {"timeout": timedelta(minutes=minutes), "store": store}
+    options |= {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
+    store.set_timeout(options["timeout"])  # which torch only does with a store of its own
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)

@@ -26,6 +26,7 @@ from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from distributed_training.plan.topology import process_group
 from distributed_training.run import worker
 from distributed_training.run.loop import learning_rate
+from distributed_training.run.ranks import current_process
 from distributed_training.run.saving.checkpoint import load_checkpoint, load_own, own_parts
 from distributed_training.settings.config import build_config
 from results.lab import traffic
@@ -272,7 +273,10 @@ def exchange(arguments: dict[str, Any]) -> torch.Tensor:
     """The gradient of one matrix after the exchange of each step, [steps, rows, columns], where
     those before it are `gradients`, [processes, steps, rows, columns]."""
     config = build_config(arguments["config"])
-    with process_group(torch.device("cpu"), minutes=1):
+    process = current_process()
+    assert process is not None
+    store = worker.open_store(process, 60)
+    with process_group(torch.device("cpu"), store, minutes=1):
         gradients = arguments["gradients"][dist.get_rank()]
         _, rows, columns = gradients.shape
         layer = torch.nn.Linear(columns, rows, bias=False)
