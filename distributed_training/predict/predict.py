@@ -17,7 +17,7 @@ from distributed_training.records.record import plural
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
-from distributed_training.settings.machine import Machine, find_gpu, known_gpu, limited_to
+from distributed_training.settings.machine import GIB, Machine, find_gpu, known_gpu, limited_to
 
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
@@ -54,7 +54,7 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     machine = Machine(
         num_gpus=here,
         gpu_name=kind.name,
-        gpu_memory_bytes=kind.memory_bytes,
+        gpu_memory_bytes=int(kind.memory_gib * GIB),
         compute_capability=kind.compute_capability,
         ram_bytes=sys.maxsize,  # nobody asked
         num_cpus=8 * here,

@@ -137,10 +137,6 @@ class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
     power_w: Positive = 1000  # that it may draw, which is what limits long matrix products
 
     @property
-    def memory_bytes(self) -> int:
-        return int(self.memory_gib * GIB)
-
-    @property
     def flops(self) -> float:
         return self.tflops * 1e12
 
