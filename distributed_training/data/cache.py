@@ -1,8 +1,6 @@
 """Texts -> token ids on disk, once, in little memory; every process maps them. No torch import.
-
 A folder of the cache is named by a hash of all that decides its contents: the texts, the tokenizer,
-and whether a text or a line is a sample. While it is filled it is called <name>.partial.
-"""
+and whether a text or a line is a sample. While it is filled it is called <name>.partial."""
 
 import hashlib
 import itertools

@@ -1,10 +1,8 @@
 """Which models there are: one folder a family, found by name or by path. No torch import.
-
 A family is a package that exports `sizes`, `build`, and `to_hf`, `to_config` and STORES_TRANSPOSED,
 which say how Hugging Face has its weights (see gpt2/); it imports torch only inside of functions.
 It may stand anywhere: `model` in CONFIG is the name of a size, the path of a Hugging Face folder,
-its name on the Hub, or the path of a family, with `:size` for other than its first.
-"""
+its name on the Hub, or the path of a family, with `:size` for other than its first."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Tensors in files of many processes: each writes the parts that it holds; any layout reads them.
-
-Files are in safetensors' format: a header in JSON, then numbers, so that reading runs no code. A
-part is a box of its tensor, or a range of the tensor's elements in order, as ZeRO divides; the
-header says where it belongs.
-"""
+Files are in safetensors' format, so that reading runs no code. A part is a box of its tensor, or a
+range of the tensor's elements in order, as ZeRO divides; the header says where it belongs."""
 
 import itertools
 import json
