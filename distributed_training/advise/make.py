@@ -20,13 +20,7 @@ from distributed_training.data.samples import Data
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.data import find_sources, fit_to_data
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.predict import (
-    Cluster,
-    Prediction,
-    lay_out_on,
-    predict,
-    this_machine,
-)
+from distributed_training.predict.predict import Prediction, lay_out_on, predict, this_machine
 from distributed_training.records.display import gib
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
@@ -45,13 +39,19 @@ def decide_plan(
 ) -> Plan:
     """Decide and check everything (`run.prepare.make_plan`), what may be downloaded last."""
     cluster = this_machine(machine, num_processes, processes_here)
+
+    def suggest(plan: Plan) -> list[str]:
+        from distributed_training.advise.rank import what_fits
+
+        return what_fits(plan, cluster)
+
     plan = draft_plan(config, machine, num_processes, processes_here)
     prediction = predict(plan, cluster.rates)
     # Cheapest first.
     check_packages(plan)
     check_gpus(plan)
     check_swapping(plan)
-    check_memory(prediction, cluster)
+    check_memory(prediction, suggest)
     check_disk(plan)
     check_extensions(plan)
     if plan.config.push is not None:
@@ -132,8 +132,9 @@ def check_swapping(plan: Plan) -> None:
         raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")
 
 
-def check_memory(prediction: Prediction, cluster: Cluster) -> None:
-    """GPU, but for `--force`, and host have the least that a step is likely to need."""
+def check_memory(prediction: Prediction, suggest: Callable[[Plan], list[str]]) -> None:
+    """GPU, but for `--force`, and host have the least that a step is likely to need; `suggest` says
+    what to set instead of a plan that does not fit its GPUs."""
     plan = prediction.plan
     memory = prediction.memory
     machine = plan.machine
@@ -141,9 +142,7 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
         needed = memory.needed_bytes
         what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
-        from distributed_training.advise.rank import what_fits
-
-        others = what_fits(plan, cluster) or ["use more GPUs, or a smaller model"]
+        others = suggest(plan) or ["use more GPUs, or a smaller model"]
         raise UserError(what, why, "; or ".join([*others, "--force tries all the same"]))
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:

@@ -34,12 +34,12 @@ def draft(tmp_path, strategy="zero2", machine=CPU_MACHINE, num_processes=2, **co
     return plan_for(tmp_path, machine, num_processes, checked=False, strategy=strategy, **config)
 
 
-def cluster_of(plan):
-    return this_machine(plan.machine, plan.num_processes, plan.processes_here)
+def suggest(plan):
+    return what_fits(plan, this_machine(plan.machine, plan.num_processes, plan.processes_here))
 
 
 def check_fit(plan):
-    make.check_memory(predict(plan, None), cluster_of(plan))
+    make.check_memory(predict(plan, None), suggest)
 
 
 def with_gpus(**changes):
@@ -88,7 +88,7 @@ def test_what_a_refusal_suggests_fits(strategy, tmp_path):
     words = {"machine": SMALL, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
     uncut = {"micro_batch_size": 64}
     large = draft(tmp_path, strategy, **uncut, **words)
-    suggested = what_fits(large, cluster_of(large))
+    suggested = suggest(large)
     assert suggested
     for text in suggested:
         settings = dict(pair.split("=") for pair in text.removeprefix("set ").split())
