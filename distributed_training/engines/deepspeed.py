@@ -22,9 +22,9 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
+from distributed_training.engines.graphs import to_device
 from distributed_training.models.decoder import Decoder, Past, parameter_groups
 from distributed_training.parallel import blocks, private
-from distributed_training.parallel.graphs import to_device
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
+from distributed_training.engines.graphs import StepGraph, to_device
 from distributed_training.models.decoder import Decoder, Past, parameter_groups
 from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.agree import works_everywhere
 from distributed_training.parallel.gradients import local_part
-from distributed_training.parallel.graphs import StepGraph, to_device
 from distributed_training.parallel.private import foreach_mul_, overlap_products, share_memory
 from distributed_training.parallel.tensor_files import Part, TensorFiles, part_of, place_of
 from distributed_training.plan.plan import Plan

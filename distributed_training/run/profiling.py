@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from distributed_training.parallel.graphs import NUM_EAGER_STEPS
+from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.parallel.private import dump_memory_history, record_memory_history
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology

@@ -32,8 +32,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.parallel.agree import gather
-from distributed_training.parallel.graphs import NUM_EAGER_STEPS
 from distributed_training.parallel.pipeline import Pipeline
 from distributed_training.plan.topology import Topology
 from distributed_training.predict.orders import find_orders

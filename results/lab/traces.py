@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity
 
+from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.parallel.agree import from_rank_0, gather
-from distributed_training.parallel.graphs import NUM_EAGER_STEPS
 from distributed_training.plan.topology import Topology
 from distributed_training.records.metrics import StepTimer
 from distributed_training.records.record import provenance, write_json

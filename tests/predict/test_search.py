@@ -11,16 +11,6 @@ from distributed_training.parallel import private_pipelining as private
 from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict import orders
-from distributed_training.predict.orders import (
-    build_orders,
-    by_operation,
-    expect_spans,
-    find_orders,
-    flow,
-    length_of,
-    read_order,
-    simulate,
-)
 from distributed_training.predict.predict import parse_cluster
 from distributed_training.predict.speed import Work
 from distributed_training.settings.config import build_config
@@ -39,12 +29,14 @@ def durations(blocks, block=BLOCK, loss=LOSS):
 
 
 def search_orders(*durations):
-    return tuple(map(read_order, orders.search_orders(*durations)))
+    return tuple(map(orders.read_order, orders.search_orders(*durations)))
 
 
-def length(orders, seconds, message=MESSAGE):
+def length(found, seconds, message=MESSAGE):
     ranks = SCHEDULES["zb-v"].ranks(len(seconds) // 2)
-    return length_of(simulate(orders, by_operation(seconds), flow(ranks, message)))
+    return orders.length_of(
+        orders.simulate(found, orders.by_operation(seconds), orders.flow(ranks, message))
+    )
 
 
 def held(order, blocks):
@@ -59,7 +51,7 @@ def held(order, blocks):
 @pytest.mark.parametrize(("blocks", "m"), [(MEDIUM, 1), (MEDIUM, 8), ((3, 2, 2, 1), 12)])
 def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
     seconds, p = durations(blocks), len(blocks) // 2
-    found, known = search_orders(seconds, blocks, m, MESSAGE), build_orders("zb-v", p, m)
+    found, known = search_orders(seconds, blocks, m, MESSAGE), orders.build_orders("zb-v", p, m)
     for rank in range(p):
         assert sorted(found[rank]) == sorted(known[rank])
         kept = min(p + 1, m) * (blocks[rank] + blocks[-1 - rank])
@@ -76,7 +68,7 @@ def test_gpt2_mediums_step_gets_shorter_by_a_twentieth():
     """Within 3% of what no order can beat: that of the process which starts last."""
     seconds = durations(MEDIUM)
     found = length(search_orders(seconds, MEDIUM, 8, MESSAGE), seconds)
-    assert found < 0.955 * length(build_orders("zb-v", 4, 8), seconds)
+    assert found < 0.955 * length(orders.build_orders("zb-v", 4, 8), seconds)
     begins = sum(seconds[stage][0] + MESSAGE for stage in range(3))
     busy = 8 * sum(seconds[3] + seconds[4])
     assert begins + busy <= found < 1.03 * (begins + busy)
@@ -96,14 +88,14 @@ def test_one_micro_batch_over_two_processes_as_by_brute_force(seed):
     seconds = tuple((draw(1, 5), draw(1, 5), draw(1, 5)) for _ in range(4))
     needs = "F0<F3<I3<W3 I3<I0<W0 F1<F2<I2<W2 I2<I1<W1"
     pairs = [pair for chain in needs.split() for pair in itertools.pairwise(chain.split("<"))]
-    orders = [
+    shuffled = [
         [
-            read_order(" ".join(order)) for order in itertools.permutations(words.split())
+            orders.read_order(" ".join(order)) for order in itertools.permutations(words.split())
             if all(order.index(a) < order.index(b) for a, b in pairs if a in order)
         ]
         for words in ("F0 F3 I3 W3 I0 W0", "F1 F2 I2 W2 I1 W1")
     ]  # fmt: skip
-    best = min(length(pair, seconds) for pair in itertools.product(*orders))
+    best = min(length(pair, seconds) for pair in itertools.product(*shuffled))
     found = length(search_orders(seconds, (1, 1, 1, 1), 1, MESSAGE), seconds)
     assert found == pytest.approx(best)
 
@@ -115,14 +107,14 @@ def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkey
     plans = [draft_plan(build_config(words), of.machine, 2, 2) for of in (slow, quick)]
     for cluster, plan in zip((slow, quick), plans, strict=True):
         costs = Work(plan, cluster.rates).operations()
-        spans = expect_spans(plan)
+        spans = orders.expect_spans(plan)
         for (kind, stage, _), (begin, end) in spans.items():
             assert end - begin == pytest.approx(costs[kind, stage].sum())
-        found, m = find_orders(plan), plan.batch.num_microbatches
-        assert set(found[0]) == set(build_orders("zb-v", 2, m)[0])
+        found, m = orders.find_orders(plan), plan.batch.num_microbatches
+        assert set(found[0]) == set(orders.build_orders("zb-v", 2, m)[0])
         monkeypatch.setattr(orders, "search_orders", None)
         read = PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan))
-        assert (find_orders(read), expect_spans(read)) == (found, spans)
+        assert (orders.find_orders(read), orders.expect_spans(read)) == (found, spans)
 
 
 def lowered(plan):
@@ -134,7 +126,7 @@ def lowered(plan):
             ),
             plan.batch.num_microbatches,
         )
-        for rank, order in enumerate(find_orders(plan))
+        for rank, order in enumerate(orders.find_orders(plan))
     }
     ranks = plan.layout.ranks
     return schedules._add_send_recv(computing, lambda stage: ranks[stage], len(ranks))
@@ -189,7 +181,7 @@ def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
     """Both ends of every edge have them in one order, and none waits for what comes later."""
     words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
     plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **words)
-    ranks, spans = plan.layout.ranks, expect_spans(plan)
+    ranks, spans = plan.layout.ranks, orders.expect_spans(plan)
     before = lowered(plan)
     found = {
         rank: private._in_order_of_messages(actions, spans) for rank, actions in before.items()

@@ -127,10 +127,8 @@ def test_one_process_is_a_launchers_only_one(monkeypatch):
     assert process == current_process()
     store = worker.open_store(process, 60)
     with worker.process_group(torch.device("cpu"), store):
-        listening = psutil.Process().net_connections("inet")
-        assert {end.laddr.ip for end in listening if end.status == psutil.CONN_LISTEN} == {
-            "127.0.0.1"
-        }
+        ends = psutil.Process().net_connections("inet")
+        assert {end.laddr.ip for end in ends if end.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch):

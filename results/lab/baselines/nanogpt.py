@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from distributed_training.parallel.graphs import NUM_EAGER_STEPS, to_device
+from distributed_training.engines.graphs import NUM_EAGER_STEPS, to_device
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.keys import Parser
 from results.lab import checkout

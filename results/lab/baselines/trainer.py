@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import find_model
-from distributed_training.parallel.graphs import NUM_EAGER_STEPS
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.keys import Parser
 from results.lab import checkout
