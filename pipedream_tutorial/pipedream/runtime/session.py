@@ -111,7 +111,8 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             words = None
             if chosen is not None:
                 costs = chosen.costs(config["num_stages"])
-                words = search(costs, case.num_microbatches, case.memory).words
+                best = search(costs, case.num_microbatches, case.memory).schedule
+                words = ["".join(op.kind for op in order) for order in best.flat]
             found = straight(case.name, from_words(exchange(words)[0]))
             case = case._replace(schedule=repeat(found, config["num_batches"]))
         for _ in range(config["warmups"]):  # nothing is slept in them
