@@ -103,7 +103,7 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
     station.meet(cases)
     about = what_ran(station, command)
     runs: list[MeasuredRun] = []
-    chosen = None  # the run that durations are from
+    chosen: MeasuredRun | None = None  # the run that durations are from
     for case in cases:
         if rank == 0 and CASE in os.environ:
             Path(os.environ[CASE]).write_text(case.name)
