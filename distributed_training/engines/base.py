@@ -5,6 +5,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class Engine(abc.ABC):
     """One strategy at work. Every method is collective: all ranks call it, in the same order."""
 
     topology: Topology
-    optimizer: torch.optim.Optimizer
+    optimizer: Any  # torch.optim.Optimizer, or DeepSpeed's around one
     base_fingerprint = 0  # of the frozen weights that adapters stand beside, if any
     gradient_names: Sequence[str] = ()  # parameters, in the order of `StepResult.gradients`
 
