@@ -26,10 +26,11 @@ from distributed_training.run.launch import (
 from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings import strategies
 from distributed_training.settings.config import KEYS, RunConfig, build_config
-from distributed_training.settings.errors import LastingStream, UserError, exit_code, fill_closed
+from distributed_training.settings.errors import UserError, exit_code
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, Parser, at_least, nearest_key, read_keys
 from distributed_training.settings.machine import detect_machine
+from distributed_training.settings.streams import LastingStream, fill_closed
 
 OWN_OPTIONS = ("preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "cluster", "help")
 DRY_RUN = ("--dry-run", "--dry_run")

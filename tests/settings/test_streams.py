@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from distributed_training.settings import errors
-from distributed_training.settings.errors import LastingStream
+from distributed_training.settings import streams
+from distributed_training.settings.streams import LastingStream
 from tests.conftest import clean_environment
 from tests.pool import ROOT
 
 
 def test_a_reader_that_stalls_or_goes_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr(errors, "STALLED_S", 0.2)
+    monkeypatch.setattr(streams, "STALLED_S", 0.2)
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream, os.fdopen(os.dup(writer), "w") as other:
         lasting = LastingStream(stream)
