@@ -27,11 +27,9 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[Any] = []
-        self._durations_s: list[float] = []
 
     def restart(self) -> None:
         """Begin counting now; what happened since the last mark counts for no step."""
-        self.durations_s()
         self._marks.clear()
         self.mark()
 
@@ -43,13 +41,13 @@ class StepTimer:
         self._marks[-1].record()
 
     def durations_s(self) -> list[float]:
-        """Seconds of every step so far; waits for the GPU."""
-        if self._cuda and self._marks:
-            self._marks[-1].synchronize()
-        for begin, end in itertools.pairwise(self._marks):
-            self._durations_s.append(begin.elapsed_time(end) / 1000 if self._cuda else end - begin)
+        """Seconds of each step since they were asked for last; waits for the GPU."""
+        pairs = [*itertools.pairwise(self._marks)]
         self._marks = self._marks[-1:]
-        return self._durations_s
+        if not self._cuda:
+            return [end - begin for begin, end in pairs]
+        self._marks[-1].synchronize()
+        return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
 
 def summarise_performance(

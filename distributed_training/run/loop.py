@@ -103,6 +103,7 @@ class Trainer:
         self.num_steps = self.plan.num_steps
         self.timer = StepTimer(self.topology.device)
         self.memory = PeakMemory(self.topology.device)
+        self.timed: list[tuple[int, float]] = []  # the steps that this process took, their seconds
         self.disk: dict[str, int] = {}  # its traffic while training; empty: not counted
         self.sample: str | None = None  # text of the trained model
         self.profile: Profile | None = None
@@ -254,7 +255,6 @@ class Trainer:
         self._pending = []
         if not pending:
             return
-        durations_s = self.timer.durations_s()[-len(pending) :]
         losses = torch.stack([result.loss_sum for _, result in pending]).double().cpu()
         faults = torch.tensor([has_fault(result, config) for _, result in pending])
         sums = torch.stack([losses, faults.double()])
@@ -262,7 +262,7 @@ class Trainer:
         rows = []
         error = None
         for (row, result), (loss_sum, fault), seconds in zip(
-            pending, sums.T.tolist(), durations_s, strict=True
+            pending, sums.T.tolist(), self.timer.durations_s(), strict=True
         ):
             left_out = bool(result.skipped)
             norm = None if left_out else result.grad_norm
@@ -280,6 +280,7 @@ class Trainer:
                 error = self._judge(row["step"], result)
             rows.append(row)
             self.history.loss_curve.append((row["step"], row["loss"]))
+            self.timed.append((row["step"], seconds))
             self.tracker.log_step(row)
             if error is not None:
                 break  # the steps after it were done on what it left
@@ -445,6 +446,7 @@ class Trainer:
         that is asked for and has not been done before; else raise the error. Collective."""
         if self.plan.config.on_nonfinite != "rollback" or error.rolls_back_to is None:
             raise error
+        self._pending = []  # where a save found the fault
         self.restore(error.rolls_back_to)
         self._passed_over = error.step
         self.display.note(f"{error.what}; back at step {self.step}, to pass that batch over")

@@ -307,14 +307,13 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     plan = trainer.plan
     config = plan.config
     sampler = trainer.sampler
-    durations = trainer.timer.durations_s()
+    timed = trainer.timed
     # Steps that the data fill (the last of an epoch takes as long with fewer tokens), untraced.
-    steps = enumerate(durations, trainer.step - len(durations))
     slowed = trainer.profile.slowed if trainer.profile else ()
-    full = [s for step, s in steps if sampler.is_full(step) and step + 1 not in slowed]
+    full = [s for step, s in timed if sampler.is_full(step - 1) and step not in slowed]
     samples = min(sampler.global_batch_size, sampler.num_samples)
     performance = metrics.summarise_performance(
-        full or durations,
+        full or [seconds for _, seconds in timed],
         tokens_per_step=samples * config.max_length * trainer.data.train.real_share,
         flops_per_token=plan.size.flops_per_token(config.max_length, frozen=config.lora_rank > 0),
         world_size=plan.num_processes,
@@ -334,7 +333,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
         "profile": trainer.profile and trainer.profile.record,
         "performance": performance,
         "memory": memory | {"by_rank": ranks},
-        "disk": total | {"num_steps": max(1, len(durations))} if total else None,
+        "disk": total | {"num_steps": max(1, len(timed))} if total else None,
         "sample": trainer.sample,
     }
 

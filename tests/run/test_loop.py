@@ -231,12 +231,12 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     trainer = make_trainer(engine, precision="fp16")
     trainer.num_steps, trainer.history.step = 3, 1
     trainer.record = SimpleNamespace(update=lambda **_: None)
-    # The first duration is of a step that was flushed before.
-    monkeypatch.setattr(trainer.timer, "durations_s", lambda: [9.0, 0.5, 0.25][: 1 + len(batches)])
+    monkeypatch.setattr(trainer.timer, "durations_s", lambda: [[0.5], [0.25]][len(batches) - 1])
     trainer.run()
     found = [(r["step"], r["loss"], r["grad_norm"], r["tokens_per_s"], r["skipped"]) for r in rows]
     # A batch has two tokens, whatever part of them the engine says is learnt.
     assert [batch.num_tokens for batch in batches] == [2, 2]
     assert found == [(2, 1.5, 0.5, 4.0, False), (3, 4.5, None, 8.0, True)]
     assert trainer.history.loss_curve == [(2, 1.5), (3, 4.5)]
+    assert trainer.timed == [(2, 0.5), (3, 0.25)]
     assert trainer.history.skipped_steps == [3]
