@@ -204,16 +204,6 @@ def describe_prediction(prediction: dict[str, Any] | None, num_steps: int | None
     return f"{text}; mostly {prediction['bound_by']}"
 
 
-def describe_memory(prediction: dict[str, Any] | None) -> str:
-    """Peak of the fullest process, and its larger components."""
-    if prediction is None:
-        return NOT_MEASURED
-    parts = sorted(prediction["memory_bytes"].items(), key=lambda part: -part[1])
-    named = ", ".join(f"{name} {gib(size)}" for name, size in parts[:3])
-    ram = gib(prediction["host_bytes"])
-    return f"{gib(prediction['peak_bytes'])} a process ({named}), {ram} of RAM"
-
-
 def _precision(r: Record) -> str:
     dtypes = {
         what: text.replace("torch.bfloat", "bf").replace("torch.float", "fp")

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from operator import itemgetter
 from typing import NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records import record as records
-from distributed_training.records.display import describe_memory, gib, short_path
+from distributed_training.records.display import gib, short_path
 from distributed_training.run.saving.resume import list_checkpoints, remove_unfinished
 from distributed_training.settings.errors import RunError, UserError
 
@@ -92,6 +93,10 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     config = plan.config
     micro = plan.batch.micro_batch_size
     peak = gib(torch.cuda.max_memory_allocated(topology.device))
+    said = plan.prediction
+    assert said is not None, "made with the plan"
+    parts = sorted(said["memory_bytes"].items(), key=itemgetter(1), reverse=True)
+    largest = ", ".join(f"{name} {gib(size)}" for name, size in parts[:3])
     fixes = {
         f"micro_batch_size={micro // 2} num_microbatches=auto (same work)": micro > 1,
         "activation_checkpointing=full": config.activation_checkpointing != "full",
@@ -106,6 +111,7 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
     helpful = "; --set ".join(fix for fix, helps in fixes.items() if helps)
     return (
         f"out of GPU memory on rank {topology.rank}: {detail}\n"
-        f"  {peak} were in use at the peak; predicted were {describe_memory(plan.prediction)}\n"
+        f"  {peak} were in use at the peak; predicted were {gib(said['peak_bytes'])} a process "
+        f"({largest}), {gib(said['host_bytes'])} of RAM\n"
         f"  in this order, try --set {helpful}"
     )
