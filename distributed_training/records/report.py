@@ -183,8 +183,7 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
     for path in map(given_path, paths):
         files = [path]
         if path.is_dir():
-            below = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
-            files = [path / RECORD_FILE] if (path / RECORD_FILE).is_file() else below
+            files = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
         here = {}
         for file in map(Path.resolve, files):  # runs/latest is a link
             try:
