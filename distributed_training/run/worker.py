@@ -96,7 +96,6 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
     sampler = build_sampler(plan, data, topology)
     history = records.History()
     record = None
-    tracker = metrics.Tracker()
     if first:
         if plan.checkpoint is None:  # rows of an attempt that saved nothing
             records.truncate_metrics(plan.run_dir, 0)
@@ -105,8 +104,8 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
             history = records.History(**state.model_dump(include=set(vars(history))))
         values = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **values)
-        about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
-        tracker = metrics.build_tracker(plan.config.log_to, plan.run_dir, about)
+    about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
+    tracker = metrics.build_tracker(plan.config.log_to if first else None, plan.run_dir, about)
     history = records.History(**from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     if record is not None:
@@ -205,7 +204,6 @@ def warm_up(process: Process) -> None:
 
 
 def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
-    """This process's place in the plan's mesh."""
     own = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
     return Topology(**own, **plan.mesh, device_type=device.type)
 
