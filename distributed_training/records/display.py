@@ -56,7 +56,6 @@ class Display:
             self.say(wrap.fill(value))
 
     def start(self, done: int, total: int, compiles: bool) -> None:
-        """Training begins at step `done` of `total`."""
         self._total = total
         if compiles:
             self.say("compiling; this is the first step ...")
@@ -65,8 +64,7 @@ class Display:
             self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format=form)
 
     def progress(self, rows: list[dict[str, Any]], first: int) -> None:
-        """Training has done the steps of `rows`, as in metrics.jsonl; the run's `first` step tells
-        nothing of how long the others take."""
+        """Rows of metrics.jsonl; the run's `first` says nothing of how long others take."""
         last = rows[-1]
         step = last["step"]
         warm = [row for row in rows if row["step"] != first]

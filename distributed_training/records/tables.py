@@ -40,7 +40,6 @@ class Number:
 
 
 def predicted(name: str) -> Value:
-    """An entry of the record's prediction."""
     return lambda r: (r.prediction or {}).get(name)
 
 
@@ -184,9 +183,7 @@ class Comparison:
     def tables(self) -> list[Table]:
         """Those that there are figures for."""
         memory = "Of the fullest process at its fullest moment, as predicted."
-        sent = (
-            "Of the process that sends most, by formula (strategies/LAWS.md), collectives as rings."
-        )
+        sent = "Of the process that sends most, by strategies/LAWS.md, collectives as rings."
         found = [
             results(self),
             predictions(self),

@@ -467,7 +467,6 @@ class Trainer:
                 shutil.rmtree(self.plan.run_dir / records.BEST, ignore_errors=True)
 
     def write_record(self) -> None:
-        """Put the history so far into the record."""
         if self.record is not None:
             self.record.update(**vars(self.history), startup_s=self.startup.seconds)
 

@@ -26,7 +26,7 @@ from pydantic_core import to_json
 from tqdm import tqdm
 
 from distributed_training.records import report
-from distributed_training.records.display import NOT_MEASURED, WIDTH, short_path
+from distributed_training.records.display import NOT_MEASURED, WIDTH, last_part, short_path
 from distributed_training.records.record import (
     METRICS_FILE,
     RECORD_FILE,
@@ -121,7 +121,6 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
 
 
 def count(runs: Sequence[Run], status: str) -> int:
-    """How many have this status."""
     return sum(run.status == status for run in runs)
 
 
@@ -160,10 +159,9 @@ def plan_runs(
     runs = [plan_run(each, more, build, command, processes) for more in seeds for each in layouts]
     telling = {*differing([run.values for run in runs])} - {"strategy", "seed", *WORK}
     for run in runs:
-        settings = {key: value for key, value in run.values.items() if key != "seed"}
-        run.work = ", ".join(f"{key} {value}" for key, value in settings.items() if key in WORK)
-        words = [f"{key}={value}" for key, value in settings.items() if key in telling]
-        run.name = " ".join([settings["strategy"], *words])
+        run.work = ", ".join(f"{k} {v}" for k, v in run.values.items() if k in WORK - {"seed"})
+        words = [f"{key}={value}" for key, value in run.values.items() if key in telling]
+        run.name = " ".join([run.values["strategy"], *words])
     configs = [run.config for run in runs if run.config is not None]
     if not configs:
         raise UserError(runs[0].why)
@@ -309,8 +307,7 @@ def keep(run: Run, out: Path, git_commit: str | None) -> str:
 
 def record_path(record: Record, folder: Path) -> Path:
     """Where to keep a record: named by what distinguishes it, the same run again by a number."""
-    model = record.config["model"].rpartition("/")[2]
-    name = f"{model} {record.layout_name} {record.config['precision']}"
+    name = f"{last_part(record.config['model'])} {record.layout_name} {record.config['precision']}"
     name += f" b{record.batch.micro_batch_size} x{record.world_size}"
     return free_path(folder, name.replace(" ", "-"), ".json")
 
