@@ -53,9 +53,8 @@ class DeepSpeedEngine(base.Engine):
             for parameter, name in names.items()
         }
         blocks.apply_checkpointing(model, config.activation_checkpointing)
-        blocks.apply_chunked_loss(model, config.loss_chunk_tokens, compiled=bool(config.compile))
-        if config.compile:
-            blocks.apply_compile(model, ends=False, chunked=config.loss_chunk_tokens > 0)
+        blocks.apply_chunked_loss(model, config)
+        blocks.apply_compile(model, config, ends=False)
         if strategy.zero.stage == 3:
             # A block's parameters at once: fewer, larger all-gathers, and no hooks to compile.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])

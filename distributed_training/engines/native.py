@@ -107,11 +107,8 @@ class NativeEngine(base.Engine):
 
             terms = apply_lora(part, config)
         blocks.apply_checkpointing(part, config.activation_checkpointing)
-        blocks.apply_chunked_loss(part, config.loss_chunk_tokens, compiled=bool(config.compile))
-        if config.compile:
-            chunked = config.loss_chunk_tokens > 0
-            whole = config.compile == "whole"
-            blocks.apply_compile(part, ends=topology.tp == 1, whole=whole, chunked=chunked)
+        blocks.apply_chunked_loss(part, config)
+        blocks.apply_compile(part, config, ends=topology.tp == 1)
         if self.plan.only_copies and topology.world_size > 1:
             return self.replicate(part)
         if topology.dp_size > 1:
@@ -124,19 +121,14 @@ class NativeEngine(base.Engine):
 
     def replicate(self, part: Decoder) -> nn.Module:
         """Backward averages gradients over all ranks, in fp32 buckets unless compressed."""
-        config = self.config
-        bucket_mib = config.bucket_cap_mb
-        compresses = config.gradient_compression != "none"
-        if compresses:
-            from distributed_training.parallel import compression
+        from distributed_training.parallel import compression
 
-            bucket_mib = compression.bucket_mib(config, self.topology.device_type)
+        bucket_mib = compression.bucket_mib(self.config, self.topology.device_type)
         module = DistributedDataParallel(
             part, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib
         )
         self._arrange_buckets(module)
-        if compresses:
-            self.remembered = compression.apply_compression(module, config)
+        self.remembered = compression.apply_compression(module, self.config)
         return module
 
     def _arrange_buckets(self, module: DistributedDataParallel) -> None:

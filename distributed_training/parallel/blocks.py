@@ -10,6 +10,7 @@ from torch.utils import checkpoint
 
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.private import ATTENTION_OPS, gather_on_use
+from distributed_training.settings.config import RunConfig
 
 
 def apply_checkpointing(model: Decoder, mode: str) -> None:
@@ -27,12 +28,12 @@ def apply_checkpointing(model: Decoder, mode: str) -> None:
         block.forward = functools.partial(again, block.forward)
 
 
-def apply_chunked_loss(model: Decoder, tokens: int, *, compiled: bool) -> None:
-    """Let the loss see so many tokens at a time, in place; 0: all at once. Before apply_compile."""
-    if tokens:
+def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
+    """Let the loss see so many tokens at a time as CONFIG says, in place. Before apply_compile."""
+    if tokens := config.loss_chunk_tokens:
         from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 
-        model.loss = ChunkedCrossEntropy(tokens, compiled=compiled)
+        model.loss = ChunkedCrossEntropy(tokens, compiled=bool(config.compile))
 
 
 def _compile(function: Any) -> Any:
@@ -41,14 +42,15 @@ def _compile(function: Any) -> Any:
     return torch.compile(function, dynamic=False)
 
 
-def apply_compile(
-    model: Decoder, *, ends: bool, whole: bool = False, chunked: bool = False
-) -> None:
-    """Compile every block's forward, all of which share one graph, and what follows the last norm,
-    in place. With `ends`, what precedes and follows the blocks, too: not where ZeRO-3's hooks
-    run around embedding and last norm. With `whole`, all up to the last norm as one graph, which
-    fuses what lies between blocks. A `chunked` loss has compiled its own part."""
-    if whole:
+def apply_compile(model: Decoder, config: RunConfig, *, ends: bool) -> None:
+    """Where CONFIG compiles: every block's forward, all of which share one graph, and what follows
+    the last norm, in place. With `ends`, what precedes and follows the blocks, too: not where
+    ZeRO-3's hooks run around embedding and last norm. compile=whole: all up to the last norm as one
+    graph, which fuses what lies between blocks. A loss in chunks has compiled its own part."""
+    if not config.compile:
+        return
+    chunked = config.loss_chunk_tokens > 0
+    if config.compile == "whole":
         model.hidden = _compile(model.hidden)  # type: ignore[method-assign]
     else:
         for block in model.blocks.values():

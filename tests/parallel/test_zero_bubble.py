@@ -14,6 +14,7 @@ from distributed_training.models import find_model, gpt2
 from distributed_training.parallel.blocks import apply_compile
 from distributed_training.parallel.pipeline import RoundedWeights
 from distributed_training.parallel.zero_bubble import WeightGradients
+from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 
 CPU = torch.device("cpu")
@@ -71,7 +72,7 @@ def test_blocks_share_one_compiled_graph(monkeypatch):
     model = gpt2.build(size, dropout=0.0, seed=0)
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
-    apply_compile(model, ends=False)
+    apply_compile(model, build_config({"compile": True}), ends=False)
     in_two_parts(model, micro_batches(2))
     assert counter.frame_count == 2  # the blocks', and the loss's
 
