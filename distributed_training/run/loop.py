@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -454,10 +454,9 @@ class Trainer:
 
     def restore(self, folder: Path) -> None:
         """Go on from a checkpoint: engine, random numbers, history, record, metrics. Collective."""
-        plan = replace(self.plan, checkpoint=folder)
-        tokens = self.data.fingerprint
         began = time.monotonic()
-        step = checkpoint.load_checkpoint(self.engine, plan, self.topology, data_fingerprint=tokens)
+        whose = (self.engine, self.plan, self.topology, self.data.fingerprint)
+        step = checkpoint.load_checkpoint(folder, *whose)
         self.history.cut(step)
         self.history.loads.append({"step": step, "load_s": time.monotonic() - began})
         self.write_record()  # so that a kill before the next save does not lose it

@@ -209,8 +209,8 @@ def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
 
     def use(run: Run) -> dict[str, Any]:
         assert any("resharding" in note for note in run.plan.notes)
-        fingerprint = run.data.fingerprint
-        step = load_checkpoint(run.engine, run.plan, run.topology, data_fingerprint=fingerprint)
+        whose = (run.engine, run.plan, run.topology, run.data.fingerprint)
+        step = load_checkpoint(run.plan.checkpoint, *whose)
         return _train(run, arguments["steps"], range(step, arguments["steps"]))
 
     return _all_cases(arguments, use)

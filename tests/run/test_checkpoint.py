@@ -55,11 +55,11 @@ class FakeEngine(Engine):
         assert counters == self.counters()
 
 
-def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD, checkpoint=None):
+def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
     config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True)
     strategy = SimpleNamespace(name=spread["strategy"], swaps_to_disk=False, steps_on_host=False)
     return SimpleNamespace(
-        config=config, run_dir=run_dir, work=work, spread=spread, checkpoint=checkpoint,
+        config=config, run_dir=run_dir, work=work, spread=spread, checkpoint=None,
         processes_here=1, strategy=strategy, notes=[], own_disks=False,
         ranks_beside=lambda _: None,
     )  # fmt: skip
@@ -71,8 +71,8 @@ def save(run_dir, step, *, engine=None, **plan):
 
 
 def load(folder, engine=None, *, tokens="tokens", spread=SPREAD):
-    plan = plan_of(None, checkpoint=folder, spread=spread)
-    return load_checkpoint(engine or FakeEngine(), plan, TOPOLOGY, data_fingerprint=tokens)
+    plan = plan_of(None, spread=spread)
+    return load_checkpoint(folder, engine or FakeEngine(), plan, TOPOLOGY, tokens)
 
 
 def begin(saver, engine, step):

@@ -182,13 +182,10 @@ def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
 
 
 def load_checkpoint(
-    engine: Engine, plan: Plan, topology: Topology, *, data_fingerprint: str
+    folder: Path, engine: Engine, plan: Plan, topology: Topology, data_fingerprint: str
 ) -> int:
-    """Restore engine and random numbers from the plan's checkpoint; return the step. Raises
-    UserError, also for one that was made on other tokens than the run would go on with. Collective.
-    """
-    folder = plan.checkpoint
-    assert folder is not None
+    """Restore engine and random numbers from a checkpoint; return the step. Raises UserError, also
+    for one that was made on other tokens than the run would go on with. Collective."""
     meta = resume.read_meta(folder)
     if meta.data_fingerprint != data_fingerprint:
         what = f"the text is not what {folder} was trained on"
