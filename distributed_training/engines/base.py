@@ -29,7 +29,6 @@ class StepResult:
     """What one optimizer step did."""
 
     loss_sum: torch.Tensor  # of this rank's token losses, fp32 scalar on the device
-    num_targets: int  # real ones of the global batch, all ranks
     grad_norm: torch.Tensor | float | None  # before clipping; None where it is not known
     skipped: torch.Tensor | bool  # because gradients overflowed, and the update was left out
     # Norms of what this rank holds of each parameter's gradient, [len(Engine.gradient_names)], on
@@ -48,7 +47,7 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
         """Forward, backward and one update over *all* micro-batches of the step. The gradient is
-        that of (sum of token losses of the global batch) / `num_targets`."""
+        that of (sum of token losses of the global batch) / `batch.num_targets`."""
 
     @abc.abstractmethod
     def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:

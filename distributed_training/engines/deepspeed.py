@@ -87,7 +87,7 @@ class DeepSpeedEngine(base.Engine):
         loss_sum = self._run(batch, scale)
         skipped = not self.engine.was_step_applied()
         norm = None if skipped else self.engine.get_global_grad_norm()
-        return base.StepResult(loss_sum, batch.num_targets, norm, skipped)
+        return base.StepResult(loss_sum, norm, skipped)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
         """All micro-batches and the update, for `scale` times the loss; this rank's summed loss."""

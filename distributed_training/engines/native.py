@@ -156,7 +156,7 @@ class NativeEngine(base.Engine):
         with overlap_products(self.overlaps):  # compiled with the first step
             loss_sum, norm, each = self.step(*arrays)
         skipped = norm.isfinite().logical_not() if self.fp16 else False
-        return base.StepResult(loss_sum, batch.num_targets, norm, skipped, each)
+        return base.StepResult(loss_sum, norm, skipped, each)
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """This rank's summed loss, and the norms that `global_norm` finds, of one optimizer step

@@ -221,7 +221,7 @@ class Trainer:
         self.engine.set_learning_rate(rate)
         batch = self.sampler.step_batch(self.data.train, self.step)
         row = {"epoch": self.step // self.sampler.steps_per_epoch, "learning_rate": rate}
-        row["num_tokens"] = batch.num_tokens
+        row |= {"num_tokens": batch.num_tokens, "num_targets": batch.num_targets}
         self._pending.append(({"step": self.step + 1, **row}, self.engine.train_step(batch)))
         self.timer.mark()
         if self.profile is not None:
@@ -267,9 +267,8 @@ class Trainer:
             left_out = bool(result.skipped)
             norm = None if left_out else result.grad_norm
             row |= {
-                "num_targets": result.num_targets,
                 "skipped": left_out or bool(fault and config.on_nonfinite == "skip"),
-                "loss": loss_sum / result.num_targets,
+                "loss": loss_sum / row["num_targets"],
                 "grad_norm": None if norm is None else float(norm),
                 "step_time_s": seconds,
                 "tokens_per_s": row["num_tokens"] / seconds,

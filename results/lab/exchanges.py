@@ -34,9 +34,9 @@ def train(run: Run) -> dict[str, Any]:
     targets = []
     for step in range(steps):
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, steps))
-        result = run.engine.train_step(run.batch(step))
-        sums.append(result.loss_sum.double().cpu())
-        targets.append(result.num_targets)
+        batch = run.batch(step)
+        sums.append(run.engine.train_step(batch).loss_sum.double().cpu())
+        targets.append(batch.num_targets)
     losses = torch.stack(sums)
     dist.all_reduce(losses)
     means = (losses / torch.tensor(targets)).view(-1, CURVE_STEPS).mean(1)

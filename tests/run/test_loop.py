@@ -54,7 +54,7 @@ class CountingEngine:
         self.step += 1
         self.at_step(self.step)
         loss = torch.tensor(self.losses[self.step - 1]) * batch.num_targets
-        return StepResult(loss, batch.num_targets, None, False)
+        return StepResult(loss, None, False)
 
     def eval_step(self, inputs, targets):
         return torch.tensor(1.0)
@@ -82,7 +82,7 @@ def exported(monkeypatch):
 
 def make_trainer(engine=None, **config):
     lengths = np.full(STEPS_PER_EPOCH, 2)
-    samples = Samples(np.arange(100), np.arange(STEPS_PER_EPOCH), lengths, 2, 0, lengths)
+    samples = Samples(np.arange(100), np.arange(STEPS_PER_EPOCH), lengths, 2, 0, lengths.copy())
     values = {"batch_size": 1, "learning_rate": 0.1, "export": False, "generate": None}
     config = build_config({**values, **config})
     return Trainer(
@@ -223,18 +223,18 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     rows, batches = [], []
     monkeypatch.setattr(loop.records, "append_metrics", lambda _, new: rows.extend(new))
     answers = [
-        StepResult(torch.tensor(6.0), 4, torch.tensor(0.5), False),
-        StepResult(torch.tensor(9.0), 2, None, True),
+        StepResult(torch.tensor(1.5), torch.tensor(0.5), False),
+        StepResult(torch.tensor(4.5), None, True),
     ]
     engine = CountingEngine()
     engine.train_step = lambda batch: batches.append(batch) or answers[len(batches) - 1]
     trainer = make_trainer(engine, precision="fp16")
     trainer.num_steps, trainer.history.step = 3, 1
+    trainer.data.train.num_targets[:] = 1  # of two tokens
     trainer.record = SimpleNamespace(update=lambda **_: None)
     monkeypatch.setattr(trainer.timer, "durations_s", lambda: [[0.5], [0.25]][len(batches) - 1])
     trainer.run()
     found = [(r["step"], r["loss"], r["grad_norm"], r["tokens_per_s"], r["skipped"]) for r in rows]
-    # A batch has two tokens, whatever part of them the engine says is learnt.
     assert [batch.num_tokens for batch in batches] == [2, 2]
     assert found == [(2, 1.5, 0.5, 4.0, False), (3, 4.5, None, 8.0, True)]
     assert trainer.history.loss_curve == [(2, 1.5), (3, 4.5)]
