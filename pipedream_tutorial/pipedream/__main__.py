@@ -149,7 +149,7 @@ def export(row: Row, config: dict[str, Any]) -> None:
         if config["recompute"] is not None:
             what = "a CSV has no operation that recomputes"
             raise UserError(what, "write the order with recompute=none")
-        if len(schedule.chains) > 1:
+        if schedule.copies > 1:
             what = f"{row.name} keeps two copies of the model, which a CSV cannot say"
             raise UserError(what, "write another schedule")
         if not row.flushes:

@@ -33,7 +33,7 @@ def schedules(draw: Callable[[Any], Any]) -> Schedule:
 def timelines(draw: Callable[[Any], Any], overlap: bool = True) -> Timeline:
     """Any schedule with uneven stages, sending time and, if wanted, overlapped pairs."""
     schedule = draw(schedules())
-    n = len(schedule.chains[0])
+    n = schedule.num_stages
     by_stage = st.tuples(*[DURATIONS] * n)
     costs = Costs(
         forward=draw(by_stage),
@@ -56,9 +56,11 @@ def test_each_microbatch_passes_each_stage_once_forward_and_once_backward(s: Sch
     for op in s.ops():
         kinds.setdefault((op.stage, op.microbatch), []).append(op.kind)
     assert all(sorted(found) in (["B", "F"], ["F", "I", "W"]) for found in kinds.values())
-    # Each microbatch goes through one whole chain, and they are numbered from 0.
+    # Each microbatch goes through one whole copy, and they are numbered from 0.
+    n = s.num_stages
     for i in range(s.num_microbatches):
-        assert tuple(sorted(stage for stage, j in kinds if j == i)) in s.chains
+        own = sorted(stage for stage, j in kinds if j == i)
+        assert own in [list(range(copy * n, (copy + 1) * n)) for copy in range(s.copies)]
     assert len({rank for op, rank in s.ranks().items() if op.stage == 0}) == 1
 
 
@@ -66,23 +68,23 @@ def test_each_microbatch_passes_each_stage_once_forward_and_once_backward(s: Sch
 @given(timelines())
 def test_operations_wait_for_what_they_need_and_start_as_soon_as_they_can(t: Timeline) -> None:
     end, rank_of, c = ends(t), t.schedule.ranks(), t.costs.communication
-    place = {s: (chain, k) for chain in t.schedule.chains for k, s in enumerate(chain)}
+    n = t.schedule.num_stages
     for line in t.events:
         for before, event in zip((None, *line), line, strict=False):
             inputs = [Fraction(0)] if before is None else [before.end]
             for kind, stage, i in event.item.parts:
-                chain, k = place[stage]
+                k = stage % n
                 if kind == "F":
-                    wanted = [Op("F", chain[k - 1], i)] if k else []
+                    wanted = [Op("F", stage - 1, i)] if k else []
                 elif kind == "W":
                     wanted = [Op("I", stage, i)]
                 else:
-                    after = [Op(kind, s, i) for s in chain[k + 1 : k + 2] for kind in "BI"]
+                    after = [Op(kind, stage + 1, i) for kind in "BI" if k + 1 < n]
                     wanted = [Op("F", stage, i), *[op for op in after if op in end]]
                     assert len(wanted) == 2 or not after
                 inputs += [end[op] + (c if rank_of[op] != event.rank else 0) for op in wanted]
             assert event.start == max(inputs)
-            assert event.end == event.start + t.costs.duration(event.item, t.schedule.position)
+            assert event.end == event.start + t.costs.duration(event.item, n)
 
 
 @FIXED

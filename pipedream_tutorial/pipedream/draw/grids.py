@@ -63,11 +63,10 @@ class Work:
 def kind_colours(schedule: Schedule) -> Colouring:
     """The colour of an operation's kind, paler for a rank's second, third ... stage; of two copies
     of the model, the second one's stages are the paler ones on all ranks."""
-    order = [stage for chain in schedule.chains for stage in chain]
     pale = {
         stage: place / max(2, len(stages))
         for stages in schedule.stages()
-        for place, stage in enumerate(sorted(stages, key=order.index))
+        for place, stage in enumerate(stages)
     }
     return lambda op: page.paler(KINDS[op.kind][0], pale[op.stage])
 
@@ -77,7 +76,7 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
     entries: list[tuple[Colour, str]] = [own for kind, own in KINDS.items() if kind in used]
     if any(len(own) > 1 for t in timelines for own in t.schedule.stages()):
-        copies = max(len(t.schedule.chains) for t in timelines)
+        copies = max(t.schedule.copies for t in timelines)
         text = "paler: 2nd stage or copy" if copies > 1 else "paler: a rank's second stage"
         entries.append((page.paler(KINDS["F"][0], 1 / 2), text))
     swatches = [Patch(fc=colour, ec=EDGE, lw=0.6, label=text) for colour, text in entries]

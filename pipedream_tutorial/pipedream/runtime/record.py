@@ -70,7 +70,7 @@ class MeasuredRun:
         def medians(*kinds: str) -> list[float]:
             return [
                 _ms(sum(median(self.durations[kind, stage] or [0]) for kind in kinds))
-                for stage in case.schedule.chains[0]
+                for stage in range(case.schedule.num_stages)
             ]
 
         m = case.num_microbatches
@@ -116,7 +116,7 @@ class MeasuredRun:
     def costs(self, num_stages: int) -> Costs:
         """Mean durations, of the same layers cut into so many equal stages, and the time to send.
         Where the run did not cut its backward passes, all of one counts as its input gradient."""
-        own = self.case.schedule.chains[0]
+        own = range(self.case.schedule.num_stages)
 
         def means(*kinds: str) -> tuple[Fraction, ...]:
             found = []
@@ -135,7 +135,7 @@ class MeasuredRun:
         that this run did not cut: where the cut lies was not measured."""
         if schedule.cuts_backward and not self.case.schedule.cuts_backward:
             return None
-        return simulate(schedule, self.costs(len(schedule.chains[0])))
+        return simulate(schedule, self.costs(schedule.num_stages))
 
 
 def build_record(
@@ -149,7 +149,7 @@ def build_record(
     durations say nothing about the schedule.
     """
     first = calibrated_on.case
-    costs = calibrated_on.costs(len(first.schedule.chains[0]))
+    costs = calibrated_on.costs(first.schedule.num_stages)
     backward = map(sum, zip(costs.input_gradient, costs.weight_gradient, strict=True))
     cases = []
     for run in runs:

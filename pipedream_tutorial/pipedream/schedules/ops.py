@@ -66,19 +66,28 @@ def item_of(ops: Sequence[Op]) -> Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """An order of operations for every rank, and the way a microbatch takes through the stages."""
+    """An order of operations for every rank. Stages are numbered from 0 as the forward pass takes
+    them; those of a second copy of the model (Chimera, DualPipe) come after the first's, and each
+    microbatch goes through one copy."""
 
     name: str
     orders: tuple[tuple[Item, ...], ...]  # one rank's operations in the order in which it runs them
-    chains: tuple[tuple[int, ...], ...]
-    """Stages in the direction of the forward pass, numbered in a row. Two chains: two copies of
-    the model (Chimera, DualPipe), each microbatch goes through one of them."""
-    stages_per_rank: int = 1  # chunks that a rank's share of the layers is cut into, in one copy
+    copies: int = 1
     kept: Fraction = Fraction(1)  # share of a stage's activations that is kept from F to R
 
     @property
     def num_ranks(self) -> int:
         return len(self.orders)
+
+    @cached_property
+    def num_stages(self) -> int:
+        """Of one copy; stage % num_stages is a stage's place in the model."""
+        return len({stage for _, stage in self.known}) // self.copies
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Chunks that a rank's share of the layers is cut into, in one copy."""
+        return max(1, self.num_stages // self.num_ranks)
 
     @cached_property
     def flat(self) -> list[list[Op]]:
@@ -110,11 +119,6 @@ class Schedule:
         """By rank: the stages that it holds, sorted."""
         return [sorted(set(map(itemgetter(1), order))) for order in self.flat]
 
-    @cached_property
-    def position(self) -> dict[int, int]:
-        """stage -> its place in the model, 0 for the one that holds the first layers."""
-        return {stage: place for chain in self.chains for place, stage in enumerate(chain)}
-
     def ranks(self) -> dict[Op, int]:
         """operation -> the rank that runs it."""
         return {op: rank for rank, order in enumerate(self.flat) for op in order}
@@ -125,13 +129,14 @@ class Schedule:
     def needs(self, op: Op) -> list[Op]:
         """The operations whose results this one takes in, those on its own stage included."""
         kind, stage, i = op
+        place = stage % self.num_stages
         if kind == "F":
-            return [Op("F", stage - 1, i)] if self.position[stage] else []
+            return [Op("F", stage - 1, i)] if place else []
         if kind == "W":
             return [Op("I", stage, i)]
         again = Op("R", stage, i)
         found = [again if op != again and again in self else Op("F", stage, i)]
-        if kind != "R" and self.position[stage] + 1 < len(self.chains[0]):
+        if kind != "R" and place + 1 < self.num_stages:
             half = Op("I", stage + 1, i)
             found.append(half if half in self else half._replace(kind="B"))
         return found
@@ -174,9 +179,9 @@ def save_csv(schedule: Schedule, path: Path) -> None:
 
 
 def load_csv(path: Path) -> Schedule:
-    """Read orders back; empty cells (torch's bubbles) are skipped. Stages form one chain. Raises
-    UserError that names line and cell for what is no operation, and for stages that are not
-    numbered 0, 1, ... or are on several ranks."""
+    """Read orders back; empty cells (torch's bubbles) are skipped. Raises UserError that names line
+    and cell for what is no operation, and for stages that are not numbered 0, 1, ... or are on
+    several ranks."""
     if not path.is_file():
         raise UserError(f"{path} is not a file", "give the path of a schedule's CSV")
     orders = []
@@ -222,14 +227,6 @@ def _parse(cell: str, where: str) -> Item:
 
 
 def straight(name: str, lines: Orders, copies: int = 1) -> Schedule:
-    """Each rank's operations as a schedule. A copy of the model has its stages in a row: 0, 1, ...,
-    and the second copy those after."""
-    orders = [[i if type(i) is Pair else Op._make(i) for i in line] for line in lines]
-    stages = sorted({op.stage for order in orders for item in order for op in item.parts})
-    each = len(stages) // copies
-    return Schedule(
-        name=name,
-        orders=tuple(map(tuple, orders)),
-        chains=tuple(tuple(stages[k * each : (k + 1) * each]) for k in range(copies)),
-        stages_per_rank=max(1, each // max(1, len(lines))),
-    )
+    """Each rank's operations as a schedule."""
+    orders = [tuple(i if type(i) is Pair else Op._make(i) for i in line) for line in lines]
+    return Schedule(name=name, orders=tuple(orders), copies=copies)

@@ -74,7 +74,7 @@ def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int,
     own: dict[int, list[Op]] = {}
     for op in schedule.ops():
         own.setdefault(op[1], []).append(op)
-    p = len(schedule.chains[0])
+    p = schedule.num_stages
     return {stage: _stage_use(own[stage], policy, batch_size, p) for stage in sorted(own)}
 
 

@@ -41,7 +41,7 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
     Megatron-LM's fused send-and-receive in the steady part of 1F1B. Raises UserError for schedules
     with more than one stage a rank.
     """
-    if len(schedule.chains) > 1 or schedule.stages_per_rank > 1:
+    if schedule.copies > 1 or schedule.stages_per_rank > 1:
         raise UserError(
             f"{schedule.name} has several stages a rank", "choose one with a single stage, as 1f1b"
         )

@@ -119,7 +119,8 @@ class Row:
     def _use(self) -> dict[int, WeightUse]:
         """By stage, in the model's order, a second copy's after the first's."""
         if self.flushes:  # known without counting
-            return dict.fromkeys(self._fullest.position, ONE_VERSION)
+            batch = self.batch.schedule
+            return dict.fromkeys(range(batch.copies * batch.num_stages), ONE_VERSION)
         return weight_use(self._fullest, self.policy, self.batch.schedule.num_microbatches)
 
     @property

@@ -59,12 +59,12 @@ class Costs:
     occupies neither rank."""
     overlap_saving: Fraction = Fraction(0)  # share of a pair's shorter half hidden by the longer
 
-    def duration(self, item: Item, position: dict[int, int]) -> Fraction:
+    def duration(self, item: Item, num_stages: int) -> Fraction:
         """How long one rank is busy with an operation or a pair."""
         halves = []
         for kind, stage, _ in item.parts:
             durations = self.forward, self.input_gradient, self.weight_gradient
-            f, i, w = (by_place[position[stage]] for by_place in durations)
+            f, i, w = (by_place[stage % num_stages] for by_place in durations)
             halves.append({"F": f, "R": f, "B": i + w, "I": i, "W": w}[kind])
         hidden = self.overlap_saving * min(halves) if len(halves) > 1 else 0
         return sum(halves, Fraction(0)) - hidden
@@ -86,7 +86,7 @@ def build_costs(
     factor however the layers are cut. Raises UserError where that is not a multiple of the ranks.
     """
     check_scale(scale, schedule.num_ranks)
-    factors = stage_factors(scale or [1], len(schedule.chains[0]))
+    factors = stage_factors(scale or [1], schedule.num_stages)
 
     def by_place(whole: Number) -> tuple[Fraction, ...]:
         return tuple(Fraction(whole) / schedule.stages_per_rank * factor for factor in factors)
@@ -250,12 +250,12 @@ def _advance(
 
 def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind, _Rule]]]:
     """The tick, and the rules of each rank."""
-    position = schedule.position
     kinds = []
     for order in schedule.orders:
         some = dict(zip(map(itemgetter(0, 1), order), order, strict=True)).values()  # all pairs too
         kinds.append({_kind(item): item for item in some})
-    lasts = {kind: costs.duration(item, position) for own in kinds for kind, item in own.items()}
+    n = schedule.num_stages
+    lasts = {kind: costs.duration(item, n) for own in kinds for kind, item in own.items()}
     times = [costs.communication, *lasts.values()]
     scale = math.lcm(*(time.denominator for time in times))
     tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)

@@ -96,7 +96,7 @@ class StageTrainer:
         """`module` gives the first version of the weights, in its memory, which is not used
         afterwards. `batch_size`: microbatches in a batch. `loss` is the last stage's."""
         self.stage = stage
-        self.num_stages = len(schedule.chains[0])
+        self.num_stages = schedule.num_stages
         self.num_microbatches = schedule.num_microbatches
         self.cut = schedule.cuts_backward
         self.policy = policy
