@@ -10,7 +10,6 @@ from typing import Any
 
 from pipedream.config import SHARED_RULES, Rule, parse_arguments
 from pipedream.errors import main_with_errors
-from pipedream.simulate.comparison import Case
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # stages of the pipeline, one a rank
@@ -73,17 +72,11 @@ def main() -> None:
     config = parse_arguments(
         CONFIG, RULES, "Draw the tutorial's pictures from simulated timelines.", script=__file__
     )
-    case = Case(
-        num_stages=config["num_stages"],
-        num_microbatches=config["num_microbatches"],
-        num_batches=1,
-        **{key: config[key] for key in SHARED},
-    )
     from pipedream.draw import charts, grids  # matplotlib may be missing
     from pipedream.draw.page import save
 
     modules = {"charts": charts, "grids": grids}
-    work = grids.Work(case=case, weight_size=config["weight_size"])
+    work = grids.Work({**config, "num_batches": 1, "recompute": None, "reorder": True})
     folder = Path(config["output"])
     folder.mkdir(parents=True, exist_ok=True)
     for name in config["only"] or PICTURES:

@@ -25,7 +25,7 @@ from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.ops import save_csv
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate import comparison
-from pipedream.simulate.comparison import Case, Refused, Row
+from pipedream.simulate.comparison import Refused, Row
 from pipedream.simulate.trace import trace_document
 from pipedream.train.report import print_training
 
@@ -98,34 +98,27 @@ def main() -> None:
     about = str(__doc__).split("\n\n")[0]
     config = parse_arguments(CONFIG, RULES, about, script=__file__, extra=EXTRA)
     name = config["schedule"]
-    case = Case(**{name: config[name] for name in Case.__dataclass_fields__})
-    sizes = case.num_stages, case.num_microbatches
+    sizes = config["num_stages"], config["num_microbatches"]
     rows: Iterable[Row | Refused]
     if name == "all":
         for option in EXTRA:
             if config[option] is not None:
                 fix = "add --set schedule=1f1b or another"
                 raise UserError(f"--{option} writes one schedule", fix)
-        rows = comparison.compare(case)
+        rows = comparison.compare(config)
     else:
-        if name == "search":
-            memory = config["memory"] or case.num_stages
-            row = comparison.measure_search(memory, config["prove"], case)
-        elif name in SCHEDULES:
-            row = comparison.measure(name, case)
-        else:
-            row = comparison.measure_csv(Path(name), case)
+        row = comparison.measure(name, config)
         export(row, config)
         schedule = row.batch.schedule
         sizes = schedule.num_ranks, schedule.num_microbatches  # a file has its own
         rows = [row]
-    scale = case.stage_scale and f", stages times {' '.join(map(number, case.stage_scale))}"
+    f, i, w, c = (number(config[key]) for key in simple.DURATIONS)
+    scale = config["stage_scale"]
+    factors = f", stages times {' '.join(map(number, scale))}" if scale else ""
     print_wrapped(
         "",
-        f"p = {sizes[0]} ranks, m = {sizes[1]} microbatches a batch; durations F = "
-        f"{number(case.forward)}, I = {number(case.input_gradient)}, W = "
-        f"{number(case.weight_gradient)}, B = I + W, communication "
-        f"{number(case.communication)}{scale or ''}",
+        f"p = {sizes[0]} ranks, m = {sizes[1]} microbatches a batch; durations F = {f}, I = {i}, "
+        f"W = {w}, B = I + W, communication {c}{factors}",
     )
     if config["verbose"] or (config["verbose"] is None and name != "all"):
         print_wrapped("", LEGEND)
@@ -133,9 +126,9 @@ def main() -> None:
         rows = list(rows)
         for one in rows:
             print()
-            print_schedule(one, case, drawn)
+            print_schedule(one, config, drawn)
         print()
-    print_comparison(rows, case)
+    print_comparison(rows, config)
     if config["steps"]:
         gc.enable()
         print(flush=True)
@@ -165,7 +158,7 @@ def export(row: Row, config: dict[str, Any]) -> None:
             print(f"wrote {config[option]}", file=sys.stderr)
 
 
-def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> None:
+def print_schedule(row: Row | Refused, config: dict[str, Any], drawn: dict[object, str]) -> None:
     """One schedule's grid, unless `drawn` (orders -> title) has the same, and its figures. A
     schedule without a flush is drawn over several batches, where it differs from one with it."""
     print(bold(row.title))
@@ -187,9 +180,10 @@ def print_schedule(row: Row | Refused, case: Case, drawn: dict[object, str]) -> 
         f"{percent(one.span_fraction)})",
     )
     used = percent(1 - row.stream_idle.makespan_fraction)
-    tell(f"{case.num_batches} batches", f"time {number(row.stream_makespan)}, utilisation {used}")
+    stream = number(row.stream_makespan)
+    tell(f"{row.num_batches} batches", f"time {stream}, utilisation {used}")
     if row.bound is None:
-        tell_closed_form(row, case)
+        tell_closed_form(row, config)
     else:  # the order was searched for
         tell(
             "minimised",
@@ -214,9 +208,9 @@ def tell(label: str, text: str) -> None:
     print_wrapped(f"  {label:<13}", text)
 
 
-def tell_closed_form(row: Row, case: Case) -> None:
+def tell_closed_form(row: Row, config: dict[str, Any]) -> None:
     """What the formula gives for one batch, beside what the simulation gave."""
-    known = comparison.closed_form(row.name, case)
+    known = comparison.closed_form(row.name, config)
     if known is None:
         text = "none with uneven stages, communication, overlap, R, reordering or a file"
         print(f"  closed form  {text}")
@@ -234,11 +228,11 @@ def tell_closed_form(row: Row, case: Case) -> None:
     tell("", f"{form.idle_text}; as published: {form.published} (arXiv {form.source})")
 
 
-def print_comparison(rows: Iterable[Row | Refused], case: Case) -> None:
+def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> None:
     """All schedules in one table, each as soon as it is there; for those that are not possible the
     reason."""
     mixed = False
-    print(simple.table_head(case.num_batches))
+    print(simple.table_head(config["num_batches"]))
     for row in rows:
         if isinstance(row, Refused):
             print_wrapped(f"{row.title:<24}", f"not possible: {row.reason}")

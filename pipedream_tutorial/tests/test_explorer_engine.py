@@ -20,7 +20,7 @@ from pipedream.errors import UserError
 from pipedream.schedules.ops import save_csv, straight
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import weight_use
-from pipedream.simulate.comparison import Case, measure
+from pipedream.simulate.comparison import measure
 from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.search import build_problem, lower_bound
 from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
@@ -72,19 +72,17 @@ def in_python(name, c):
         "forward": "F", "input_gradient": "I", "weight_gradient": "W", "communication": "c",
         "overlap_saving": "saving",
     }  # fmt: skip
-    case = Case(
-        **{name: c[key] for name, key in sizes.items()},
-        **{name: Fraction(c[key]) for name, key in durations.items()},
-        stage_scale=[*map(Fraction, c["scale"])] or None,
-        recompute=Fraction(c["kept"]) if c["recompute"] else None,
-    )
-    row = measure(name, case)
+    config = {name: c[key] for name, key in sizes.items()}
+    config |= {name: Fraction(c[key]) for name, key in durations.items()}
+    config["stage_scale"] = [*map(Fraction, c["scale"])] or None
+    config["recompute"] = Fraction(c["kept"]) if c["recompute"] else None
+    row = measure(name, config | {"reorder": True})
     timeline, found = row.stream, row.stream_idle
     use = weight_use(timeline.schedule, row.policy, c["m"])
     floats = [*found.makespan, *found.span, found.makespan_fraction, found.span_fraction]
     return {
         "tick": float(timeline.tick),
-        "c": case.communication / timeline.tick,
+        "c": config["communication"] / timeline.tick,
         "cells": [",".join(map(str, order)) for order in timeline.schedule.orders],
         "starts": [[*line] for line in timeline.starts],
         "ends": [[*line] for line in timeline.ends],

@@ -4,8 +4,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from pipedream.draw import charts, grids
 from pipedream.draw.charts import idle_curves
 from pipedream.draw.grids import Work, forwards_only, kind_colours
 from pipedream.draw.page import LEAST, save
-from pipedream.simulate.comparison import Case, Row, compare, measure
+from pipedream.simulate.comparison import Row, compare, measure
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Timeline
 
@@ -37,11 +35,7 @@ PICTURES: dict[str, Callable[[Work], Figure]] = {
 }
 
 
-def case_of(**changes: Any) -> Case:
-    keys = (*pipedream_visual.SHARED, "num_stages", "num_microbatches")
-    values = {key: pipedream_visual.CONFIG[key] for key in keys} | {"num_batches": 1} | changes
-    durations = ("forward", "input_gradient", "weight_gradient", "communication", "overlap_saving")
-    return Case(**values | {key: Fraction(values[key]) for key in durations})
+CONFIG = pipedream_visual.CONFIG | {"num_batches": 1, "recompute": None, "reorder": True}
 
 
 def watched(make: Callable[[], Figure]) -> Figure:
@@ -88,7 +82,7 @@ def numbers_of(picture: Path) -> np.ndarray:
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
     """All pictures of the shipped CONFIG, which are those in figures/."""
     folder = tmp_path_factory.mktemp("shipped")
-    work = Work(case=case_of(), weight_size=Fraction(1))
+    work = Work(CONFIG)
     figures = {}
     for name, draw in PICTURES.items():
         path = folder / f"{name}{pipedream_visual.SUFFIXES.get(name, '.png')}"
@@ -129,16 +123,15 @@ def drawn_cells(ax: Axes) -> Cells:
 
 def shown_timelines() -> dict[str, list[Timeline]]:
     """What each panel of a grid picture has to show."""
-    case = case_of()
-    uncut = case_of(num_microbatches=1, forward=case.num_microbatches * case.forward)
-    gpipe = measure("gpipe", case).batch
-    rows = [row for row in compare(case) if isinstance(row, Row)]
+    uncut = CONFIG | {"num_microbatches": 1, "forward": 8}
+    gpipe = measure("gpipe", CONFIG).batch
+    rows = [row for row in compare(CONFIG) if isinstance(row, Row)]
     return {
-        "naive_pipeline": [measure("naive", case).batch],
+        "naive_pipeline": [measure("naive", CONFIG).batch],
         "microbatch_forward": list(map(forwards_only, (measure("gpipe", uncut).batch, gpipe))),
         "microbatch_backward": [gpipe],
         "all_schedules": list({row.batch.schedule.orders: row.batch for row in rows}.values()),
-        "weight_versioning": [measure("pipedream", case).batch] * 2,
+        "weight_versioning": [measure("pipedream", CONFIG).batch] * 2,
     }
 
 
@@ -160,16 +153,15 @@ def test_rectangles_are_the_timeline(shipped: dict[str, Figure]) -> None:
 
 
 def test_utilisation_is_the_measures(shipped: dict[str, Figure]) -> None:
-    case = case_of()
     ax = shipped["utilization_comparison"].axes[0]
     widths = [float(r.get_width()) for r in rectangles(ax)]
     diamonds = [float(line.get_xdata()[0]) for line in ax.get_lines()]
     names = [label.get_text() for label in ax.get_yticklabels()]
     drawn = list(zip(names, widths[1::2], widths[::2], diamonds, strict=True))
     shares = {}
-    for row in compare(replace(case, num_batches=2)):
+    for row in compare(CONFIG | {"num_batches": 2}):
         assert isinstance(row, Row)
-        batch = idle(measure(row.name, case).batch)
+        batch = idle(measure(row.name, CONFIG).batch)
         idles = (batch.makespan_fraction, batch.span_fraction, row.steady_idle)
         shares[row.title] = tuple(1 - share for share in idles)
     kinds = [title for title in shares if title.startswith("PipeDream")]
@@ -180,9 +172,8 @@ def test_utilisation_is_the_measures(shipped: dict[str, Figure]) -> None:
 
 
 def test_bubble_points_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> None:
-    case = case_of()
     counts = [1, 2, 4, 8, 16, 32, 64]
-    curves = idle_curves(case, counts, [])
+    curves = idle_curves(CONFIG, counts, [])
     assert sum(len(curve.closed) for curve in curves) > 40
     for curve in curves:
         assert curve.closed.items() <= curve.simulated.items()

@@ -5,7 +5,6 @@ import random
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from fractions import Fraction
 
 import pipedream_simple as simple
@@ -15,22 +14,11 @@ from pipedream.errors import UserError
 from pipedream.schedules.ops import Op, load_csv, repeat
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
-from pipedream.simulate.comparison import Case, Refused, compare, measure, measure_csv
+from pipedream.simulate.comparison import Refused, compare, measure
 from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.simulator import build_costs, simulate
 
-CASE = Case(
-    num_stages=4,
-    num_microbatches=8,
-    num_batches=3,
-    chunks=2,
-    forward=Fraction(1),
-    input_gradient=Fraction(2),
-    weight_gradient=Fraction(1),
-    communication=Fraction(0),
-    overlap_saving=Fraction(0),
-    stage_scale=None,
-)
+CASE = command.CONFIG | {"num_batches": 3, "input_gradient": 2}
 
 
 def call(capsys, monkeypatch, *arguments: str) -> str:
@@ -51,8 +39,8 @@ def test_the_script_says_what_the_engine_says(name):
             drawn = [Fraction(chance.randint(1, 12), chance.randint(1, 4)) for _ in range(4)]
             durations = dict(zip(simple.DURATIONS, drawn, strict=True))
             sizes = {"num_stages": p, "num_microbatches": m, "chunks": v, "num_batches": count}
-            case = replace(CASE, **sizes, **durations)
-            found, row = simple.measure(name, sizes | durations), measure(name, case)
+            case = CASE | sizes | durations
+            found, row = simple.measure(name, case), measure(name, case)
             once = row.stream if name == "pipedream" else row.batch
             assert [tuple(map(Op._make, order)) for order in found.orders] == [
                 *once.schedule.orders
@@ -128,14 +116,14 @@ def test_a_row_is_what_the_measures_say(name):
 def test_chunks_may_be_uneven():
     """A factor a chunk, and the mean of two for a stage of that size: one model for all."""
     scale = [*map(Fraction, ("1/2", 1, 1, 1, 1, 1, 1, "3/2"))]
-    case = replace(CASE, stage_scale=scale)
+    case = CASE | {"stage_scale": scale}
     rows = {row.name: row for row in compare(case)}
     for name in ("interleaved", "zb-v", "v-min", "dualpipe-v"):
         assert rows[name].batch.costs.forward == tuple(factor / 2 for factor in scale)
     assert rows["1f1b"].batch.costs.forward == (Fraction(3, 4), 1, 1, Fraction(5, 4))
     for row in rows.values():
         assert sum(event.end - event.start for event in row.batch.all_events()) == 8 * 4 * 4
-    whole = replace(CASE, stage_scale=[Fraction(3, 4), Fraction(1), Fraction(1), Fraction(5, 4)])
+    whole = CASE | {"stage_scale": [Fraction(3, 4), 1, 1, Fraction(5, 4)]}
     assert measure("1f1b", case).batch.ends == measure("1f1b", whole).batch.ends
 
 
@@ -143,8 +131,8 @@ def test_schedules_that_are_not_possible_are_listed_with_the_reason(capsys, monk
     text = call(
         capsys, monkeypatch, "--num_stages=3", "--num_microbatches=4", "--steps=0", "--verbose=no"
     )
-    refused = [row for row in compare(replace(CASE, num_stages=3, num_microbatches=4))
-               if isinstance(row, Refused)]  # fmt: skip
+    rows = compare(CASE | {"num_stages": 3, "num_microbatches": 4})
+    refused = [row for row in rows if isinstance(row, Refused)]
     assert [row.name for row in refused] == ["dualpipe-v", "dualpipe", "chimera"]
     words = " ".join(text.split())
     for row in refused:
@@ -219,7 +207,7 @@ def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
     path = tmp_path / "bad.csv"
     path.write_text(order)
     with pytest.raises(UserError, match=re.escape(problem)) as caught:
-        measure_csv(path, replace(CASE, num_stages=2))
+        measure(str(path), CASE)
     assert str(path) in str(caught.value)
 
 

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.orders import SCHEDULES
 from pipedream.schedules.policies import weight_use
-from pipedream.simulate.comparison import Case, Row, closed_form, measure
+from pipedream.simulate.comparison import Config, Row, closed_form, measure
 from pipedream.simulate.measures import Steps, held_activations, live_versions, times_of
 
 AGAINST_M = (
@@ -56,9 +55,9 @@ def utilization_comparison(work: Work) -> Figure:
     ]
     steady = sum(row.steady_idle == 0 for row in work.found)
     title = (
-        f"{work.case.num_stages} ranks, {work.case.num_microbatches} microbatches: busy from "
-        f"{percent(ordered[0][0][0])} to {percent(ordered[-1][0][0])} of one batch's makespan; "
-        f"{steady} of {len(work.found)} schedules never idle when batch follows batch"
+        f"{work.config['num_stages']} ranks, {work.config['num_microbatches']} microbatches: busy "
+        f"from {percent(ordered[0][0][0])} to {percent(ordered[-1][0][0])} of one batch's "
+        f"makespan; {steady} of {len(work.found)} schedules never idle when batch follows batch"
     )
     colours = LINE_COLOURS[1], LINE_COLOURS[6]
     diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
@@ -101,13 +100,13 @@ class IdleCurve(NamedTuple):
     closed: dict[int, tuple[Fraction, Fraction]]  # by closed form, at more values of m, where known
 
 
-def idle_curves(case: Case, counts: Sequence[int], more: Sequence[int]) -> list[IdleCurve]:
+def idle_curves(config: Config, counts: Sequence[int], more: Sequence[int]) -> list[IdleCurve]:
     """Of AGAINST_M: simulated at `counts`, by closed form at these and `more`, where one holds."""
     curves: list[IdleCurve] = []
     for name in AGAINST_M:
         curve = IdleCurve([SCHEDULES[name].title], {}, {})
         for m in sorted({*counts, *more}):
-            sized = replace(case, num_microbatches=m, num_batches=1)
+            sized = {**config, "num_microbatches": m, "num_batches": 1}
             try:
                 idle = measure(name, sized).batch_idle
             except UserError:
@@ -130,9 +129,9 @@ def idle_curves(case: Case, counts: Sequence[int], more: Sequence[int]) -> list[
 
 def bubble_vs_microbatches(work: Work) -> Figure:
     """Idle shares against m: closed forms as lines, simulation as points."""
-    p = work.case.num_stages
+    p = work.config["num_stages"]
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
-    curves = idle_curves(work.case, counts, [*range(1, 2 * p), *range(p, 17 * p, p)])
+    curves = idle_curves(work.config, counts, [*range(1, 2 * p), *range(p, 17 * p, p)])
     falling = next((c for c in curves if "GPipe" in c.titles), curves[0]).simulated
     least, *_, most = falling
     title = (
@@ -208,7 +207,7 @@ def _name_curves(ax: Axes, x: float, which: int, curves: Sequence[IdleCurve]) ->
 def memory_vs_bubble(work: Work) -> Figure:
     """Peak memory of the fullest rank, activations and weight versions, against the idle share when
     batch follows batch."""
-    weights = work.weight_size
+    weights = work.config["weight_size"]
     places: Points = defaultdict(list)
     for row in work.found:
         if row.policy.stashed:
@@ -262,7 +261,7 @@ def activations_and_versions(work: Work) -> Figure:
     found = {row.name: row for row in work.found}
     shown = [found[name] for name in OVER_TIME if name in found]
     end = float(max(row.stream.makespan for row in shown))
-    p = work.case.num_stages
+    p = work.config["num_stages"]
     fullest = max(shown, key=lambda row: max(row.peak_activations))
     most = max(shown, key=lambda row: max(row.weight_copies))
     held, kept = max(fullest.peak_activations), max(most.weight_copies)

@@ -19,7 +19,7 @@ from pipedream.draw import page
 from pipedream.draw.page import EDGE, TEXT, Colour, number, percent
 from pipedream.schedules.ops import Op, Pair, Schedule
 from pipedream.schedules.policies import POLICIES, weight_use
-from pipedream.simulate.comparison import Case, Refused, Row, compare, measure
+from pipedream.simulate.comparison import Config, Refused, Row, compare, measure
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.simulator import Timeline, simulate
 
@@ -37,16 +37,15 @@ ROW = 0.88  # height of a rank's cells, where ranks are 1 apart
 Colouring = Callable[[Op], Colour]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Work:
     """What is to be drawn; everything simulated is computed when a picture first needs it."""
 
-    case: Case
-    weight_size: Fraction  # of a rank's weights, in one microbatch's activations on it
+    config: Config
 
     @cached_property
     def _rows(self) -> list[Row | Refused]:
-        return list(compare(replace(self.case, num_batches=2)))
+        return list(compare({**self.config, "num_batches": 2}))
 
     @property
     def found(self) -> list[Row]:
@@ -224,7 +223,7 @@ def durations_text(timeline: Timeline) -> str:
 
 def naive_pipeline(work: Work) -> Figure:
     """One microbatch at a time: most of the picture is idle."""
-    timeline = measure("naive", work.case).batch
+    timeline = measure("naive", work.config).batch
     title = (
         f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle "
         f"{idle_share(timeline)} of {number(timeline.makespan)} time units"
@@ -234,13 +233,13 @@ def naive_pipeline(work: Work) -> Figure:
 
 def microbatch_forward(work: Work) -> Figure:
     """How microbatches fill the pipeline: the forward half of one batch, uncut and cut."""
-    case = work.case
-    m = case.num_microbatches
-    uncut = replace(case, num_microbatches=1, forward=case.forward * m)
-    whole, cut = (forwards_only(measure("gpipe", each).batch) for each in (uncut, case))
+    config = work.config
+    m = config["num_microbatches"]
+    uncut = {**config, "num_microbatches": 1, "forward": config["forward"] * m}
+    whole, cut = (forwards_only(measure("gpipe", each).batch) for each in (uncut, config))
     title = (
-        f"Cut into {m} microbatches, the forward pass through {case.num_stages} ranks ends at time "
-        f"{number(cut.makespan)} instead of {number(whole.makespan)}"
+        f"Cut into {m} microbatches, the forward pass through {config['num_stages']} ranks ends at "
+        f"time {number(cut.makespan)} instead of {number(whole.makespan)}"
     )
     all_of_it = f"0-{m - 1}" if m > 1 else "0"
     above = f"The batch in one piece: ranks idle {idle_share(whole)}"
@@ -258,11 +257,12 @@ def forwards_only(timeline: Timeline) -> Timeline:
 
 def microbatch_backward(work: Work) -> Figure:
     """A whole GPipe batch: all forwards, then all backwards."""
-    timeline = measure("gpipe", work.case).batch
+    timeline = measure("gpipe", work.config).batch
     last = forwards_only(timeline).makespan
     title = (
-        f"GPipe, {work.case.num_microbatches} microbatches: forwards until time {number(last)}, "
-        f"backwards until {number(timeline.makespan)}; ranks idle {idle_share(timeline)}"
+        f"GPipe, {work.config['num_microbatches']} microbatches: forwards until time "
+        f"{number(last)}, backwards until {number(timeline.makespan)}; ranks idle "
+        f"{idle_share(timeline)}"
     )
     return lay_out(title, [Panel("", timeline)], tall=1.6)
 
@@ -278,9 +278,9 @@ def all_schedules(work: Work) -> Figure:
     )
     best, worst = rows[0], rows[-1]
     title = (
-        f"One batch of {work.case.num_microbatches} microbatches on {work.case.num_stages} ranks: "
-        f"from {idle_share(worst.batch)} idle ({worst.title}) to {idle_share(best.batch)} "
-        f"({best.title})"
+        f"One batch of {work.config['num_microbatches']} microbatches on "
+        f"{work.config['num_stages']} ranks: from {idle_share(worst.batch)} idle ({worst.title}) "
+        f"to {idle_share(best.batch)} ({best.title})"
     )
     # Naive takes so much longer than the others that on its scale they would all look alike.
     *_, second, longest = [Fraction(0), *sorted(row.batch.makespan for row in rows)]
@@ -302,10 +302,10 @@ def all_schedules(work: Work) -> Figure:
 def weight_versioning(work: Work) -> Figure:
     """Cells coloured by the weight version that each pass uses, with stashing and without; a
     backward pass whose version is not its forward pass's is outlined."""
-    timeline = measure("pipedream", work.case).batch
+    timeline = measure("pipedream", work.config).batch
     ops = list(timeline.schedule.ops())
     uses = {
-        text: weight_use(timeline.schedule, POLICIES[policy], work.case.num_microbatches)
+        text: weight_use(timeline.schedule, POLICIES[policy], work.config["num_microbatches"])
         for text, policy in (("with stashing", "stash"), ("without stashing", "in-place"))
     }
     newest = max(use[op.stage].version(op) for use in uses.values() for op in ops)

@@ -1,17 +1,16 @@
 """What every schedule comes to on the same model and microbatches: the numbers of the tables."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipedream_simple import DURATIONS
 
 from pipedream.errors import UserError
-from pipedream.schedules import closed_forms
-from pipedream.schedules.closed_forms import CLOSED_FORMS, ClosedForm
+from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, ClosedForm
 from pipedream.schedules.ops import Schedule, recomputed, repeat
 from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.schedules.policies import ONE_VERSION, POLICIES, Policy, WeightUse, weight_use
@@ -27,26 +26,8 @@ from pipedream.simulate.simulator import (
     simulate,
 )
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """The sizes and durations that all schedules are compared at."""
-
-    num_stages: int
-    num_microbatches: int
-    num_batches: int
-    chunks: int
-    forward: Fraction
-    input_gradient: Fraction  # of the half of the backward pass that gives the input's gradient
-    weight_gradient: Fraction
-    communication: Fraction
-    overlap_saving: Fraction
-    stage_scale: list[Fraction] | None
-    """One factor for each equal share of the layers, in the model's order: `num_stages` of them, or
-    a multiple, such as one for each chunk."""
-    recompute: Fraction | None = None
-    """R before every backward pass, and the share of activations kept meanwhile; None: keep all."""
-    reorder: bool = True  # whether V-Half and V-Min are pulled together at both ends, as published
+Config = Mapping[str, Any]
+"""CONFIG of `python -m pipedream`, checked: the sizes and durations that all schedules share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,18 +136,18 @@ class Refused(NamedTuple):
     reason: str
 
 
-def compare(case: Case) -> Iterator[Row | Refused]:
+def compare(config: Config) -> Iterator[Row | Refused]:
     """A row for each of SCHEDULES, in their order, as soon as it is there."""
-    check_scale(case.stage_scale, case.num_stages)
-    return _rows(case)
+    check_scale(config["stage_scale"], config["num_stages"])
+    return _rows(config)
 
 
-def _rows(case: Case) -> Iterator[Row | Refused]:
+def _rows(config: Config) -> Iterator[Row | Refused]:
     row: Row | None = None
     for name, entry in SCHEDULES.items():
         try:
             if row is None or SCHEDULES[row.name].orders is not entry.orders:
-                row = measure(name, case)
+                row = measure(name, config)
             else:  # PipeDream's ways of keeping weights differ in these alone
                 stream = row.stream
                 row = replace(row, name=name, title=entry.title, policy=POLICIES[entry.policy])
@@ -177,67 +158,66 @@ def _rows(case: Case) -> Iterator[Row | Refused]:
             yield Refused(name=name, title=entry.title, reason=str(error))
 
 
-def measure(name: str, case: Case) -> Row:
-    """The row of one schedule; UserError where it does not allow these sizes."""
-    entry = SCHEDULES[name]
-    sizes = case.num_stages, case.num_microbatches, case.chunks
-    schedule = build_schedule(name, *sizes, reorder=case.reorder)
-    return _row(name, entry.title, schedule, case, policy=entry.policy)
-
-
-def measure_csv(path: Path, case: Case) -> Row:
-    """The row of an order from a file, updated once a batch. The file gives ranks and microbatches.
-    Raises UserError for orders that are incomplete or that wait for each other."""
-    return _row(path.name, path.name, load_order(path), case)
-
-
-def measure_search(memory: int, prove: float, case: Case) -> Row:
-    """The row of the best order found that holds `memory` microbatches on a rank at most."""
-    if case.recompute is not None:
-        raise UserError("search has no recomputation", "set recompute=none")
-    costs = _costs(build_schedule("1f1b", case.num_stages, case.num_microbatches), case)
-    found = search(costs, case.num_microbatches, memory, prove=prove)
-    row = _row("search", f"Search, {memory} in memory", found.schedule, case)
-    return replace(row, bound=found.lower_bound)
-
-
-def _row(name: str, title: str, schedule: Schedule, case: Case, *, policy: str = "flush") -> Row:
-    if case.recompute is not None:
-        schedule = recomputed(schedule, case.recompute)
+def measure(name: str, config: Config) -> Row:
+    """The row of a schedule, of the best order that "search" finds in CONFIG's memory, or of a CSV,
+    which has its own ranks and microbatches. UserError for sizes that a schedule does not allow,
+    and for a CSV's orders that are incomplete or wait for each other."""
+    p, m = config["num_stages"], config["num_microbatches"]
+    policy = "flush"
+    bound = None
+    if name in SCHEDULES:
+        title = SCHEDULES[name].title
+        policy = SCHEDULES[name].policy
+        schedule = build_schedule(name, p, m, config["chunks"], reorder=config["reorder"])
+    elif name == "search":
+        if config["recompute"] is not None:
+            raise UserError("search has no recomputation", "set recompute=none")
+        memory = config["memory"] or p
+        costs = _costs(build_schedule("1f1b", p, m), config)
+        found = search(costs, m, memory, prove=config["prove"])
+        title = f"Search, {memory} in memory"
+        schedule = found.schedule
+        bound = found.lower_bound
+    else:
+        title = Path(name).name
+        schedule = load_order(Path(name))
+    if config["recompute"] is not None:
+        schedule = recomputed(schedule, config["recompute"])
     return Row(
         name=name,
         title=title,
         policy=POLICIES[policy],
-        num_batches=case.num_batches,
-        batch=simulate(schedule, _costs(schedule, case)),
+        num_batches=config["num_batches"],
+        batch=simulate(schedule, _costs(schedule, config)),
+        bound=bound,
     )
 
 
-def closed_form(name: str, case: Case) -> tuple[ClosedForm, closed_forms.Case] | None:
+def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
     """What is known of one batch without simulating it, and the sizes to put in; None for what has
     no form: a file, uneven stages, a time to send, overlap, R, a block that is only repeated."""
     form = CLOSED_FORMS.get(name)
     if form is None:
         return None
-    scale = case.stage_scale or [Fraction(1)]
+    scale = config["stage_scale"] or [Fraction(1)]
     if (
         len(set(scale)) > 1
-        or case.communication
-        or case.recompute is not None
-        or (case.overlap_saving and name.startswith("dualpipe"))
-        or ("reorder" in SCHEDULES[name].options and not case.reorder)
+        or config["communication"]
+        or config["recompute"] is not None
+        or (config["overlap_saving"] and name.startswith("dualpipe"))
+        or ("reorder" in SCHEDULES[name].options and not config["reorder"])
     ):
         return None
-    return form, closed_forms.Case(
-        p=case.num_stages,
-        m=case.num_microbatches,
-        v=case.chunks,
-        f=scale[0] * case.forward,
-        i=scale[0] * case.input_gradient,
-        w=scale[0] * case.weight_gradient,
+    return form, Case(
+        p=config["num_stages"],
+        m=config["num_microbatches"],
+        v=config["chunks"],
+        f=scale[0] * config["forward"],
+        i=scale[0] * config["input_gradient"],
+        w=scale[0] * config["weight_gradient"],
     )
 
 
-def _costs(schedule: Schedule, case: Case) -> Costs:
-    durations = {key: getattr(case, key) for key in (*DURATIONS, "overlap_saving")}
-    return build_costs(schedule, scale=case.stage_scale, **durations)
+def _costs(schedule: Schedule, config: Config) -> Costs:
+    durations = {key: config[key] for key in (*DURATIONS, "overlap_saving")}
+    return build_costs(schedule, scale=config["stage_scale"], **durations)

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from pipedream.__main__ import CONFIG
 from pipedream.config import FOLDER
 from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, log_axis
 from pipedream.draw.grids import Panel, idle_text, kind_legend, lay_out
@@ -39,7 +40,7 @@ from pipedream.plan.planner import Plan, plan_pipeline, simulate_plan
 from pipedream.plan.profile import load_profile
 from pipedream.runtime.record import GPU_GOAL, points_error
 from pipedream.schedules.orders import SCHEDULES
-from pipedream.simulate.comparison import Case, Row, measure
+from pipedream.simulate.comparison import Row, measure
 from pipedream.simulate.measures import idle, times_of
 from pipedream.simulate.simulator import Timeline
 from pipedream.simulate.trace import transfers
@@ -69,20 +70,8 @@ class Picture(NamedTuple):
 
 def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches: int = 1) -> Row:
     """A schedule on 4 ranks with F = I = W = 1."""
-    one = Fraction(1)
-    case = Case(
-        num_stages=4,
-        num_microbatches=m,
-        num_batches=batches,
-        chunks=2,
-        forward=one,
-        input_gradient=one,
-        weight_gradient=one,
-        communication=Fraction(communication),
-        overlap_saving=Fraction(0),
-        stage_scale=None,
-    )
-    return measure(name, case)
+    own = {"num_microbatches": m, "communication": communication, "num_batches": batches}
+    return measure(name, CONFIG | own)
 
 
 def _batches(names: Sequence[str], communication: Fraction | int = 0) -> list[Panel]:
