@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,12 @@ from distributed_training.records.metrics import (
     disk_bytes,
     perplexity,
 )
+from distributed_training.run.profiling import Profile, steps_to_trace
 from distributed_training.run.ranks import Startup, handling, numbered
 from distributed_training.run.saving import checkpoint, export
 from distributed_training.run.saving.resume import list_checkpoints, name_of
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
-
-if TYPE_CHECKING:
-    from distributed_training.run.profiling import Profile
 
 FLUSH_EVERY_S = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that stop a run
@@ -127,7 +125,10 @@ class Trainer:
         before = disk_bytes()
         stop = 0
         if self.plan.config.profile:
-            self._begin_profile()
+            if steps := steps_to_trace(self.plan, self.step):
+                self.profile = Profile(self.plan, self.topology, self.step, steps)
+            else:
+                self.display.note("nothing is traced: no step is left after a warm-up")
         try:
             with handling(dict.fromkeys(SIGNALS, self._receive)):
                 if self.step == 0:
@@ -164,14 +165,6 @@ class Trainer:
         elif now - self._signalled_at > PATIENCE_S:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
-
-    def _begin_profile(self) -> None:
-        from distributed_training.run.profiling import Profile, steps_to_trace
-
-        if steps := steps_to_trace(self.plan, self.step):
-            self.profile = Profile(self.plan, self.topology, self.step, steps)
-        else:
-            self.display.note("nothing is traced: no step is left after a warm-up")
 
     def _begin_training(self) -> None:
         self.memory.begin()
