@@ -19,15 +19,9 @@ from distributed_training.engines.base import Engine, StepResult
 from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
+from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, short_path
-from distributed_training.records.metrics import (
-    PeakMemory,
-    StepTimer,
-    Tracker,
-    disk_bytes,
-    perplexity,
-)
 from distributed_training.run.profiling import Profile, steps_to_trace
 from distributed_training.run.ranks import Startup, handling, numbered
 from distributed_training.run.saving import checkpoint, export
@@ -92,15 +86,15 @@ class Trainer:
     display: Display
     history: records.History = field(default_factory=records.History)
     record: records.RunRecord | None = None  # on rank 0 only
-    tracker: Tracker = field(default_factory=Tracker)
+    tracker: metrics.Tracker = field(default_factory=metrics.Tracker)
     at: Callable[..., None] = lambda place, **_: None  # told where training is
     startup: Startup = field(default_factory=Startup)
 
     def __post_init__(self) -> None:
         assert self.plan.num_steps is not None, "the launching process cut the data"
         self.num_steps = self.plan.num_steps
-        self.timer = StepTimer(self.topology.device)
-        self.memory = PeakMemory(self.topology.device)
+        self.timer = metrics.StepTimer(self.topology.device)
+        self.memory = metrics.PeakMemory(self.topology.device)
         self.timed: list[tuple[int, float]] = []  # the steps that this process took, their seconds
         self.disk: dict[str, int] = {}  # its traffic while training; empty: not counted
         self.sample: str | None = None  # text of the trained model
@@ -122,7 +116,7 @@ class Trainer:
         """Train to the end, or until a signal, whose number is given; else 0. Collective."""
         if self.step == 0:
             self.history.sample_before = self._sample("before")
-        before = disk_bytes()
+        before = metrics.disk_bytes()
         stop = 0
         if self.plan.config.profile:
             if steps := steps_to_trace(self.plan, self.step):
@@ -142,7 +136,8 @@ class Trainer:
                     except NonFiniteError as error:
                         self._roll_back(error)
                 self.memory.end()
-                self.disk = {name: now - before[name] for name, now in disk_bytes().items()}
+                traffic = metrics.disk_bytes()
+                self.disk = {name: now - before[name] for name, now in traffic.items()}
                 if self.step == self.num_steps:
                     self._leave()
                 self._finish_saving()
@@ -294,7 +289,7 @@ class Trainer:
         dist.all_reduce(total)
         num_targets = int(samples.num_targets.sum())
         loss = float(total) / num_targets
-        row = {"step": self.step, "loss": loss, "perplexity": perplexity(loss)}
+        row = {"step": self.step, "loss": loss, "perplexity": metrics.perplexity(loss)}
         self.history.evaluations.append({**row, "num_targets": num_targets})
         self._say(f"validation loss {loss:.4f}  perplexity {row['perplexity']:.2f}")
         self.tracker.log_evaluation(row, self.memory.as_dict())

@@ -19,13 +19,7 @@ from distributed_training.advise.make import built_extensions
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models.decoder import Decoder
-from distributed_training.parallel.agree import (
-    Gather,
-    check_ranks_agree,
-    from_rank_0,
-    gather,
-    gather_in,
-)
+from distributed_training.parallel import agree
 from distributed_training.plan.data import load_plan_data
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, limit_channels, process_group
@@ -56,16 +50,12 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     store = open_store(process, config.rendezvous_timeout_s)
     limit_channels(config.gradient_compression)
     with process_group(device, store):
-        ask = gather_in(store, process.rank, process.world_size)
+        ask = agree.gather_in(store, process.rank, process.world_size)
         if isinstance(given, RunConfig):
-            from distributed_training.run.rendezvous import (
-                agree_on_plan,
-                check_disks,
-                current_agent,
-            )
+            from distributed_training.run import rendezvous
 
-            given = agree_on_plan(given, process, ask, current_agent())
-            check_disks(given, process)
+            given = rendezvous.agree_on_plan(given, process, ask, rendezvous.current_agent())
+            rendezvous.check_disks(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
             startup.end("plan")
         topology = build_topology(given, process, device)
@@ -82,7 +72,9 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
                 end_failed(given, topology, error, store)
 
 
-def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: Startup) -> int:
+def _train(
+    plan: Plan, topology: Topology, watch: Watch, ask: agree.Gather, startup: Startup
+) -> int:
     """From data to the finished record; the exit code. Collective."""
     first = topology.rank == 0
     display = Display(enabled=first)
@@ -90,7 +82,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
         display.note(note)
     data, tokenizer = load_plan_data(plan)
     # Machines may hold other files under one name, or another Python, which is the embedded corpus.
-    check_ranks_agree({"training data": data.fingerprint}, ask)
+    agree.check_ranks_agree({"training data": data.fingerprint}, ask)
     build_extensions(plan, topology, display)
     startup.end("data")
     sampler = build_sampler(plan, data, topology)
@@ -106,7 +98,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: Gather, startup: S
         record = records.start_record(plan.run_dir, **values)
     about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
     tracker = metrics.build_tracker(plan.config.log_to if first else None, plan.run_dir, about)
-    history = records.History(**from_rank_0(vars(history)))
+    history = records.History(**agree.from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     if record is not None:
         record.update(dtypes=engine.describe_dtypes())
@@ -320,7 +312,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     if trainer.topology.rank == 0:
         _remember_speed(plan, performance)
     peaks = trainer.memory.as_dict()
-    ranks = gather({"rank": trainer.topology.rank, **peaks, "disk": trainer.disk})
+    ranks = agree.gather({"rank": trainer.topology.rank, **peaks, "disk": trainer.disk})
     memory: dict[str, Any] = {
         name: None if mine is None else max(rank[name] for rank in ranks)
         for name, mine in peaks.items()
