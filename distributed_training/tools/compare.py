@@ -280,7 +280,7 @@ def train(run: Run, out: Path) -> None:
     # The line in which a run says why it did not start, else its last one.
     errors = [line for line in lines if line.startswith("error: ")]
     said = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")
-    for path in set(folder.glob(RECORDS)) - before:
+    for path in sorted({*folder.glob(RECORDS)} - before):  # the last, where auto chose again
         run.record = load_record(path)
     if run.record is None:
         run.why = said
