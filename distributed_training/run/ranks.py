@@ -67,9 +67,8 @@ class Startup:
         self.seconds = dict(before or {})
         self._last = time.monotonic()
         if not before:
-            # psutil counts from when the system was started, to the second; proc(5): the 22nd word.
-            begun = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-            begun_s = int(begun) / os.sysconf("SC_CLK_TCK")
+            # Both are times of day to the second, but their difference is exact.
+            begun_s = psutil.Process().create_time() - psutil.boot_time()
             self._last -= time.clock_gettime(time.CLOCK_BOOTTIME) - begun_s
 
     def end(self, phase: str) -> None:
