@@ -28,6 +28,7 @@ from distributed_training.predict.rates import remember_speed
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
+from distributed_training.run import rendezvous
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import Trainer
 from distributed_training.run.ranks import Process, Startup, handling
@@ -52,8 +53,6 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     with process_group(device, store):
         ask = agree.gather_in(store, process.rank, process.world_size)
         if isinstance(given, RunConfig):
-            from distributed_training.run import rendezvous
-
             given = rendezvous.agree_on_plan(given, process, ask, rendezvous.current_agent())
             rendezvous.check_disks(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU
@@ -150,9 +149,7 @@ def _train(
 def open_store(process: Process, limit_s: float) -> dist.Store:
     """The one that all processes share, as `meet` gives it; a process alone has nobody to meet."""
     if process.world_size > 1:
-        from distributed_training.run.rendezvous import meet
-
-        return meet(process, limit_s)
+        return rendezvous.meet(process, limit_s)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both listen all the same
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
     return dist.HashStore()
