@@ -128,9 +128,7 @@ class Ended:
         # Some abort for want of a peer that was killed.
         codes = {code for code in self.codes.values() if code < 0}
         code = next(iter(sorted(codes - {-signal.SIGABRT}) or codes), 0)
-        if not code:
-            return ""
-        return f"{self._ranks_with(code)}: {killed_by(-code)}"
+        return f"{self._ranks_with(code)}: {killed_by(-code)}" if code else ""
 
     @property
     def left_early(self) -> str:
@@ -140,8 +138,7 @@ class Ended:
         return f"{self._ranks_with(0)}: left before the run's end, with exit code 0"
 
     def _ranks_with(self, code: int) -> str:
-        found = [rank for rank in sorted(self.codes) if self.codes[rank] == code]
-        return f"rank {', '.join(map(str, found))}"
+        return numbered("rank", [rank for rank in sorted(self.codes) if self.codes[rank] == code])
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
 @pytest.mark.parametrize(
     ("status", "codes", "code", "said"),
     [
-        ("running", {3: -9, 1: -9, 0: 1}, 1, "failed: rank 1, 3: killed by SIGKILL; most often"),
+        ("running", {3: -9, 1: -9, 0: 1}, 1, "failed: ranks 1, 3: killed by SIGKILL; most often"),
         ("running", {0: -9, 1: -6}, 1, "failed: rank 0: killed by SIGKILL"),
         ("running", {0: 1, 1: 0}, 1, "failed: rank 1: left before the run's end, with exit code 0"),
         ("running", {0: 1}, 1, "failed: a process ended without a message"),
