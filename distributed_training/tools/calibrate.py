@@ -155,8 +155,7 @@ def calibrate(group: Group) -> dict[str, Any]:
     if process.world_size > 1:
         sizes = [4**power for power in range(7, 15 if on_gpu else 12)]  # to 256 or 4 MiB
         between = time_group(group, None, sizes, ("all_reduce", "all_gather", "reduce_scatter"))
-    if on_gpu and process.rank > 0:  # the others wait, so that rank 0 is measured alone
-        dist.barrier()
+    if on_gpu and process.rank > 0:  # waits for the group's end: rank 0 is measured alone
         return {}
     group = replace(group, together=not on_gpu)
     found: dict[str, Any] = {
@@ -169,7 +168,6 @@ def calibrate(group: Group) -> dict[str, Any]:
         found["memory_bytes_per_s"] = memory_traffic(group)
     else:
         found |= of_training(found, detect_machine())
-    dist.barrier()
     return found
 
 
