@@ -18,7 +18,7 @@ from distributed_training.settings.files import shown
 
 PATIENCE_S = 24 * 3600.0  # of `gather_in`
 _RAISED_ON_ALL = {kind.__name__: kind for kind in (OSError, FloatingPointError, RunError)}
-Gather = Callable[[Any], list[Any]]
+Ask = Callable[[Any], list[Any]]
 logger = logging.getLogger(__name__)
 
 
@@ -39,7 +39,7 @@ def from_rank_0(value: Any) -> Any:
     return gather(value)[0]
 
 
-def gather_in(store: dist.Store, rank: int, world_size: int) -> Gather:
+def gather_in(store: dist.Store, rank: int, world_size: int) -> Ask:
     """`gather` by way of a store, for when a rank may take longer than process groups wait, as to
     tokenise. Raises RunError after PATIENCE_S."""
     numbers = itertools.count()
@@ -60,7 +60,7 @@ def gather_in(store: dist.Store, rank: int, world_size: int) -> Gather:
     return ask
 
 
-def check_ranks_agree(mine: Mapping[str, Any], ask: Gather) -> None:
+def check_ranks_agree(mine: Mapping[str, Any], ask: Ask) -> None:
     """Raise UserError on all where a rank has another value of a name than rank 0. Collective."""
     ranks = ask((socket.gethostname(), mine))
     host_0, first = ranks[0]

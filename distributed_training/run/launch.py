@@ -26,14 +26,7 @@ from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Cluster
 from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
-from distributed_training.run.prepare import (
-    make_plan,
-    plan_as_text,
-    plan_from_text,
-    reserve_run_dir,
-    started_again,
-    write_plan,
-)
+from distributed_training.run import prepare
 from distributed_training.run.ranks import (
     Command,
     Process,
@@ -96,7 +89,7 @@ def start(
 
     def make(config: RunConfig) -> Plan:
         cut = peek_data if dry_run else cut_data
-        return make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
+        return prepare.make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
 
     if dry_run:
         plan = at_checkpoint(make(config))
@@ -107,7 +100,7 @@ def start(
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
     unsure = AUTO in (config.strategy, config.batch_size)
     if count == 1 and not max_restarts and not (unsure and machine.num_gpus):
-        plan = reserve_run_dir(make(config))
+        plan = prepare.reserve_run_dir(make(config))
         startup.end("plan")
         return _work(plan, single_process(), startup)
     prepare_environment(count)
@@ -117,13 +110,13 @@ def start(
         command = [str(script), PLANNED]
         # They import torch while the run is planned, unless they are too many for the machine.
         with starting(command, count if count <= machine.num_gpus else 0) as begun:
-            plan = reserve_run_dir(make(config))
+            plan = prepare.reserve_run_dir(make(config))
     else:
         # In another process: tokenizers begin threads, and with threads none can be forked.
-        planned = beside(lambda: plan_as_text(partial(make, config)))
+        planned = beside(lambda: prepare.plan_as_text(partial(make, config)))
         worker = _import_worker()
         startup.end("import")
-        plan = reserve_run_dir(plan_from_text(planned()))
+        plan = prepare.reserve_run_dir(prepare.plan_from_text(planned()))
         worker.use_cpu()
         plan.strategy.traits.load()  # DeepSpeed, say
         startup.end("plan")
@@ -135,7 +128,7 @@ def start(
 
         what = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         below = config.model_copy(update={"below_bytes": estimate_memory(plan).needed_bytes})
-        plan = reserve_run_dir(make(below))
+        plan = prepare.reserve_run_dir(make(below))
         instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
         code = spawn(plan, command, max_restarts)
@@ -234,9 +227,9 @@ def spawn(
     for count in range(1, max_restarts + 1):
         if ended.signum or not any(ended.codes.values()):
             break
-        saved, note = started_again(plan, f" ({count})")
+        saved, note = prepare.started_again(plan, f" ({count})")
         plan = replace(plan, checkpoint=saved, notes=[*notes, note])
-        write_plan(plan)
+        prepare.write_plan(plan)
         ended = run_ranks(what, plan.num_processes, line=str(plan.run_dir))
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)

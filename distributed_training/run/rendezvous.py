@@ -22,24 +22,11 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from distributed_training.parallel.agree import (
-    Gather,
-    check_ranks_agree,
-    failing_together,
-    from_rank_0,
-)
+from distributed_training.parallel import agree
 from distributed_training.plan import data as plan_data
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
 from distributed_training.records.record import code, versions
-from distributed_training.run.prepare import (
-    make_plan,
-    plan_as_text,
-    plan_from_text,
-    reserve_run_dir,
-    share_batch,
-    started_again,
-    write_plan,
-)
+from distributed_training.run import prepare
 from distributed_training.run.ranks import LOOPBACK, STORE_SOCKET, Process, numbered
 from distributed_training.run.saving import resume
 from distributed_training.settings.config import RunConfig, with_values
@@ -176,23 +163,24 @@ def current_agent() -> str | None:
 
 
 def agree_on_plan(
-    config: RunConfig, process: Process, ask: Gather, agent: str | None = None
+    config: RunConfig, process: Process, ask: agree.Ask, agent: str | None = None
 ) -> Plan:
     """The plan that rank 0 makes, on all ranks; raises its UserError on all, and where another rank
     was given other values or runs other code. Where this process's `agent` has begun a run already,
     the plan goes on with it. Collective."""
     typed = config.to_user_words()
     del typed["output_dir"]  # as a path: checkouts may lie in different places
-    check_ranks_agree({**typed, **versions(), **code()}, ask)
+    agree.check_ranks_agree({**typed, **versions(), **code()}, ask)
     launchers = sorted(set(ask(agent))) if agent else []
 
     def make() -> Plan:
         sizes = {"num_processes": process.world_size, "processes_here": process.local_world_size}
         going_on, notes = go_on(config, launchers, process.world_size)
-        plan = make_plan(going_on, detect_machine(), **sizes, cut=plan_data.cut_data)
-        return reserve_run_dir(replace(plan, launchers=launchers, notes=[*plan.notes, *notes]))
+        plan = prepare.make_plan(going_on, detect_machine(), **sizes, cut=plan_data.cut_data)
+        plan.notes.extend(notes)
+        return prepare.reserve_run_dir(replace(plan, launchers=launchers))
 
-    return plan_from_text(ask(plan_as_text(make) if process.rank == 0 else "")[0])
+    return prepare.plan_from_text(ask(prepare.plan_as_text(make) if process.rank == 0 else "")[0])
 
 
 def go_on(
@@ -210,10 +198,10 @@ def go_on(
     if begun is None:
         return config, []
     before = load_plan(begun)
-    saved, note = started_again(before)
+    saved, note = prepare.started_again(before)
     if saved:
         config = with_values(config, resume=str(saved))
-    config, cut = share_batch(config, before, num_processes)
+    config, cut = prepare.share_batch(config, before, num_processes)
     return config, ["; ".join([note, *cut])]
 
 
@@ -223,9 +211,9 @@ def check_disks(plan: Plan, process: Process) -> None:
     UserError on every rank where that is not so. Collective."""
     leads = process.local_rank == 0
     who = f"rank {process.rank} on {socket.gethostname()}"
-    mark = plan.run_dir / from_rank_0(f".disk-{uuid.uuid4().hex}")
+    mark = plan.run_dir / agree.from_rank_0(f".disk-{uuid.uuid4().hex}")
     try:
-        with failing_together():
+        with agree.failing_together():
             if leads and plan.own_disks:
                 _make_folder(plan, mark, who)
             elif leads:
@@ -235,10 +223,10 @@ def check_disks(plan: Plan, process: Process) -> None:
             mark.unlink(missing_ok=True)
     if plan.own_disks and plan.checkpoint is not None:
         mine = resume.read_meta(plan.checkpoint) if process.rank == 0 else None
-        host, values = from_rank_0((socket.gethostname(), mine and mine.model_dump()))
+        host, values = agree.from_rank_0((socket.gethostname(), mine and mine.model_dump()))
         meta = resume.Meta(**values)
         meta.hosts = meta.hosts or dict.fromkeys(meta.files, host)
-        with failing_together():
+        with agree.failing_together():
             if leads and process.rank:  # where the run was planned they have been read
                 resume.check_files(plan.checkpoint, meta, plan, process.rank)
 
@@ -259,7 +247,7 @@ def _make_folder(plan: Plan, mark: Path, who: str) -> None:
     try:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
         mark.touch(exist_ok=False)  # the first of those that share a disk succeeds, on any disk
-        write_plan(plan)
+        prepare.write_plan(plan)
     except FileExistsError:
         what = f"{who} sees another node's {plan.run_dir}"
         raise UserError(what, "with shared_disk=False each has its own", "set it to True") from None

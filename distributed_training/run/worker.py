@@ -71,9 +71,7 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
                 end_failed(given, topology, error, store)
 
 
-def _train(
-    plan: Plan, topology: Topology, watch: Watch, ask: agree.Gather, startup: Startup
-) -> int:
+def _train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup: Startup) -> int:
     """From data to the finished record; the exit code. Collective."""
     first = topology.rank == 0
     display = Display(enabled=first)

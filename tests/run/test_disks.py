@@ -64,7 +64,7 @@ def on_two_nodes(folder):
     save(4)
     steps("saved again")
     plan.checkpoint = list_checkpoints(plan.run_dir)[-1]
-    rendezvous.write_plan = lambda plan: None
+    rendezvous.prepare.write_plan = lambda plan: None
     refusal("nothing")
     refusal("one folder", run_dir=folder / "node0", checkpoint=None)
     file = plan.checkpoint / FILES[rank]
