@@ -4,7 +4,6 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -13,13 +12,7 @@ from distributed_training.plan.choose import choose_model
 from distributed_training.plan.layouts import OPEN, Settings, all_meshes, show_settings
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict.predict import (
-    Cluster,
-    Prediction,
-    lay_out_on,
-    predict,
-    with_orders,
-)
+from distributed_training.predict.predict import Cluster, Prediction, lay_out_on, predict
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
@@ -148,20 +141,22 @@ def as_chosen(config: RunConfig, name: str) -> RunConfig:
 def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
     """What to set so that a plan's work fits the cluster that it is for: the same strategy with
     more micro-batches or with recomputation, then the quickest of all."""
-    suggestions: list[Settings] = []
-    batch = plan.batch
     config = plan.config
-    sequences = batch.micro_batch_size * batch.num_microbatches
+
+    def fits(**settings: object) -> bool:
+        # Whether a step is one graph may depend on what is tried.
+        own = with_values(config, cuda_graphs=plan.requested.cuda_graphs, **settings)
+        with contextlib.suppress(UserError):
+            return predict(lay_out_on(cluster, own, mesh=plan.mesh), None).room == "yes"
+        return False
+
+    suggestions: list[Settings] = []
     for count in _more_microbatches(plan):
-        cut = {"num_microbatches": count, "micro_batch_size": sequences // count}
-        smaller = replace(plan, batch=batch.model_copy(update=cut), orders=None)
-        if predict(with_orders(smaller, cluster.rates), None).room == "yes":
+        if fits(num_microbatches=count, micro_batch_size=AUTO):
             suggestions.append({"num_microbatches": count})
             break
-    if config.activation_checkpointing == "none" and not plan.schedule.splits_backward:
-        recomputing = with_values(config, activation_checkpointing="full")
-        if predict(replace(plan, config=recomputing), None).room == "yes":
-            suggestions.append({"activation_checkpointing": "full"})
+    if config.activation_checkpointing == "none" and fits(activation_checkpointing="full"):
+        suggestions.append({"activation_checkpointing": "full"})
     opened = OPEN | {"pipeline_schedule": AUTO}
     asked = with_values(plan.requested, model=config.model, batch_size=config.batch_size, **opened)
     best = best_layout(functools.partial(as_chosen, asked), cluster)

@@ -32,7 +32,7 @@ HEAT = 0.16  # of a mean operation, by which the first changes may make a step l
 def find_orders(plan: Plan) -> tuple[Order, ...]:
     """What each process along pp does: as the schedule says, or as a search found (`zb-auto`)."""
     if plan.schedule.searched:
-        assert plan.orders is not None, "with_orders comes first"
+        assert plan.orders is not None, "lay_out_on searches"
         return tuple(map(read_order, plan.orders.by_place))
     schedule = plan.config.pipeline_schedule
     return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)

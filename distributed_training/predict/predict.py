@@ -95,21 +95,15 @@ def this_machine(
 
 
 def lay_out_on(cluster: Cluster, config: RunConfig, mesh: dict[str, int] | None = None) -> Plan:
-    """A draft for the cluster's processes (`lay_out`), with the orders that a search finds."""
+    """A draft for the cluster's processes (`lay_out`), with the orders that a search finds for the
+    durations that the cluster's rates mean, or an H200's where it has none, if its schedule is
+    searched for. Durations go with the orders: processes that put messages in different orders
+    would deadlock."""
     here = cluster.processes_a_node
     plan = lay_out(config, cluster.machine, cluster.num_processes, here, mesh=mesh)
-    return with_orders(plan, cluster.rates)
-
-
-def with_orders(plan: Plan, rates: Rates | None) -> Plan:
-    """The plan with what a search finds for the durations that `rates` mean, if its schedule is
-    searched for; without rates by those of an H200.
-
-    Durations go with the orders: processes that put messages in different orders would deadlock.
-    """
     if not plan.schedule.searched:
         return plan
-    work = Work(plan, rates or rates_of(known_gpu("H200")))
+    work = Work(plan, cluster.rates or rates_of(known_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in work.operations().items()}
     blocks = plan.layout.blocks_per_stage
     stages = range(len(blocks))
