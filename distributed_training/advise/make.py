@@ -20,32 +20,25 @@ from distributed_training.data.samples import Data
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.data import find_sources, fit_to_data
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.predict import Prediction, lay_out_on, predict, this_machine
+from distributed_training.predict.predict import Cluster, Prediction, lay_out_on, predict
 from distributed_training.records.display import gib
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.machine import GIB, Machine
+from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import Strategy
 
 STALE_LOCK_S = 60.0
 
 
-def decide_plan(
-    config: RunConfig,
-    machine: Machine,
-    num_processes: int,
-    processes_here: int,
-    cut: Callable[[Plan], Data | None],
-) -> Plan:
+def decide_plan(config: RunConfig, cluster: Cluster, cut: Callable[[Plan], Data | None]) -> Plan:
     """Decide and check everything (`run.prepare.make_plan`), what may be downloaded last."""
-    cluster = this_machine(machine, num_processes, processes_here)
 
     def suggest(plan: Plan) -> list[str]:
         from distributed_training.advise.rank import what_fits
 
         return what_fits(plan, cluster)
 
-    plan = draft_plan(config, machine, num_processes, processes_here)
+    plan = draft_plan(config, cluster)
     prediction = predict(plan, cluster.rates)
     # Cheapest first.
     check_packages(plan)
@@ -77,13 +70,10 @@ def decide_plan(
     return replace(plan, prediction=prediction.as_record())
 
 
-def draft_plan(
-    config: RunConfig, machine: Machine, num_processes: int, processes_here: int
-) -> Plan:
+def draft_plan(config: RunConfig, cluster: Cluster) -> Plan:
     """Decide what follows from CONFIG and the machine; check only that the layout exists."""
-    cluster = this_machine(machine, num_processes, processes_here)
     notes: list[str] = []
-    decided = choose_model(config, machine, num_processes, notes)
+    decided = choose_model(config, cluster.machine, cluster.num_processes, notes)
     if AUTO in (decided.strategy, decided.batch_size):
         from distributed_training.advise.rank import choose_spread
 

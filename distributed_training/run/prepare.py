@@ -14,6 +14,7 @@ from filelock import FileLock
 from distributed_training.advise.make import decide_plan
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
+from distributed_training.predict.predict import this_machine
 from distributed_training.records.record import FAULTS_FILE, free_path
 from distributed_training.run.saving import claims, resume
 from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
@@ -37,7 +38,8 @@ def make_plan(
     notes = list[str]()
     if config.resume not in (None, AUTO):
         config, notes = take_over(config, num_processes)
-    plan = decide_plan(config, machine, num_processes, processes_here, cut)
+    cluster = this_machine(machine, num_processes, processes_here)
+    plan = decide_plan(config, cluster, cut)
     plan.notes.extend(notes)
     return plan
 

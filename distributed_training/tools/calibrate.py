@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from distributed_training.advise.make import draft_plan
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
+from distributed_training.predict.predict import this_machine
 from distributed_training.predict.rates import cpu_rates, from_calibration
 from distributed_training.predict.speed import BACKWARD_ATTENTION, UPDATE_BYTES, Work
 from distributed_training.records.record import provenance, write_json
@@ -116,7 +117,7 @@ def of_training(found: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """On CPUs: seconds that parts of a model take, and the bytes a second of element-wise work
     that they mean by predict/speed.py. Caches, and processes beside it, are in them."""
     words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
-    plan = draft_plan(build_config(words), machine, 1, 1)
+    plan = draft_plan(build_config(words), this_machine(machine, 1, 1))
     model: Decoder = plan.model.build(dropout=0.0, seed=1)
     shape = (plan.batch.micro_batch_size, plan.config.max_length)
     ids = torch.randint(plan.size.vocab_size, shape)

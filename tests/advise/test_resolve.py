@@ -9,6 +9,7 @@ from distributed_training.advise.make import draft_plan
 from distributed_training.data import hub
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.plan.data import find_sources
+from distributed_training.predict.predict import this_machine
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from tests.plan.helpers import plan_for
@@ -24,7 +25,7 @@ def gpu(**changes):
 def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     """(the plan as far as it is decided and its sources are found, its notes)"""
     built = build_config({"strategy": "zero2", **config})
-    plan = find_sources(draft_plan(built, machine, world_size, world_size))
+    plan = find_sources(draft_plan(built, this_machine(machine, world_size, world_size)))
     return plan, plan.notes
 
 
@@ -32,7 +33,7 @@ def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words():
     """But for what is typed, and what CONFIG has otherwise than by default."""
     own = {"dataset": str(small_text()), "epochs": 2, "max_length": 100}
     built = build_config({"strategy": "dp", **own}, overrides=["batch_size=4"])
-    config = draft_plan(built, CPU_MACHINE, 2, 2).config
+    config = draft_plan(built, this_machine(CPU_MACHINE, 2, 2)).config
     found = (config.epochs, config.max_steps, config.dropout, config.max_length, config.batch_size)
     assert found == (60, 1200, 0.1, 100, 4)
     assert config.dataset == own["dataset"]
@@ -41,7 +42,7 @@ def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words():
         ({**own, "model": "gpt2-tiny"}, CPU_MACHINE),
     ):  # fmt: skip
         built = build_config({"strategy": "dp", **values})
-        assert draft_plan(built, machine, 2, 2).config.epochs == 2
+        assert draft_plan(built, this_machine(machine, 2, 2)).config.epochs == 2
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed_training.advise.make import draft_plan
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.plan.topology import Topology
+from distributed_training.predict.predict import this_machine
 from distributed_training.predict.traffic import Formulas, sent_by_axis, sent_bytes
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
@@ -25,7 +26,7 @@ RECORD = json.loads((ROOT / "results/records/cpu-traffic/traffic.json").read_tex
 
 
 def formulas_of(config, processes, rank):
-    plan = draft_plan(config, CPU_MACHINE, processes, processes)
+    plan = draft_plan(config, this_machine(CPU_MACHINE, processes, processes))
     return Formulas(plan, cpu_topology(plan, rank).pp_rank)
 
 
@@ -111,7 +112,7 @@ QUOTED = [  # folder, what it says, processes, rank, axes, CONFIG with one repli
 def test_worked_examples(folder, said, processes, rank, axes, words):
     values = {"model": "gpt2-medium", "max_length": 1024, "precision": "bf16", **words}
     config = build_config(values)
-    mesh = draft_plan(config, CPU_MACHINE, processes, processes).mesh
+    mesh = draft_plan(config, this_machine(CPU_MACHINE, processes, processes)).mesh
     # A page's batch_size sequences in each of grad_accum_steps micro-batches are a replica's.
     size, count = config.batch_size, config.grad_accum_steps
     each, odd = divmod(size * count, mesh["tp"] * mesh["pp"])
@@ -143,7 +144,7 @@ def test_the_tables_are_the_runs():
 @pytest.mark.parametrize("name", PLAN["cases"])
 def test_bytes_are_the_formulas(name):
     config = build_config({**PLAN["common"], **PLAN["cases"][name]}, options=strategy_options)
-    sent = sum(sent_by_axis(draft_plan(config, CPU_MACHINE, 2, 2)).values())
+    sent = sum(sent_by_axis(draft_plan(config, this_machine(CPU_MACHINE, 2, 2))).values())
     assert {found["sent_bytes_a_step"] for found in LOSSES["runs"][name].values()} == {sent}
     if name in slow_links.CASES:
         for cases in TIMES["rates"].values():  # the interface counts headers, too

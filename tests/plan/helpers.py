@@ -9,6 +9,7 @@ from distributed_training.advise.make import draft_plan
 from distributed_training.models import find_model
 from distributed_training.plan.layouts import Candidate, Layout, build_layout, cut_batch, fill_mesh
 from distributed_training.plan.plan import Plan
+from distributed_training.predict.predict import this_machine
 from distributed_training.records.record import Batch
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import RunConfig, build_config
@@ -83,7 +84,8 @@ def plan_for(
 ) -> Plan:
     """A plan of gpt2-tiny, or a draft that no check has seen; `here` processes on this machine."""
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
-    places = {"num_processes": num_processes, "processes_here": here or num_processes}
-    make = make_plan if checked else draft_plan
+    here = here or num_processes
     built = merged(values).model_copy(update={"below_bytes": below_bytes})
-    return make(built, machine, **places)
+    if not checked:
+        return draft_plan(built, this_machine(machine, num_processes, here))
+    return make_plan(built, machine, num_processes=num_processes, processes_here=here)

@@ -7,7 +7,7 @@ import pytest
 from distributed_training.advise.make import draft_plan
 from distributed_training.advise.rank import as_chosen, best_layout, rank_layouts
 from distributed_training.predict.memory import estimate_copy, estimate_memory, estimate_state
-from distributed_training.predict.predict import parse_cluster, predict
+from distributed_training.predict.predict import parse_cluster, predict, this_machine
 from tests.plan.helpers import merged
 from tests.support import CPU_MACHINE, refused
 
@@ -16,7 +16,7 @@ H200 = parse_cluster("8xH200")
 
 def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
     config = merged({"strategy": strategy, "model": "gpt2-tiny", **values})
-    return draft_plan(config, machine, processes, processes)
+    return draft_plan(config, this_machine(machine, processes, processes))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkey
     """The process that plans searches once, by the rates at hand; the others read plan.json."""
     words = {"model": "gpt2", "strategy": "pp", "pipeline_schedule": "zb-auto"}
     slow, quick = map(parse_cluster, ("2xL4", "2xH200"))
-    plans = [draft_plan(build_config(words), of.machine, 2, 2) for of in (slow, quick)]
+    plans = [draft_plan(build_config(words), of) for of in (slow, quick)]
     for cluster, plan in zip((slow, quick), plans, strict=True):
         costs = Work(plan, cluster.rates).operations()
         spans = orders.expect_spans(plan)

@@ -27,8 +27,7 @@ def plan_of(strategy: str, num_processes: int, **config: Any) -> Plan:
     """A draft on H200s of one node."""
     values = {"strategy": strategy, "model": "gpt2-xl", "max_length": 1024, **config}
     built = build_config(values, defaults=strategy_defaults, options=strategy_options)
-    machine = parse_cluster(f"{num_processes}xH200").machine
-    return draft_plan(built, machine, num_processes, num_processes)
+    return draft_plan(built, parse_cluster(f"{num_processes}xH200"))
 
 
 # Nvidia's figures for the Ada generation's smallest.

@@ -16,7 +16,7 @@ from tabulate import tabulate
 from distributed_training.advise.make import draft_plan
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import Prediction, predict
+from distributed_training.predict.predict import Prediction, predict, this_machine
 from distributed_training.predict.rates import cpu_rates, from_calibration, rates_of
 from distributed_training.predict.speed import estimate_step
 from distributed_training.records.record import Record
@@ -87,7 +87,8 @@ def plan_of(record: Record) -> Plan:
         "num_microbatches": record.batch.num_microbatches,
     }
     built = build_config(config, options=strategy_options)
-    return draft_plan(built, Machine(**machine), record.world_size, record.world_size)
+    count = record.world_size
+    return draft_plan(built, this_machine(Machine(**machine), count, count))
 
 
 @functools.cache
@@ -145,7 +146,7 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
         count = run["processes"]
         seconds = None
         built = build_config(run["config"], options=strategy_options)
-        plan = draft_plan(built, machine, count, count)
+        plan = draft_plan(built, this_machine(machine, count, count))
         if run["step_time_s"] is not None:
             guess = cpu_rates(machine.num_cpus, count)
             rates = from_calibration(document["calibrations"][str(count)], guess)
