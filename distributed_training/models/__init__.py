@@ -61,11 +61,6 @@ class ModelSize:
         return self.block_matrices[1][1]
 
     @property
-    def block_matrix_parameters(self) -> int:
-        """Of one block, each of which multiplies every token once."""
-        return sum(rows * columns for rows, columns in self.block_matrices)
-
-    @property
     def values_in(self) -> int:
         """Of a token, outputs of a block's matrices that tp splits by rows."""
         return sum(rows for rows, _ in self.block_matrices[::2])

@@ -218,7 +218,7 @@ def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[
     one that comes later in the model gets the odd block, in a V the earlier one: the simulator of
     pipedream_tutorial found these the shorter."""
     # Products of a token with a block's matrices, with the output layer's.
-    block = size.block_matrix_parameters + 2 * size.attention_width * seq_len
+    block = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
     head = size.padded_vocab_size * size.hidden_size
     pp = max(ranks) + 1
     each = len(ranks) // pp
