@@ -46,8 +46,6 @@ class Rates:
     num_sms: int = 1  # multiprocessors; 1: matrix products are not cut into waves
     kernel_s: float = FITTED.kernel_s
     link_latency_s: float = FITTED.link_latency_s
-    disk_bytes: float = FITTED.disk_bytes_per_s
-    host_adam_s: float = FITTED.host_adam_s
     host: SimpleNamespace = field(default_factory=lambda: FITTED.launching_s)
     on_host: bool = False  # no device works while Python does
     core_share: float = 1.0  # what a process has of a core while all compute

@@ -71,9 +71,9 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     share = max(each.learning for each in processes) / work.shards
     here = work.plan.processes_here
     if work.strategy.swaps_to_disk:  # a node has one
-        disk = SWAPPED_BYTES * (share * here) / rates.disk_bytes
+        disk = SWAPPED_BYTES * (share * here) / FITTED.disk_bytes_per_s
     elif work.strategy.steps_on_host:
-        offload = rates.host_adam_s * (share * min(here, work.shards))
+        offload = FITTED.host_adam_s * (share * min(here, work.shards))
     total = gpu + launching if rates.on_host else max(gpu, launching)
     total += waits
     total += offload + disk

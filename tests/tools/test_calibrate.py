@@ -35,7 +35,7 @@ def test_two_processes_measure_at_once():
             assert 0 < value < math.inf, field.name
     for name in ("gemm_flops", "memory_bytes", "head_memory_bytes", "link_bytes", "kernel_s"):
         assert getattr(rates, name) != getattr(guess, name), name
-    assert (rates.host, rates.disk_bytes) == (guess.host, guess.disk_bytes)  # not measured
+    assert rates.host == guess.host  # not measured
 
 
 def test_a_model_without_parallelism_takes_what_its_parts_took(monkeypatch, tmp_path):
