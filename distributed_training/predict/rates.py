@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from distributed_training.plan.plan import Plan
+from distributed_training.records.record import timestamp
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.machine import ADAPTER_BYTES_PER_S, Gpu
 
@@ -117,15 +119,21 @@ def calibration_file(device: str, what: str = "calibration") -> Path:
     return cache_folder() / f"{what}-{device.replace(' ', '-')}.json"
 
 
-def remember_speed(device: str, predicted: Mapping[str, Any], measured_s: float, at: str) -> None:
-    """Keep by how much a run's host, where the GPU waited for that, or its GPU was slower than
-    predicted, on top of what was known before. A cache that cannot be written is none."""
-    part = "host" if predicted["bound_by"] == "host" else "gpu"
-    ratio = measured_s / predicted["step_time_s"]
-    if not 0.4 < ratio < 2.5:  # something else than a speed
+def remember_speed(plan: Plan, performance: Mapping[str, Any]) -> None:
+    """Keep for the next plan on this machine by how much a run's host, where the GPU waited for
+    that, or its GPU, where it was alone, was slower than predicted, on top of what was known
+    before. A cache that cannot be written is none."""
+    said = plan.prediction
+    enough = performance["num_timed_steps"] >= 10  # from which their median is a speed
+    if not (plan.machine.num_gpus and said and said["step_time_s"] and enough):
         return
-    path, known = _passing(device)
-    known["made_at"] = at
+    part = "host" if said["bound_by"] == "host" else "gpu"
+    alone = plan.num_processes == 1 and said["bound_by"] in ("arithmetic", "memory")
+    ratio = performance["step_time_s"]["p50"] / said["step_time_s"]
+    if not (part == "host" or alone) or not 0.4 < ratio < 2.5:  # something else than a speed
+        return
+    path, known = _passing(str(plan.machine.gpu_name))
+    known["made_at"] = timestamp()
     known["slower"][part] = ratio * known["slower"].get(part, 1.0)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -305,7 +305,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
         device_name=plan.machine.gpu_name,
     )
     if trainer.topology.rank == 0:
-        _remember_speed(plan, performance)
+        remember_speed(plan, performance)
     peaks = trainer.memory.as_dict()
     ranks = agree.gather({"rank": trainer.topology.rank, **peaks, "disk": trainer.disk})
     memory: dict[str, Any] = {
@@ -321,16 +321,3 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
         "disk": total | {"num_steps": max(1, len(timed))} if total else None,
         "sample": trainer.sample,
     }
-
-
-def _remember_speed(plan: Plan, performance: dict[str, Any]) -> None:
-    """For the next plan on this machine: where many steps were timed, and of a GPU's own speed
-    only where it was alone."""
-    said = plan.prediction
-    enough = performance["num_timed_steps"] >= 10  # from which their median is a speed
-    if not (plan.machine.num_gpus and said and said["step_time_s"] and enough):
-        return
-    alone = plan.num_processes == 1 and said["bound_by"] in ("arithmetic", "memory")
-    if alone or said["bound_by"] == "host":
-        measured_s = performance["step_time_s"]["p50"]
-        remember_speed(str(plan.machine.gpu_name), said, measured_s, records.timestamp())

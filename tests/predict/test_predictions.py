@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import statistics
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,11 +102,12 @@ def test_runs_measure_in_passing_what_the_next_plan_uses(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
     for bound_by, took in (("host", 0.15), ("host", 0.12), ("memory", 0.11), ("memory", 9.0)):
         said = {"bound_by": bound_by, "step_time_s": 0.1}
-        remember_speed(GPU_MACHINE.gpu_name, said, took, "2026-11-22T20:00:00")
+        plan = SimpleNamespace(machine=GPU_MACHINE, num_processes=1, prediction=said)
+        remember_speed(plan, {"num_timed_steps": 10, "step_time_s": {"p50": took}})
     rates = this_machine(GPU_MACHINE, 4, 4).rates
     assert rates.host.block == pytest.approx(1.5 * 1.2 * H200.host.block)
     assert rates.gemm_flops == pytest.approx(H200.gemm_flops / 1.1), "no run is 90 times as slow"
-    assert rates.measured_at.startswith("2026-11-22")
+    assert rates.measured_at
     (file,) = tmp_path.iterdir()
     file.write_text("{")
     assert this_machine(GPU_MACHINE, 4, 4).rates == H200
