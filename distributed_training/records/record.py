@@ -160,13 +160,9 @@ class RunRecord:
     values: dict[str, Any]
 
     def update(self, **values: Any) -> None:
-        """Change top-level entries and write the file. Why the run is about to stop, which another
-        process may have noted, is kept unless it ended well after all."""
+        """Change top-level entries and write the file."""
         self.values.update(values)
-        if self.values["status"] == "ok":
-            write_json(self.run_dir / RECORD_FILE, self.values)
-        else:
-            _write_with_cause(self.run_dir, self.values)
+        _write_with_cause(self.run_dir, self.values)
 
 
 def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
@@ -239,13 +235,13 @@ def _read_faults(run_dir: Path, *known: Any) -> list[dict[str, Any]]:
 
 
 def _write_with_cause(run_dir: Path, values: dict[str, Any], *known: Any) -> None:
-    """Write a record with what ended the run in it; once more where that was noted meanwhile. With
-    a `known` fault also where the disk is full."""
+    """Write a record with what ended the run, as any process noted, unless it ended well after all;
+    once more where that was noted meanwhile. With a `known` fault also where the disk is full."""
     file = run_dir / RECORD_FILE
     before = None
     while (faults := _read_faults(run_dir, *known)) != before:
         first = min(faults, key=lambda each: (each["consequence"], each["at"]), default={})
-        whole = values | first.get("said", {})
+        whole = values if values["status"] == "ok" else values | first.get("said", {})
         try:
             write_json(file, whole)
         except OSError:

@@ -21,7 +21,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 
 
-def find_weights(given: str, kind: str = LAST) -> tuple[ModelSpec, Path]:
+def find_weights(given: str, kind: str) -> tuple[ModelSpec, Path]:
     """(model, folder of weights and tokenizer) of a run, its last or best, or of such a folder."""
     folder = given_path(given).resolve()
     run, kind = (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, kind)
