@@ -17,14 +17,7 @@ from tabulate import tabulate
 
 from distributed_training.records.display import WIDTH, fill, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
-from distributed_training.records.tables import (
-    MARKDOWN,
-    TOKENS_PER_S,
-    Comparison,
-    Layout,
-    Table,
-    group_by_work,
-)
+from distributed_training.records.tables import MEASURED, Comparison, Layout, Table, group_by_work
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 from distributed_training.settings.keys import Parser
@@ -116,11 +109,12 @@ def _losses(
 
 def _speeds(layouts: Sequence[Layout]) -> Figure | None:
     """Bars of the means over the seeds, with standard deviations."""
-    known = [layout for layout in layouts if TOKENS_PER_S.values(layout.done)]
+    tokens_per_s = MEASURED["tokens/s"]
+    known = [layout for layout in layouts if tokens_per_s.values(layout.done)]
     if not known:
         return None
     names = [textwrap.fill(layout.name, 24) for layout in known]
-    speeds = [TOKENS_PER_S.values(layout.done) for layout in known]
+    speeds = [tokens_per_s.values(layout.done) for layout in known]
     means = [statistics.fmean(each) for each in speeds]
     spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in speeds]
     tallest = max(name.count("\n") for name in names)
@@ -172,7 +166,7 @@ def page(form: str, title: str, heading: str, sections: Sequence[Section], note:
     """As Markdown, plots beside it; as HTML, one file: no network or script, light or dark."""
     return fill(
         f"page.{form}.jinja", title=title, heading=heading, sections=sections, note=note,
-        tabulate=tabulate, markdown=MARKDOWN, align=_align, b64encode=base64.b64encode,
+        tabulate=tabulate, align=_align, b64encode=base64.b64encode,
     )  # fmt: skip
 
 

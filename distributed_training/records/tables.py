@@ -11,7 +11,6 @@ from distributed_training.records.display import NOT_MEASURED, best_before, gib,
 from distributed_training.records.record import Record, is_alive
 
 Value = Callable[[Record], float | None]
-MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 NOTHING = "-"
 _IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
@@ -81,14 +80,13 @@ SETTINGS: dict[str, Callable[..., str]] = {
     "compile": lambda r: {False: "no", True: "yes"}.get(r.config["compile"], r.config["compile"]),
     "dataset": lambda r: last_part(r.config["dataset"]),
 }
-TOKENS_PER_S = Number(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, spread=True)
 MS_A_STEP = Number(
     lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, spread=True
 )
 MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds, NOTHING)
 # GPU memory is what PyTorch's allocator reserved: "allocated" leaves out buffers of CUDA graphs.
 MEASURED = {
-    "tokens/s": TOKENS_PER_S,
+    "tokens/s": Number(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, spread=True),
     "ms a step": MS_A_STEP,
     "MFU": Number(lambda r: r.performance.get("mfu"), "{:.1%}".format),
     "peak GPU memory": Number(lambda r: r.memory.get("peak_reserved_bytes"), gib),

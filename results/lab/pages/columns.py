@@ -1,15 +1,17 @@
 """All that a document's table can say of runs, by heading."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tabulate import tabulate
 
 from distributed_training.records import tables
 from distributed_training.records.display import NOT_MEASURED
 from distributed_training.records.record import Record
-from distributed_training.records.tables import MARKDOWN, SETTINGS, Number, predicted
+from distributed_training.records.tables import SETTINGS, Number, predicted
 from distributed_training.settings.machine import GIB
 
+MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 DEFAULT = (
     "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
     "peak host memory", "training loss", "validation perplexity", "status",

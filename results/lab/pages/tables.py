@@ -9,11 +9,10 @@ from typing import Any
 from tabulate import tabulate
 
 from distributed_training.records.record import load_record
-from distributed_training.records.tables import MARKDOWN
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, did_you_mean, load_json
 from distributed_training.settings.strategies import list_strategies
-from results.lab.pages.columns import COLUMNS, DEFAULT, table
+from results.lab.pages.columns import COLUMNS, DEFAULT, MARKDOWN, table
 
 RECORDS_DIR = ROOT / "results" / "records"
 
