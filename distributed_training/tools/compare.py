@@ -25,17 +25,9 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from tqdm import tqdm
 
+from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import NOT_MEASURED, WIDTH, last_part, short_path
-from distributed_training.records.record import (
-    METRICS_FILE,
-    RECORD_FILE,
-    Record,
-    free_path,
-    load_record,
-    plural,
-    write_json,
-)
 from distributed_training.records.tables import MEASURED, Comparison, Layout, differing
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import handling
@@ -50,7 +42,7 @@ from distributed_training.settings.strategies import strategy_options
 QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
 # What is to be done; the step's size is work, though not marked as such.
 WORK = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
-RECORDS = f"[!l]*/{RECORD_FILE}"  # not through the link "latest"
+RECORDS = f"[!l]*/{records.RECORD_FILE}"  # not through the link "latest"
 PATIENCE_S = 30.0  # for a run that was told to stop
 SAID = ("tokens/s", "peak GPU memory", "peak host memory", "validation loss")  # of each run
 Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
@@ -75,7 +67,7 @@ class Run:
     work: str = ""  # what it is to do, in words, and how: strategy and what tells it from others
     name: str = ""
     config: RunConfig | None = None  # None: refused before it was started
-    record: Record | None = None  # None: not started
+    record: records.Record | None = None  # None: not started
     why: str = ""  # it did not start, or end well
     seconds: float = 0.0
     verdict: str = ""  # parity's, and by how much it differs: what -> where -> share
@@ -104,8 +96,8 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     runs, out = plan_runs(arguments, build, script, QUIETLY)
     take_finished(runs, out)
     kept = count(runs, "ok")
-    processes = plural(runs[0].num_processes, "process")
-    about = f"{plural(len(runs), 'run')} with {processes} each, in {short_path(out)}"
+    processes = records.plural(runs[0].num_processes, "process")
+    about = f"{records.plural(len(runs), 'run')} with {processes} each, in {short_path(out)}"
     print(f"{about}; {kept} are there already" if kept else about)
     if arguments.dry_run:
         print_settings(runs)
@@ -209,7 +201,7 @@ def take_finished(runs: Sequence[Run], out: Path) -> None:
     known = []
     for path in sorted(out.glob("*.json")):
         with contextlib.suppress(UserError):  # another file
-            known.append(load_record(path))
+            known.append(records.load_record(path))
     for run in runs:
         if run.config is not None:
             # Equal runs may have other output_dirs.
@@ -281,7 +273,7 @@ def train(run: Run, out: Path) -> None:
     errors = [line for line in lines if line.startswith("error: ")]
     said = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")
     for path in sorted({*folder.glob(RECORDS)} - before):  # the last, where auto chose again
-        run.record = load_record(path)
+        run.record = records.load_record(path)
     if run.record is None:
         run.why = said
     elif run.record.status != "ok":
@@ -294,22 +286,22 @@ def keep(run: Run, out: Path, git_commit: str | None) -> str:
     if record is None or run.why:
         return run.why
     folder = Path(record.run_dir)
-    values = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    values = json.loads((folder / records.RECORD_FILE).read_text(encoding="utf-8"))
     values["git_commit"] = git_commit or values["git_commit"]
-    steps = (folder / METRICS_FILE).read_text().splitlines()
+    steps = (folder / records.METRICS_FILE).read_text().splitlines()
     ends = itertools.accumulate(json.loads(line)["step_time_s"] for line in steps)
     values["loss_seconds"] = [round(seconds, 4) for seconds in ends]
-    run.record = Record.model_validate(values)
-    write_json(record_path(record, out), values)
+    run.record = records.Record.model_validate(values)
+    records.write_json(record_path(record, out), values)
     cells = {name: MEASURED[name](record) for name in SAID}
     return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell != NOT_MEASURED)
 
 
-def record_path(record: Record, folder: Path) -> Path:
+def record_path(record: records.Record, folder: Path) -> Path:
     """Where to keep a record: named by what distinguishes it, the same run again by a number."""
     name = f"{last_part(record.config['model'])} {record.layout_name} {record.config['precision']}"
     name += f" b{record.batch.micro_batch_size} x{record.world_size}"
-    return free_path(folder, name.replace(" ", "-"), ".json")
+    return records.free_path(folder, name.replace(" ", "-"), ".json")
 
 
 def write_page(runs: Sequence[Run], out: Path) -> None:
@@ -321,14 +313,14 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     for work, rows in groups.items():
         layouts = []
         for name, members in rows.items():
-            records = [run.record for run in members if run.record and not run.why]
+            done = [run.record for run in members if run.record and not run.why]
             why = next((run.why for run in members if run.why), "")
-            layouts.append(Layout(name=name, records=records, num_runs=len(members), why=why))
+            layouts.append(Layout(name=name, records=done, num_runs=len(members), why=why))
         said = any(layout.records for layout in layouts)  # by the records
         comparisons.append(Comparison(work="" if said else work, layouts=layouts))
     sections = report.build_sections(comparisons)
     report.save_plots(sections, out)
-    number = plural(len(runs), "run")
+    number = records.plural(len(runs), "run")
     if count(runs, "ok") < len(runs):
         number = f"{count(runs, 'ok')} of {number}"
     heading = f"{number}, each in processes of its own, one after the other."
