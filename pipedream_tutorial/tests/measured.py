@@ -20,14 +20,14 @@ def events_of(timeline: Timeline, ns: int, start_ns: int = 0) -> list[MeasuredEv
             end_ns=start_ns + int(e.end * ns),
             thread="compute",
         )
-        for e in timeline.all_events()
+        for e in timeline.events
     ]
 
 
 def with_messages(timeline: Timeline, ns: int = 1, start_ns: int = 0) -> list[MeasuredEvent]:
     """The same, and what is sent and received between ranks."""
     schedule, found = timeline.schedule, events_of(timeline, ns, start_ns)
-    ends = {op: start_ns + int(e.end * ns) for e in timeline.all_events() for op in e.item.parts}
+    ends = {op: start_ns + int(e.end * ns) for e in timeline.events for op in e.item.parts}
     ranks, delay = schedule.ranks(), int(timeline.costs.communication * ns)
     for sender, receiver in transfers(schedule):
         for thread, op in (("send", sender), ("receive", receiver)):

@@ -105,7 +105,7 @@ Cells = Counter[tuple[str, float, float, float, float]]
 
 def expected_cells(timeline: Timeline) -> Cells:
     found: Cells = Counter()
-    for event in timeline.all_events():
+    for event in timeline.events:
         parts = event.item.parts
         for place, op in enumerate(parts):
             height = 0.88 / len(parts)

@@ -43,7 +43,8 @@ def test_every_column_is_the_event_that_runs_then(name, columns):
     assert max(map(len, text.splitlines())) <= columns
     assert scale.exact
     assert scale.numbers
-    for events, line in zip(shown.events, lines, strict=True):
+    for rank, line in enumerate(lines):
+        events = [event for event in shown.events if event.rank == rank]
         own = sorted({op.stage for event in events for op in event.item.parts})
         line = line[: scale.width * scale.blocks]
         idle = set(range(min(len(line.rstrip()), math.floor(shown.makespan * scale.rate))))

@@ -111,7 +111,7 @@ def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
         p = rng.randint(1, 5)
         f, b = drawn(rng, p), drawn(rng, p)
         t = uneven(build_schedule("pipedream", p, 70), f, b)
-        by_op = {op: e.end for e in t.all_events() for op in e.item.parts}
+        by_op = {op: e.end for e in t.events for op in e.item.parts}
         first = [by_op[Op("B", 0, i)] for i in range(50, 70 - p)]
         assert {after - before for before, after in pairwise(first)} == {
             max(map(sum, zip(f, b, strict=True)))

@@ -45,7 +45,7 @@ def test_the_script_says_what_the_engine_says(name):
             assert [tuple(map(Op._make, order)) for order in found.orders] == [
                 *once.schedule.orders
             ]
-            for event in once.all_events():
+            for event in once.events:
                 start, end = found.times[tuple(event.item)]
                 assert (start * found.tick, end * found.tick) == (event.start, event.end)
             assert found[3:8] == (
@@ -122,7 +122,7 @@ def test_chunks_may_be_uneven():
         assert rows[name].batch.costs.forward == tuple(factor / 2 for factor in scale)
     assert rows["1f1b"].batch.costs.forward == (Fraction(3, 4), 1, 1, Fraction(5, 4))
     for row in rows.values():
-        assert sum(event.end - event.start for event in row.batch.all_events()) == 8 * 4 * 4
+        assert sum(event.end - event.start for event in row.batch.events) == 8 * 4 * 4
     whole = CASE | {"stage_scale": [Fraction(3, 4), 1, 1, Fraction(5, 4)]}
     assert measure("1f1b", case).batch.ends == measure("1f1b", whole).batch.ends
 

@@ -46,7 +46,7 @@ def timelines(draw: Callable[[Any], Any], overlap: bool = True) -> Timeline:
 
 
 def ends(timeline: Timeline) -> dict[Op, Fraction]:
-    return {op: event.end for event in timeline.all_events() for op in event.item.parts}
+    return {op: event.end for event in timeline.events for op in event.item.parts}
 
 
 @FIXED
@@ -69,7 +69,8 @@ def test_each_microbatch_passes_each_stage_once_forward_and_once_backward(s: Sch
 def test_operations_wait_for_what_they_need_and_start_as_soon_as_they_can(t: Timeline) -> None:
     end, rank_of, c = ends(t), t.schedule.ranks(), t.costs.communication
     n = t.schedule.num_stages
-    for line in t.events:
+    for rank in range(t.schedule.num_ranks):
+        line = [event for event in t.events if event.rank == rank]
         for before, event in zip((None, *line), line, strict=False):
             inputs = [Fraction(0)] if before is None else [before.end]
             for kind, stage, i in event.item.parts:
@@ -103,7 +104,7 @@ def test_any_exchange_of_two_operations_runs_or_names_a_real_circle(
     except DeadlockError as error:
         result = error
     if isinstance(result, Timeline):
-        assert len(result.all_events()) == sum(len(order) for order in s.orders)
+        assert len(result.events) == sum(len(order) for order in s.orders)
         return
     # What each waits for is at or behind the operation that the next rank of the circle is at.
     ranks = [broken.ranks()[op] for op in result.cycle]
@@ -138,7 +139,7 @@ def test_costs_are_cut_over_a_ranks_stages_and_scaled_by_place() -> None:
     # Both copies of Chimera's model use the durations of a stage's place, not of its number.
     s = build_schedule("chimera", 2, 2)
     t = simulate(s, build_costs(s, scale=[1, 5]))
-    lengths = {str(e.item): e.end - e.start for e in t.all_events()}
+    lengths = {str(e.item): e.end - e.start for e in t.events}
     assert lengths == {
         "0F0": 1, "0B0": 2, "1F0": 5, "1B0": 10, "2F1": 1, "2B1": 2, "3F1": 5, "3B1": 10
     }  # fmt: skip

@@ -98,9 +98,7 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
     events = written(predicted=timeline, policy=POLICIES["flush"], unit_s=unit)
     check_format(events)
     assert any(e["ph"] == "f" for e in events)
-    names = {
-        op: " | ".join(map(str, e.item.parts)) for e in timeline.all_events() for op in e.item.parts
-    }
+    names = {op: " | ".join(map(str, e.item.parts)) for e in timeline.events for op in e.item.parts}
     check_arrows(events, {(names[a], names[b]) for a, b in transfers(timeline.schedule)})
     tick = unit * 10**9
     assert {
@@ -109,7 +107,7 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
         if e["ph"] == "X" and e["cat"] == "compute"
     } == {
         (e.rank, names[e.item.parts[0]], e.start * tick, (e.end - e.start) * tick)
-        for e in timeline.all_events()
+        for e in timeline.events
     }
     on_the_way = [e for e in events if e["ph"] == "X" and e["cat"] != "compute"]
     latency = timeline.costs.communication

@@ -120,7 +120,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
         whole = (0.0, rank - ROW / 2), float(timeline.makespan), ROW
         ax.add_patch(Rectangle(*whole, **IDLE_HATCH, gid=f"idle {rank}"))
     cells: dict[Op, Rectangle] = {}
-    for rank, item, start, stop in timeline.all_events():
+    for rank, item, start, stop in timeline.events:
         height = ROW / len(item.parts)
         for part, op in enumerate(item.parts):  # a pair's forward lies above its backward
             place = (float(start), rank - ROW / 2 + part * height), float(stop - start), height

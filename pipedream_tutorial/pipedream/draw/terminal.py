@@ -45,7 +45,7 @@ def choose_scale(timeline: Timeline, columns: int, max_blocks: int = 3) -> Scale
     of the median duration or more fits into its columns.
     """
     label = _labels(timeline.schedule)
-    sized = ((event.end - event.start, len(label(event.item))) for event in timeline.all_events())
+    sized = ((event.end - event.start, len(label(event.item))) for event in timeline.events)
     lasting = sorted(cell for cell in sized if cell[0] > 0)
     typical = (len(lasting) - 1) // 2
     cells = [cell for cell in lasting if cell[0] >= lasting[typical][0]]
@@ -93,8 +93,8 @@ def draw(timeline: Timeline, columns: int, *, colour: bool = False, max_blocks: 
     shown = min(total, scale.width * scale.blocks)
     label = _labels(timeline.schedule)
     # (character, kind) of every column; the kind is empty where nothing is coloured.
-    rows = [[(IDLE, "")] * shown for _ in timeline.events]
-    for event in timeline.all_events():
+    rows = [[(IDLE, "")] * shown for _ in timeline.ends]
+    for event in timeline.events:
         first = math.floor(event.start * scale.rate)
         end = math.floor(event.end * scale.rate)
         text = label(event.item)

@@ -66,7 +66,7 @@ Steps = list[tuple[Fraction | int, Fraction]]  # (time, how many from then on)
 
 def times_of(timeline: Timeline) -> dict[Op, tuple[Fraction, Fraction]]:
     """Start and end of every operation; those of a pair have the pair's."""
-    return {op: (e.start, e.end) for e in timeline.all_events() for op in e.item.parts}
+    return {op: (e.start, e.end) for e in timeline.events for op in e.item.parts}
 
 
 def held_activations(schedule: Schedule, times: Times) -> dict[int, Steps]:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -141,18 +140,15 @@ class Timeline:
         return max(ends[-1] for ends in self.ends if ends) * self.tick
 
     @cached_property
-    def events(self) -> tuple[tuple[Event, ...], ...]:
-        """By rank, in the order in which the rank ran them."""
-        times = {t: t * self.tick for line in (*self.starts, *self.ends) for t in line}
-        lines = zip(self.schedule.orders, self.starts, self.ends, strict=True)
-        return tuple(
-            tuple(Event(rank, i, times[s], times[e]) for i, s, e in zip(*line, strict=True))
-            for rank, line in enumerate(lines)
-        )
-
-    def all_events(self) -> list[Event]:
-        """Events of all ranks by start, then end, then rank."""
-        return sorted(chain(*self.events), key=lambda event: (event.start, event.end, event.rank))
+    def events(self) -> list[Event]:
+        """Of all ranks, by start, then end, then rank."""
+        ran: list[tuple[int, int, int, Item]] = []
+        lines = zip(self.starts, self.ends, self.schedule.orders, strict=True)
+        for rank, line in enumerate(lines):
+            ran += [(start, end, rank, item) for start, end, item in zip(*line, strict=True)]
+        ran.sort(key=itemgetter(0, 1, 2))
+        tick = self.tick
+        return [Event(rank, item, start * tick, end * tick) for start, end, rank, item in ran]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

@@ -118,9 +118,7 @@ def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:
     def ns(time: Fraction) -> int:
         return round(time * unit_s * 10**9)
 
-    slices = [
-        _Slice(e.rank, "compute", e.item, ns(e.start), ns(e.end)) for e in timeline.all_events()
-    ]
+    slices = [_Slice(e.rank, "compute", e.item, ns(e.start), ns(e.end)) for e in timeline.events]
     latency = timeline.costs.communication
     if latency:
         times = times_of(timeline)

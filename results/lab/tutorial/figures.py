@@ -163,16 +163,15 @@ class Message(NamedTuple):
 def awaited(timeline: Timeline) -> list[Message]:
     """The messages on whose arrival an idle rank starts."""
     ranks, times = timeline.schedule.ranks(), times_of(timeline)
-    free = {
-        op: before.end
-        for line in timeline.events
-        for before, event in pairwise(line)
-        for op in event.item.parts
-    }
+    ends: dict[int, Fraction] = {}  # by rank, of what it ran last
+    free: dict[Any, Fraction] = {}  # operation -> when its rank was free for it
+    for event in timeline.events:
+        free |= dict.fromkeys(event.item.parts, ends.get(event.rank, Fraction(0)))
+        ends[event.rank] = event.end
     found = []
     for sender, receiver in transfers(timeline.schedule):
         sent, arrives = times[sender][1], times[sender][1] + timeline.costs.communication
-        if arrives == times[receiver][0] > free.get(receiver, 0):
+        if arrives == times[receiver][0] > free[receiver]:
             found.append(Message(ranks[sender], sent, ranks[receiver], arrives))
     return sorted(found, key=lambda message: (message.receiver, message.arrives))
 
@@ -204,7 +203,7 @@ def digest(picture: Picture) -> str:
 
 def events_text(timeline: Timeline) -> list[str]:
     """Every event, for a digest."""
-    return [f"{e.rank} {e.item} {e.start} {e.end}" for e in timeline.all_events()]
+    return [f"{e.rank} {e.item} {e.start} {e.end}" for e in timeline.events]
 
 
 def plan() -> Picture:
