@@ -126,9 +126,9 @@ def main() -> None:
         rows = list(rows)
         for one in rows:
             print()
-            print_schedule(one, config, drawn)
+            print_schedule(one, drawn)
         print()
-    print_comparison(rows, config)
+    print_comparison(rows, config["num_batches"])
     if config["steps"]:
         gc.enable()
         print(flush=True)
@@ -158,7 +158,7 @@ def export(row: Row, config: dict[str, Any]) -> None:
             print(f"wrote {config[option]}", file=sys.stderr)
 
 
-def print_schedule(row: Row | Refused, config: dict[str, Any], drawn: dict[object, str]) -> None:
+def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
     """One schedule's grid, unless `drawn` (orders -> title) has the same, and its figures. A
     schedule without a flush is drawn over several batches, where it differs from one with it."""
     print(bold(row.title))
@@ -181,9 +181,9 @@ def print_schedule(row: Row | Refused, config: dict[str, Any], drawn: dict[objec
     )
     used = percent(1 - row.stream_idle.makespan_fraction)
     stream = number(row.stream_makespan)
-    tell(f"{row.num_batches} batches", f"time {stream}, utilisation {used}")
+    tell(f"{row.config['num_batches']} batches", f"time {stream}, utilisation {used}")
     if row.bound is None:
-        tell_closed_form(row, config)
+        tell_closed_form(row)
     else:  # the order was searched for
         tell(
             "minimised",
@@ -208,9 +208,9 @@ def tell(label: str, text: str) -> None:
     print_wrapped(f"  {label:<13}", text)
 
 
-def tell_closed_form(row: Row, config: dict[str, Any]) -> None:
+def tell_closed_form(row: Row) -> None:
     """What the formula gives for one batch, beside what the simulation gave."""
-    known = comparison.closed_form(row.name, config)
+    known = comparison.closed_form(row.name, row.config)
     if known is None:
         text = "none with uneven stages, communication, overlap, R, reordering or a file"
         print(f"  closed form  {text}")
@@ -228,11 +228,11 @@ def tell_closed_form(row: Row, config: dict[str, Any]) -> None:
     tell("", f"{form.idle_text}; as published: {form.published} (arXiv {form.source})")
 
 
-def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> None:
+def print_comparison(rows: Iterable[Row | Refused], num_batches: int) -> None:
     """All schedules in one table, each as soon as it is there; for those that are not possible the
     reason."""
     mixed = False
-    print(simple.table_head(config["num_batches"]))
+    print(simple.table_head(num_batches))
     for row in rows:
         if isinstance(row, Refused):
             print_wrapped(f"{row.title:<24}", f"not possible: {row.reason}")

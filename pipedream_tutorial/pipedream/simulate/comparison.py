@@ -38,7 +38,7 @@ class Row:
     name: str
     title: str
     policy: Policy
-    num_batches: int
+    config: Config
     batch: Timeline  # one batch from an empty pipeline to an empty pipeline
     bound: Fraction | None = None  # of an order from search: none in as much memory is shorter
 
@@ -48,22 +48,19 @@ class Row:
 
     @cached_property
     def stream(self) -> Timeline:
-        """`num_batches` batches. Without a pause where the policy needs no flush; otherwise each
+        """CONFIG's `num_batches`. Without a pause where the policy needs no flush; otherwise each
         rank starts its next batch once its own work on the last one is done."""
-        batch = self.batch.schedule
+        count = self.config["num_batches"]
         if self.flushes:
-            return simulate(repeat(batch, self.num_batches), self.batch.costs)
-        count = batch.num_microbatches * self.num_batches
-        schedule = build_schedule(self.name, batch.num_ranks, count)
-        if any(kind == "R" for kind, _ in batch.known):
-            schedule = recomputed(schedule, batch.kept)
-        return simulate(schedule, self.batch.costs)
+            return simulate(repeat(self.batch.schedule, count), self.batch.costs)
+        m = self.config["num_microbatches"]
+        return measure(self.name, {**self.config, "num_microbatches": m * count}).batch
 
     @cached_property
     def _ends(self) -> list[int]:
         """When each rank ends the stream, in ticks; with flushes from one batch alone."""
         if self.flushes:
-            return ends_in_a_row(self.batch, self.num_batches)
+            return ends_in_a_row(self.batch, self.config["num_batches"])
         return [ends[-1] for ends in self.stream.ends]
 
     @property
@@ -76,13 +73,14 @@ class Row:
 
     @cached_property
     def stream_idle(self) -> Idle:
-        return idle(self.batch, self._ends, self.num_batches)
+        return idle(self.batch, self._ends, self.config["num_batches"])
 
     @cached_property
     def steady_idle(self) -> Fraction:
         """Share of all ranks' time that is idle when batch follows batch for ever, 0 to 1: fill and
         drain are in two batches as in four, and drop out of the difference."""
-        two, four = (replace(self, num_batches=n).stream_makespan for n in (2, 4))
+        rows = [replace(self, config={**self.config, "num_batches": n}) for n in (2, 4)]
+        two, four = (row.stream_makespan for row in rows)
         busy = (1 - self.batch_idle.makespan_fraction) * self.batch.makespan
         return 1 - 2 * busy / (four - two)
 
@@ -131,7 +129,6 @@ class Row:
 class Refused(NamedTuple):
     """A schedule that these sizes do not allow."""
 
-    name: str
     title: str
     reason: str
 
@@ -155,7 +152,7 @@ def _rows(config: Config) -> Iterator[Row | Refused]:
             _ = row.staleness  # refuses too few microbatches for 2BW
             yield row
         except UserError as error:
-            yield Refused(name=name, title=entry.title, reason=str(error))
+            yield Refused(entry.title, str(error))
 
 
 def measure(name: str, config: Config) -> Row:
@@ -187,7 +184,7 @@ def measure(name: str, config: Config) -> Row:
         name=name,
         title=title,
         policy=POLICIES[policy],
-        num_batches=config["num_batches"],
+        config=config,
         batch=simulate(schedule, _costs(schedule, config)),
         bound=bound,
     )
