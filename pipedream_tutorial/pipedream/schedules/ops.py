@@ -160,16 +160,13 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
 def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
     """The same orders, with R before every backward pass; `kept` is the share that R starts from:
     the stage's input."""
-    orders = []
-    for order in schedule.orders:
-        again: list[Item] = []
-        for item in order:
-            kind, stage, i = item.parts[-1]
-            if kind in ("B", "I"):
-                again.append(Op("R", stage, i))
-            again.append(item)
-        orders.append(tuple(again))
-    return replace(schedule, orders=tuple(orders), kept=kept)
+
+    def with_r(item: Item) -> list[Item]:
+        kind, stage, i = item.parts[-1]
+        return [Op("R", stage, i), item] if kind in ("B", "I") else [item]
+
+    orders = tuple(tuple(chain(*map(with_r, order))) for order in schedule.orders)
+    return replace(schedule, orders=orders, kept=kept)
 
 
 def save_csv(schedule: Schedule, path: Path) -> None:

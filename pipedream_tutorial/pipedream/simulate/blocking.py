@@ -99,12 +99,12 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
                     through = Action(SEND, action.op, rank)
                     posted[action.peer].remove(through)
                     ended.append(through)
-
-    def follow(rank: int) -> tuple[Op, str, int]:
-        action = posted[rank][0]
-        late = action.kind == RECV and action.op in sent[action.peer, rank]  # behind another
-        return action.op, str(action), action.peer if posted[action.peer] and not late else rank
-
-    if any(posted):
-        raise DeadlockError(next(r for r, actions in enumerate(posted) if actions), follow)
+    waiting = {}
+    for rank, actions in enumerate(posted):
+        if actions:
+            kind, op, peer = actions[0]
+            late = kind == RECV and op in sent[peer, rank]  # behind another
+            waiting[rank] = op, str(actions[0]), peer if posted[peer] and not late else rank
+    if waiting:
+        raise DeadlockError(waiting)
     return ended

@@ -15,7 +15,7 @@ Nothing else is assumed, and no schedule is known here by name.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -32,18 +32,18 @@ Number = int | str | Fraction
 class DeadlockError(RuntimeError):
     """The orders can never all run: some operations wait for each other in a circle."""
 
-    def __init__(self, rank: int, follow: Callable[[int], tuple[Op, str, int]]) -> None:
-        """`follow` tells what a rank is at (the operation, and in words) and for which rank it
+    def __init__(self, waiting: Mapping[int, tuple[Op, str, int]]) -> None:
+        """`waiting`: by rank what it is at (the operation, and in words) and for which rank it
         waits: itself, if no other one can help."""
-        path: dict[int, tuple[Op, str]] = {}
+        path: list[int] = []
+        rank = min(waiting)
         while rank not in path:
-            op, text, following = follow(rank)
-            path[rank] = op, text
-            rank = following
-        circle = list(path.items())[list(path).index(rank) :]
-        text = "; ".join(f"rank {r} is at {text}" for r, (_, text) in circle)
+            path.append(rank)
+            rank = waiting[rank][2]
+        circle = path[path.index(rank) :]
+        text = "; ".join(f"rank {rank} is at {waiting[rank][1]}" for rank in circle)
         super().__init__(f"deadlock: {text}")
-        self.cycle = [op for _, (op, _) in circle]
+        self.cycle = [waiting[rank][0] for rank in circle]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,14 +302,13 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
     ranks = schedule.ranks()
     lines = list(zip(schedule.orders, ended, strict=True))
     done = {op for order, count in lines for item in order[:count] for op in item.parts}
-
-    def follow(rank: int) -> tuple[Op, str, int]:
-        item = schedule.orders[rank][ended[rank]]
-        waits = ((op, n) for op in item.parts for n in schedule.needs(op) if n not in done)
-        op, need = next(waits)
-        return op, f"{op}, which needs {need}", ranks[need]
-
-    return DeadlockError(next(r for r, (o, count) in enumerate(lines) if count < len(o)), follow)
+    waiting = {}
+    for rank, (order, count) in enumerate(lines):
+        if count < len(order):
+            waits = ((op, n) for op in order[count].parts for n in schedule.needs(op))
+            op, need = next((op, n) for op, n in waits if n not in done)
+            waiting[rank] = op, f"{op}, which needs {need}", ranks[need]
+    return DeadlockError(waiting)
 
 
 def load_order(path: Path) -> Schedule:
