@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distributed_training import models
+from distributed_training.predict.predict import this_machine
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings import config as config_module
 from distributed_training.settings import strategies
@@ -40,10 +41,10 @@ def test_paths_that_are_named_exist():
 
 def test_strategy(folder):
     config = build_config({"strategy": "shards-of-two", "output_dir": str(folder / "runs")})
-    plan = make_plan(config, CPU_MACHINE, num_processes=4, processes_here=4)
+    plan = make_plan(config, this_machine(CPU_MACHINE, 4, 4))
     assert plan.mesh == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 1}
     with refused("does not make 3 processes"):
-        make_plan(config, CPU_MACHINE, num_processes=3, processes_here=3)
+        make_plan(config, this_machine(CPU_MACHINE, 3, 3))
 
 
 def test_model(folder):

@@ -23,7 +23,7 @@ from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import Cluster
+from distributed_training.predict.predict import Cluster, this_machine
 from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
 from distributed_training.run import prepare
@@ -75,27 +75,22 @@ def start(
             return _work(config, process, startup)
         if process.rank > 0:
             return 0
-    machine = detect_machine() if cluster is None else cluster.machine
-    if cluster is not None:
-        count = cluster.num_processes
-        here = cluster.processes_a_node
-    elif process is not None:
-        count = process.world_size
-        here = process.local_world_size
-    else:
+    if cluster is None and process is not None:
+        cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
+    elif cluster is None:
+        machine = detect_machine()
         # Every number of processes has layouts of some strategy.
         mesh = {} if config.strategy == AUTO else load_strategy(config).mesh
-        count = here = requested_processes(num_gpus, machine, mesh)
-
-    def make(config: RunConfig) -> Plan:
-        cut = peek_data if dry_run else cut_data
-        return prepare.make_plan(config, machine, num_processes=count, processes_here=here, cut=cut)
-
+        count = requested_processes(num_gpus, machine, mesh)
+        cluster = this_machine(machine, count, count)
     if dry_run:
-        plan = at_checkpoint(make(config))
+        plan = at_checkpoint(prepare.make_plan(config, cluster, peek_data))
         command_line = launch_command(plan, os.path.relpath(script), arguments)
         print(describe_plan(plan, "(this one)" if process else command_line))
         return 0
+    machine = cluster.machine
+    count = cluster.num_processes
+    make = partial(prepare.make_plan, cluster=cluster, cut=cut_data)
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
     unsure = AUTO in (config.strategy, config.batch_size)

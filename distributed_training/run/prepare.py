@@ -14,31 +14,24 @@ from filelock import FileLock
 from distributed_training.advise.make import decide_plan
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
-from distributed_training.predict.predict import this_machine
+from distributed_training.predict.predict import Cluster
 from distributed_training.records.record import FAULTS_FILE, free_path
 from distributed_training.run.saving import claims, resume
 from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import defaults_for
 
 LATEST = "latest"  # in output_dir, a link to the newest run's folder
 
 
 def make_plan(
-    config: RunConfig,
-    machine: Machine,
-    *,
-    num_processes: int,
-    processes_here: int,
-    cut: Callable[[Plan], Data | None] = lambda plan: None,
+    config: RunConfig, cluster: Cluster, cut: Callable[[Plan], Data | None] = lambda plan: None
 ) -> Plan:
     """Decide and check everything about a run, what may have to be downloaded last; raise UserError
     at the first obstacle. `cut` gives the run's samples, where they are wanted."""
     notes = list[str]()
     if config.resume not in (None, AUTO):
-        config, notes = take_over(config, num_processes)
-    cluster = this_machine(machine, num_processes, processes_here)
+        config, notes = take_over(config, cluster.num_processes)
     plan = decide_plan(config, cluster, cut)
     plan.notes.extend(notes)
     return plan

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from distributed_training.parallel import agree
 from distributed_training.plan import data as plan_data
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
+from distributed_training.predict.predict import this_machine
 from distributed_training.records.record import code, versions
 from distributed_training.run import prepare
 from distributed_training.run.ranks import LOOPBACK, STORE_SOCKET, Process, numbered
@@ -174,9 +175,9 @@ def agree_on_plan(
     launchers = sorted(set(ask(agent))) if agent else []
 
     def make() -> Plan:
-        sizes = {"num_processes": process.world_size, "processes_here": process.local_world_size}
+        cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
         going_on, notes = go_on(config, launchers, process.world_size)
-        plan = prepare.make_plan(going_on, detect_machine(), **sizes, cut=plan_data.cut_data)
+        plan = prepare.make_plan(going_on, cluster, plan_data.cut_data)
         plan.notes.extend(notes)
         return prepare.reserve_run_dir(replace(plan, launchers=launchers))
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from distributed_training.plan import data
 from distributed_training.plan.data import cut_data, load_plan_data, peek_data
+from distributed_training.predict.predict import this_machine
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from tests.support import CPU_MACHINE, refused
@@ -21,8 +22,7 @@ def plan_for(tmp_path, words, *, cut=cut_data, **config):
         "model": "gpt2-tiny", "strategy": "dp", "dataset": str(text), "max_length": LENGTH,
         "output_dir": str(tmp_path / "runs"), **config,
     }  # fmt: skip
-    places = {"num_processes": 2, "processes_here": 2}
-    return make_plan(build_config(values), CPU_MACHINE, **places, cut=cut)
+    return make_plan(build_config(values), this_machine(CPU_MACHINE, 2, 2), cut)
 
 
 def test_a_short_text_is_taken_whole(tmp_path):

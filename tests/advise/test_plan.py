@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from distributed_training.advise import make
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.plan import PLAN_AS_JSON
+from distributed_training.predict.predict import this_machine
 from distributed_training.run.prepare import make_plan, reserve_run_dir
 from distributed_training.settings.config import KEYS, build_config, load_preset
 from distributed_training.settings.errors import UserError
@@ -139,9 +140,8 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
     for key in PATHS:
         if config.get(key) not in WORDS:
             config[key] = str(scratch / config[key])
-    places = {"num_processes": num_processes, "processes_here": num_processes}
     try:
-        plan = make_plan(build_config(config), machine, **places)
+        plan = make_plan(build_config(config), this_machine(machine, num_processes, num_processes))
     except UserError as error:
         text = str(error)
         assert text.splitlines() == [text]

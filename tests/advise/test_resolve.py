@@ -159,10 +159,10 @@ def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "fetch_folder", Mock(side_effect=AssertionError("asked the Hub")))
     given = {"strategy": "tp", "model": "gpt2-xl", "output_dir": str(tmp_path)}
     with refused("tp=2 does not divide num_heads=25"):
-        make_plan(build_config(given), gpu(num_gpus=2), num_processes=2, processes_here=2)
+        make_plan(build_config(given), this_machine(gpu(num_gpus=2), 2, 2))
     given = build_config({**given, "strategy": "dp"})
     with refused("needs 26.0 GiB a GPU", "use more GPUs"):
-        make_plan(given, gpu(gpu_memory_bytes=2 * GIB), num_processes=1, processes_here=1)
+        make_plan(given, this_machine(gpu(gpu_memory_bytes=2 * GIB), 1, 1))
 
 
 TP = {"strategy": "tp", "world_size": 2}

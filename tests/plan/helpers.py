@@ -84,8 +84,6 @@ def plan_for(
 ) -> Plan:
     """A plan of gpt2-tiny, or a draft that no check has seen; `here` processes on this machine."""
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
-    here = here or num_processes
+    make = make_plan if checked else draft_plan
     built = merged(values).model_copy(update={"below_bytes": below_bytes})
-    if not checked:
-        return draft_plan(built, this_machine(machine, num_processes, here))
-    return make_plan(built, machine, num_processes=num_processes, processes_here=here)
+    return make(built, this_machine(machine, num_processes, here or num_processes))

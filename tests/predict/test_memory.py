@@ -7,6 +7,7 @@ import pytest
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.plan.data import cut_data
 from distributed_training.predict.memory import bytes_a_parameter, estimate_memory
+from distributed_training.predict.predict import this_machine
 from distributed_training.predict.rates import FITTED
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
@@ -89,10 +90,8 @@ def test_a_pipeline_is_fullest_where_it_begins(tmp_path):
 def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path):
     words = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text()), "num_samples": 4}
     config = build_config({**words, "output_dir": str(tmp_path)})
-
     first, second, two = (
-        make_plan(config, CPU_MACHINE, num_processes=count, processes_here=count, cut=cut_data)
-        for count in (1, 1, 2)
+        make_plan(config, this_machine(CPU_MACHINE, count, count), cut_data) for count in (1, 1, 2)
     )
     saved = first.prediction["host_bytes"] - second.prediction["host_bytes"]
     assert saved == FITTED.process_bytes.tokenising

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from distributed_training.predict.predict import this_machine
 from distributed_training.run.prepare import make_plan, reserve_run_dir, started_again, take_over
 from distributed_training.run.rendezvous import go_on
 from distributed_training.settings.config import build_config
@@ -21,7 +22,7 @@ def config_for(output_dir, **values):
 
 
 def planned(config, num_processes):
-    return make_plan(config, CPU_MACHINE, num_processes=num_processes, processes_here=1)
+    return make_plan(config, this_machine(CPU_MACHINE, num_processes, 1))
 
 
 @pytest.fixture
