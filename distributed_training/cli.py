@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.predict.predict import parse_cluster
-from distributed_training.run.launch import (
-    CPU_PROCESSES,
-    PLANNED,
-    requested_processes,
-    start,
-    start_planned,
-)
+from distributed_training.run import launch
 from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings import strategies
 from distributed_training.settings.config import KEYS, RunConfig, build_config
@@ -81,7 +75,7 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
     add("--preset", metavar="NAME", help="a file of configs/presets/, or a path; over CONFIG")
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", dest="overrides",
         help="several keys at once")  # fmt: skip
-    processes = f"start N processes; all: one a GPU, or {CPU_PROCESSES} without GPUs"
+    processes = f"start N processes; all: one a GPU, or {launch.CPU_PROCESSES} without GPUs"
     add("--num_gpus", metavar="N", help=processes)
     restarts = "after a failure, start again from the last checkpoint, N times (default 0)"
     add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts)
@@ -142,14 +136,14 @@ def _load(module: str) -> Any:
 
 def train(argv: Sequence[str], program: Program) -> int:
     """Train: CONFIG, preset and command line become a plan and the plan's processes."""
-    if PLANNED in argv:
-        return start_planned()
+    if launch.PLANNED in argv:
+        return launch.start_planned()
     arguments = parse(argv, program)
     given = arguments.cluster
     if given and not arguments.dry_run:
         raise UserError("--cluster only plans", fix="add --dry-run, or type plan")
     own = {*DRY_RUN, "--cluster", given, f"--cluster={given}"}
-    return start(
+    return launch.start(
         configure(arguments, program, arguments.overrides),
         program.script,
         [text for text in argv if text not in own],
@@ -202,7 +196,7 @@ def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]
     unless `num_gpus` says otherwise; the exit code."""
     if current_process() is not None:
         return work()
-    count = requested_processes(num_gpus or "all", detect_machine(), {})
+    count = launch.requested_processes(num_gpus or "all", detect_machine(), {})
     if count == 1:
         fix = "type --num_gpus 2, or start with torchrun on the nodes"
         raise UserError("one process has no links", fix=fix)
