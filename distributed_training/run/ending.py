@@ -29,7 +29,6 @@ SIGNS_OF_LOSS = (
 # No room, none of one's quota, of one's limit; libraries say it in the system's words.
 FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 CAUSE = "cause of the end"  # a key of the store
-CAUSE_WITHIN = timedelta(seconds=2)
 CHUNK = 8192  # tokens of a loss, as measured (results/records/h200-nanogpt/variants.json)
 
 
@@ -67,7 +66,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
             if not lost:
                 store.set(CAUSE, reason)
             else:
-                store.wait([CAUSE], CAUSE_WITHIN)
+                store.wait([CAUSE], timedelta(seconds=2))
                 reason = store.get(CAUSE).decode()
                 said = f"{rank} {records.LOST}; {reason}"
                 lost = False

@@ -118,7 +118,6 @@ class Watch:
         """Write and read signs of life. May block where the store does not answer."""
         store = dist.PrefixStore("watch", of_main.clone())  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=LOST_S))
-        following = self._following
         beats = 0
         while beats == 0 or not self._ended.wait(BEAT_S):
             beats += 1
@@ -129,7 +128,7 @@ class Watch:
                     self._give_up(str(error), 0)
             try:
                 store.set(str(self.rank), json.dumps({"beat": beats, **self._describe()}))
-                wanted = {following}
+                wanted = {self._following}
                 if self.rank == 0 and self._clock - self._since > SLOW_S / 2:
                     wanted.update(range(self.world_size))
                 there = (rank for rank in sorted(wanted) if store.check([str(rank)]))
@@ -137,7 +136,7 @@ class Watch:
             except (RuntimeError, ValueError):
                 return  # the connection is gone for good, which _look notices
             self._answered = self._clock
-            if found.get(following) != self._others.get(following):
+            if found.get(self._following) != self._others.get(self._following):
                 self._heard = self._clock
             self._others |= found
 

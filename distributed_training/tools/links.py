@@ -37,7 +37,6 @@ BUDGET_S = 0.15  # for one figure
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
 MOST_FOR_PAIRS = 8  # processes of which every pair is measured; of more each with the next
 ROUNDS = 3  # of which the quickest counts: other programs only make a link slower
-ROUND_S = 0.02
 SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes, for a link's latency and bandwidth
 # By how much a link is worse than the best of its kind before it is called slow.
 SLOW_LATENCY = 3.0
@@ -273,7 +272,7 @@ def pairs(world_size: int) -> list[tuple[int, int]]:
 def check_nodes() -> int:
     """`doctor --nodes`: two processes at a time send each other tensors; exit code. Collective."""
     links = []
-    with open_group(ROUND_S) as group:
+    with open_group(budget_s=0.02) as group:
         hosts = gather(platform.node())
         small, large = SIZES[group.device.type]
         for ends in pairs(group.process.world_size):

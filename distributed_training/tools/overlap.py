@@ -28,9 +28,8 @@ Spans = list[tuple[float, float]]  # sorted, disjoint (begin, end)
 STEP = "ProfilerStep#"
 TRACES = TRACE_FILE.format("*")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-# Without a GPU: what computes, and what waits inside of it.
+# What computes without a GPU
 COMPUTES = ("aten::", "mkldnn::", "## Call CompiledFxGraph", "torch::distributed::reducer")
-WAITS = ("_c10d_functional::wait_tensor",)
 KINDS = {  # by the names of NCCL's kernels and of gloo's operations, without _ and in lower case
     "all-reduce": "allreduce", "all-gather": "allgather", "reduce-scatter": "reducescatter",
     "all-to-all": "alltoall", "broadcast": "broadcast", "send/receive": "send|recv", "other": "",
@@ -132,7 +131,7 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
             by_kind[kind_of(event["name"])].append(event["span"])
         elif event["name"].startswith(computes):
             threads[event["tid"]][0].append(event["span"])
-        elif event["name"].startswith(WAITS):
+        elif event["name"].startswith("_c10d_functional::wait_tensor"):
             threads[event["tid"]][1].append(event["span"])
     computing = union(span for both in threads.values() for span in minus(*both))
     return Rank(

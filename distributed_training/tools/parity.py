@@ -31,7 +31,6 @@ from distributed_training.tools import compare
 # Relative differences that sums in another order make in fp32, with room.
 LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
 SPREADS = 4
-TINY = 1e-30  # to divide by
 STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # of a checkpoint
 OK = "ok"
 BAD = ("differs", "failed")
@@ -186,7 +185,7 @@ def _apart_in_state(run: compare.Run, reference: compare.Run) -> dict[str, float
     found = {name: math.inf for name in names if name.startswith(STATE)}  # unless both have it
     for name in found.keys() & ours.stored.keys() & theirs.stored.keys():
         other = theirs.whole(name)
-        size = max(float(vector_norm(other)), TINY)
+        size = max(float(vector_norm(other)), 1e-30)  # to divide by
         found[name] = float(vector_norm(ours.whole(name) - other)) / size
     return found
 
