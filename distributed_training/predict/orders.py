@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.schedules import SCHEDULES
+from distributed_training.plan.schedules import SCHEDULES, FoundOrders
 
 Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each other
 Operation = tuple[str, int, int]
@@ -188,9 +188,9 @@ def search_orders(
     blocks: tuple[int, ...],
     m: int,
     message_s: float,
-) -> tuple[str, ...]:
-    """What each process does for `m` micro-batches under `zb-auto`, as `read_order` reads it: the
-    shortest that was found, that of `zb-v` at worst.
+) -> FoundOrders:
+    """What each process does for `m` micro-batches under `zb-auto`: the shortest that was found,
+    that of `zb-v` at worst.
 
     Of each stage `seconds` has the duration of F, I and W, and `blocks` what a micro-batch holds
     from F to W; process r has stages r and 2 p - 1 - r. What a stage makes is there `message_s`
@@ -269,7 +269,6 @@ def search_orders(
         if now < shortest:
             shortest = now
             best = list(orders)
-    ends = {("F", last): f"F{last} I{last}"}
-    return tuple(
-        " ".join(ends.get(step, f"{step[0]}{step[1]}") for step in words) for words in best
-    )
+    texts = [" ".join(f"{kind}{stage}" for kind, stage in words) for words in best]
+    by_place = tuple(text.replace(f"F{last}", f"F{last} I{last}") for text in texts)
+    return FoundOrders(by_place=by_place, stage_s=seconds, message_s=message_s)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from distributed_training.plan.choose import lay_out
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.schedules import FoundOrders
 from distributed_training.predict.memory import MemoryEstimate, estimate_memory
 from distributed_training.predict.orders import search_orders
 from distributed_training.predict.rates import FITTED, Rates, cpu_rates, measured_rates, rates_of
@@ -108,10 +107,8 @@ def lay_out_on(cluster: Cluster, config: RunConfig, mesh: dict[str, int] | None 
     blocks = plan.layout.blocks_per_stage
     stages = range(len(blocks))
     seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in stages)
-    message_s = work.message()
-    orders = search_orders(seconds, blocks, plan.batch.num_microbatches, message_s)
-    found = FoundOrders(by_place=orders, stage_s=seconds, message_s=message_s)
-    return replace(plan, orders=found)
+    orders = search_orders(seconds, blocks, plan.batch.num_microbatches, work.message())
+    return replace(plan, orders=orders)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

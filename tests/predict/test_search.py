@@ -29,7 +29,7 @@ def durations(blocks, block=BLOCK, loss=LOSS):
 
 
 def search_orders(*durations):
-    return tuple(map(orders.read_order, orders.search_orders(*durations)))
+    return tuple(map(orders.read_order, orders.search_orders(*durations).by_place))
 
 
 def length(found, seconds, message=MESSAGE):
