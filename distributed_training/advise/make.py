@@ -1,6 +1,5 @@
 """From CONFIG and a machine to the plan of a run that starts afresh. What is known to fail is
-refused here, before processes start or weights load. No torch import.
-"""
+refused here, before processes start or weights load. No torch import."""
 
 import importlib.util
 import os
@@ -203,8 +202,7 @@ def has_libaio() -> bool:
 
 def refuse_stale_lock(name: str) -> None:
     """A build of this extension that was killed leaves a file `lock` that every later run waits
-    for, in its folder of torch's cache, one per Python and CUDA version.
-    """
+    for, in its folder of torch's cache, one per Python and CUDA version."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     version = sysconfig.get_python_version().replace(".", "")
     cache = Path.home() / ".cache" / "torch_extensions"

@@ -36,8 +36,7 @@ def rank_layouts(
 ) -> list[Prediction]:
     """All layouts that start, the best first; `build` gives CONFIG under a strategy's name and
     raises UserError where it does not go with it. An algorithm that computes something else is
-    among them only where it is `asked` for.
-    """
+    among them only where it is `asked` for."""
     choices: dict[object, Prediction] = {}
     for name in with_progress(tuple(list_strategies()), "strategies"):
         if name != asked and any(key.work for key in read_keys(strategy_options(name)).values()):
@@ -129,8 +128,7 @@ def layout_name(plan: Plan) -> str:
 
 def as_chosen(config: RunConfig, name: str) -> RunConfig:
     """CONFIG under a strategy that "auto" may become: what is set stays, whether or not the
-    strategy takes it. Raises UserError for one whose engine has options of its own.
-    """
+    strategy takes it. Raises UserError for one whose engine has options of its own."""
     if strategy_options(name).model_fields:
         raise UserError(f"strategy={name!r} is never chosen by auto", fix="set strategy to it")
     defaults = defaults_for(config, name)

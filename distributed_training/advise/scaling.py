@@ -3,8 +3,7 @@
 The loss of N parameters trained once over D tokens is E + A / N^alpha + B / D^beta nats a token
 (Hoffmann et al., 2203.15556, approach 3), and training costs 6 N D FLOPs. Both fits, scaling.json,
 are of one corpus, vocabulary and recipe; of another they tell how things grow rather than the loss
-itself.
-"""
+itself."""
 
 import argparse
 import contextlib

@@ -7,8 +7,7 @@ Chats have a template of our own, where the tokenizer brings none:
     assistant: 6<|endoftext|>
 
 Of a record with a prompt or with messages only answers are learnt: completions and what the
-assistant says, each with the end-of-text token after it.
-"""
+assistant says, each with the end-of-text token after it."""
 
 import json
 import os

@@ -1,8 +1,7 @@
 """A whole optimizer step as one CUDA graph: launched once instead of kernel by kernel.
 
 At small batches the host cannot launch kernels as fast as a GPU runs them. A graph holds all of a
-step's work on the GPU: forward, backward, collectives, clipping, optimizer.
-"""
+step's work on the GPU: forward, backward, collectives, clipping, optimizer."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,7 @@ the others as multiples of one scale in 8 bits, to the process that averages tha
 averages of all parts back in the same form. What is lost is added to the next gradient, on both
 ways (error feedback, Karimireddy et al., 1901.09847).
 
-DDP reads the hooks' annotations, which must not be text.
-"""
+DDP reads the hooks' annotations, which must not be text."""
 
 from typing import Any
 

@@ -51,8 +51,7 @@ def global_norm(
     what this rank holds of each parameter's, [number of parameters], for whoever looks for a fault.
 
     Every rank adds the squares of what it holds, divided by the number of ranks of its stage that
-    hold the same; one all-reduce of a scalar, unless all ranks hold everything.
-    """
+    hold the same; one all-reduce of a scalar, unless all ranks hold everything."""
     norms = foreach_norm([local_part(parameter.grad) for parameter in parameters])
     each = torch.stack(norms)
     if topology.world_size == topology.dp_replicate and not isinstance(parameters[0].grad, DTensor):

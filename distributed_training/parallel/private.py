@@ -1,7 +1,6 @@
 """What this suite uses of private interfaces of torch and DeepSpeed, with private_pipelining.py.
 
-Checked against torch 2.11 and 2.13 and DeepSpeed 0.19.8, which native strategies never import.
-"""
+Checked against torch 2.11 and 2.13 and DeepSpeed 0.19.8, which native strategies never import."""
 
 import contextlib
 import importlib

@@ -5,8 +5,7 @@ an MLP), the `row` matrix after it by columns (each product is one term of a sum
 parallelism (2205.05198) what lies between, norms, residuals and dropout, is split, by samples where
 R divides them, else along the tokens: an all-gather precedes attention and MLP, a reduce-scatter
 follows. Without, everybody computes all of it, and one all-reduce follows. The loss is split by
-vocabulary.
-"""
+vocabulary."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,8 +36,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
     DTensors, and between split layers tensors are local, of `parts` of the samples and tokens.
 
     Returns the names of parameters that each process uses on its own tokens: their gradients are
-    still to be summed over `mesh` (gradients.add_up).
-    """
+    still to be summed over `mesh` (gradients.add_up)."""
     samples, tokens = parts
     sequence_parallel = max(parts) > 1
     between: Placement = Shard(0 if samples > 1 else 1) if sequence_parallel else Replicate()
@@ -80,8 +78,7 @@ class _Layer(parallel.ParallelStyle):
     both may be one.
 
     torch's RowwiseParallel may return what is still on its way: a compiled block cannot take that,
-    as the gradient of its input would miss a step.
-    """
+    as the gradient of its input would miss a step."""
 
     given: Placement = field(default_factory=Replicate)  # of the input
     between: Placement = field(default_factory=Replicate)  # of the output

@@ -5,8 +5,7 @@ matrices. Autograd cannot stop in the middle of a compiled block. So matrices ta
 next to each product x W^T goes a tap, whose gradient is that of the product, dY. Both x and dY are
 kept until the second part computes dW = dY^T x. Together the two parts do what one does.
 
-The order of all parts is given (predict/orders.py, private_pipelining.py).
-"""
+The order of all parts is given (predict/orders.py, private_pipelining.py)."""
 
 import functools
 from collections.abc import Callable

@@ -7,8 +7,7 @@ run of consecutive blocks; the first also holds the embeddings, the last the fin
 output layer, which has the tied embedding's weights once more. A step has batch_size x
 grad_accum_steps x processes sequences under every strategy, in micro-batches:
 
-    global_batch_size == micro_batch_size * num_microbatches * num_replicas
-"""
+    global_batch_size == micro_batch_size * num_microbatches * num_replicas"""
 
 import contextlib
 import itertools

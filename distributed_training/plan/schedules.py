@@ -1,8 +1,7 @@
 """What a pipeline's schedules need and idle, by the rules of torch.distributed.pipelining and the
 formulas of pipedream_tutorial's closed_forms.py. No torch.
 
-p is the number of processes along the pipeline, m the micro-batches of a step.
-"""
+p is the number of processes along the pipeline, m the micro-batches of a step."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,8 +1,7 @@
 """Which process is which: ranks, the axes of the mesh, the device, the process group.
 
 tp varies fastest with the rank and pp slowest: what communicates most lies closest together, inside
-a node. torch is imported only by the functions that need a process group.
-"""
+a node. torch is imported only by the functions that need a process group."""
 
 from __future__ import annotations
 

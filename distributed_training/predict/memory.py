@@ -2,8 +2,7 @@
 
 Model state goes by bytes a parameter. A block's activations are counted in values of the
 arithmetic's width for each token and unit of hidden size, tensor by tensor as the model
-(models/*/model.py) and torch.compile keep them.
-"""
+(models/*/model.py) and torch.compile keep them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -106,8 +105,7 @@ def bytes_a_parameter(
 
     With rounded weights (ZeRO paper, section 3.1): parameters 2, gradients 2, fp32 master copy and
     both Adam moments 12 bytes a parameter. Else fp32 parameters (4), gradients (4) and moments (8),
-    and of a pipeline's stages also what they gather, or round, for all micro-batches of a step.
-    """
+    and of a pipeline's stages also what they gather, or round, for all micro-batches of a step."""
     width = 4 if precision == "fp32" else 2
     shards = mesh["dp_shard"]
     stage = strategy.zero.stage
@@ -269,8 +267,7 @@ class Held(Formulas):
 
         The compiled loss keeps logits and writes their gradient over them. Eagerly log_softmax
         keeps its fp32 result, and its backward pass holds two more of that size. Over tp the
-        probabilities are kept in fp32, and the gradient comes on top.
-        """
+        probabilities are kept in fp32, and the gradient comes on top."""
         rows = self.size.padded_vocab_size
         chunk = self.config.loss_chunk_tokens
         kept = self.width

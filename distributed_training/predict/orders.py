@@ -2,8 +2,7 @@
 
 Orders are those of torch.distributed.pipelining (schedules.py of 2.11 to 2.13). An operation is
 (kind, stage, micro-batch): "F" forward, "B" backward, "I" backward for inputs only, "W" backward
-for weights only.
-"""
+for weights only."""
 
 import functools
 import itertools
@@ -131,8 +130,7 @@ def simulate(
     result is for what `flow` says; nothing where processes wait for each other forever.
 
     `launching`: seconds for which the host of a process launches an operation, one after the other
-    and ahead of the GPU, which cannot end before.
-    """
+    and ahead of the GPU, which cannot end before."""
     # When each micro-batch's input, or the gradient of its output, is there.
     ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
     spans: dict[Step, list[tuple[float, float]]] = defaultdict(list)
@@ -200,8 +198,7 @@ def search_orders(
     computes the loss, and a backward pass is not two forward ones. So its order is improved by
     simulated annealing, with random thresholds, on estimated durations. Equal arguments give equal
     orders on any machine: only additions, products and comparisons of floats decide, and
-    `random()`, which Python keeps as it is.
-    """
+    `random()`, which Python keeps as it is."""
     last = len(blocks) - 1
     p = len(blocks) // 2
     took = by_operation(seconds)

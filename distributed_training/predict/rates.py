@@ -62,8 +62,7 @@ def rates_of(gpu: Gpu) -> Rates:
 
     Long matrix products draw more power than most GPUs may, which then lower clock and voltage:
     at a rate of power ^ 1/2. Element-wise kernels are bound by the memory's bandwidth, or, where
-    that is large, by what a multiprocessor can work on.
-    """
+    that is large, by what a multiprocessor can work on."""
     shares = FITTED.gpu_shares
     powers = vars(FITTED.full_power)
     generation = "{}.{}".format(*gpu.compute_capability)

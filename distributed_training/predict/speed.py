@@ -3,8 +3,7 @@
 Matrix products take FLOPs / rate, attention at one that grows with the sequence, element-wise work
 bytes / bandwidth, every kernel a little to start, a collective its latency and a ring's bytes. A
 pipeline is simulated in its schedule's own order. Launching from the host runs beside the GPU: the
-slower of both counts, unless a CUDA graph launches all.
-"""
+slower of both counts, unless a CUDA graph launches all."""
 
 import math
 from typing import NamedTuple

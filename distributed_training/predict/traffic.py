@@ -1,8 +1,7 @@
 """Bytes that a step hands to other processes, by the formulas of strategies/*/README.md.
 
 No torch import. Sizes are those of the tensors given to an operation: of the whole one for
-all-reduce, all-gather and reduce-scatter. `sent_bytes` is what follows for a process's network.
-"""
+all-reduce, all-gather and reduce-scatter. `sent_bytes` is what follows for a process's network."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -166,8 +165,7 @@ class Formulas(Shapes):
     def tensor(self) -> Bytes:
         """tp: with sequence parallelism a block gathers and reduce-scatters twice forward and twice
         backward, without it all-reduces as often; embedding, output layer, loss; gradients of norms
-        and positions once a step, each process those of its shard.
-        """
+        and positions once a step, each process those of its shard."""
         if self.tp == 1:
             return Counter()
         count = self.micro_batches

@@ -4,8 +4,7 @@ Not by torchrun's agent: its store listens on every interface and unpickles what
 gets a socket that is bound to loopback already, and serves the store on that. No torch.
 
 On GPUs each rank is a new Python, as CUDA does not outlive a fork. Without, where importing torch
-would take all cores for seconds, the ranks are forks of one process that has imported it.
-"""
+would take all cores for seconds, the ranks are forks of one process that has imported it."""
 
 import contextlib
 import ctypes

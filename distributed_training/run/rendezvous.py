@@ -2,8 +2,7 @@
 them, agree on a plan, which rank 0 makes for all, and on where each node keeps its files.
 
 Launchers tell every process where rank 0 is. To be found themselves, gloo and NCCL take the address
-of the host's name, which on many machines is loopback: Debian has it at 127.0.1.1.
-"""
+of the host's name, which on many machines is loopback: Debian has it at 127.0.1.1."""
 
 import contextlib
 import ipaddress

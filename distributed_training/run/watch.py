@@ -3,8 +3,7 @@ another process, or all progress is gone.
 
 Every process writes what it is doing to the process group's store and reads what the next rank
 wrote; so whoever is frozen or cut off is missed by one other. Rank 0 also looks at how long a step
-takes. Time in which this process did not run itself, as after Ctrl-Z, does not count.
-"""
+takes. Time in which this process did not run itself, as after Ctrl-Z, does not count."""
 
 import contextlib
 import itertools

@@ -5,8 +5,7 @@ Sources: NVIDIA's datasheets of each; whitepapers of GA102 (RTX 3090), AD102 (40
 (5090); of the A10G, AWS's variant, what CUDA reports. Dense, without sparsity. Memory is what
 nvidia-smi reports. Links: NVLink 5 has 900 GB/s each way, 4 has 450, 3 has 300, 2 has 150, the
 H800's and A800's 200; PCIe 5 x16 about 63, 4 31.5, 3 15.75. Entries whose names contain others'
-come first, and of one model what is meant without its form comes before PCIe.
-"""
+come first, and of one model what is meant without its form comes before PCIe."""
 
 import json
 import os

@@ -8,8 +8,7 @@ offloaded; and the engines that carry them out. No torch import.
 sizes of the axes, `defaults` CONFIG keys for what CONFIG leaves open, `engine` what runs it where
 that does not follow: an algorithm of one's own is a file in the folder ("engine.py"). It holds
 `TRAITS`, `OPTIONS` where it has some, and the class that `TRAITS.build` names, which may be in
-another file there ("local_sgd.py:LocalSGD").
-"""
+another file there ("local_sgd.py:LocalSGD")."""
 
 import functools
 import importlib

@@ -1,7 +1,6 @@
 """What `plan --calibrate` runs in its processes: how fast this machine works, for predict/rates.py.
 
-GPUs are measured on rank 0 alone; processes that share a CPU measure all at once, as they train.
-"""
+GPUs are measured on rank 0 alone; processes that share a CPU measure all at once, as they train."""
 
 import statistics
 import time

@@ -2,8 +2,7 @@
 
 A plan is JSON: {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Every run is
 the command that a user would type; what it prints goes to log.txt. Records lie in the folder as
-soon as they are there: started again, only runs without one are done. No torch in this process.
-"""
+soon as they are there: started again, only runs without one are done. No torch in this process."""
 
 import argparse
 import contextlib

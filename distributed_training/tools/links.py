@@ -2,8 +2,7 @@
 
 Sizes are those of the whole tensor, as in predict/traffic.py: algorithm bandwidth is size /
 seconds, bus bandwidth what a process sends in a ring / seconds. The fit, latency + sent bytes /
-bandwidth, weighs relative errors, so that small messages count as much as large ones.
-"""
+bandwidth, weighs relative errors, so that small messages count as much as large ones."""
 
 import argparse
 import contextlib

@@ -3,8 +3,7 @@
 A rank communicates while a kernel of NCCL runs on its GPU, or an operation of gloo in its process,
 which includes waiting for the others. It computes while any other kernel or copy runs; without a
 GPU, while an operator or compiled code does. Exposed is communication during which the same rank
-computes nothing.
-"""
+computes nothing."""
 
 import gzip
 import json

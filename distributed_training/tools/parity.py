@@ -3,8 +3,7 @@
 The reference is one process that compiles nothing. It trains twice, the second time with other
 micro-batches: what it then differs from itself by is rounding. A layout that differs by more than
 LIMITS, and by more than SPREADS times that, computes something else. Each tensor is held against
-its own rounding, as Adam makes large steps of gradients that are nothing else.
-"""
+its own rounding, as Adam makes large steps of gradients that are nothing else."""
 
 import argparse
 import json

@@ -1,7 +1,6 @@
 """Every layout of every strategy, ranked by predicted time; nothing runs.
 
-No torch import.
-"""
+No torch import."""
 
 import argparse
 import dataclasses

@@ -9,8 +9,7 @@ until they are written.
 
 Without a shared disk each node has the files of its own ranks, and meta.json. What its ranks hold
 but those of other nodes write is in them, too, under COPY and its name: the node reads that.
-The sampler needs no file: its position is the step. resume.py finds and checks checkpoints.
-"""
+The sampler needs no file: its position is the step. resume.py finds and checks checkpoints."""
 
 import shutil
 import socket

@@ -2,8 +2,7 @@
 
 Processes of that machine keep it locked, all of them; so it is the run's until the last has ended.
 For other machines, and where files cannot be locked, the run's rank 0 renews it every few seconds,
-and ends the run where somebody has taken it over meanwhile.
-"""
+and ends the run where somebody has taken it over meanwhile."""
 
 import contextlib
 import fcntl

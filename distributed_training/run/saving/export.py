@@ -46,8 +46,7 @@ def continuation(
 
     `logits` takes ids [1, T], T at most `context`, and gives [1, T, V]; where it can go on from a
     `past`, each token passes through it once, as long as all fit. `agree` makes a choice,
-    int64 [1], the same on every rank. A temperature of 0 takes the likeliest.
-    """
+    int64 [1], the same on every rank. A temperature of 0 takes the likeliest."""
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_id]
     for _ in range(num_tokens):

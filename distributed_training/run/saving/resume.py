@@ -167,8 +167,7 @@ def find_resume(plan: Plan) -> tuple[Path, Meta] | None:
     "auto" takes the newest unfinished run of the same work (before all, of the same strategy), at
     its newest checkpoint that can be read; what it passes over is a warning, and why it finds none
     a note. Raises UserError where the run is going on or has files on other nodes, and where one
-    that is named is missing, damaged, without its run's record, or of another work.
-    """
+    that is named is missing, damaged, without its run's record, or of another work."""
     resume = plan.config.resume
     if resume is None:
         return None
