@@ -3,7 +3,6 @@ The pipeline runs 1F1B. Activations and their gradients, [B, T, D] a micro-batch
 weights, travel between neighbours; the end stages sum the embedding's gradients once a step."""
 
 import contextlib
-import functools
 import io
 import logging
 import math
@@ -129,13 +128,13 @@ class DeepSpeedEngine(base.Engine):
 
         kinds = ("weight", *(base.MOMENTS if self.counters()["adam_steps"] else ()))
         for group in range(len(private.zero_partitions(self.optimizer))):
-            yield from self._parts(group, kinds, functools.partial(read, group))
+            yield from self._parts(group, kinds, read)
 
     def _parts(
-        self, group: int, kinds: Iterable[str], held: Callable[[], dict[str, Any]]
+        self, group: int, kinds: Iterable[str], read: Callable[[int], dict[str, Any]]
     ) -> Iterator[Part]:
         """This rank's fragments, without padding, of the weights and moments of one group of the
-        optimizer, whose flat tensors `held` gives by kind."""
+        optimizer, whose flat tensors `read` gives by kind."""
         for name, parameter in self.named.items():
             fragment = private.find_zero_fragment(self.optimizer, parameter)
             if fragment is None or fragment[0] != group:
@@ -148,7 +147,8 @@ class DeepSpeedEngine(base.Engine):
             for kind in kinds:
                 yield Part(
                     name=f"{kind}/{name}", shape=self.shapes[name], start=(start,), size=(count,),
-                    get=lambda kind=kind, place=place: held()[kind].detach()[place], writes=writes,
+                    get=lambda kind=kind, place=place: read(group)[kind].detach()[place],
+                    writes=writes,
                 )  # fmt: skip
 
     def counters(self) -> dict[str, float]:
@@ -180,14 +180,14 @@ class DeepSpeedEngine(base.Engine):
                         if moment not in state:
                             state[moment] = torch.zeros_like(flat)
                         held |= {moment: state[moment].zero_()} if steps else {}
-                    for part in self._parts(group, held, lambda held=held: held):
+                    for part in self._parts(group, held, lambda _, held=held: held):
                         part.get().copy_(saved.read(part))
         if scaler.dynamic:
             scaler.cur_scale = counters["loss_scale"]
             scaler.last_overflow_iter = -1
             scaler.cur_iter = int(counters["good_steps"])
         if on_host:
-            private.restore_cpu_adam_powers(adam, **base.ADAM)
+            private.restore_cpu_adam_powers(adam, steps, **base.ADAM)
 
     def close(self) -> None:
         self.engine.destroy()

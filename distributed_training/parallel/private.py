@@ -89,8 +89,7 @@ def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
     flat = zero_partitions(zero)[group]
     held = {"weight": flat, **zero.optimizer.state.get(flat, {})}
     if swapped:
-        tensors = {kind: each for kind, each in held.items() if isinstance(each, torch.Tensor)}
-        held = {kind: each.clone() for kind, each in tensors.items()}
+        held = {kind: each.clone() for kind, each in held.items() if kind != "step"}
         zero._release_swap_buffers(group)
     return held
 
@@ -125,12 +124,11 @@ def _is_swapped(zero: Any, group: int) -> bool:
     return bool(on_disk and zero._swappable_optimizer_subgroup(group))
 
 
-def restore_cpu_adam_powers(adam: Any, betas: tuple[float, float], eps: float) -> None:
+def restore_cpu_adam_powers(adam: Any, steps: int, betas: tuple[float, float], eps: float) -> None:
     """Repeat a loaded DeepSpeedCPUAdam's steps on nothing: its C++ object multiplies beta ** step
     up in fp32, and pow rounds otherwise."""
-    last = max((int(state.get("step", 0)) for state in adam.state.values()), default=0)
     nothing = [torch.zeros(0) for _ in range(4)]
-    for step in range(1, last + 1):
+    for step in range(1, steps + 1):
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *nothing)
 
 
