@@ -92,7 +92,7 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     places = {part.name: {"shape": part.shape, "start": part.start} for part in parts}
     text = json.dumps({**header, "__metadata__": {"places": json.dumps(places)}}).encode()
     text += b" " * (-len(text) % 8)
-    size = checksum = 0
+    checksum = 0
     numbers = (_finite(part).numpy().data.cast("B") for part in parts)
     syncing = Future[None]()
     syncing.set_result(None)
@@ -105,12 +105,11 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
                 syncing.result()
                 syncing = pool.submit(os.fdatasync, file.fileno())
             checksum = summing.result()
-            size = size + len(data)
             del data, summing  # or the part would stay in memory beside the next one
         syncing.result()
         file.flush()
         os.fsync(file.fileno())
-    return size, checksum
+        return file.tell(), checksum
 
 
 def _finite(part: Part) -> torch.Tensor:

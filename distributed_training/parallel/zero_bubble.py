@@ -3,9 +3,7 @@
 The first part gives the gradients that the stage before waits for, the second those of the blocks'
 matrices. Autograd cannot stop in the middle of a compiled block. So matrices take no part in it:
 next to each product x W^T goes a tap, whose gradient is that of the product, dY. Both x and dY are
-kept until the second part computes dW = dY^T x. Together the two parts do what one does.
-
-The order of all parts is given (predict/orders.py, private_pipelining.py)."""
+kept until the second part computes dW = dY^T x. Together the two parts do what one does."""
 
 import functools
 from collections.abc import Callable

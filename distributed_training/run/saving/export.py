@@ -55,8 +55,7 @@ def continuation(
         padding = 0
         if goes_on is None:  # few lengths, for which kernels are chosen once
             padding = min(-len(seen) % LENGTHS, context - len(seen))
-        # A text that grows would be compiled again and again.
-        with torch.compiler.set_stance("force_eager"), sdpa_kernel(ATTENTION):
+        with sdpa_kernel(ATTENTION):
             padded = torch.tensor([seen + [eos_id] * padding])
             last = logits(padded, goes_on)[0, len(seen) - 1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
