@@ -18,7 +18,6 @@ from distributed_training.parallel.private_pipelining import GivenOrder, TwoWayS
 from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
-from distributed_training.predict.orders import expect_spans, find_orders
 
 RUN_BY: dict[str, Any] = {  # schedule -> a class of torch's
     "gpipe": get_schedule_class("GPipe"),
@@ -73,16 +72,13 @@ class Pipeline:
             wrapped.append(TwoWayStage(*shape, group=group, dw_builder=later))
             wrapped[-1].other = other
         kind = RUN_BY[config.pipeline_schedule]
-        order = dict[str, Any]()
-        if kind is GivenOrder:
-            order["orders"] = find_orders(plan)
-            order["spans"] = expect_spans(plan) if plan.schedule.searched else None
+        planned = {"plan": plan} if kind is GivenOrder else {}
         self.schedule = kind(
             wrapped[0] if issubclass(kind, PipelineScheduleSingle) else wrapped,
             n_microbatches=plan.batch.num_microbatches,
             loss_fn=lambda output, _target: output * self._scale,
             scale_grads=False,
-            **order,
+            **planned,
         )
 
     def forward_backward(

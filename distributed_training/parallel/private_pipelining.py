@@ -1,12 +1,13 @@
 """What private.py is for torch's pipelines, whose import takes 0.4 s: only pipeline.py has it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from distributed_training.predict.orders import Operation, Order
+from distributed_training.plan.plan import Plan
+from distributed_training.predict.orders import Operation, expect_spans, find_orders
 
 
 class TwoWayStage(PipelineStage):
@@ -38,24 +39,20 @@ class TwoWayStage(PipelineStage):
 
 
 class GivenOrder(schedules._PipelineScheduleRuntime):
-    """Processes that work in given orders, of forward passes and halves of backward ones. With
-    `spans` messages are sent and awaited in the order in which they are made by them: torch's own
-    order assumes equal durations, and a receive that comes too early holds up what is ready."""
+    """Processes that work in planned orders, of forward passes and halves of backward ones. Where
+    these were searched for, messages are sent and awaited in the order in which they are expected:
+    torch's own assumes equal durations, and a receive that comes too early holds up what is ready.
+    """
 
-    def __init__(
-        self,
-        stages: list[Any],
-        orders: Sequence[Order],
-        spans: Mapping[Operation, tuple[float, float]] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
         super().__init__(stages, **options)
         self.pipeline_order = {
             rank: [schedules._Action(stage, _COMPUTING[kind], n) for kind, stage, n in order]
-            for rank, order in enumerate(orders)
+            for rank, order in enumerate(find_orders(plan))
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
-        if spans is not None:
+        if plan.schedule.searched:
+            spans = expect_spans(plan)
             self.pipeline_order_with_comms = {
                 rank: _in_order_of_messages(actions, spans)
                 for rank, actions in self.pipeline_order_with_comms.items()
