@@ -109,9 +109,9 @@ class NativeEngine(base.Engine):
         blocks.apply_checkpointing(part, config.activation_checkpointing)
         blocks.apply_chunked_loss(part, config)
         blocks.apply_compile(part, config, ends=topology.tp == 1)
-        if self.plan.only_copies and topology.world_size > 1:
+        if self.plan.uses_ddp:
             return self.replicate(part)
-        if topology.dp_size > 1:
+        if self.plan.uses_fsdp:
             # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
             blocks.apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)

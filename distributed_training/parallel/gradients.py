@@ -54,7 +54,7 @@ def global_norm(
     hold the same; one all-reduce of a scalar, unless all ranks hold everything."""
     norms = foreach_norm([local_part(parameter.grad) for parameter in parameters])
     each = torch.stack(norms)
-    if topology.world_size == topology.dp_replicate and not isinstance(parameters[0].grad, DTensor):
+    if topology.world_size == topology.dp_replicate:
         return torch.linalg.vector_norm(each), each
     per_stage = topology.world_size // topology.pp
     shares = [
