@@ -92,11 +92,6 @@ class Plan:
         """Whether each node keeps the files of its own processes."""
         return not self.config.shared_disk and self.num_processes > self.processes_here
 
-    def ranks_beside(self, rank: int) -> range | None:
-        """The processes of that one's node; None where a disk is shared."""
-        first = rank // self.processes_here * self.processes_here
-        return range(first, first + self.processes_here) if self.own_disks else None
-
     @property
     def spread(self) -> dict[str, Any]:
         """How the work is spread: where a checkpoint agrees, a run resumes bit for bit."""

@@ -61,7 +61,6 @@ def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
     return SimpleNamespace(
         config=config, run_dir=run_dir, work=work, spread=spread, checkpoint=None,
         processes_here=1, strategy=strategy, notes=[], own_disks=False,
-        ranks_beside=lambda _: None,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def on_two_nodes(folder):
         world_size=2, rank=rank, local_rank=0, dp_replicate=2, dp_shard=1, device_type="cpu"
     )
     plan = plan_of(folder / f"node{rank}", keep=1)
-    plan.own_disks, plan.ranks_beside = True, lambda rank: range(rank, rank + 1)
+    plan.own_disks = True
 
     def save(step):
         engine = FakeEngine(step)
@@ -80,10 +80,10 @@ def on_two_nodes(folder):
     return seen
 
 
-def find_on(given, output_dir, node=None):
-    """As a process that is alone on a node; node None: its disk is shared."""
+def find_on(given, output_dir, own_disks=True):
+    """As a process that is alone on the first node."""
     plan = plan_of(None)
-    plan.ranks_beside = lambda _: None if node is None else [node]
+    plan.own_disks = own_disks
     plan.config.resume, plan.output_dir = given, output_dir
     return (find_resume(plan) or [None])[0]
 
@@ -120,11 +120,11 @@ def test_auto_does_not_begin_anew_where_a_node_is_missing(two_nodes, tmp_path):
     shutil.copytree(folder / "node0", run_dir)
     for resume in ("auto", str(run_dir)):
         with refused("record.json of", "the run's first node was"):
-            find_on(resume, tmp_path, node=0)
+            find_on(resume, tmp_path)
     started(run_dir).update(status="interrupted")
     for resume in ("auto", str(run_dir)):
-        assert find_on(resume, tmp_path, node=0).parents[1] == run_dir
+        assert find_on(resume, tmp_path).parents[1] == run_dir
         with pytest.raises(ElsewhereError, match="is not whole"):
-            find_on(resume, tmp_path)
+            find_on(resume, tmp_path, own_disks=False)
     started(run_dir).update(status="ok")
-    assert find_on("auto", tmp_path) is None
+    assert find_on("auto", tmp_path, own_disks=False) is None

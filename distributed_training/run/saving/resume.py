@@ -106,9 +106,9 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int 
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
 
     names = list(meta.files)
-    ranks = plan.ranks_beside(rank) if plan is not None and meta.spread == plan.spread else None
-    if ranks is not None and absent():
-        names = [file_of(each) for each in ranks]
+    if plan is not None and plan.own_disks and meta.spread == plan.spread and absent():
+        first = rank // plan.processes_here * plan.processes_here
+        names = [file_of(each) for each in range(first, first + plan.processes_here)]
     if meta.hosts and (lacking := absent()):
         hosts = sorted({meta.hosts[name] for name in lacking if name in meta.hosts})
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
