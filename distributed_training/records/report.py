@@ -1,6 +1,7 @@
 """Comparisons with plots: for a terminal, as Markdown, as one HTML file; `report` of any runs."""
 
 import base64
+import contextlib
 import io
 import os
 import shutil
@@ -176,18 +177,15 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
     found: dict[Path, Record] = {}
     for path in map(given_path, paths):
         files = [path]
+        passed_over: list[type[Exception]] = []
         if path.is_dir():
             files = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
+            passed_over = [UserError]  # other files
         here = {}
         for file in map(Path.resolve, files):  # runs/latest is a link
-            try:
-                record = load_record(file)
-            except UserError:
-                if path.is_dir():
-                    continue
-                raise
-            place = file.parent if file.name == RECORD_FILE else file.with_suffix("")
-            here[file] = record.model_copy(update={"run_dir": str(place)})
+            with contextlib.suppress(*passed_over):
+                place = file.parent if file.name == RECORD_FILE else file.with_suffix("")
+                here[file] = load_record(file).model_copy(update={"run_dir": str(place)})
         if not here:
             print(f"note: {path} holds no {RECORD_FILE}; left out", file=sys.stderr)
         found |= here
