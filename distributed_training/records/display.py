@@ -41,8 +41,7 @@ class Display:
         self.say(title)
         for line in text.split("\n"):
             shown = "".join(char if char.isprintable() else " " for char in line)
-            wrap = textwrap.TextWrapper(WIDTH - 2, drop_whitespace=len(shown) > WIDTH - 2)
-            for part in wrap.wrap(shown):
+            for part in textwrap.wrap(shown, WIDTH - 2, drop_whitespace=len(shown) > WIDTH - 2):
                 self.say(f"  {part}")
 
     def table(self, rows: dict[str, str]) -> None:

@@ -33,8 +33,7 @@ def steps_to_trace(plan: Plan, done: int) -> range:
 
 
 class Profile:
-    """Tracing of `steps`, from here after step `done` to `stop`; `step_ended` is called after each
-    step in between."""
+    """Tracing of `steps`, from after step `done` to `stop`; `step_ended` follows each step."""
 
     def __init__(self, plan: Plan, topology: Topology, done: int, steps: range) -> None:
         self.record: dict[str, object] | None = None  # of what was written
