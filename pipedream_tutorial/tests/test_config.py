@@ -116,7 +116,7 @@ def test_a_message_of_several_lines_is_shown_as_one(capsys):
 
 BARE = """
 import runpy, sys
-for name in ("torch", "matplotlib", "numpy"):
+for name in ("torch", "matplotlib", "numpy", "ortools"):
     sys.modules[name] = None
 sys.argv = sys.argv[1:]
 sys.path.insert(0, ".")
@@ -128,6 +128,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ("command", "code", "words"),
     [
         ("pipedream_visual.py", 2, "error: matplotlib is not installed"),
+        ("pipedream/__main__.py --schedule search --prove 9", 2, "error: ortools is not installed"),
         ("pipedream_planner.py --profile gpt2", 2, "error: torch is not installed"),
         ("pipedream/__main__.py --verbose no", 0, "Not trained: torch is not installed"),
     ],
