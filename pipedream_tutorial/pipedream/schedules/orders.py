@@ -19,7 +19,7 @@ import pipedream_simple as simple
 from pipedream.errors import UserError, nearest
 from pipedream.schedules.building_blocks import v_half, v_min
 from pipedream.schedules.ops import Item, Op, Orders, Schedule, item_of, repeat, straight
-from pipedream.schedules.policies import POLICIES, Policy
+from pipedream.schedules.policies import POLICIES, Policy, weight_use
 
 one_f_one_b = partial(simple.build, "1f1b")
 
@@ -176,20 +176,15 @@ def schedule_for_training(
 ) -> tuple[Schedule, Policy]:
     """Orders over all batches: flushing schedules again and again, the others without a pause.
     Raises UserError for schedules that are simulated only, for sizes that a schedule refuses, and
-    for 2BW with fewer than p - 1 microbatches a batch."""
+    for 2BW with too few microbatches a batch."""
     if name in SCHEDULES and name not in TRAINABLE:
         raise UserError(f"{name} is simulated only", f"train with one of {', '.join(TRAINABLE)}")
     batch = build_schedule(name, num_stages, num_microbatches)
     policy = SCHEDULES[name].policy
     if policy == "flush":
         return repeat(batch, num_batches), POLICIES[policy]
-    if policy == "2bw" and num_microbatches < num_stages - 1:
-        raise UserError(
-            f"{name} cannot run {num_microbatches} microbatches a batch over {num_stages} stages: "
-            "the weights one batch behind would not be there in time",
-            f"set num_microbatches to {num_stages - 1} or more",
-        )
     whole = build_schedule(name, num_stages, num_microbatches * num_batches)
+    weight_use(whole, POLICIES[policy], num_microbatches)  # refuses versions not there in time
     return whole, POLICIES[policy]
 
 
