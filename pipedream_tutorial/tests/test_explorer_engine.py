@@ -152,7 +152,7 @@ def test_search_finds_the_proved_optimum_within_its_memory():
     for (p, m, memory, (f, i, w, c), scale), found in zip(cases, answers, strict=True):
         costs = build_costs(
             build_schedule("1f1b", p, 1), forward=f, input_gradient=i, weight_gradient=w,
-            communication=c, scale=scale or None,
+            communication=c, stage_scale=scale or None,
         )  # fmt: skip
         problem = build_problem(costs, m, memory)
         bound = float(lower_bound(problem) * problem.tick)

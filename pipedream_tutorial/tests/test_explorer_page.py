@@ -141,7 +141,7 @@ def test_a_slider_changes_the_timeline_and_the_address(browser):
     type_into(browser, "c", "1/3")
     type_into(browser, "scale", "1,2,1/2,1")
     schedule = build_schedule("1f1b", 4, 9)
-    costs = build_costs(schedule, communication="1/3", scale=[1, 2, "1/2", 1])
+    costs = build_costs(schedule, communication="1/3", stage_scale=[1, 2, "1/2", 1])
     wanted = simulate(schedule, costs).makespan
     assert browser.js("explorer.main.run.numbers.makespan") == pytest.approx(float(wanted))
     browser.wait("location.hash.includes('m=9') && location.hash.includes('c=1')")

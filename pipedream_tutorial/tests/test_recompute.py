@@ -9,7 +9,7 @@ from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, even_fill
 from pipedream.schedules.ops import Schedule, recomputed
 from pipedream.schedules.orders import SCHEDULES, build_schedule
-from pipedream.simulate.measures import idle, peak_activations, times_of
+from pipedream.simulate.measures import idle, peak_activations
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 from pipedream.simulate.trace import handed_on
 
@@ -44,7 +44,7 @@ def test_r_comes_between_forward_and_backward_and_delays_by_its_own_time_at_most
         counts = Counter(op.kind for op in again.ops())
         assert counts["R"] == counts["F"] == counts["B"] + counts["I"]
         before, after = (timed(s, c, c.f / 3) for s in (schedule, again))
-        times, ranks = times_of(after), again.ranks()
+        times, ranks = after.times, again.ranks()
         for op in again.ops():
             if op.kind == "R":
                 backward = next(b for b in (op._replace(kind=k) for k in "BI") if b in times)

@@ -131,14 +131,14 @@ def test_an_operation_that_is_missing_or_there_twice_is_named(name: str) -> None
 
 def test_costs_are_cut_over_a_ranks_stages_and_scaled_by_place() -> None:
     s = build_schedule("interleaved", 2, 2, 3)
-    costs = build_costs(s, forward=6, input_gradient=3, scale=[1, 1, 1, 1, 1, "1/2"])
+    costs = build_costs(s, forward=6, input_gradient=3, stage_scale=[1, 1, 1, 1, 1, "1/2"])
     assert costs.forward == (2, 2, 2, 2, 2, 1)
     assert costs.input_gradient == (1, 1, 1, 1, 1, Fraction(1, 2))
     with pytest.raises(ValueError, match="length 3 for 2 stages"):
-        build_costs(s, scale=[1, 2, 3])
+        build_costs(s, stage_scale=[1, 2, 3])
     # Both copies of Chimera's model use the durations of a stage's place, not of its number.
     s = build_schedule("chimera", 2, 2)
-    t = simulate(s, build_costs(s, scale=[1, 5]))
+    t = simulate(s, build_costs(s, stage_scale=[1, 5]))
     lengths = {str(e.item): e.end - e.start for e in t.events}
     assert lengths == {
         "0F0": 1, "0B0": 2, "1F0": 5, "1B0": 10, "2F1": 1, "2B1": 2, "3F1": 5, "3B1": 10

@@ -20,7 +20,7 @@ from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.orders import SCHEDULES
 from pipedream.schedules.policies import weight_use
 from pipedream.simulate.comparison import Config, Row, closed_form, measure
-from pipedream.simulate.measures import Steps, held_activations, live_versions, times_of
+from pipedream.simulate.measures import Steps, held_activations, live_versions
 
 AGAINST_M = (
     "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "chimera",
@@ -296,10 +296,9 @@ def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
     """Each rank's two step functions, from its lane's floor (0) to `top`."""
     stream = row.stream
     ranks = range(stream.schedule.num_ranks)
-    times = times_of(stream)
     use = weight_use(stream.schedule, row.policy, row.batch.schedule.num_microbatches)
-    held = held_activations(stream.schedule, times)
-    kept = live_versions(stream.schedule, times, use)
+    held = held_activations(stream.schedule, stream.times)
+    kept = live_versions(stream.schedule, stream.times, use)
 
     def height(rank: int, value: Fraction) -> float:
         return rank + FLOOR - LANE * float(value / top)

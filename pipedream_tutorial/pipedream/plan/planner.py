@@ -38,7 +38,6 @@ from pipedream_simple import in_turn
 from pipedream.errors import UserError
 from pipedream.plan.profile import Layer, Number
 from pipedream.schedules.ops import Op, Schedule, straight
-from pipedream.simulate.measures import times_of
 from pipedream.simulate.simulator import Costs, Timeline, simulate
 
 SYNC_FACTOR = 2
@@ -288,7 +287,7 @@ def steady_period(timeline: Timeline, reach: int) -> Fraction | None:
     time / c. The last `reach` microbatches do not count, for the end of the run shows in them.
     """
     starts: dict[int, list[Fraction]] = defaultdict(list)  # by microbatch, and kind and stage
-    for op, (start, _) in sorted(times_of(timeline).items()):
+    for op, (start, _) in sorted(timeline.times.items()):
         starts[op.microbatch].append(start)
     rows = [starts[i] for i in range(len(starts) - reach)]
     for apart in range(1, len(rows) - reach + 1):

@@ -17,7 +17,6 @@ from pipedream.schedules.policies import ONE_VERSION, POLICIES, Policy, WeightUs
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.search import search
 from pipedream.simulate.simulator import (
-    Costs,
     Timeline,
     build_costs,
     check_scale,
@@ -160,6 +159,7 @@ def measure(name: str, config: Config) -> Row:
     which has its own ranks and microbatches. UserError for sizes that a schedule does not allow,
     and for a CSV's orders that are incomplete or wait for each other."""
     p, m = config["num_stages"], config["num_microbatches"]
+    durations = {key: config[key] for key in (*DURATIONS, "overlap_saving", "stage_scale")}
     policy = "flush"
     bound = None
     if name in SCHEDULES:
@@ -170,7 +170,7 @@ def measure(name: str, config: Config) -> Row:
         if config["recompute"] is not None:
             raise UserError("search has no recomputation", "set recompute=none")
         memory = config["memory"] or p
-        costs = _costs(build_schedule("1f1b", p, m), config)
+        costs = build_costs(build_schedule("1f1b", p, m), **durations)
         found = search(costs, m, memory, prove=config["prove"])
         title = f"Search, {memory} in memory"
         schedule = found.schedule
@@ -185,7 +185,7 @@ def measure(name: str, config: Config) -> Row:
         title=title,
         policy=POLICIES[policy],
         config=config,
-        batch=simulate(schedule, _costs(schedule, config)),
+        batch=simulate(schedule, build_costs(schedule, **durations)),
         bound=bound,
     )
 
@@ -213,8 +213,3 @@ def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
         i=scale[0] * config["input_gradient"],
         w=scale[0] * config["weight_gradient"],
     )
-
-
-def _costs(schedule: Schedule, config: Config) -> Costs:
-    durations = {key: config[key] for key in (*DURATIONS, "overlap_saving")}
-    return build_costs(schedule, scale=config["stage_scale"], **durations)

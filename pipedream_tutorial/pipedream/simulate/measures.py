@@ -64,11 +64,6 @@ Times = Mapping[Op, tuple[Fraction | int, Fraction | int]]  # operation -> start
 Steps = list[tuple[Fraction | int, Fraction]]  # (time, how many from then on)
 
 
-def times_of(timeline: Timeline) -> dict[Op, tuple[Fraction, Fraction]]:
-    """Start and end of every operation; those of a pair have the pair's."""
-    return {op: (e.start, e.end) for e in timeline.events for op in e.item.parts}
-
-
 def held_activations(schedule: Schedule, times: Times) -> dict[int, Steps]:
     """By rank: activations held, in microbatches of a rank's whole share. Counted from the start of
     a forward pass or R to the end of the pass that frees them."""

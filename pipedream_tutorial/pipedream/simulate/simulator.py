@@ -76,16 +76,17 @@ def build_costs(
     input_gradient: Number = 1,
     weight_gradient: Number = 1,
     communication: Number = 0,
-    scale: Sequence[Number] | None = None,
     overlap_saving: Number = 0,
+    stage_scale: Sequence[Number] | None = None,
 ) -> Costs:
     """Durations per rank's share of the layers, cut evenly over the stages that a rank holds.
 
-    `scale` multiplies those of equal shares of the layers, in the model's order: a share keeps its
-    factor however the layers are cut. Raises UserError where that is not a multiple of the ranks.
+    `stage_scale` multiplies those of equal shares of the layers, in the model's order: a share
+    keeps its factor however the layers are cut. Raises UserError where their number is not a
+    multiple of the ranks'.
     """
-    check_scale(scale, schedule.num_ranks)
-    factors = stage_factors(scale or [1], schedule.num_stages)
+    check_scale(stage_scale, schedule.num_ranks)
+    factors = stage_factors(stage_scale or [1], schedule.num_stages)
 
     def by_place(whole: Number) -> tuple[Fraction, ...]:
         return tuple(Fraction(whole) / schedule.stages_per_rank * factor for factor in factors)
@@ -149,6 +150,11 @@ class Timeline:
         ran.sort(key=itemgetter(0, 1, 2))
         tick = self.tick
         return [Event(rank, item, start * tick, end * tick) for start, end, rank, item in ran]
+
+    @cached_property
+    def times(self) -> dict[Op, tuple[Fraction, Fraction]]:
+        """Start and end of every operation; those of a pair have the pair's."""
+        return {op: (e.start, e.end) for e in self.events for op in e.item.parts}
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

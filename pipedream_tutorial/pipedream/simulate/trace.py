@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pipedream.schedules.ops import Item, Op, Pair, Schedule, straight
 from pipedream.schedules.policies import Policy, WeightUse, weight_use
-from pipedream.simulate.measures import held_activations, live_versions, times_of
+from pipedream.simulate.measures import held_activations, live_versions
 from pipedream.simulate.simulator import Timeline
 
 TraceEvent = dict[str, Any]
@@ -121,10 +121,10 @@ def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:
     slices = [_Slice(e.rank, "compute", e.item, ns(e.start), ns(e.end)) for e in timeline.events]
     latency = timeline.costs.communication
     if latency:
-        times = times_of(timeline)
         ranks = timeline.schedule.ranks()
         for sender, receiver in transfers(timeline.schedule):
-            way = sender, ns(times[sender][1]), ns(times[sender][1] + latency)
+            _, sent = timeline.times[sender]
+            way = sender, ns(sent), ns(sent + latency)
             slices.append(_Slice(ranks[sender], "send", *way))
             slices.append(_Slice(ranks[receiver], "receive", *way))
     return _Run("predicted", timeline.schedule, slices)

@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy
 
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.orders import schedule_for_training
-from pipedream.simulate.measures import times_of
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.simulate.trace import handed_on
 from pipedream.train.models import TASK_MICROBATCHES, Task, Workload, build_task
@@ -35,7 +34,7 @@ def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
     """
     source: dict[Op, Op] = {taker: giver for giver, taker in handed_on(schedule)}
     given: dict[Op | None, Tensor | None] = {}  # operation -> its result, until it is taken
-    for op in times_of(simulate(schedule, build_costs(schedule))):
+    for op in simulate(schedule, build_costs(schedule)).times:
         given[op] = trainers[op.stage].run(op, given.pop(source.get(op), None), task)
 
 

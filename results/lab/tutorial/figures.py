@@ -41,7 +41,7 @@ from pipedream.plan.profile import load_profile
 from pipedream.runtime.record import GPU_GOAL, points_error
 from pipedream.schedules.orders import SCHEDULES
 from pipedream.simulate.comparison import Row, measure
-from pipedream.simulate.measures import idle, times_of
+from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Timeline
 from pipedream.simulate.trace import transfers
 
@@ -162,7 +162,7 @@ class Message(NamedTuple):
 
 def awaited(timeline: Timeline) -> list[Message]:
     """The messages on whose arrival an idle rank starts."""
-    ranks, times = timeline.schedule.ranks(), times_of(timeline)
+    ranks, times = timeline.schedule.ranks(), timeline.times
     ends: dict[int, Fraction] = {}  # by rank, of what it ran last
     free: dict[Any, Fraction] = {}  # operation -> when its rank was free for it
     for event in timeline.events:

@@ -40,7 +40,6 @@ from pipedream.draw.page import (
 from pipedream.schedules.ops import Op, Schedule, straight
 from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES, WeightUse, weight_use
-from pipedream.simulate.measures import times_of
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
 from results.lab.tutorial.figures import events_text
@@ -144,8 +143,8 @@ def _cut_in_place(schedule: Schedule) -> Schedule:
 
 def _halved(timeline: Timeline, cut: Schedule) -> Timeline:
     """The times of whole backward passes, each as two halves."""
-    spans = times_of(timeline)
-    for op, (start, end) in times_of(timeline).items():
+    spans = dict(timeline.times)
+    for op, (start, end) in timeline.times.items():
         if op.kind == "B":
             middle = (start + end) / 2
             spans[op._replace(kind="I")] = start, middle
@@ -170,8 +169,8 @@ def _placed(
 
 def between(before: Timeline, after: Timeline, share: Fraction) -> Timeline:
     """Every operation so far on its way."""
-    old, spans = times_of(before), {}
-    for op, (start, end) in times_of(after).items():
+    old, spans = before.times, {}
+    for op, (start, end) in after.times.items():
         begun, ended = old[op]
         spans[op] = begun + share * (start - begun), ended + share * (end - ended)
     return _placed(after.schedule, after, spans)
@@ -185,7 +184,7 @@ def _moving(title: str, steps: Sequence[tuple[str, Timeline]]) -> Animation:
     def frames() -> Frames:
         for (text, before), (next_text, after) in pairwise(steps):
             yield _moving_frame(title, timelines, text, before), REST_MS
-            if set(times_of(before)) != set(times_of(after)):
+            if set(before.times) != set(after.times):
                 continue  # cut in two: nothing moves
             for move in range(1, MOVES):
                 share = Fraction(move, MOVES)
@@ -240,7 +239,7 @@ def versions_at(
     timeline: Timeline, use: dict[int, WeightUse], moment: Fraction
 ) -> list[dict[int, list[int]]]:
     """By stage: version -> microbatches in flight that ran forward with it; the newest one too."""
-    times = times_of(timeline)
+    times = timeline.times
     found = []
     for stage, one in sorted(use.items()):
         updates = sum(times[Op("B", stage, i)][1] <= moment for i in one.forward)
