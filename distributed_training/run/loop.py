@@ -298,7 +298,7 @@ class Trainer:
             self.history.best = row
             self._finish_saving()
             self.at(f"exporting step {self.step}")
-            if written := self._export(self.plan.run_dir / records.BEST):
+            if written := self._export(self.plan.run_dir / records.BEST, {}):
                 written.result()
 
     def _end_epoch(self) -> None:
@@ -361,10 +361,8 @@ class Trainer:
             written.result()
             self.display.say(f"exported {short_path(last)} (Hugging Face's format)")
 
-    def _export(
-        self, folder: Path, weights: dict[str, torch.Tensor] | None = None
-    ) -> Future[None] | None:
-        """Begin to write the model, gathered here unless its `weights` are given. Collective."""
+    def _export(self, folder: Path, weights: dict[str, torch.Tensor]) -> Future[None] | None:
+        """Begin to write the model, gathered here where no `weights` are given. Collective."""
         state = weights or self.engine.full_state()
         if state is None:  # rank 0 has it
             return None

@@ -90,7 +90,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup
             records.truncate_metrics(plan.run_dir, 0)
         else:
             state = resume.state_of(plan.checkpoint, resume.read_meta(plan.checkpoint))
-            history = records.History(**state.model_dump(include=set(vars(history))))
+            history = records.History(**state.model_dump())
         values = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **values)
     about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}

@@ -76,7 +76,7 @@ def exported(monkeypatch):
     """Steps whose best weights are exported; nothing is written."""
     steps = []
 
-    monkeypatch.setattr(Trainer, "_export", lambda trainer, _: steps.append(trainer.step))
+    monkeypatch.setattr(Trainer, "_export", lambda trainer, *_: steps.append(trainer.step))
     return steps
 
 
