@@ -20,6 +20,7 @@ from distributed_training.settings.machine import GIB, Machine, find_gpu, known_
 
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
+RECORDED = (9, 0)  # the compute capability of the GPUs that the records are of
 # Whether there is room: also for the most that is likely, for the least of it, or for neither.
 Room = Literal["yes", "tight", "no"]
 
@@ -157,7 +158,7 @@ class Prediction:
             return "other"
         if part == "host":
             return "host"
-        if not rates.recorded:
+        if self.plan.machine.compute_capability != RECORDED:
             return "other"
         return "graph" if self.plan.config.cuda_graphs is True else "launched"
 

@@ -22,7 +22,6 @@ _ENTRIES = json.loads(_TEXT, object_hook=lambda entry: SimpleNamespace(**entry))
 # What was fitted or measured rather than derived, such as FITTED.launching_s.step; the file also
 # has units, the records that gave the values and the ranges in which they were seen.
 FITTED = SimpleNamespace(**{name: entry.value for name, entry in vars(_ENTRIES).items()})
-RECORDED = (9, 0)  # the compute capability of the GPUs that the records are of
 TILES = ((128, 256), (256, 128))  # rows and columns of a matrix product's result
 PARTS = (1, 2, 4)  # of each of its sums, which are added up
 
@@ -50,9 +49,7 @@ class Rates:
     link_latency_s: float = FITTED.link_latency_s
     host: SimpleNamespace = field(default_factory=lambda: FITTED.launching_s)
     on_host: bool = False  # no device works while Python does
-    core_share: float = 1.0  # what a process has of a core while all compute
     peak_flops: float | None = None  # by the datasheet, for MFU
-    recorded: bool = True  # whether runs on GPUs of this generation are among the records
     measured_at: str = ""  # when, on this machine; else all is from the table
     measured: tuple[str, ...] = ()  # of "host" and "gpu"
 
@@ -77,7 +74,6 @@ def rates_of(gpu: Gpu) -> Rates:
         link_bytes=FITTED.link_share * gpu.link_gb_s * 1e9,
         num_sms=gpu.num_sms,
         peak_flops=gpu.flops,
-        recorded=gpu.compute_capability == RECORDED,
     )
 
 
@@ -97,7 +93,6 @@ def cpu_rates(num_cpus: int, num_processes: int) -> Rates:
         link_latency_s=link.latency_s,
         host=host_costs(FITTED.cpu_launching_s, max(1.0, 1 / cores)),
         on_host=True,
-        core_share=min(1.0, cores),
     )
 
 

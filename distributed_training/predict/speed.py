@@ -49,8 +49,9 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     on_gpu = length_of(simulate(orders, seconds, gives))
     busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
     phase = on_gpu
+    here = plan.processes_here
     if rates.on_host:  # while a stage waits, others have its share of a core
-        on_gpu = max(sum(busy) / len(busy), on_gpu * rates.core_share)
+        on_gpu = max(sum(busy) / len(busy), on_gpu * min(1.0, plan.machine.num_cpus / here))
         phase = on_gpu
     elif work.pp > 1 and not graph:  # the host of each stage launches its operations
         phase = length_of(simulate(orders, seconds, gives, work.launching()))
@@ -68,7 +69,6 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     gpu = phase + data + update
     offload = disk = 0.0  # of an optimizer on the host, of files
     share = max(each.learning for each in processes) / work.shards
-    here = work.plan.processes_here
     if work.strategy.swaps_to_disk:  # a node has one
         disk = SWAPPED_BYTES * (share * here) / FITTED.disk_bytes_per_s
     elif work.strategy.steps_on_host:
