@@ -65,8 +65,8 @@ def minus(spans: Spans, others: Spans) -> Spans:
     return times(lambda own, other: own > 0 and not other, spans, others)
 
 
-def clip(spans: Spans, window: tuple[float, float]) -> Spans:
-    """The times in `spans` within a window."""
+def clip(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> Spans:
+    """The times in any of `spans`, which may overlap, within a window."""
     return times(lambda own, within: own > 0 and within > 0, spans, [window])
 
 
@@ -132,13 +132,13 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
             threads[event["tid"]][0].append(event["span"])
         elif event["name"].startswith("_c10d_functional::wait_tensor"):
             threads[event["tid"]][1].append(event["span"])
-    computing = union(span for both in threads.values() for span in minus(*both))
+    computing = (span for both in threads.values() for span in minus(*both))
     return Rank(
         rank=rank,
         steps=len(steps),
         window=window,
         computing=clip(computing, window),
-        by_kind={kind: clip(union(spans), window) for kind, spans in sorted(by_kind.items())},
+        by_kind={kind: clip(spans, window) for kind, spans in sorted(by_kind.items())},
         counts={kind: len(spans) for kind, spans in sorted(by_kind.items())},
     )
 

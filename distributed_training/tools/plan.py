@@ -1,6 +1,4 @@
-"""Every layout of every strategy, ranked by predicted time; nothing runs.
-
-No torch import."""
+"""Every layout of every strategy, ranked by predicted time; nothing runs. No torch import."""
 
 import argparse
 import dataclasses
