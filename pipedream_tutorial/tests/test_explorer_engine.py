@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from measured import events_of, write_trace
+from measured import slices_of, write_trace
 from pipedream.errors import UserError
 from pipedream.schedules.ops import save_csv, straight
 from pipedream.schedules.orders import SCHEDULES, build_schedule
@@ -212,8 +212,8 @@ def test_a_moved_operation_is_judged_as_the_simulator_would():
 def test_a_trace_is_read_as_it_was_written(tmp_path):
     schedule = build_schedule("zb-h1", 2, 3)
     timeline = simulate(schedule, build_costs(schedule, communication="1/2"))
-    events = events_of(timeline, 10**6, start_ns=5)
-    write_trace(tmp_path / "measured.json", predicted=timeline, measured=events)
+    slices = slices_of(timeline, 10**6, start_ns=5)
+    write_trace(tmp_path / "measured.json", predicted=timeline, measured=slices)
     write_trace(tmp_path / "predicted.json", predicted=timeline, unit_s=1e-3)
     save_csv(schedule, tmp_path / "it.csv")
     groups = ("measured", "predicted")

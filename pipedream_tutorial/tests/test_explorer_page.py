@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from browser import Browser, find_browser
 from matplotlib.image import imread
-from measured import events_of, write_trace
+from measured import slices_of, write_trace
 from pipedream.config import SHARED_RULES
 from pipedream.errors import UserError
 from pipedream.schedules.ops import save_csv
@@ -283,8 +283,8 @@ def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
     and 21 ms on rank 0, 11 and 25.67 on rank 1: 9 + 3 (11 + 25.67) + 21 = 140 ms for a batch."""
     timeline = simulate(s := build_schedule("gpipe", 2, 3), build_costs(s))
     events = [
-        e._replace(end_ns=e.end_ns + 2 * 10**7) if (e.kind, e.stage, e.microbatch) == LATE else e
-        for e in events_of(timeline, 10**7)
+        e._replace(end_ns=e.end_ns + 2 * 10**7) if e.item == LATE else e
+        for e in slices_of(timeline, 10**7)
     ]
     write_trace(tmp_path / "trace.json", measured=events)
     browser.open(PAGE)

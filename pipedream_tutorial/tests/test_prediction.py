@@ -34,12 +34,12 @@ UNEVEN = build_costs([20, 30, 25, 10], [40, 55, 50, 30], communication=3)
 SPLIT = build_costs([20, 30, 25, 10], [15, 20, 25, 10], weight=[30, 30, 20, 20], communication=3)
 
 
-def pretend(name, p, m, costs, *, policy="flush", change=lambda event: event):
-    """A run in which every operation took exactly what the simulator says; its events, changed."""
+def pretend(name, p, m, costs, *, policy="flush", change=lambda s: s):
+    """A run in which every operation took exactly what the simulator says; its slices, changed."""
     schedule = build_schedule(name, p, m)
-    events = [change(e) for e in with_messages(simulate(schedule, costs), start_ns=7_000_000)]
+    slices = [change(s)[:5] for s in with_messages(simulate(schedule, costs), start_ns=7_000_000)]
     case = Case(name=name, num_microbatches=m, schedule=schedule, policy=POLICIES[policy])
-    report = {"events": events, "peak_versions": [(0, 1)], "losses": [(i, 1.0) for i in range(m)]}
+    report = {"slices": slices, "peak_versions": [(0, 1)], "losses": [(i, 1.0) for i in range(m)]}
     return MeasuredRun(case, [[report]])
 
 
@@ -63,9 +63,9 @@ def test_communication_counts_only_stages_that_waited():
 def test_a_clock_that_is_off_shows_as_a_result_received_before_it_was_sent():
     """Stage 2 is 5 ms early: what it receives was sent later. What it sends is not noticed."""
 
-    def early(event):
-        by = 5 * MS * (event.rank == 2)
-        return event._replace(start_ns=event.start_ns - by, end_ns=event.end_ns - by)
+    def early(s):
+        by = 5 * MS * (s.rank == 2)
+        return s._replace(start_ns=s.start_ns - by, end_ns=s.end_ns - by)
 
     costs = build_costs([10] * 3, [20] * 3, communication=1)
     assert pretend("1f1b", 3, 4, costs).measured["received_before_sent"] == 0

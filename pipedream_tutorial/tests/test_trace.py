@@ -149,7 +149,7 @@ def test_a_result_used_too_early_is_named_and_gets_no_arrow() -> None:
     zero = min(e.start_ns for e in measured)
     moved = [
         e._replace(start_ns=zero, end_ns=zero + 10)
-        if (e.kind, e.stage, e.microbatch, e.thread) == ("F", 1, 0, "compute")
+        if (e.item, e.thread) == (("F", 1, 0), "compute")
         else e
         for e in measured
     ]

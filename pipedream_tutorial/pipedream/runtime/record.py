@@ -20,13 +20,13 @@ from pipedream.schedules.ops import Key, Op, Schedule
 from pipedream.schedules.policies import Policy, weight_use
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, Timeline, simulate, stage_factors
-from pipedream.simulate.trace import MeasuredEvent, transfers
+from pipedream.simulate.trace import Slice, transfers
 
 RECORD_FORMAT = 1
 Record = Mapping[str, Any]
 Report = dict[str, Any]
-"""What one rank brings home from a run: events (the fields of MeasuredEvents), pairs of a stage and
-its peak_versions, and of a microbatch and its mean loss where the rank has the last stage; of a GPU
+"""What one rank brings home from a run: slices (the fields of Slices), pairs of a stage and its
+peak_versions, and of a microbatch and its mean loss where the rank has the last stage; of a GPU
 peak_memory_mib, as its allocator counted, and waited_for_host: the share of the operations, 0 to 1,
 that it had done as soon as the host had handed them over, so that it waited for the host."""
 
@@ -53,16 +53,20 @@ class MeasuredRun:
         self.weights = weights
         repeats = []
         for ranks in zip(*by_rank, strict=True):
-            events = [MeasuredEvent(*event) for rank in ranks for event in rank["events"]]
-            computed = [event for event in events if event.thread == "compute"]
-            span = max(e.end_ns for e in computed) - min(e.start_ns for e in computed)
-            repeats.append((span, ranks, events))
+            slices = [
+                Slice(rank, thread, Op(*op), *times)
+                for report in ranks
+                for rank, thread, op, *times in report["slices"]
+            ]
+            computed = [s for s in slices if s.thread == "compute"]
+            span = max(s.end_ns for s in computed) - min(s.start_ns for s in computed)
+            repeats.append((span, ranks, slices))
         spans = [span for span, _, _ in repeats]
         span = median_low(spans)
-        _, ranks, self.events = repeats[spans.index(span)]
+        _, ranks, self.slices = repeats[spans.index(span)]
         self.durations: dict[Key, list[int]] = defaultdict(list)  # of each kind on each stage
-        for (kind, stage, _), event in self.by_operation("compute").items():
-            self.durations[kind, stage].append(event.end_ns - event.start_ns)
+        for (kind, stage, _), s in self.by_operation("compute").items():
+            self.durations[kind, stage].append(s.end_ns - s.start_ns)
         utilisation = sum(map(sum, self.durations.values())) / (case.schedule.num_ranks * span)
         sent, received = self.by_operation("send"), self.by_operation("receive")
         early = [op for op in sent.keys() & received if received[op].end_ns < sent[op].start_ns]
@@ -94,9 +98,9 @@ class MeasuredRun:
             "weights_equal": None,  # to one process's, bit for bit; null: not checked
         }
 
-    def by_operation(self, thread: str) -> dict[Op, MeasuredEvent]:
+    def by_operation(self, thread: str) -> dict[Op, Slice]:
         """operation -> when it was computed, or its result was sent or received."""
-        return {Op(*e[1:4]): e for e in self.events if e.thread == thread}
+        return {op: s for s in self.slices if s.thread == thread for op in s.item.parts}
 
     @cached_property
     def communication_ns(self) -> Fraction:

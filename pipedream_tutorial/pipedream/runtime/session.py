@@ -157,7 +157,7 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
     if outputs["trace"]:
         trace = trace_document(
             predicted=chosen.predict(run.case.schedule),
-            measured=run.events,
+            measured=run.slices,
             policy=run.case.policy,
             batch_size=run.case.num_microbatches,
             unit_s=1e-9,

@@ -241,8 +241,8 @@ class Station:
         finally:
             gc.enable()
         report = {
-            "events": [
-                (self.rank, *op, clock.read(start), clock.read(end), thread)
+            "slices": [
+                (self.rank, thread, op, clock.read(start), clock.read(end))
                 for thread, op, start, end in clock.spans
             ],
             "peak_versions": [(stage, own.peak_versions) for stage, own in trainers.items()],

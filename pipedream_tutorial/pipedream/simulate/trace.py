@@ -23,24 +23,13 @@ FIRST_PID = {"predicted": 1000, "measured": 2000}
 FIRST_TID = {"compute": 0, "send": 100, "receive": 200}
 
 
-class MeasuredEvent(NamedTuple):
-    """One interval of a real run, on a clock that all ranks share."""
+class Slice(NamedTuple):
+    """An operation or a pair on a rank's compute thread, or a result on its way, on a clock that
+    all ranks share."""
 
     rank: int
-    kind: str  # F, B, I or W; on the threads send and receive that of the result that travels
-    stage: int  # likewise: both ends of a transfer carry the sender's stage
-    microbatch: int
-    start_ns: int
-    end_ns: int
     thread: str  # compute, send or receive
-
-
-class _Slice(NamedTuple):
-    """An operation or a pair on a rank's compute thread, or a result on its way."""
-
-    rank: int
-    thread: str
-    item: Item
+    item: Item  # on both ends of its way: the operation that gave the result
     start_ns: int
     end_ns: int
     lane: int = 0  # of its thread: where transfers overlap in time, each has its own
@@ -49,12 +38,12 @@ class _Slice(NamedTuple):
 class _Run:
     """One group of processes: what ran, and the orders that it makes up."""
 
-    def __init__(self, group: str, schedule: Schedule, slices: Iterable[_Slice]) -> None:
+    def __init__(self, group: str, schedule: Schedule, slices: Iterable[Slice]) -> None:
         self.first_pid = FIRST_PID[group]
         self.group = group
         self.schedule = schedule
         free_from: dict[tuple[int, str], list[int]] = defaultdict(list)
-        self.slices: list[_Slice] = []
+        self.slices: list[Slice] = []
         for s in sorted(slices, key=lambda s: (s.start_ns, s.end_ns)):
             lanes = free_from[s.rank, s.thread]
             lane = next((i for i, free in enumerate(lanes) if free <= s.start_ns), len(lanes))
@@ -73,7 +62,7 @@ class _Run:
 def trace_document(
     *,
     predicted: Timeline | None = None,
-    measured: Sequence[MeasuredEvent] | None = None,
+    measured: Sequence[Slice] | None = None,
     policy: Policy | None = None,
     batch_size: int | None = None,
     unit_s: float | Fraction = 1,
@@ -118,27 +107,26 @@ def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:
     def ns(time: Fraction) -> int:
         return round(time * unit_s * 10**9)
 
-    slices = [_Slice(e.rank, "compute", e.item, ns(e.start), ns(e.end)) for e in timeline.events]
+    slices = [Slice(e.rank, "compute", e.item, ns(e.start), ns(e.end)) for e in timeline.events]
     latency = timeline.costs.communication
     if latency:
         ranks = timeline.schedule.ranks()
         for sender, receiver in transfers(timeline.schedule):
             _, sent = timeline.times[sender]
             way = sender, ns(sent), ns(sent + latency)
-            slices.append(_Slice(ranks[sender], "send", *way))
-            slices.append(_Slice(ranks[receiver], "receive", *way))
+            slices.append(Slice(ranks[sender], "send", *way))
+            slices.append(Slice(ranks[receiver], "receive", *way))
     return _Run("predicted", timeline.schedule, slices)
 
 
-def _measured_run(measured: Sequence[MeasuredEvent]) -> _Run:
-    zero = min(event.start_ns for event in measured)
-    orders: list[list[Op]] = [[] for _ in range(1 + max(event.rank for event in measured))]
+def _measured_run(measured: Sequence[Slice]) -> _Run:
+    zero = min(s.start_ns for s in measured)
+    orders: list[list[Item]] = [[] for _ in range(1 + max(s.rank for s in measured))]
     slices = []
-    for e in sorted(measured, key=lambda e: (e.start_ns, e.end_ns)):
-        op = Op(e.kind, e.stage, e.microbatch)
-        slices.append(_Slice(e.rank, e.thread, op, e.start_ns - zero, e.end_ns - zero))
-        if e.thread == "compute":
-            orders[e.rank].append(op)
+    for s in sorted(measured, key=lambda s: (s.start_ns, s.end_ns)):
+        slices.append(s._replace(start_ns=s.start_ns - zero, end_ns=s.end_ns - zero))
+        if s.thread == "compute":
+            orders[s.rank].append(s.item)
     return _Run("measured", straight("measured", orders), slices)
 
 
