@@ -168,20 +168,18 @@ class DeepSpeedEngine(base.Engine):
         scaler = self.optimizer.loss_scaler
         steps = int(counters["adam_steps"])
         on_host = self.plan.strategy.steps_on_host
-        with private.writing_zero(self.optimizer):
-            for group in range(len(private.zero_partitions(self.optimizer))):
-                with private.writing_zero_group(self.optimizer, group) as flat:
-                    # Moments that are there are written to: whoever keeps them on disk knows them.
-                    state = adam.state[flat]
-                    held = {"weight": flat}
-                    # As the optimizer itself keeps it.
-                    state["step"] = steps if on_host else torch.tensor(float(steps)).to(flat.device)
-                    for moment in base.MOMENTS:
-                        if moment not in state:
-                            state[moment] = torch.zeros_like(flat)
-                        held |= {moment: state[moment].zero_()} if steps else {}
-                    for part in self._parts(group, held, lambda _, held=held: held):
-                        part.get().copy_(saved.read(part))
+        for group, flat in private.zero_groups_to_write(self.optimizer):
+            # Moments that are there are written to: whoever keeps them on disk knows them.
+            state = adam.state[flat]
+            held = {"weight": flat}
+            # As the optimizer itself keeps it.
+            state["step"] = steps if on_host else torch.tensor(float(steps)).to(flat.device)
+            for moment in base.MOMENTS:
+                if moment not in state:
+                    state[moment] = torch.zeros_like(flat)
+                held |= {moment: state[moment].zero_()} if steps else {}
+            for part in self._parts(group, held, lambda _, held=held: held):
+                part.get().copy_(saved.read(part))
         if scaler.dynamic:
             scaler.cur_scale = counters["loss_scale"]
             scaler.last_overflow_iter = -1

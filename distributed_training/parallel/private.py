@@ -94,29 +94,25 @@ def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
     return held
 
 
-@contextlib.contextmanager
-def writing_zero(zero: Any) -> Iterator[None]:
-    """Afterwards the weights that are trained are those that were written. Collective."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
+def zero_groups_to_write(zero: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """The flat weights of each group in memory, to be written, and given a state in Adam; after the
+    last the weights that are trained are those that were written. Collective."""
+    stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
+    if stage_3:
         zero.checkpoint_event_prologue()
-        yield
+    for group, flat in enumerate(zero_partitions(zero)):
+        swapped = _is_swapped(zero, group)
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_in(group)
+        yield group, flat
+        if stage_3:
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_out(group)
+    if stage_3:
         zero.checkpoint_event_epilogue()
     else:
-        yield
         zero.update_lp_params()
-
-
-@contextlib.contextmanager
-def writing_zero_group(zero: Any, group: int) -> Iterator[torch.Tensor]:
-    """The flat weights of one group in memory, to be written, and given a state in Adam."""
-    swapped = _is_swapped(zero, group)
-    if swapped:
-        zero._optimizer_states_and_gradient_swap_in(group)
-    yield zero_partitions(zero)[group]
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        zero._reassign_or_swap_out_partitioned_parameters(group)
-    if swapped:
-        zero._optimizer_states_and_gradient_swap_out(group)
 
 
 def _is_swapped(zero: Any, group: int) -> bool:
