@@ -376,18 +376,16 @@ class Trainer:
         tokenizer = self.tokenizer
         if config.generate is None:
             return None
-        eos_id = tokenizer.eos_id
         prompt = tokenizer.begin(config.generate)
         if self._chat:
-            eos_id = tokenizer.end_of_answer
             prompt = tokenizer.ask([{"role": "user", "content": config.generate}])
         # The split of a window over processes may append tokens, which need positions, too.
         context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
         # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
         ids = export.continuation(
-            self.engine.logits, prompt, num_tokens=60, context=context, eos_id=eos_id,
-            seed=config.seed, past=self.engine.past(),
-            agree=lambda choice: dist.broadcast(choice, src=0),
+            self.engine.logits, prompt, num_tokens=60, context=context, seed=config.seed,
+            eos_id=tokenizer.end_of_answer if self._chat else tokenizer.eos_id,
+            past=self.engine.past(), agree=lambda choice: dist.broadcast(choice, src=0),
         )  # fmt: skip
         sample = tokenizer.decode([*prompt, *ids])
         self.display.sample(f"sample {when} training:", sample)
