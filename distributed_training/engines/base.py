@@ -106,10 +106,8 @@ class Engine(abc.ABC):
                 values = own[number].get() if sender == 0 else torch.empty(size)
                 if sender > 0:
                     dist.recv(values, sender)
-                name = name.removeprefix("weight/")
-                if name not in state:
-                    state[name] = torch.empty(shape)
-                box = state[name] if len(start) == len(shape) else state[name].view(-1)
+                whole = state.setdefault(name.removeprefix("weight/"), torch.empty(shape))
+                box = whole if len(start) == len(shape) else whole.view(-1)
                 box[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = values
         return state
 
