@@ -155,11 +155,10 @@ class DeepSpeedEngine(base.Engine):
         adam = self.optimizer.optimizer
         scaler = self.optimizer.loss_scaler
         first, *_ = private.zero_partitions(self.optimizer)
-        good = scaler.cur_iter - scaler.last_overflow_iter - 1 if scaler.dynamic else 0
         return {
             "adam_steps": float(adam.state.get(first, {}).get("step", 0)),
             "loss_scale": float(scaler.cur_scale),
-            "good_steps": good,
+            "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1 if scaler.dynamic else 0,
         }
 
     @torch.no_grad()

@@ -290,8 +290,7 @@ class NativeEngine(base.Engine):
         if counters["adam_steps"]:
             for local in self.local.values():
                 state = self.optimizer.state[local]
-                steps = torch.tensor(float(counters["adam_steps"]))
-                state["step"] = steps.to(local.device)
+                state["step"] = torch.tensor(float(counters["adam_steps"]), device=local.device)
                 state |= {moment: torch.zeros_like(local) for moment in base.MOMENTS}
         for part in self.state_parts():
             part.get().copy_(saved.read(part))

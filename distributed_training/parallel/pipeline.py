@@ -106,8 +106,7 @@ class Pipeline:
                 dist.recv(out, group=self.group, group_src=self.ranks[index - 1])
             out = stage(out, targets)
             if not stage.is_last and index + 1 not in self.stages:
-                following = self.ranks[index + 1]
-                dist.send(out.contiguous(), group=self.group, group_dst=following)
+                dist.send(out.contiguous(), group=self.group, group_dst=self.ranks[index + 1])
         return out if self.last is not None else None
 
     def broadcast_logits(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,7 @@ all_reduce_functional = functional_collectives.all_reduce
 def first_index(tensor: DTensor) -> tuple[int, ...]:
     """Where this process's part of a tensor begins."""
     mesh = tensor.device_mesh
-    placements = tensor.placements
-    return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1])
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)[1])
 
 
 def gather_on_use(module: Any) -> None:
@@ -71,8 +70,7 @@ def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] |
     if mapping is None:
         return None
     place = mapping.hp_fragment_address
-    first = mapping.lp_fragment_address.start
-    return mapping.param_group_index, place.start, first, place.numel
+    return mapping.param_group_index, place.start, mapping.lp_fragment_address.start, place.numel
 
 
 def zero_partitions(zero: Any) -> list[torch.Tensor]:

@@ -34,8 +34,7 @@ class TwoWayStage(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Nothing with ourselves (where a V turns): torch 2.11 sends it, and gloo fails."""
-        ops = super()._get_init_p2p_neighbors_ops()
-        return [op for op in ops if op.peer != dist.get_rank()]
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
 
 class GivenOrder(schedules._PipelineScheduleRuntime):

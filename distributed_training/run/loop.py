@@ -154,8 +154,7 @@ class Trainer:
         if not self._signum:
             self._signum = signum
             self._signalled_at = now
-            left = self.step < self.num_steps
-            when = "after this step" if left else "once the model is written"
+            when = "after this step" if self.step < self.num_steps else "once the model is written"
             self.display.say(f"{signal.Signals(signum).name}: stopping {when}")
         elif now - self._signalled_at > PATIENCE_S:
             signal.signal(signum, signal.SIG_DFL)
@@ -336,8 +335,7 @@ class Trainer:
         except FloatingPointError as error:
             step = self.saver.step
             what = f"step {step} is not saved: {error}"
-            saved = self._saved_until(step)
-            raise NonFiniteError(step, what, saved, self._passed_over) from None
+            raise NonFiniteError(step, what, self._saved_until(step), self._passed_over) from None
         self.history.saves.append(row)
         self.write_record()
         waited = "" if row["copied"] else "; training waited: memory has no room for a copy"

@@ -253,5 +253,4 @@ def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
     # Ranks that compute the same draw the same masks: those along tp without sequence parallelism,
     # outside of attention.
     alike = 1 if plan.config.sequence_parallel else topology.tp
-    first = plan.config.seed + 1000 + step * topology.world_size
-    torch.manual_seed(first + topology.rank // alike)
+    torch.manual_seed(plan.config.seed + 1000 + step * topology.world_size + topology.rank // alike)

@@ -77,18 +77,16 @@ def write_meta(folder: Path, meta: Meta) -> None:
 def read_meta(folder: Path) -> Meta:
     """A checkpoint's meta.json; raises UserError for a folder that is no checkpoint, and where it
     does not say what was written or is another folder's."""
-    foreign = UserError(f"{folder} is not a checkpoint of this suite", fix=INSTEAD)
     try:
         values = parse_json((folder / META_FILE).read_text())
         form = values.get("format")
     except (OSError, ValueError, AttributeError):
-        raise foreign from None
+        raise UserError(f"{folder} is not a checkpoint of this suite", fix=INSTEAD) from None
     if isinstance(form, int) and form != FORMAT:
         age = "an earlier" if form < FORMAT else "a later"
         what = f"checkpoint {folder} is of {age} release (format {form} instead of {FORMAT})"
         raise UserError(what, fix="start from its run's hf/ with weights=<run>/hf, or afresh")
-    written = values.pop(CHECKSUM, None)
-    if written != crc32_of(values) or folder.name != name_of(values["step"]):
+    if values.pop(CHECKSUM, None) != crc32_of(values) or folder.name != name_of(values["step"]):
         why = f"{META_FILE} has other contents than were written, or the folder another name"
         raise UserError(f"checkpoint {folder} is damaged", why, INSTEAD)
     return Meta.model_validate(values)
@@ -249,8 +247,7 @@ def state_of(checkpoint: Path, meta: Meta) -> Record:
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
-        first = meta.hosts[file_of(0)]
-        raise ElsewhereError(what, f"the run's first node was {first}", TOGETHER)
+        raise ElsewhereError(what, f"the run's first node was {meta.hosts[file_of(0)]}", TOGETHER)
     try:
         return load_record(run_dir)
     except UserError:
