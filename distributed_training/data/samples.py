@@ -79,6 +79,7 @@ class Data:
     train: Samples
     validation: Samples
     fingerprint: str  # equal means the same tokens in the same order
+    tokenizer: Tokenizer  # whose tokens they are
     cache: str = ""  # name of its folder in the token cache
     form: str = RUNNING  # of the training texts, as in data/pieces.py
 
@@ -121,7 +122,7 @@ def cut_samples(folder: Path, tokenizer: Tokenizer, config: RunConfig) -> Data:
     if config.eval_samples != -1:
         validation = validation.take(0, config.eval_samples)
     fingerprint = hashlib.sha256(f"{folder.name} {seq_len} {len(train)}".encode()).hexdigest()[:16]
-    return Data(train, validation, fingerprint, cache=folder.name, form=form)
+    return Data(train, validation, fingerprint, tokenizer, cache=folder.name, form=form)
 
 
 def _cut(split: dict[str, np.ndarray], config: RunConfig, padding_id: int) -> Samples:

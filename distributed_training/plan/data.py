@@ -63,7 +63,7 @@ def find_sources(plan: Plan) -> Plan:
 
 
 def peek_data(plan: Plan) -> Data | None:
-    """What `load_plan_data` would give, leaving nothing behind; None where that would take long."""
+    """What `cut_data` would give, leaving nothing behind; None where that would take long."""
     config = plan.config
     named = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
     on_hub = {key: name for key, name in named.items() if name and is_hub_name(name)}
@@ -80,13 +80,8 @@ def peek_data(plan: Plan) -> Data | None:
 
 
 def cut_data(plan: Plan) -> Data:
-    """The samples; tokenised once, into the cache that all processes read."""
-    return load_plan_data(plan)[0]
-
-
-def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
-    """The samples, from the cache that the plan filled; read and tokenised again where there is
-    none, as on a machine with a disk of its own."""
+    """The samples, from the cache that the launching process filled; read and tokenised where there
+    is none, as there, and on a machine with a disk of its own."""
     config = plan.config
     tokenizer = Tokenizer(plan.tokenizer_dir)
     cache_dir = plan.output_dir / ".cache" / "tokens"
@@ -95,7 +90,7 @@ def load_plan_data(plan: Plan) -> tuple[Data, Tokenizer]:
     else:
         corpus = read_corpus(config.dataset, config.validation_dataset)
         folder = tokenise(corpus, tokenizer, config, cache_dir)
-    return cut_samples(folder, tokenizer, config), tokenizer
+    return cut_samples(folder, tokenizer, config)
 
 
 def fit_to_data(plan: Plan, data: Data) -> Plan:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.data.samples import Data, Sampler
-from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.engines.base import Engine, StepResult
 from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.plan.plan import Plan
@@ -81,7 +80,6 @@ class Trainer:
     plan: Plan
     topology: Topology
     data: Data
-    tokenizer: Tokenizer
     sampler: Sampler
     display: Display
     history: records.History = field(default_factory=records.History)
@@ -100,7 +98,7 @@ class Trainer:
         self.sample: str | None = None  # text of the trained model
         self.profile: Profile | None = None
         self.saver = checkpoint.Saver(self.plan, self.topology)
-        self._chat = self.tokenizer.talks(self.data.form)
+        self._chat = self.data.tokenizer.talks(self.data.form)
         self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
         self._signum = 0  # of the first signal; 0: none came
         self._signalled_at = 0.0
@@ -364,14 +362,14 @@ class Trainer:
         state = weights or self.engine.full_state()
         if state is None:  # rank 0 has it
             return None
-        about = (self.engine.base_fingerprint, self.plan, self.tokenizer, self._chat)
+        about = (self.engine.base_fingerprint, self.plan, self.data.tokenizer, self._chat)
         return export.in_thread(export.write_folder, state, *about, folder)
 
     def _sample(self, when: str) -> str | None:
         """The text after CONFIG's prompt, also shown; None where it has none. Of conversations the
         prompt is what a user says. Collective."""
         config = self.plan.config
-        tokenizer = self.tokenizer
+        tokenizer = self.data.tokenizer
         if config.generate is None:
             return None
         prompt = tokenizer.begin(config.generate)

@@ -20,7 +20,7 @@ from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel import agree
-from distributed_training.plan.data import load_plan_data
+from distributed_training.plan.data import cut_data
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, limit_channels, process_group
 from distributed_training.predict.memory import estimate_state
@@ -77,7 +77,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup
     display = Display(enabled=first)
     for note in plan.notes:
         display.note(note)
-    data, tokenizer = load_plan_data(plan)
+    data = cut_data(plan)
     # Machines may hold other files under one name, or another Python, which is the embedded corpus.
     agree.check_ranks_agree({"training data": data.fingerprint}, ask)
     build_extensions(plan, topology, display)
@@ -101,7 +101,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup
         record.update(dtypes=engine.describe_dtypes())
         display.table(header_rows(records.Record.model_validate(record.values)))
     trainer = Trainer(
-        engine, plan, topology, data, tokenizer, sampler, display, history, record, tracker,
+        engine, plan, topology, data, sampler, display, history, record, tracker,
         watch.at, startup,
     )  # fmt: skip
     if plan.checkpoint is not None:

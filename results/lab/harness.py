@@ -32,7 +32,7 @@ from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.agree import from_rank_0, gather
-from distributed_training.plan.data import load_plan_data
+from distributed_training.plan.data import cut_data
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, limit_channels
 from distributed_training.run import worker
@@ -183,7 +183,7 @@ def _do_run(
         if kept is not None:
             topology = kept.topology(topology)
             model = kept.initial_model(plan)
-        data, _ = load_plan_data(plan)
+        data = cut_data(plan)
         sampler = worker.build_sampler(plan, data, topology)
         engine = worker.build_engine(plan, topology, model)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 
 from distributed_training.plan import data
-from distributed_training.plan.data import cut_data, load_plan_data, peek_data
+from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.predict.predict import this_machine
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
@@ -64,8 +64,8 @@ def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_pat
     (tmp_path / "mine.txt").write_text("another text " * 3000)
     with monkeypatch.context() as patch:
         patch.setattr(data, "read_corpus", None)
-        found = load_plan_data(plan)[0].train
+        found = cut_data(plan).train
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     # A machine with a disk of its own has no such cache, and reads its own text.
     shutil.rmtree(tmp_path / "runs" / ".cache")
-    assert load_plan_data(plan)[0].cache != plan.cache
+    assert cut_data(plan).cache != plan.cache

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distributed_training.plan.data import load_plan_data
+from distributed_training.plan.data import cut_data
 from distributed_training.plan.plan import load_plan
 from distributed_training.run.saving.export import continuation
 from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only_record, train
@@ -71,7 +71,7 @@ def run(folder, strategy, num_processes=2, **changes):
 def validation_loss(run_dir, folder):
     """Mean loss of the weights in `folder` over the run's validation samples, in one process."""
     plan = load_plan(run_dir)
-    samples = load_plan_data(plan)[0].validation
+    samples = cut_data(plan).validation
     model = plan.model.build(dropout=0.0, seed=0)
     plan.model.load(model, folder)
     with torch.no_grad():

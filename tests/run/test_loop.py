@@ -91,7 +91,7 @@ def make_trainer(engine=None, **config):
             config=config, run_dir=Path("x"), own_disks=False, num_steps=NUM_STEPS
         ),
         topology=TOPOLOGY,
-        data=Data(train=samples, validation=samples.take(0, 2), fingerprint=""),
+        data=Data(samples, samples.take(0, 2), "", SimpleNamespace(talks=lambda form: False)),
         sampler=Sampler(
             num_samples=STEPS_PER_EPOCH,
             global_batch_size=1,
@@ -101,7 +101,6 @@ def make_trainer(engine=None, **config):
             replica=0,
             seed=0,
         ),
-        tokenizer=SimpleNamespace(talks=lambda form: False),
         display=Display(enabled=True),
     )
 
