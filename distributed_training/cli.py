@@ -83,7 +83,6 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
     elsewhere = "plan, or --dry-run, for machines that are not here, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
     add("--force", action="store_true", help="run what is predicted not to fit")
-    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
     keys = dict(KEYS)
     for strategy in strategies.list_strategies():  # an engine in a strategy's folder may add some
         keys |= read_keys(strategies.strategy_options(strategy))
@@ -159,7 +158,6 @@ def own_options(
 ) -> int:
     """A command without CONFIG's keys: `command` adds its options and says what to do with them."""
     parser = Parser(prog=f"{program.script.name} {command.__name__}", description=command.__doc__)
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
     act = command(parser.add_argument, program)
     return act(parser.parse_args(argv))
 

@@ -131,9 +131,8 @@ def as_chosen(config: RunConfig, name: str) -> RunConfig:
     strategy takes it. Raises UserError for one whose engine has options of its own."""
     if strategy_options(name).model_fields:
         raise UserError(f"strategy={name!r} is never chosen by auto", fix="set strategy to it")
-    defaults = defaults_for(config, name)
-    own = {"engine_options": {}, "engine_work": (), "from_defaults": tuple(defaults)}
-    return with_values(config, strategy=name, **own, **defaults)
+    own = {"engine_options": {}, "engine_work": (), **defaults_for(config, name)}
+    return with_values(config, strategy=name, **own)
 
 
 def what_fits(plan: Plan, cluster: Cluster) -> list[str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distributed_training.models import ModelSize, ModelSpec
-from distributed_training.plan.schedules import SCHEDULES, Schedule, divisors, find_schedule
+from distributed_training.plan.schedules import Schedule, divisors, find_schedule
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import AUTO, RunConfig
@@ -203,8 +203,8 @@ def _check_divisible(candidate: Candidate) -> None:
     ):  # fmt: skip
         if (parts or tp) % tp:
             raise UserError(f"tp={tp} does not divide {named}", why)
-    each = SCHEDULES[candidate.strategy.schedule].stages_per_rank
-    if pp > 1 and pp * each > size.num_layers:
+    each = candidate.schedule.stages_per_rank
+    if pp * each > size.num_layers:
         what = f"pp={pp} needs {pp * each} stages but {label} has {size.num_layers} blocks"
         raise UserError(what, f"its pipeline schedule has {each} a process")
 

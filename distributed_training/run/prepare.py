@@ -49,8 +49,7 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
     notes = [f"as in the run: {', '.join(own)}"] if own else []
     taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
     if "strategy" in taken:
-        defaults = defaults_for(config, before.strategy.name)
-        taken |= defaults | {"from_defaults": tuple(defaults)}
+        taken |= defaults_for(config, before.strategy.name)
     if taken.get("strategy", config.strategy) == before.strategy.name:
         kept = {name: decided[name] for name in before.config.engine_work if name in open_keys}
         taken["engine_options"] = config.engine_options | kept

@@ -147,6 +147,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message, fix="see --help")

@@ -207,9 +207,10 @@ def strategy_defaults(name: str) -> dict[str, Any]:
 
 
 def defaults_for(config: RunConfig, name: str) -> dict[str, Any]:
-    """A strategy's defaults for the keys that CONFIG leaves open."""
+    """A strategy's defaults for the keys that CONFIG leaves open, and which these are."""
     defaults = strategy_defaults(name).items()
-    return {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
+    taken = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
+    return {**taken, "from_defaults": tuple(taken)}
 
 
 def strategy_options(name: str) -> type[Options]:
