@@ -156,16 +156,16 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
         suggestions.append({"activation_checkpointing": "full"})
     opened = OPEN | {"pipeline_schedule": AUTO}
     asked = with_values(plan.requested, model=config.model, batch_size=config.batch_size, **opened)
-    best = best_layout(functools.partial(as_chosen, asked), cluster)
+    best = best_layout(asked, cluster)
     if best and best.fits and best.plan.strategy.name != plan.strategy.name:
         suggestions.append({"strategy": best.plan.strategy.name, **settings_of(best.plan)})
     return [f"set {show_settings(settings)}" for settings in suggestions]
 
 
-def best_layout(build: Callable[[str], RunConfig], cluster: Cluster) -> Prediction | None:
-    """The simplest of the quickest layouts that fit, and that need less of a GPU than CONFIG's
-    `below_bytes`; None without. `build` as for `rank_layouts`."""
-    ranked = rank_layouts(build, cluster)
+def best_layout(config: RunConfig, cluster: Cluster) -> Prediction | None:
+    """The simplest of the quickest layouts that fit, under any strategy, and that need less of a
+    GPU than CONFIG's `below_bytes`; None without."""
+    ranked = rank_layouts(functools.partial(as_chosen, config), cluster)
     # What the host lacks is for the run's own checks to say.
     choices = [choice for choice in ranked if choice.room_on_gpu != "no" and _is_below(choice)]
     if not choices:
@@ -187,8 +187,8 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
     """Decide "auto" for strategy and batch_size: what is predicted to be quickest here."""
     if config.strategy == AUTO:
         few = 8 if config.batch_size == AUTO else config.batch_size
-        build = functools.partial(as_chosen, with_values(config, batch_size=few))
-        best = best_layout(build, cluster)
+        asked = with_values(config, batch_size=few)
+        best = best_layout(asked, cluster)
         if best is None:
             # Refused as that strategy is whose refusal says most, or for memory.
             plainest = "dp"
@@ -196,7 +196,7 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
                 plainest = "zero2"
             elif config.tp not in (None, 1) or config.pp not in (None, 1):
                 plainest = "3d"
-            lay_out_on(cluster, build(plainest))
+            lay_out_on(cluster, as_chosen(asked, plainest))
             what = f"strategy='auto' finds none that fits {config.model} with batch_size={few}"
             raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
         name = best.plan.strategy.name
