@@ -12,7 +12,7 @@ from distributed_training.plan.layouts import Layout
 from distributed_training.plan.schedules import FoundOrders, Schedule, find_schedule
 from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
-from distributed_training.settings.config import RunConfig, describe_work
+from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options
 from distributed_training.settings.machine import Machine
@@ -65,7 +65,7 @@ class Plan:
     @property
     def work(self) -> dict[str, Any]:
         """What must agree before two runs may be compared."""
-        return describe_work(self.config, self.batch.global_batch_size)
+        return {**self.config.work, "global_batch_size": self.batch.global_batch_size}
 
     @property
     def options(self) -> Options:

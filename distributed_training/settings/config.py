@@ -204,19 +204,18 @@ class RunConfig(Options):
     # Keys that somebody set: typed, in a preset, or in CONFIG to another value than the default.
     typed: tuple[str, ...] = Field(default=(), strict=False)
 
+    @property
+    def work(self) -> dict[str, Any]:
+        """What must agree before two runs may be compared, besides the global batch size."""
+        names = {name for name, key in KEYS.items() if key.work}.union(self.engine_work)
+        return {name: value for name, value in self.to_user_words().items() if name in names}
+
     def to_user_words(self) -> dict[str, Any]:
         """The values under CONFIG's keys, in CONFIG's order, then the engine's own options."""
         return {name: getattr(self, name) for name in KEYS} | self.engine_options
 
 
 KEYS: dict[str, Key] = read_keys(RunConfig)
-
-
-def describe_work(config: RunConfig, global_batch_size: int) -> dict[str, Any]:
-    """The keys that must agree before two runs may be compared, with the global batch size."""
-    names = {name for name, key in KEYS.items() if key.work}.union(config.engine_work)
-    work = {name: value for name, value in config.to_user_words().items() if name in names}
-    return {**work, "global_batch_size": global_batch_size}
 
 
 def with_values(config: RunConfig, **changes: Any) -> RunConfig:

@@ -17,7 +17,6 @@ from distributed_training.settings.config import (
     PRESETS_DIR,
     RunConfig,
     build_config,
-    describe_work,
     with_values,
 )
 from distributed_training.settings.errors import UserError
@@ -68,7 +67,7 @@ def test_every_key_reaches_its_field_and_the_work(name, tmp_path):
     assert changed.to_user_words() == {**RunConfig().to_user_words(), name: other}
     assert with_values(RunConfig(), **{name: other}, typed=changed.typed) == changed
     assert RunConfig.model_validate_json(changed.model_dump_json()) == changed
-    same = describe_work(RunConfig(), 8) == describe_work(changed, 8)
+    same = RunConfig().work == changed.work
     assert same == (name not in WORK)
     for alias in (name, *KEYS[name].aliases):
         assert build_config({alias: other}) == changed
@@ -119,7 +118,7 @@ def test_an_engine_adds_keys_of_its_own(tmp_path):
     built = build({"strategy": "dp"}, preset=preset, overrides=["mode=bb"])
     assert built.engine_options == {"rank": 4, "mode": "Bb"}
     assert built.to_user_words() == RunConfig(strategy="dp").to_user_words() | built.engine_options
-    assert describe_work(built, 8) == {**describe_work(RunConfig(), 8), "rank": 4}
+    assert built.work == {**RunConfig().work, "rank": 4}
     with refused("unknown key 'rank'"):
         build({"strategy": "tp", "rank": 4})
     with refused("mode='b'", "one of a, Bb", "did you mean 'Bb'?"):
