@@ -139,8 +139,7 @@ def train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: P
     """Run this process's part of the plan with what the launching process has imported."""
     process = current_process()
     assert process is not None
-    run = partial(worker.run, load_plan(run_dir), process, Startup(startup_s))
-    return exit_code(run)
+    return exit_code(partial(worker.run, load_plan(run_dir), process, Startup(startup_s)))
 
 
 def ran_out_early(run_dir: Path) -> bool:

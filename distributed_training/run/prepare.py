@@ -108,9 +108,8 @@ def write_plan(plan: Plan) -> None:
 
 
 def started_again(before: Plan, attempt: str = "") -> tuple[Path | None, str]:
-    """Where a run that has begun goes on: its last checkpoint since its plan was written; until
-    there is one, where it was resumed from (later ones in its folder were passed over then); None:
-    at the beginning. And a note of it."""
+    """Where a run that has begun goes on, and a note: its last checkpoint since it was planned, or
+    where it was resumed from (later ones were passed over then); None: at the beginning."""
     planned_at = (before.run_dir / PLAN_FILE).stat().st_mtime
     saved = before.checkpoint
     for checkpoint in resume.list_checkpoints(before.run_dir):  # oldest first

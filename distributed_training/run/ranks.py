@@ -154,9 +154,8 @@ def starting(command: Command, count: int) -> Iterator[Ranks]:
 
 
 def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "") -> Ended:
-    """Start `what` so many times, unless they have `begun`, give each command a `line` of input
-    and wait for the end of all; one that fails, or a signal, ends the others. Signals that stop
-    this process, and Ctrl-Z, are passed on."""
+    """Start `what` so many times, unless they have `begun`, give each command a `line` of input and
+    wait for all; one that fails ends the others. Signals to stop, and Ctrl-Z, are passed on."""
     ranks = list(begun)
     told: list[int] = []
     codes: dict[int, int] = {}
@@ -226,8 +225,7 @@ def _send(ranks: Ranks, signum: int) -> None:
 
 
 def _end(ranks: Ranks, *, told: bool) -> None:
-    """See to it that none is left, once there was time to save or, where one has failed, to say
-    what they know of it."""
+    """Leave none, once there was time to save or, where one has failed, to say what they know."""
     patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
     if not told:
         _send(ranks, signal.SIGTERM)
@@ -252,9 +250,8 @@ def handling(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator
 
 
 def fork(body: Body) -> psutil.Process:
-    """Begin a process as a copy of this one, which has no other threads, to do what `body` does:
-    with signals as in a new process, and out of the terminal's reach, whose Ctrl-C comes once, from
-    here."""
+    """Let a copy of this process, which has no other threads, do what `body` does: with signals as
+    in a new one, and out of the terminal's reach, whose Ctrl-C comes once, from here."""
     sys.stdout.flush()
     sys.stderr.flush()
     signals = (*STOPS, signal.SIGTSTP)

@@ -39,9 +39,8 @@ _AS_RANK_0_IS_SEEN = "address of rank 0"
 
 
 def meet(process: Process, limit_s: float) -> dist.Store:
-    """The store that all processes share, once all of them are there; gloo and NCCL are told which
-    interface leads to the others: loopback on one machine. Raises UserError naming who has not come
-    within `limit_s` seconds. Collective."""
+    """The store that all processes share, once all are there; gloo and NCCL learn which interface
+    leads to the others. Raises UserError naming who is missing after `limit_s`. Collective."""
     end = time.monotonic() + limit_s
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -165,9 +164,8 @@ def current_agent() -> str | None:
 def agree_on_plan(
     config: RunConfig, process: Process, ask: agree.Ask, agent: str | None = None
 ) -> Plan:
-    """The plan that rank 0 makes, on all ranks; raises its UserError on all, and where another rank
-    was given other values or runs other code. Where this process's `agent` has begun a run already,
-    the plan goes on with it. Collective."""
+    """The plan that rank 0 makes, on all ranks; raises its UserError on all, and where a rank has
+    other values or code. A run that this process's `agent` has begun goes on. Collective."""
     typed = config.to_user_words()
     del typed["output_dir"]  # as a path: checkouts may lie in different places
     agree.check_ranks_agree({**typed, **versions(), **code()}, ask)
@@ -186,9 +184,8 @@ def agree_on_plan(
 def go_on(
     config: RunConfig, launchers: Iterable[str], num_processes: int
 ) -> tuple[RunConfig, list[str]]:
-    """CONFIG for so many processes to go on with the run that one of these launchers
-    (`Plan.launchers`) has begun, from its last checkpoint (`share_batch`); and a note. Unchanged
-    where there is none."""
+    """CONFIG for so many processes (`share_batch`) to go on with the run that one of `launchers`
+    has begun, from its last checkpoint; and a note. Unchanged where there is none."""
     begun = None
     files = Path(config.output_dir).glob(f"*/{PLAN_FILE}") if launchers else ()
     for file in sorted(files):

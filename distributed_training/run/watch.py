@@ -237,8 +237,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def who_is_late(states: Sequence[Mapping[str, Any]]) -> str:
-    """Those that the other ranks wait for: the furthest behind, or, where all are at one place,
-    those that are in no collective."""
+    """Whom the other ranks wait for: the furthest behind; of equals, those in no collective."""
     least = min(state["count"] for state in states)
     late = [rank for rank, state in enumerate(states) if state["count"] == least]
     if len(late) == len(states):

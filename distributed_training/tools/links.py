@@ -83,8 +83,7 @@ def time_group(
     ranks: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Seconds of each operation by the size of its whole tensor, those of the slowest process.
-    `ranks`: of `members`, unless only they take part, which but sends cannot. Collective over all
-    processes."""
+    `ranks`: of `members`; only sends can be between fewer. Collective over all processes."""
     ranks = ranks or dist.get_process_group_ranks(members or dist.group.WORLD)
 
     def there_and_back(tensor: torch.Tensor) -> None:
