@@ -84,8 +84,7 @@ def fetch_weights(repo_id: str) -> Path:
 
 def indexed_files(folder: Path) -> tuple[str, ...]:
     """Names of the files that a folder's index of weights puts together."""
-    index = load_json(folder / INDEX, "weights")
-    return tuple(sorted(set(index["weight_map"].values())))
+    return tuple(sorted(set(load_json(folder / INDEX, "weights")["weight_map"].values())))
 
 
 def fetch_tokenizer(repo_id: str) -> Path:

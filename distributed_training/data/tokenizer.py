@@ -103,8 +103,7 @@ class Tokenizer:
     def ask(self, said: list[Message]) -> list[int]:
         """Ids of a conversation up to where the answer to its last message begins."""
         if self.chat:
-            text = self.chat.render(said, ask=True)
-            return self.encode_batch([text], marks=True)[0].tolist()
+            return self.encode_batch([self.chat.render(said, ask=True)], marks=True)[0].tolist()
         ids = self.bos_ids.copy()
         answer = {"role": pieces.ASSISTANT, "content": ""}
         for piece in pieces.cut_messages([*said, answer])[:-1]:

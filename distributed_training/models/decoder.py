@@ -102,9 +102,8 @@ class Block(nn.Module):
         if past is not None:
             k, v = past.add(self, k, v)
         rate = self.dropout if self.training else 0.0
-        shared = k.shape[1] < q.shape[1]
         y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=start == 0, dropout_p=rate, enable_gqa=shared
+            q, k, v, is_causal=start == 0, dropout_p=rate, enable_gqa=k.shape[1] < q.shape[1]
         )
         return self.attention_out(y.transpose(1, 2).flatten(2))
 

@@ -175,8 +175,7 @@ def expect_spans(plan: Plan) -> dict[Operation, tuple[float, float]]:
     """Begin and end of each operation of a step in seconds, by what the search went by."""
     assert plan.orders is not None
     seconds = by_operation(plan.orders.stage_s)
-    gives = flow(plan.layout.ranks, plan.orders.message_s)
-    spans = simulate(find_orders(plan), seconds, gives)
+    spans = simulate(find_orders(plan), seconds, flow(plan.layout.ranks, plan.orders.message_s))
     return {(*step, number): span for step in spans for number, span in enumerate(spans[step])}
 
 

@@ -50,8 +50,7 @@ class Display:
         width = max(map(len, rows))
         for name, value in rows.items():
             first = f"  {name:<{width}}  "
-            below = " " * len(first)
-            wrap = textwrap.TextWrapper(WIDTH, first, below, break_long_words=False)
+            wrap = textwrap.TextWrapper(WIDTH, first, " " * len(first), break_long_words=False)
             self.say(wrap.fill(value))
 
     def start(self, done: int, total: int, compiles: bool) -> None:

@@ -76,8 +76,7 @@ def load_code(file: Path, what: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a user's code raises
-        why = f"{type(error).__name__}: {error}"
-        raise UserError(f"{what} cannot be imported", why) from None
+        raise UserError(f"{what} cannot be imported", f"{type(error).__name__}: {error}") from None
     return module
 
 

@@ -153,8 +153,7 @@ def read_run(folder: Path) -> list[Rank]:
     """The traces of a run, by rank. Raises UserError where there are none or they are broken."""
     files = {int(re.findall(r"\d+", path.name)[0]): path for path in folder.glob(TRACES)}
     if not files:
-        what = f"{short_path(folder)} holds no {TRACES}"
-        raise UserError(what, fix="train with --profile 3")
+        raise UserError(f"{short_path(folder)} holds no {TRACES}", fix="train with --profile 3")
     ranks = []
     for rank, file in sorted(files.items()):
         try:
