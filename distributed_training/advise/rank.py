@@ -103,8 +103,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
         axis: size for axis, size in mesh.items() if asked[axis] not in (-1, size)
     }
     # An open axis takes what is left, which may be another than is meant.
-    open_axis = next((axis for axis in mesh if asked[axis] == -1), None)
-    if open_axis and mesh[open_axis] == 1 and plan.num_processes > 1:
+    if plan.num_processes > 1 and any(asked[axis] == -1 and mesh[axis] == 1 for axis in mesh):
         settings |= {axis: size for axis, size in mesh.items() if size > 1}
     schedule = plan.config.pipeline_schedule
     if mesh["pp"] > 1 and schedule != plan.strategy.traits.schedules[0]:
@@ -199,9 +198,8 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
             lay_out_on(cluster, as_chosen(asked, plainest))
             what = f"strategy='auto' finds none that fits {config.model} with batch_size={few}"
             raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
-        name = best.plan.strategy.name
         settings = settings_of(best.plan)
-        said = f"strategy is {name} {show_settings(settings)}".rstrip()
+        said = f"strategy is {best.plan.strategy.name} {show_settings(settings)}".rstrip()
         why = "the first that fits"
         if best.step is not None:
             why = f"predicted {best.step.seconds:.3g} s a step"

@@ -18,7 +18,6 @@ OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's devices -> `estimate_
 COMPONENTS = (*STATE, "copies", "buffers", "activations", "logits")
 SPLIT_LOGIT_BYTES = 2  # a logit, of a micro-batch whose W is still to come
 STATISTICS_BYTES = 2 * 2 * 4  # mean and deviation of two norms, fp32, a token and block
-SWAP_BYTES = 2  # a value in the buffers of RAM between files and GPU, in fp32 runs, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +59,7 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     state = estimate_state(plan)
     fitted = FITTED.process_bytes
     on_host = state["host"] + (fitted.cuda if plan.machine.num_gpus else fitted.cpu)
-    on_host += SWAP_BYTES * plan.strategy.swap_buffer_values
+    on_host += 2 * plan.strategy.swap_buffer_values  # two bytes each, in fp32 runs, too
     if plan.strategy.traits.takes_deepspeed_json or plan.mesh["tp"] > 1:
         on_host += fitted.libraries
     if plan.num_processes == 1 and not tokenised:

@@ -106,8 +106,7 @@ def lay_out_on(cluster: Cluster, config: RunConfig, mesh: dict[str, int] | None 
     work = Work(plan, cluster.rates or rates_of(known_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in work.operations().items()}
     blocks = plan.layout.blocks_per_stage
-    stages = range(len(blocks))
-    seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in stages)
+    seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in range(len(blocks)))
     orders = search_orders(seconds, blocks, plan.batch.num_microbatches, work.message())
     return replace(plan, orders=orders)
 

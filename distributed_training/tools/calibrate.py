@@ -177,8 +177,7 @@ def main(file: Path) -> int:
     with open_group() as group:
         found = calibrate(group)
     if group.process.rank == 0:
-        about = provenance("python real_model_example.py plan --calibrate")
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, about | found)
+        write_json(file, provenance("python real_model_example.py plan --calibrate") | found)
         print(f"wrote {file} after {time.perf_counter() - start:.0f} s")
     return 0
