@@ -155,16 +155,16 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
         suggestions.append({"activation_checkpointing": "full"})
     opened = OPEN | {"pipeline_schedule": AUTO}
     asked = with_values(plan.requested, model=config.model, batch_size=config.batch_size, **opened)
-    best = best_layout(asked, cluster)
+    best = best_layout(functools.partial(as_chosen, asked), cluster)
     if best and best.fits and best.plan.strategy.name != plan.strategy.name:
         suggestions.append({"strategy": best.plan.strategy.name, **settings_of(best.plan)})
     return [f"set {show_settings(settings)}" for settings in suggestions]
 
 
-def best_layout(config: RunConfig, cluster: Cluster) -> Prediction | None:
-    """The simplest of the quickest layouts that fit, under any strategy, and that need less of a
-    GPU than CONFIG's `below_bytes`; None without."""
-    ranked = rank_layouts(functools.partial(as_chosen, config), cluster)
+def best_layout(build: Callable[[str], RunConfig], cluster: Cluster) -> Prediction | None:
+    """The simplest of the quickest layouts that fit, and that need less of a GPU than CONFIG's
+    `below_bytes`; None without. `build` as for `rank_layouts`."""
+    ranked = rank_layouts(build, cluster)
     # What the host lacks is for the run's own checks to say.
     choices = [choice for choice in ranked if choice.room_on_gpu != "no" and _is_below(choice)]
     if not choices:
@@ -186,8 +186,8 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
     """Decide "auto" for strategy and batch_size: what is predicted to be quickest here."""
     if config.strategy == AUTO:
         few = 8 if config.batch_size == AUTO else config.batch_size
-        asked = with_values(config, batch_size=few)
-        best = best_layout(asked, cluster)
+        build = functools.partial(as_chosen, with_values(config, batch_size=few))
+        best = best_layout(build, cluster)
         if best is None:
             # Refused as that strategy is whose refusal says most, or for memory.
             plainest = "dp"
@@ -195,7 +195,7 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
                 plainest = "zero2"
             elif config.tp not in (None, 1) or config.pp not in (None, 1):
                 plainest = "3d"
-            lay_out_on(cluster, as_chosen(asked, plainest))
+            lay_out_on(cluster, build(plainest))
             what = f"strategy='auto' finds none that fits {config.model} with batch_size={few}"
             raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
         settings = settings_of(best.plan)
