@@ -55,7 +55,7 @@ class WeightUse(NamedTuple):
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with
     backward: dict[int, int]  # microbatch -> version that its backward pass ran with
     staleness: dict[int, int]  # microbatch -> updates between that version and its own update
-    live: tuple[tuple[Op, int], ...]  # after each operation of the stage: how many are kept
+    live: dict[Op, int]  # operation of the stage -> how many are kept after it
     peak_versions: int  # kept at most
 
     def version(self, op: Op) -> int:
@@ -63,7 +63,7 @@ class WeightUse(NamedTuple):
         return (self.forward if op.kind == "F" else self.backward)[op.microbatch]
 
 
-ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live=(), peak_versions=1)
+ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live={}, peak_versions=1)
 """Of a stage that flushes, where nothing is asked by microbatch."""
 
 
@@ -83,7 +83,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
     backward: dict[int, int] = {}
     staleness: dict[int, int] = {}
     in_use: Counter[int] = Counter()  # version -> microbatches in flight that run with it
-    live: list[tuple[Op, int]] = []
+    live: dict[Op, int] = {}
     updates = 0
     upcoming = [op.microbatch for op in ops if op.kind == "F"]
     to_do = Counter(i // m for i in upcoming)
@@ -116,5 +116,5 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
                 oldest = policy.forward_version(updates, upcoming[len(forward)], m, p)
             older = len(in_use) - (oldest in in_use)  # versions are read in their order
             kept = updates + 1 - oldest + older
-        live.append((op, kept))
-    return WeightUse(forward, backward, staleness, tuple(live), max(kept for _, kept in live))
+        live[op] = kept
+    return WeightUse(forward, backward, staleness, live, max(live.values()))

@@ -89,10 +89,9 @@ def live_versions(
     found = {}
     for rank, stages in enumerate(schedule.stages()):
         kept = dict.fromkeys(stages, 1)
-        after = {op: count for stage in stages for op, count in use[stage].live}
         points: list[tuple[Fraction | int, int]] = [(0, len(kept))]
         for op in schedule.flat[rank]:
-            kept[op.stage] = after[op]
+            kept[op.stage] = use[op.stage].live[op]
             points.append((times[op][1], sum(kept.values())))
         found[rank] = _where_it_changes(points, schedule.stages_per_rank)
     return found

@@ -157,12 +157,19 @@ class Timeline:
         return {op: (e.start, e.end) for e in self.events for op in e.item.parts}
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Start everything as early as the orders and the data allow. Raises DeadlockError when the
-    orders wait for each other, ValueError when an operation needs one that no rank runs or that is
-    there twice."""
+def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Timeline:
+    """Start everything as early as the orders and the data allow, rank r at tick free[r] or later.
+    Raises DeadlockError when the orders wait for each other, ValueError when an operation needs one
+    that no rank runs or that is there twice."""
     _check_once_and_whole(schedule)
-    return _run(schedule, costs, [0] * schedule.num_ranks)
+    tick, rules = _rules(schedule, costs)
+    free = free or [0] * schedule.num_ranks
+    starts: list[list[int]] = [[] for _ in free]
+    ends: list[list[int]] = [[] for _ in free]
+    ranks = list(map(_advance, schedule.orders, rules, free, starts, ends))
+    if go_on(ranks, ends) < sum(map(len, schedule.orders)):
+        raise _stuck(schedule, [len(done) for done in ends])
+    return Timeline(schedule=schedule, costs=costs, tick=tick, starts=starts, ends=ends)
 
 
 def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
@@ -181,11 +188,9 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
             end - step == start if start == before else end - step <= start
             for before, start, end in own
         ):
-            return [
-                end + left * step if line else end for end, line in zip(free, now.ends, strict=True)
-            ]
+            return [end + left * step for end in free]
         if left:
-            now = _run(timeline.schedule, timeline.costs, free)
+            now = simulate(timeline.schedule, timeline.costs, free)
     return free
 
 
@@ -200,17 +205,6 @@ _Kind = tuple[object, ...]  # an item without its microbatches
 
 def _kind(item: Item) -> _Kind:
     return item[:2] if isinstance(item, Op) else tuple(op[:2] for op in item)
-
-
-def _run(schedule: Schedule, costs: Costs, free: Sequence[int]) -> Timeline:
-    """Where rank r is free from free[r] ticks on."""
-    tick, rules = _rules(schedule, costs)
-    starts: list[list[int]] = [[] for _ in free]
-    ends: list[list[int]] = [[] for _ in free]
-    ranks = list(map(_advance, schedule.orders, rules, free, starts, ends))
-    if go_on(ranks, ends) < sum(map(len, schedule.orders)):
-        raise _stuck(schedule, [len(done) for done in ends])
-    return Timeline(schedule=schedule, costs=costs, tick=tick, starts=starts, ends=ends)
 
 
 def go_on(ranks: list[Iterator[None]], ends: Sequence[Sequence[int]]) -> int:
