@@ -4,9 +4,7 @@ Stages are even and communication takes no time, unless a function says otherwis
 equals the simulator's result as a fraction (tests/test_closed_forms.py), often in a wider range of
 durations than its paper gives; where it does not hold, `idle_holds` says so.
 
-Sources: GPipe arXiv 1811.06965; 1F1B and interleaved 2104.04473; PipeDream 1806.03377, 2BW
-2006.09503; zero bubble 2401.10241; Chimera 2107.06925; DualPipe 2412.19437 and the table in
-github.com/deepseek-ai/DualPipe; V-Half and V-Min 2405.15362.
+A `source` is a paper on arXiv; DualPipe's forms are also in github.com/deepseek-ai/DualPipe.
 """
 
 from collections.abc import Callable

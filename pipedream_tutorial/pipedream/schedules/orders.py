@@ -2,10 +2,8 @@
 table of all. Imports no torch.
 
 Those that a student reads first are written in pipedream_simple.py, V-Half and V-Min in
-building_blocks.py; here are those of pairs or of two copies of the model. Sources: GPipe (arXiv
-1811.06965), PipeDream and PipeDream-2BW (1806.03377, 2006.09503), interleaved 1F1B (Megatron-LM,
-2104.04473), zero bubble (2401.10241), Chimera (2107.06925), DualPipe (DeepSeek-V3, 2412.19437) in
-its V form. Where torch.distributed.pipelining has the schedule, the order is the same as torch's
+building_blocks.py; here are those of pairs or of two copies of the model. closed_forms.py names the
+papers. Where torch.distributed.pipelining has the schedule, the order is the same as torch's
 (tests/test_torch.py).
 """
 
