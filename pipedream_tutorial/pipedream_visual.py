@@ -76,7 +76,7 @@ def main() -> None:
     from pipedream.draw.page import save
 
     modules = {"charts": charts, "grids": grids}
-    work = grids.Work({**config, "num_batches": 1, "recompute": None, "reorder": True})
+    work = grids.Work({**config, "num_batches": 2, "recompute": None, "reorder": True})
     folder = Path(config["output"])
     folder.mkdir(parents=True, exist_ok=True)
     for name in config["only"] or PICTURES:

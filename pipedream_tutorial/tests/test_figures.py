@@ -35,7 +35,7 @@ PICTURES: dict[str, Callable[[Work], Figure]] = {
 }
 
 
-CONFIG = pipedream_visual.CONFIG | {"num_batches": 1, "recompute": None, "reorder": True}
+CONFIG = pipedream_visual.CONFIG | {"num_batches": 2, "recompute": None, "reorder": True}
 
 
 def watched(make: Callable[[], Figure]) -> Figure:
@@ -159,7 +159,7 @@ def test_utilisation_is_the_measures(shipped: dict[str, Figure]) -> None:
     names = [label.get_text() for label in ax.get_yticklabels()]
     drawn = list(zip(names, widths[1::2], widths[::2], diamonds, strict=True))
     shares = {}
-    for row in compare(CONFIG | {"num_batches": 2}):
+    for row in compare(CONFIG):
         assert isinstance(row, Row)
         batch = idle(measure(row.name, CONFIG).batch)
         idles = (batch.makespan_fraction, batch.span_fraction, row.steady_idle)

@@ -106,7 +106,7 @@ def idle_curves(config: Config, counts: Sequence[int], more: Sequence[int]) -> l
     for name in AGAINST_M:
         curve = IdleCurve([SCHEDULES[name].title], {}, {})
         for m in sorted({*counts, *more}):
-            sized = {**config, "num_microbatches": m, "num_batches": 1}
+            sized = {**config, "num_microbatches": m}
             try:
                 idle = measure(name, sized).batch_idle
             except UserError:

@@ -45,11 +45,11 @@ class Work:
 
     @cached_property
     def _rows(self) -> list[Row | Refused]:
-        return list(compare({**self.config, "num_batches": 2}))
+        return list(compare(self.config))
 
     @property
     def found(self) -> list[Row]:
-        """All schedules that this size allows; their streams have two batches."""
+        """All schedules that this size allows."""
         return [row for row in self._rows if isinstance(row, Row)]
 
     @property

@@ -193,19 +193,17 @@ def measure(name: str, config: Config) -> Row:
 def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
     """What is known of one batch without simulating it, and the sizes to put in; None for what has
     no form: a file, uneven stages, a time to send, overlap, R, a block that is only repeated."""
-    form = CLOSED_FORMS.get(name)
-    if form is None:
-        return None
     scale = config["stage_scale"] or [Fraction(1)]
     if (
-        len(set(scale)) > 1
+        name not in CLOSED_FORMS
+        or len(set(scale)) > 1
         or config["communication"]
         or config["recompute"] is not None
         or (config["overlap_saving"] and name.startswith("dualpipe"))
         or ("reorder" in SCHEDULES[name].options and not config["reorder"])
     ):
         return None
-    return form, Case(
+    return CLOSED_FORMS[name], Case(
         p=config["num_stages"],
         m=config["num_microbatches"],
         v=config["chunks"],
