@@ -35,13 +35,11 @@ def find_sources(plan: Plan) -> Plan:
     if config.lora_rank and weights_dir is None:
         notes.append("adapters beside random weights learn little; lora_rank=0 trains the weights")
     dataset = config.dataset
-    if dataset in (AUTO, WIKITEXT):
+    if dataset == AUTO:
         try:
             hub.fetch_wikitext()
             dataset = WIKITEXT
         except OSError as error:
-            if dataset == WIKITEXT:
-                raise hub.cannot_fetch("dataset", dataset, error, hub.WIKITEXT_COMMAND) from None
             note = f"WikiText-2 is not available ({error}): training on the embedded corpus, "
             notes.append(f"{note}the sources and help topics of this Python")
             dataset = EMBEDDED

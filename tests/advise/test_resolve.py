@@ -121,8 +121,6 @@ TINY = {"model": "gpt2-tiny"}
     ("machine", "values", "said"),
     [
         # What is asked for by name is never replaced.
-        (CPU_MACHINE, {"dataset": "wikitext-2"},
-         ("dataset='wikitext-2'", "hf download Salesforce/wikitext --repo-type dataset")),
         (CPU_MACHINE, {"tokenizer": "gpt2"},
          ("tokenizer='gpt2'", "hf download openai-community/gpt2 vocab.json merges.txt")),
         (CPU_MACHINE, {"weights": "pretrained"}, ("tokenizer='gpt2'", "hf download")),
