@@ -66,11 +66,6 @@ class Samples:
         """Share of positions that hold a token; 1.0 when nothing is padded."""
         return float(self.lengths.sum()) / (len(self) * self.seq_len)
 
-    @property
-    def learnt_share(self) -> float:
-        """Share of the tokens that are learnt; below 1.0 where only answers are."""
-        return float(self.num_targets.sum()) / float(self.lengths.sum())
-
 
 @dataclass(frozen=True, slots=True)
 class Data:

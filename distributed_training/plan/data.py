@@ -99,7 +99,8 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
     if config.num_samples == AUTO and num_samples < AUTO_SAMPLES:
         notes.append(f"the text has {num_samples} samples to train on, not {AUTO_SAMPLES}")
     if data.train.loss_mask is not None:
-        share = f"{100 * data.train.learnt_share:.1f}% of the tokens"
+        learnt = data.train.num_targets.sum() / data.train.lengths.sum()
+        share = f"{100 * learnt:.1f}% of the tokens"
         notes.append(f"only the answers are learnt and count in the loss: {share}")
     num_steps = config.epochs * math.ceil(num_samples / plan.batch.global_batch_size)
     if config.max_steps != -1:

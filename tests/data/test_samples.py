@@ -103,7 +103,7 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
     num_tokens = sum(lengths[: len(data.train)])
     assert data.train.real_share == pytest.approx(num_tokens / (len(data.train) * seq_len))
     num_targets = (all_rows(data.train)[1] != IGNORE_INDEX).sum()
-    assert data.train.learnt_share == pytest.approx(num_targets / num_tokens)
+    assert data.train.num_targets.sum() == num_targets
 
 
 def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_path):
