@@ -128,13 +128,12 @@ class Saver:
         """Wait for what is being written: the checkpoint, and its row of the record's `saves`.
         Raises what failed on any rank: OSError, say, or FloatingPointError where the state is not
         finite and so was not saved."""
-        ending = self.ending
-        assert ending is not None
-        self.ending = None
+        assert self.ending is not None
         began = time.monotonic()
         try:
-            folder = ending.result()
+            folder = self.ending.result()
         finally:
+            self.ending = None
             if not self._keeps:
                 self.memory = None
         self._row["stall_s"] += time.monotonic() - began
