@@ -49,7 +49,6 @@ def global_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """2-norm of all gradients of the model, fp32 scalar, the same on every rank; and the norms of
     what this rank holds of each parameter's, [number of parameters], for whoever looks for a fault.
-
     Every rank adds the squares of what it holds, divided by the number of ranks of its stage that
     hold the same; one all-reduce of a scalar, unless all ranks hold everything."""
     norms = foreach_norm([local_part(parameter.grad) for parameter in parameters])

@@ -34,7 +34,6 @@ from distributed_training.parallel.private import all_reduce_functional
 def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[str]:
     """Split a model, or a stage of one, over the one-axis `mesh`, in place: parameters become
     DTensors, and between split layers tensors are local, of `parts` of the samples and tokens.
-
     Returns the names of parameters that each process uses on its own tokens: their gradients are
     still to be summed over `mesh` (gradients.add_up)."""
     samples, tokens = parts
@@ -75,10 +74,8 @@ class _Layer(parallel.ParallelStyle):
     that these are all, it would sum gradients one by one, each micro-batch, in bf16). With `dim`
     the weight is split, and each output is one term of a sum: a matrix by columns, a table by rows.
     Each adds the bias to what it has of the sum, so that nothing comes between product and sum, and
-    both may be one.
-
-    torch's RowwiseParallel may return what is still on its way: a compiled block cannot take that,
-    as the gradient of its input would miss a step."""
+    both may be one. torch's RowwiseParallel may return what is still on its way: a compiled block
+    cannot take that, as the gradient of its input would miss a step."""
 
     given: Placement = field(default_factory=Replicate)  # of the input
     between: Placement = field(default_factory=Replicate)  # of the output

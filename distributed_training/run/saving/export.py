@@ -43,10 +43,9 @@ def continuation(
     agree: Callable[[torch.Tensor], None] = lambda choice: None,
 ) -> Iterator[int]:
     """Ids after `prompt_ids`, up to `num_tokens` or end-of-text, drawn from the `top_k` likeliest.
-
     `logits` takes ids [1, T], T at most `context`, and gives [1, T, V]; where it can go on from a
-    `past`, each token passes through it once, as long as all fit. `agree` makes a choice,
-    int64 [1], the same on every rank. A temperature of 0 takes the likeliest."""
+    `past`, each token passes through it once, as long as all fit. `agree` makes a choice, int64
+    [1], the same on every rank. A temperature of 0 takes the likeliest."""
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_id]
     for _ in range(num_tokens):

@@ -160,12 +160,11 @@ def at_checkpoint(plan: Plan) -> Plan:
 
 
 def find_resume(plan: Plan) -> tuple[Path, Meta] | None:
-    """The checkpoint to continue from, and what it says of itself; None to start afresh.
-
-    "auto" takes the newest unfinished run of the same work (before all, of the same strategy), at
-    its newest checkpoint that can be read; what it passes over is a warning, and why it finds none
-    a note. Raises UserError where the run is going on or has files on other nodes, and where one
-    that is named is missing, damaged, without its run's record, or of another work."""
+    """The checkpoint to continue from, and what it says of itself; None to start afresh. "auto"
+    takes the newest unfinished run of the same work (before all, of the same strategy), at its
+    newest checkpoint that can be read; what it passes over is a warning, and why it finds none a
+    note. Raises UserError where the run is going on or has files on other nodes, and where one that
+    is named is missing, damaged, without its run's record, or of another work."""
     resume = plan.config.resume
     if resume is None:
         return None
