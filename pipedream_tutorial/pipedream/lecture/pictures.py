@@ -11,8 +11,6 @@ from pipedream.schedules.ops import Schedule
 from pipedream.schedules.orders import SCHEDULES
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
-COLUMNS = 90
-
 
 class Shown(NamedTuple):
     """One timeline above the other; a notebook shows the picture, a terminal the text."""
@@ -23,7 +21,7 @@ class Shown(NamedTuple):
     def __repr__(self) -> str:
         parts = [self.title]
         for timeline in self.timelines:
-            parts += ["", describe(timeline), draw(timeline, COLUMNS)]
+            parts += ["", describe(timeline), draw(timeline, columns=90)]
         return "\n".join(parts)
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:

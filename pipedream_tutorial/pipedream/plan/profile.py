@@ -6,6 +6,7 @@ PipeDream (arXiv 1806.03377) plans from these three per layer. Loading a profile
 from __future__ import annotations
 
 import json
+import reprlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -79,21 +80,18 @@ def load_profile(path: Path) -> Profile:
 def _checked(found: object, rules: Rules, where: str) -> dict[str, Any]:
     """All keys are there and no others, each with a value that will do; else UserError."""
     if not isinstance(found, dict):
-        raise UserError(f"{where} is {_shown(found)}", f"write an object with {', '.join(rules)}")
+        what = f"{where} is {reprlib.repr(found)}"
+        raise UserError(what, f"write an object with {', '.join(rules)}")
     for key in found:
         if key not in rules:
-            raise UserError(f"{where}: unknown key {_shown(key)}", nearest(key, rules))
+            raise UserError(f"{where}: unknown key {reprlib.repr(key)}", nearest(key, rules))
     for key, (holds, wanted) in rules.items():
         if key not in found:
             raise UserError(f"{where}: key {key!r} is missing", f"it needs {', '.join(rules)}")
         if not holds(found[key]):
-            raise UserError(f"{where}: key {key!r} is {_shown(found[key])}", f"give {wanted}")
+            what = f"{where}: key {key!r} is {reprlib.repr(found[key])}"
+            raise UserError(what, f"give {wanted}")
     return found
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def save_profile(profile: Profile, path: Path) -> None:

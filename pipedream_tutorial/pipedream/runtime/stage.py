@@ -97,9 +97,6 @@ class Peer:
         self.under_way.clear()
 
 
-AT_ONCE_NS = 100_000  # above the error of the clocks' tie, below any operation worth measuring
-
-
 class Clock:
     """Marks points of a stage's work and later tells when they were reached.
 
@@ -228,18 +225,16 @@ class Station:
         call this together. Raises StageLostError when a peer is gone."""
         trainers = self._trainers(case)
         gc.disable()  # Python's collector would stop a stage for milliseconds, anywhere
-        try:
-            if self.on_gpu:
-                torch.cuda.synchronize(self.device)
-                torch.cuda.reset_peak_memory_stats(self.device)
-            clock = Clock(partial(torch.cuda.Event, enable_timing=True) if self.on_gpu else None)
-            with connection_to("the other stages"):
-                dist.barrier()
-            self._run_order(case, trainers, clock, self.slept_ms if emulated else (0, 0))
-            if self.on_gpu:
-                torch.cuda.synchronize(self.device)
-        finally:
-            gc.enable()
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        clock = Clock(partial(torch.cuda.Event, enable_timing=True) if self.on_gpu else None)
+        with connection_to("the other stages"):
+            dist.barrier()
+        self._run_order(case, trainers, clock, self.slept_ms if emulated else (0, 0))
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        gc.enable()
         report = {
             "slices": [
                 (self.rank, thread, op, clock.read(start), clock.read(end))
@@ -250,7 +245,8 @@ class Station:
         }
         if self.on_gpu:
             ends = [end for thread, _, _, end in clock.spans if thread == "compute"]
-            at_once = sum(clock.read(end) - end[0] < AT_ONCE_NS for end in ends)
+            # 0.1 ms: above the error of the clocks' tie, below any operation worth measuring.
+            at_once = sum(clock.read(end) - end[0] < 100_000 for end in ends)
             report["waited_for_host"] = at_once / len(ends)
             report["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
         return report, {
