@@ -116,8 +116,7 @@ def measure_profile(
     `example` is the first layer's input, one microbatch; each layer's output is the next one's
     input. The last layer takes `targets` as well and returns a loss. Seconds are medians of
     `repeats` after `warmup` more that are not counted, rounded to 0.1 us. Each repeat goes through
-    all layers, so that what else the machine does in between slows one repeat of every layer rather
-    than every repeat of one.
+    all layers, so that what else the machine does slows one repeat of all, not all repeats of one.
     """
     import torch
 

@@ -1,8 +1,7 @@
 """Starts one process a stage and watches over them.
 
 Whoever starts the processes also ends them: this module, or torchrun's agent. Each says itself why
-it fails; one that only lost its neighbour waits a moment before, so that the one that failed is
-seen first.
+it fails; one that only lost its neighbour waits a moment, so that the cause is what is seen first.
 """
 
 import gc
@@ -20,7 +19,6 @@ from typing import Any, NoReturn
 
 from pipedream.errors import UserError
 
-START = "fork" if sys.platform == "linux" else "spawn"  # with what is imported, where that is safe
 CASE = "PIPEDREAM_CASE"  # environment: the file in which rank 0 says which case it has begun
 GRACE_S = 2.0
 
@@ -31,8 +29,7 @@ class StageLostError(RuntimeError):
 
 def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
     """What launch() or torchrun made this process; None if neither started it. Raises UserError for
-    another number of processes than `num_stages`, or more than one machine: times need one clock.
-    """
+    another number of processes than `num_stages`, or more than one machine."""
     if "RANK" not in environment:
         return None
     names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
@@ -67,7 +64,8 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
     import torch.distributed as dist
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    context: Any = multiprocessing.get_context(START)
+    # With what is imported, where that is safe.
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     gc.freeze()  # what is imported is shared: collecting would copy it
     workers = []
     try:

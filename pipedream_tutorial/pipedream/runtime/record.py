@@ -42,8 +42,7 @@ class Case(NamedTuple):
 
 
 class MeasuredRun:
-    """A case, run for real. Of several repeats: the one whose makespan is the median, of an even
-    number the faster one in the middle."""
+    """A case, run for real: of its repeats the one of the median makespan, or of the lower one."""
 
     def __init__(
         self, case: Case, by_rank: Sequence[Sequence[Report]], weights: Sequence[Any] = ()

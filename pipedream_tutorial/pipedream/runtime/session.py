@@ -1,5 +1,4 @@
-"""All runs of one start, in one process of several: every schedule at every size, and orders that
-are found on the way."""
+"""All runs of one start, in one process of several: every schedule at every size, searches too."""
 
 import json
 import os

@@ -4,9 +4,8 @@ The runtime knows no schedule by name. It takes operations one after the other, 
 operation needs from a neighbour, runs it on the StageTrainer and sends on what it gives.
 
 NCCL matches messages by their order alone (tags are ignored), and work within one of its groups
-may be serialised. So each pair of ranks that exchange messages has a group of its own for each
-direction, and who receives follows the order in which the other side's schedule sends. Gloo is
-driven the same way.
+may be serialised. So, with gloo as well, each pair of ranks that exchange messages has a group for
+each direction, and who receives follows the order in which the other side's schedule sends.
 """
 
 import datetime
@@ -56,8 +55,7 @@ class Peer:
 
     def expect(self, arriving: Iterable[Op], like: torch.Tensor, depth: int) -> None:
         """Begin a run. `arriving`: the peer's operations whose results come here, in the order in
-        which it sends, all of one form. `depth` receives are posted before they are asked for; with
-        0 each is posted when it is."""
+        which it sends, all of one form. `depth` receives are posted before they are asked for."""
 
         def post(op: Op) -> tuple[Op, torch.Tensor, Any]:
             buffer = torch.empty_like(like)
@@ -103,8 +101,7 @@ class Clock:
     On a CPU, where to call is to compute, by the raw counter, which all processes of a host share:
     zeros that each takes after a barrier differ by how long it took to leave it. A GPU works after
     the call has returned: there by its own events, tied to the host's time. Before each run an
-    event is recorded and waited for, and the time around it is taken: of 20 tries the one in the
-    tightest bracket, halfway.
+    event is recorded and waited for: it was halfway through the shortest of 20 such waits.
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None) -> None:

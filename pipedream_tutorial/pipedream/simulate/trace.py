@@ -24,8 +24,7 @@ FIRST_TID = {"compute": 0, "send": 100, "receive": 200}
 
 
 class Slice(NamedTuple):
-    """An operation or a pair on a rank's compute thread, or a result on its way, on a clock that
-    all ranks share."""
+    """An operation or a pair on a rank's compute thread, or a result on its way; on one clock."""
 
     rank: int
     thread: str  # compute, send or receive
@@ -122,11 +121,10 @@ def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:
 def _measured_run(measured: Sequence[Slice]) -> _Run:
     zero = min(s.start_ns for s in measured)
     orders: list[list[Item]] = [[] for _ in range(1 + max(s.rank for s in measured))]
-    slices = []
     for s in sorted(measured, key=lambda s: (s.start_ns, s.end_ns)):
-        slices.append(s._replace(start_ns=s.start_ns - zero, end_ns=s.end_ns - zero))
         if s.thread == "compute":
             orders[s.rank].append(s.item)
+    slices = [s._replace(start_ns=s.start_ns - zero, end_ns=s.end_ns - zero) for s in measured]
     return _Run("measured", straight("measured", orders), slices)
 
 

@@ -1,7 +1,6 @@
 """The models: a small one that is cut into stages, with its data, and GPT-2's layers.
 
-Layers are numbered through the whole model and drawn from their own seeds, so the same model comes
-out however it is cut.
+Weights are drawn layer by layer, so the same model comes out however it is cut.
 """
 
 from collections.abc import Callable, Mapping

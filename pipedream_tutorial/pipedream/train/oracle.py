@@ -97,8 +97,7 @@ def copied(weights: Weights) -> Weights:
 def train_and_check(
     name: str, *, every: int = 1, **settings: Any
 ) -> tuple[TrainResult, list[MicrobatchError]]:
-    """What train gives, and how far every `every`-th microbatch's gradient is off, in the order in
-    which their backward passes end."""
+    """What train gives, and every `every`-th microbatch's error, by the end of backward passes."""
     task = build_task(seed=settings["seed"])
     modules: dict[int, nn.Module] = {}  # by stage
     used: dict[int, dict[int, Weights]] = defaultdict(dict)  # by microbatch and stage

@@ -4,8 +4,7 @@
 
 A stage without weight stashing changes its weights while graphs are in flight. In PyTorch the
 obvious ways of writing that do not do it: one raises, one keeps old weights alive unasked, for some
-layers. Checked with torch 2.13 on CPU; which tensors a layer saves for its backward pass is torch's
-own affair and may change.
+layers. Checked with torch 2.13 on CPU; what a layer saves is torch's own affair and may change.
 """
 
 from collections.abc import Callable
