@@ -54,8 +54,7 @@ def about_key(key: Key, *more: str) -> str:
 
 def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Namespace:
     """`preset`, `overrides` (`key=value` texts, in the order of the command line), `num_gpus`,
-    `dry_run`, and the options of `own`, a module of tools/; every key is an option by all of its
-    names."""
+    `dry_run`, and the options of `own`, a module of tools/; each name of a key is an option."""
     name = program.script.name
     others = [f"{name} {other} --help" for other in COMMANDS if other != "train"]
     parser = Parser(

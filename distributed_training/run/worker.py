@@ -204,8 +204,7 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     """Compile DeepSpeed's extensions before the run, one process a machine, and say so."""
     plan.strategy.traits.load()  # all import the engine now, not one while the others wait
-    names = built_extensions(plan.strategy) if topology.local_rank == 0 else ()
-    for name in names:
+    for name in built_extensions(plan.strategy) if topology.local_rank == 0 else ():
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         began = time.monotonic()
