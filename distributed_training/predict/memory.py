@@ -91,7 +91,7 @@ def estimate_copy(plan: Plan) -> int:
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
     held = max(process.learning for process in formulas_by_place(plan))
-    each = 12 / (plan.mesh["dp_replicate"] * plan.mesh["dp_shard"]) + _own_bytes(plan)
+    each = 12 / plan.batch.num_replicas + _own_bytes(plan)
     if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same
         each += 12
     return round(held * each)

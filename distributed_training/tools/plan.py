@@ -84,8 +84,7 @@ def run(
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
         raise _fits_nowhere(choices, cluster)
-    batch = choices[0].plan.batch.global_batch_size
-    tokens = f"{batch} x {config.max_length} tokens a step"
+    tokens = f"{choices[0].plan.batch.global_batch_size} x {config.max_length} tokens a step"
     print(f"{config.model} on {cluster.name}: {tokens}, {len(choices)} layouts\n")
     print(table(choices if arguments.all else fitting[:SHOWN]))
     print()
