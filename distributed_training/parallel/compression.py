@@ -22,9 +22,6 @@ from distributed_training.settings.config import RunConfig
 LEVELS = 127
 POWERSGD_KEEPS = ("error_dict", "p_memory_dict", "q_memory_dict")
 Kept = dict[str, dict[int, torch.Tensor]]  # by attribute and bucket
-# One bucket: gloo matches collectives by their order, and a hook starts its second one whenever the
-# first is done, which with several buckets is at another time on each process.
-ONE_BUCKET_MIB = 2**20
 
 
 def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
@@ -112,5 +109,7 @@ def apply_compression(module: DistributedDataParallel, config: RunConfig) -> Kep
 
 def bucket_mib(config: RunConfig, device_type: str) -> float | None:
     """How large DistributedDataParallel's buckets are."""
+    # gloo matches collectives by their order, and a hook starts its second one whenever the first
+    # is done, which with several buckets is at another time on each process: one holds all.
     one = config.gradient_compression in ("powersgd", "topk-int8") and device_type == "cpu"
-    return ONE_BUCKET_MIB if one else config.bucket_cap_mb
+    return 2**20 if one else config.bucket_cap_mb
