@@ -103,10 +103,9 @@ def generate(asked: argparse.Namespace) -> int:
             eos_id=tokenizer.end_of_answer if chat else tokenizer.eos_id,
         )  # fmt: skip
         answer = ""
-        sys.stdout.write(f"{ASSISTANT}:" if chat else text)
+        print(f"{ASSISTANT}:" if chat else text, end="")
         for part in _decoded(tokenizer, ids):
-            sys.stdout.write(part)
-            sys.stdout.flush()
+            print(part, end="", flush=True)
             answer += part
         print()
         said.append({"role": ASSISTANT, "content": answer.strip()})  # a dialogue goes on

@@ -49,14 +49,14 @@ def continuation(
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_id]
     for _ in range(num_tokens):
-        goes_on = past if len(ids) <= context else None
-        seen = ids[-context:] if goes_on is None else ids[goes_on.length :]
-        padding = 0
-        if goes_on is None:  # few lengths, for which kernels are chosen once
-            padding = min(-len(seen) % LENGTHS, context - len(seen))
+        if len(ids) > context:
+            past = None
+        seen = ids[past.length :] if past else ids[-context:]
+        # Few lengths, for which kernels are chosen once.
+        padding = 0 if past else min(-len(seen) % LENGTHS, context - len(seen))
         with sdpa_kernel(ATTENTION):
             padded = torch.tensor([seen + [eos_id] * padding])
-            last = logits(padded, goes_on)[0, len(seen) - 1].float().cpu()
+            last = logits(padded, past)[0, len(seen) - 1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
         if temperature:
             weights = (values / temperature).softmax(0)
@@ -109,8 +109,7 @@ def write_folder(
     if config.lora_rank and plan.weights_dir is not None and not merge:
         from distributed_training.models.peft import save_adapters
 
-        base = plan.model.hub_id if config.weights == "pretrained" else None
-        base = base or str(plan.weights_dir)
+        base = str(plan.model.hub_id if config.weights == "pretrained" else plan.weights_dir)
         save_adapters(state, plan.model, config, writing, base=base, fingerprint=base_fingerprint)
     else:
         if config.lora_rank:
