@@ -101,7 +101,6 @@ class ChatTemplate:
 
 def cut_text(blocks: Iterable[str]) -> Iterator[Piece]:
     """A text as pieces whose ids in a row are those of the whole text; none of a blank one.
-
     Byte-level BPE joins no character with a space after it, and no letter or digit with a line
     feed, so a text may be cut there; one without any for a million characters is cut all the same.
     """

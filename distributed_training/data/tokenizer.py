@@ -20,8 +20,7 @@ SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # for transformers; every GPT
 
 
 class Tokenizer:
-    """Text to token ids and back, from a folder with tokenizer.json, or with vocab.json and
-    merges.txt; UserError where it cannot be read."""
+    """Text to token ids and back; UserError for a folder that cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

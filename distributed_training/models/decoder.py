@@ -110,7 +110,6 @@ class Block(nn.Module):
 
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm, output layer: a whole model, or a stage of one.
-
     A family's __init__ sets the modules below, in the order of its parameters, and those that
     `place` needs: the first stage holds what is set before the blocks, the last what is set after.
     The embedding has `size.padded_vocab_size` rows; padding is cut off the logits, or masked,
@@ -225,8 +224,7 @@ def project_to_vocabulary(x: torch.Tensor, weight: torch.Tensor, vocab_size: int
 def summed_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """Hidden states [B, T, D], output rows [P, D], targets [B, T] -> summed loss, fp32 scalar.
-    Rows from `vocab_size` on are padding."""
+    """Hidden states [B, T, D], output rows [P, D], targets [B, T] -> summed loss, fp32 scalar."""
     logits = mask_padding(F.linear(x, weight).float().flatten(0, -2), vocab_size)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 

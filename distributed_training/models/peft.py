@@ -50,8 +50,7 @@ def save_adapters(
     base: str,
     fingerprint: int,
 ) -> None:
-    """Write `state`, adapters under our names, for the weights `base`, a folder or a name on the
-    Hub, which have this fingerprint."""
+    """Write `state`, adapters under our names, for the weights `base`: a folder or a Hub's name."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = to_peft(state, spec)
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}

@@ -1,6 +1,5 @@
 """LoRA (Hu et al., 2106.09685): weights stay as they are, and blocks' matrices W get a trained
 product of two narrow ones beside them: y = W x + (alpha / rank) B A dropout(x).
-
 A is [rank, in], B [out, rank]. B begins at 0, so that the first step sees the weights of the base.
 """
 

@@ -1,11 +1,9 @@
 """Tensor parallelism: every layer's matrices split over processes (Megatron-LM, 1909.08053).
-
 Letters as in decoder.py; R processes. A `column` matrix is split by rows (heads, or hidden units of
 an MLP), the `row` matrix after it by columns (each product is one term of a sum). With sequence
 parallelism (2205.05198) what lies between, norms, residuals and dropout, is split, by samples where
 R divides them, else along the tokens: an all-gather precedes attention and MLP, a reduce-scatter
-follows. Without, everybody computes all of it, and one all-reduce follows. The loss is split by
-vocabulary."""
+follows. Without, all compute all of it; one all-reduce follows. The loss is split by vocabulary."""
 
 from dataclasses import dataclass, field
 from functools import partial

@@ -140,8 +140,7 @@ def whole_model(state: dict[str, torch.Tensor], base_fingerprint: int, plan: Pla
 
 
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
-    """Write README.md of `folder`, a run's hf/ or best/: YAML for the Hub, then what was trained on
-    what, how, with which losses. `repo_id`: where on the Hub it will be."""
+    """Write README.md of `folder`, a run's hf/ or best/; `repo_id`: where on the Hub it will be."""
     from huggingface_hub import ModelCardData  # slow to import
 
     published = r.config["weights"] == "pretrained"
@@ -178,8 +177,7 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
 
 
 def push_folder(folder: Path, repo_id: str) -> str:
-    """Upload `folder` to the model `repo_id`, made where it is not there; its address. Raises
-    UserError for whatever the Hub or the network refuses."""
+    """Upload `folder` as the model `repo_id`; its address. UserError where that is refused."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
