@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pipedream.schedules.policies import POLICIES
 from pipedream.simulate.simulator import Timeline
 from pipedream.simulate.trace import Slice, trace_document, transfers
 
@@ -35,4 +36,5 @@ def with_messages(timeline: Timeline, ns: int = 1, start_ns: int = 0) -> list[Sl
 
 
 def write_trace(path: Path, **given: Any) -> None:
-    path.write_text(json.dumps(trace_document(**given)))
+    document = trace_document(policy=POLICIES["flush"], batch_size=3, **given)
+    path.write_text(json.dumps(document))

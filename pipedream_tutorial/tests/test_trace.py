@@ -95,7 +95,7 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
     """Where a transfer takes longer than an operation, several are on their way at a time."""
     timeline = timeline_of(name, communication)
     unit = Fraction(21, 1000)  # makes most times whole nanoseconds
-    events = written(predicted=timeline, policy=POLICIES["flush"], unit_s=unit)
+    events = written(predicted=timeline, policy=POLICIES["flush"], batch_size=M, unit_s=unit)
     check_format(events)
     assert any(e["ph"] == "f" for e in events)
     names = {op: " | ".join(map(str, e.item.parts)) for e in timeline.events for op in e.item.parts}
@@ -153,7 +153,7 @@ def test_a_result_used_too_early_is_named_and_gets_no_arrow() -> None:
         else e
         for e in measured
     ]
-    document = trace_document(measured=moved)
+    document = trace_document(measured=moved, policy=POLICIES["flush"], batch_size=M)
     assert document["otherData"] == {"results used before they were there": {"measured": 1}}
     events = document["traceEvents"]
     sends = transfers(timeline_of("1f1b").schedule)

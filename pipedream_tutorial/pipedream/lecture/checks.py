@@ -57,8 +57,7 @@ def graded(check: Callable[..., str]) -> Callable[..., Verdict]:
     return judge
 
 
-OrderOf = Callable[[int, int, int], Sequence[str]]
-"""(p, m, rank) -> the rank's operations, such as "F0"."""
+OrderOf = Callable[[int, int, int], Sequence[str]]  # p, m, rank -> its operations, such as "F0"
 
 
 @graded
@@ -176,11 +175,8 @@ def _line(written: Sequence[str] | None, rank: int, kinds: str) -> list[Op]:
     return ops
 
 
-Microbatches = Sequence[tuple[Tensor, Tensor]]
-"""Inputs and target of each."""
-
-EXACT = 1e-9
-"""Sums in another order differ by less, in float64."""
+Microbatches = Sequence[tuple[Tensor, Tensor]]  # inputs and target of each
+EXACT = 1e-9  # sums in another order differ by less, in float64
 
 
 class Channel:
@@ -261,8 +257,7 @@ def check_batch_gradient(
     return "the microbatches' gradients add up to the batch's."
 
 
-Update = Callable[[Weights, Weights, float], Weights]
-"""(weights by name, gradients by name, learning rate) -> the next version of the weights."""
+Update = Callable[[Weights, Weights, float], Weights]  # weights, gradients, rate -> next weights
 
 
 @graded

@@ -61,16 +61,15 @@ class _Run:
 def trace_document(
     *,
     predicted: Timeline | None = None,
-    measured: Sequence[Slice] | None = None,
-    policy: Policy | None = None,
-    batch_size: int | None = None,
+    measured: Sequence[Slice] = (),
+    policy: Policy,
+    batch_size: int,
     unit_s: float | Fraction = 1,
 ) -> dict[str, Any]:
     """A trace with the groups that are given, as the object that JSON is made of.
 
-    `policy` and `batch_size` (microbatches between two updates where the policy updates once a
-    batch; all of them by default) give weight versions; without a policy none are shown.
-    `unit_s` is the length of one simulator unit in seconds. The measured run starts at time 0.
+    `policy` and `batch_size`, microbatches between two updates where it updates once a batch, give
+    weight versions; `unit_s`: seconds a unit of the simulator. The measured run starts at time 0.
     """
     runs = []
     if predicted is not None:
@@ -79,8 +78,7 @@ def trace_document(
         runs.append(_measured_run(measured))
     events: list[TraceEvent] = []
     for run in runs:
-        size = batch_size or run.schedule.num_microbatches
-        use = None if policy is None else weight_use(run.schedule, policy, size)
+        use = weight_use(run.schedule, policy, batch_size)
         events += [*_metadata(run), *_slices(run, use), *_arrows(run), *_counters(run, use)]
     backwards = {run.group: len(run.impossible) for run in runs}
     return {
@@ -142,14 +140,14 @@ def _metadata(run: _Run) -> Iterable[TraceEvent]:
         yield at | {"name": f"{what}_sort_index", "args": {"sort_index": place}}
 
 
-def _slices(run: _Run, use: dict[int, WeightUse] | None) -> Iterable[TraceEvent]:
+def _slices(run: _Run, use: dict[int, WeightUse]) -> Iterable[TraceEvent]:
     for s in run.slices:
         computed = s.thread == "compute"
         name = " | ".join(map(str, s.item.parts))
         parts: list[dict[str, Any]] = []
         for op in s.item.parts:
             parts.append(op._asdict())
-            if computed and use is not None and op.kind != "W":  # W reads activations, no weights
+            if computed and op.kind != "W":  # W reads activations, no weights
                 parts[-1]["weight version"] = use[op.stage].version(op)
         args: dict[str, Any] = {"parts": parts} if isinstance(s.item, Pair) else parts[0]
         late = [str(run.impossible[op]) for op in s.item.parts if op in run.impossible]
@@ -187,11 +185,10 @@ def _arrows(run: _Run) -> Iterable[TraceEvent]:
         yield shared | {"pid": run.first_pid + finish.rank, "ts": ts, "ph": "f", "bp": "e"}
 
 
-def _counters(run: _Run, use: dict[int, WeightUse] | None) -> Iterable[TraceEvent]:
+def _counters(run: _Run, use: dict[int, WeightUse]) -> Iterable[TraceEvent]:
     times = {op: (s.start_ns, s.end_ns) for op, s in run.at.items()}
     series = {"held activations (microbatches)": held_activations(run.schedule, times)}
-    if use is not None:
-        series["live weight versions"] = live_versions(run.schedule, times, use)
+    series["live weight versions"] = live_versions(run.schedule, times, use)
     for name, by_rank in series.items():
         for rank, points in by_rank.items():
             at = {"ph": "C", "name": name, "pid": run.first_pid + rank, "tid": 0}

@@ -169,29 +169,27 @@ class Workload:
         microbatch_size, dtype, where None is what suits the model. Raises UserError when the
         model's blocks cannot be cut evenly into the stages."""
         name = config.get("model", "mlp")
-        layers = config["layers_per_stage"]
         self.config = config
         self.device = device or torch.device("cpu")
         self.blocks = BLOCKS.get(name)
         batch = config.get("microbatch_size") or (8 if self.blocks is None else 4)
-        dtype = config.get("dtype")
         if self.blocks is None:
-            layers = layers or 2
-            dtype = dtype or "float64"
+            self.layers = config["layers_per_stage"] or 2  # of a rank
+            dtype = config.get("dtype") or "float64"
             task = build_task(seed=config["seed"], microbatch_size=batch)
             self.loss: Loss = functional.cross_entropy
-            text = f"{count(layers, 'layer')} a stage, {batch} samples"
+            text = f"{count(self.layers, 'layer')} a stage, {batch} samples"
         else:
             total, hidden, tokens = self.blocks.num_layers, self.blocks.hidden, self.blocks.seq_len
             p = config["num_stages"]
-            if not layers and total % p:
+            if not config["layers_per_stage"] and total % p:
                 able = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
                 raise UserError(
                     f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
                     f"set num_stages to one of {able}, or set layers_per_stage",
                 )
-            layers = layers or total // p
-            dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
+            self.layers = config["layers_per_stage"] or total // p
+            dtype = config.get("dtype") or ("bfloat16" if self.device.type == "cuda" else "float32")
             # Four microbatches of normal numbers, in place of embedded text, and as the target.
             generator = torch.Generator().manual_seed(config["seed"])
             shape = 4 * batch, tokens, hidden
@@ -199,10 +197,9 @@ class Workload:
             task = Task(x, y.to(getattr(torch, dtype)), batch)
             self.loss = functional.mse_loss
             text = (
-                f"{count(layers, 'block')} of hidden size {hidden} a stage (no embedding, no "
+                f"{count(self.layers, 'block')} of hidden size {hidden} a stage (no embedding, no "
                 f"head), {batch} sequences of {tokens}"
             )
-        self.layers = layers  # of a rank
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.text = f"{name}, {text} a microbatch, {dtype}"
         inputs = task.inputs.to(self.device, self.dtype)
