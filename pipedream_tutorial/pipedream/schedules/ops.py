@@ -20,12 +20,8 @@ Key = tuple[str, int]  # kind and stage of an operation
 
 
 class Op(NamedTuple):
-    """One microbatch's work on one stage, written as torch writes it: 2F0 is stage 2, F, batch 0.
-
-    F is the forward pass, B the whole backward pass, I its half that gives the input's gradient
-    (what the previous stage waits for) and W the half that gives the weights' gradients. R is F
-    once more, for the activations that F did not keep.
-    """
+    """pipedream_simple.py's with names, written as torch writes it: 2F0 is stage 2, F, batch 0.
+    R is F once more, for the activations that F did not keep."""
 
     kind: str
     stage: int
