@@ -116,12 +116,11 @@ def main() -> None:
     scale = config["stage_scale"]
     factors = f", stages times {' '.join(map(number, scale))}" if scale else ""
     print_wrapped(
-        "",
         f"p = {sizes[0]} ranks, m = {sizes[1]} microbatches a batch; durations F = {f}, I = {i}, "
-        f"W = {w}, B = I + W, communication {c}{factors}",
+        f"W = {w}, B = I + W, communication {c}{factors}"
     )
     if config["verbose"] or (config["verbose"] is None and name != "all"):
-        print_wrapped("", LEGEND)
+        print_wrapped(LEGEND)
         drawn: dict[object, str] = {}
         rows = list(rows)
         for one in rows:
@@ -163,7 +162,7 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
     schedule without a flush is drawn over several batches, where it differs from one with it."""
     print(bold(row.title))
     if isinstance(row, Refused):
-        print_wrapped("  not possible: ", row.reason)
+        print_wrapped(row.reason, "  not possible: ")
         return
     timeline = row.batch if row.flushes else row.stream
     orders = timeline.schedule.orders
@@ -205,7 +204,7 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
 
 
 def tell(label: str, text: str) -> None:
-    print_wrapped(f"  {label:<13}", text)
+    print_wrapped(text, f"  {label:<13}")
 
 
 def tell_closed_form(row: Row) -> None:
@@ -235,7 +234,7 @@ def print_comparison(rows: Iterable[Row | Refused], num_batches: int) -> None:
     print(simple.table_head(num_batches))
     for row in rows:
         if isinstance(row, Refused):
-            print_wrapped(f"{row.title:<24}", f"not possible: {row.reason}")
+            print_wrapped(f"not possible: {row.reason}", f"{row.title:<24}")
             continue
         one = row.batch_idle
         line = simple.table_line(
@@ -246,7 +245,7 @@ def print_comparison(rows: Iterable[Row | Refused], num_batches: int) -> None:
         print(line + "*" * row.mixed, flush=True)
         mixed = mixed or row.mixed
     for note in (*simple.NOTES, *([MIXED] if mixed else [])):
-        print_wrapped("", note)
+        print_wrapped(note)
 
 
 if __name__ == "__main__":

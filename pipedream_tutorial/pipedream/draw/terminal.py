@@ -145,7 +145,7 @@ def _axis(rate: Fraction, begin: int, end: int) -> str:
     return line
 
 
-def print_wrapped(begin: str, text: str) -> None:
+def print_wrapped(text: str, begin: str = "") -> None:
     """`begin` and the text, which goes on below itself."""
     print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * len(begin)))
 

@@ -22,9 +22,9 @@ def print_training(config: dict[str, Any]) -> None:
         return
     if importlib.util.find_spec("torch") is None:
         print_wrapped(
-            "Not trained: ",
             "torch is not installed in this Python; type python -m pip install -r "
             "requirements.txt in the tutorial's folder, or --set steps=0 to leave it out",
+            "Not trained: ",
         )
         return
     title = (
@@ -62,11 +62,10 @@ def print_training(config: dict[str, Any]) -> None:
             flush=True,  # the next one takes a second or two
         )
     for text in refused:
-        print_wrapped("Not trained: ", text)
+        print_wrapped(text, "Not trained: ")
     print_wrapped(
-        "",
         "final loss: mean of the last batches that hold every sample once. gradient off: what the "
         "backward passes gave against autograd through the whole model, relative; at the weights "
         "that the microbatch's own forward pass used, and at the newest ones, which are updated. "
-        "Medians over every third microbatch.",
+        "Medians over every third microbatch."
     )
