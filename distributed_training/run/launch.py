@@ -263,7 +263,7 @@ def launch_command(plan: Plan, script: str, words: list[str]) -> str:
         wait = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
         place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
         start = ["torchrun", *place, wait, f"--nproc_per_node={here}", script]
-    elif here > 1 and not any(word.startswith("--num_gpus") for word in words):
+    elif here > 1 and not any(word.startswith(("--num_gpus", "--num-gpus")) for word in words):
         start += ["--num_gpus", str(here)]
     return shlex.join([*start, *words])
 
