@@ -203,11 +203,6 @@ def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
         or ("reorder" in SCHEDULES[name].options and not config["reorder"])
     ):
         return None
-    return CLOSED_FORMS[name], Case(
-        p=config["num_stages"],
-        m=config["num_microbatches"],
-        v=config["chunks"],
-        f=scale[0] * config["forward"],
-        i=scale[0] * config["input_gradient"],
-        w=scale[0] * config["weight_gradient"],
-    )
+    sizes = config["num_stages"], config["num_microbatches"], config["chunks"]
+    f, i, w, _ = (scale[0] * config[key] for key in DURATIONS)
+    return CLOSED_FORMS[name], Case(*sizes, f, i, w)
