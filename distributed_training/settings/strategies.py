@@ -1,9 +1,6 @@
 """Strategies: a folder each, strategies/<n>_<name>/, whose config.json says what is divided or
 offloaded; and the engines that carry them out. No torch import.
 
-    {"name": "zero2", "deepspeed": "configs/ds_config_zero2.json", "defaults": {}}
-    {"name": "tp", "mesh": {"dp_shard": 1, "tp": -1}, "defaults": {}}
-
 `deepspeed` is a DeepSpeed JSON or the path of one (from the checkout or the folder), `mesh` the
 sizes of the axes, `defaults` CONFIG keys for what CONFIG leaves open, `engine` what runs it where
 that does not follow: an algorithm of one's own is a file in the folder ("engine.py"). It holds
@@ -35,7 +32,7 @@ class Traits:
 
     build: str  # its class, "package.module:Class"; an engine's own file says "Class"
     axes: tuple[str, ...] = MESH_AXES  # axes of the mesh that may be larger than 1
-    schedules: tuple[str, ...] = ()  # pipeline schedules that it runs; the first is the default
+    schedules: tuple[str, ...] = ("1f1b",)  # that it runs with pp; the first is the default
     package: str | None = None  # what it needs besides torch
     leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
     replays_steps: bool = False  # whether it can launch a step as one CUDA graph
@@ -74,7 +71,6 @@ ENGINES: dict[str, Traits] = {
         _DEEPSPEED,
         build="distributed_training.engines.deepspeed:DeepSpeedPipelineEngine",
         axes=("pp", "dp_shard"),
-        schedules=("1f1b",),
     ),
 }
 
@@ -266,7 +262,7 @@ def load_strategy(config: RunConfig) -> Strategy:
             raise UserError(f"{axis}={size} cannot be set with {named}", why, fix)
         if size is not None:
             mesh = {**mesh, axis: size}
-    known = traits.schedules or ("1f1b",)
+    known = traits.schedules
     strategy = Strategy(
         name=folder.name,
         source=source.resolve(),
