@@ -15,7 +15,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from distributed_training.predict.predict import parse_cluster
 from distributed_training.run import launch
 from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings import strategies
@@ -138,18 +137,12 @@ def train(argv: Sequence[str], program: Program) -> int:
         return launch.start_planned()
     arguments = parse(argv, program)
     given = arguments.cluster
-    if given and not arguments.dry_run:
+    if given is not None and not arguments.dry_run:
         raise UserError("--cluster only plans", fix="add --dry-run, or type plan")
     own = {*DRY_RUN, "--cluster", given, f"--cluster={given}"}
-    return launch.start(
-        configure(arguments, program, arguments.overrides),
-        program.script,
-        [text for text in argv if text not in own],
-        num_gpus=arguments.num_gpus,
-        dry_run=arguments.dry_run,
-        cluster=given and parse_cluster(given),
-        max_restarts=arguments.max_restarts,
-    )
+    words = [text for text in argv if text not in own]
+    config = configure(arguments, program, arguments.overrides)
+    return launch.start(config, program.script, words, arguments)
 
 
 def own_options(

@@ -138,7 +138,7 @@ def test_configs_folder_is_beside_the_script_and_a_strategy_has_defaults(
         monkeypatch.setattr(sys, "argv", ["script.py", *typed])
         return cli.main(config, "about", str(tmp_path / "script.py"))
 
-    monkeypatch.setattr(launch, "start", lambda config, *_, **__: config)
+    monkeypatch.setattr(launch, "start", lambda config, *_: config)
     assert planned({name: "here"}).output_dir == str(tmp_path / "here")
     assert planned({name: "here"}, "--output_dir", "there").output_dir == "there"
     assert planned({}).output_dir == str(tmp_path / "runs")
@@ -154,7 +154,7 @@ def command(monkeypatch, *argv):
 def test_commands(monkeypatch, capsys):
     monkeypatch.setitem(cli.COMMANDS, "echo", lambda argv, program: [*argv, program.script])
     assert command(monkeypatch, "echo", "a", "--b") == ["a", "--b", SCRIPT]
-    monkeypatch.setattr(launch, "start", lambda config, _, typed, **__: (config.seed, typed))
+    monkeypatch.setattr(launch, "start", lambda config, _, typed, __: (config.seed, typed))
     assert command(monkeypatch, "train", "--seed", "5") == (5, ["--seed", "5"])
     monkeypatch.setattr("distributed_training.records.report.main", lambda *words: words)
     assert command(monkeypatch, "report", "runs/a") == (["runs/a"], SCRIPT.parent / "runs")

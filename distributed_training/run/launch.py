@@ -3,6 +3,7 @@
 Launch settings are read from the environment here and in ranks.py. No torch before training begins.
 """
 
+import argparse
 import gc
 import importlib
 import json
@@ -23,7 +24,7 @@ from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.plan.topology import show_axes
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import Cluster, this_machine
+from distributed_training.predict.predict import parse_cluster, this_machine
 from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
 from distributed_training.run import prepare
@@ -51,18 +52,13 @@ PLANNED = "--planned"  # the option of processes that are started here
 CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
 
 
-def start(
-    config: RunConfig,
-    script: Path,
-    arguments: list[str],
-    *,
-    num_gpus: str | None,
-    dry_run: bool,
-    cluster: Cluster | None = None,
-    max_restarts: int = 0,
-) -> int:
+def start(config: RunConfig, script: Path, words: list[str], options: argparse.Namespace) -> int:
     """Train under `config`: as a worker when a launcher started this process, else plan, and start
-    as many processes as `num_gpus` says; or plan for a `cluster`. Returns the exit code."""
+    as many processes as --num_gpus says. Or, with --dry-run, say what it would be with these
+    `words`, here or on a --cluster. Returns the exit code."""
+    num_gpus: str | None = options.num_gpus
+    dry_run: bool = options.dry_run
+    max_restarts: int = options.max_restarts
     process = current_process()
     startup = Startup()
     if not dry_run and (process is None or process.rank == 0):
@@ -75,9 +71,11 @@ def start(
             return _work(config, process, startup)
         if process.rank > 0:
             return 0
-    if cluster is None and process is not None:
+    if options.cluster is not None:
+        cluster = parse_cluster(options.cluster)
+    elif process is not None:
         cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
-    elif cluster is None:
+    else:
         machine = detect_machine()
         # Every number of processes has layouts of some strategy.
         mesh = {} if config.strategy == AUTO else load_strategy(config).mesh
@@ -85,7 +83,7 @@ def start(
         cluster = this_machine(machine, count, count)
     if dry_run:
         plan = at_checkpoint(prepare.make_plan(config, cluster, peek_data))
-        command_line = launch_command(plan, os.path.relpath(script), arguments)
+        command_line = launch_command(plan, os.path.relpath(script), words)
         print(describe_plan(plan, "(this one)" if process else command_line))
         return 0
     machine = cluster.machine
