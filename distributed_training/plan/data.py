@@ -24,7 +24,7 @@ def find_sources(plan: Plan) -> Plan:
     """The plan with these and the learning rate; UserError where what is named is missing."""
     config = plan.config
     spec = plan.model
-    notes = list(plan.notes)
+    notes = plan.notes
     tokenizer, tokenizer_dir = _choose_tokenizer(config, spec, notes)
     num_tokens = Tokenizer(tokenizer_dir).num_tokens
     if num_tokens > spec.size.vocab_size:
@@ -56,8 +56,7 @@ def find_sources(plan: Plan) -> Plan:
     if spec.weights_dir is not None:  # runs/latest is another run's from now on
         decided["model"] = str(spec.weights_dir)
     config = with_values(config, learning_rate=rate, **decided)
-    plan = replace(plan, config=config, notes=notes)
-    return replace(plan, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir)
+    return replace(plan, config=config, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir)
 
 
 def peek_data(plan: Plan) -> Data | None:
@@ -94,7 +93,7 @@ def cut_data(plan: Plan) -> Data:
 def fit_to_data(plan: Plan, data: Data) -> Plan:
     """The number of samples and of steps, and no more warm-up than there are."""
     config = plan.config
-    notes = list(plan.notes)
+    notes = plan.notes
     num_samples = len(data.train)
     if config.num_samples == AUTO and num_samples < AUTO_SAMPLES:
         notes.append(f"the text has {num_samples} samples to train on, not {AUTO_SAMPLES}")
@@ -114,7 +113,7 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
         notes.append(f"warm-up is {warmup_steps} of {num_steps} steps, not {config.warmup_steps}")
     decided = {"num_samples": num_samples} if config.num_samples == AUTO else {}
     config = with_values(config, warmup_steps=warmup_steps, **decided)
-    return replace(plan, config=config, num_steps=num_steps, notes=notes, cache=data.cache)
+    return replace(plan, config=config, num_steps=num_steps, cache=data.cache)
 
 
 def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:
