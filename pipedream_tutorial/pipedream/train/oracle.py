@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.orders import schedule_for_training
 from pipedream.simulate.simulator import build_costs, simulate
 from pipedream.simulate.trace import handed_on
-from pipedream.train.models import TASK_MICROBATCHES, Task, Workload, build_task
+from pipedream.train.models import TASK_MICROBATCHES, Task, Workload
 from pipedream.train.trainer import Gradients, StageTrainer, Trainers, Weights, build_trainers
 
 
@@ -98,10 +97,10 @@ def train_and_check(
     name: str, *, every: int = 1, **settings: Any
 ) -> tuple[TrainResult, list[MicrobatchError]]:
     """What train gives, and every `every`-th microbatch's error, by the end of backward passes."""
-    task = build_task(seed=settings["seed"])
+    workload = Workload(settings)
     modules: dict[int, nn.Module] = {}  # by stage
-    used: dict[int, dict[int, Weights]] = defaultdict(dict)  # by microbatch and stage
-    given: dict[int, dict[int, tuple[Gradients, Weights]]] = defaultdict(dict)
+    used: dict[tuple[int, int], Weights] = {}  # by microbatch and stage
+    given: dict[int, dict[int, tuple[Weights, Gradients, Weights]]] = defaultdict(dict)
     errors = []
 
     class Recorder(StageTrainer):
@@ -111,14 +110,15 @@ def train_and_check(
             out = super().forward(microbatch, x, target)
             modules[self.stage] = self.module
             if microbatch % every == 0:
-                used[microbatch][self.stage] = copied(self.in_flight[microbatch].weights)
+                used[microbatch, self.stage] = copied(self.in_flight[microbatch].weights)
             return out
 
         def weight_gradient(self, microbatch: int) -> Gradients:
             newest = copied(self.weights)
             gradients = super().weight_gradient(microbatch)
             if microbatch % every == 0:
-                given[microbatch][self.stage] = gradients, newest
+                before = used.pop((microbatch, self.stage))
+                given[microbatch][self.stage] = before, gradients, newest
                 if len(given[microbatch]) == self.num_stages:
                     errors.append(error_of(microbatch))
             return gradients
@@ -126,18 +126,17 @@ def train_and_check(
     def exact_at(microbatch: int, weights: Iterable[Weights]) -> list[list[Tensor]]:
         """By autograd through all stages at once, each with the weights given."""
         leaves = [{n: w.requires_grad_() for n, w in own.items()} for own in weights]
-        x, target = task.microbatch(microbatch)
+        x, target = workload.task.microbatch(microbatch)
         for stage, own in enumerate(leaves):
             x = torch.func.functional_call(modules[stage], own, (x,), tie_weights=False)
-        loss = cross_entropy(x, target) / settings["num_microbatches"]
+        loss = workload.loss(x, target) / settings["num_microbatches"]
         found = iter(torch.autograd.grad(loss, [w for own in leaves for w in own.values()]))
         return [[next(found) for _ in own] for own in leaves]
 
     def error_of(i: int) -> MicrobatchError:
-        of_forward, of_backward = used.pop(i), given.pop(i)
-        stages = range(len(modules))
-        computed, newest = zip(*(of_backward[s] for s in stages), strict=True)
-        exact = exact_at(i, (of_forward[s] for s in stages))
+        of_stages = given.pop(i)
+        before, computed, newest = zip(*(of_stages[s] for s in sorted(of_stages)), strict=True)
+        exact = exact_at(i, before)
         error = relative_difference(chain(*computed), chain(*exact))
         by_stage = tuple(map(relative_difference, computed, exact))
         stale = relative_difference(chain(*computed), chain(*exact_at(i, newest)))
