@@ -40,8 +40,6 @@ from pipedream.plan.profile import Layer, Number
 from pipedream.schedules.ops import Op, Schedule, straight
 from pipedream.simulate.simulator import Costs, Timeline, simulate
 
-SYNC_FACTOR = 2
-
 
 class Stage(NamedTuple):
     """Neighbouring layers, and the workers that each run all of them."""
@@ -115,7 +113,7 @@ def plan_pipeline(
     bandwidth: Number,
     replication: bool = True,
     use_all_workers: bool = False,
-    sync_factor: Number = SYNC_FACTOR,
+    sync_factor: Number = 2,
 ) -> Plan:
     """The plan with the shortest period; of equally fast ones the one with the fewest workers.
 
@@ -158,7 +156,7 @@ def make_plan(
     cuts: Sequence[tuple[int, int]],
     *,
     bandwidth: Number,
-    sync_factor: Number = SYNC_FACTOR,
+    sync_factor: Number,
 ) -> Plan:
     """The plan with the given stages: (last layer, replicas) of each, first stage first."""
     stage = partial(_stage, layers, bandwidth, sync_factor)

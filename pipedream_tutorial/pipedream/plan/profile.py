@@ -46,8 +46,7 @@ class Profile(NamedTuple):
     layers: tuple[Layer, ...]
 
 
-Rules = dict[str, tuple[Callable[[Any], bool], str]]
-"""key -> whether a value will do, and what to give instead."""
+Rules = dict[str, tuple[Callable[[Any], bool], str]]  # key -> test of a value, and what to give
 
 _TEXT = (lambda v: isinstance(v, str) and v.isprintable(), "one line of text")
 _COUNT = (lambda v: type(v) is int and v >= 1, "a whole number from 1 on")
