@@ -114,8 +114,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
                 for part in dtypes.keys() & arrays.keys():
                     with open(building / f"{split}-{part}.bin", "ab") as file:
                         file.write(arrays[part].astype(dtypes[part]).tobytes())
-    meta = {"form": corpus["train"].form, "splits": splits}
-    (building / _META).write_text(json.dumps(meta))
+    (building / _META).write_text(json.dumps({"form": corpus["train"].form, "splits": splits}))
     (building / _CHECKSUM).write_bytes(_checksum(building))
     publish(building, folder)  # over one that was damaged, if any
 

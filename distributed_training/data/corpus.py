@@ -59,8 +59,7 @@ class Source:
         if self.form == RUNNING:
             read = partial(read_text, by_line=by_line)
             cut = pieces.cut_lines if by_line else pieces.cut_text
-            in_memory = ([text] for text in self.texts)
-            for parts in itertools.chain(map(read, self.files), in_memory):
+            for parts in itertools.chain(map(read, self.files), ([text] for text in self.texts)):
                 yield from cut(parts)
         else:
             for where, record in read_records(*self.files):

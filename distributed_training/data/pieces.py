@@ -83,8 +83,7 @@ class ChatTemplate:
                     if not asked.startswith(done):
                         pieces = []
                         done = ""
-                    question = asked[len(done) :]
-                    pieces.append(Piece(question, in_loss=False, eos=False, ends=False))
+                    pieces.append(Piece(asked[len(done) :], in_loss=False, eos=False, ends=False))
                     pieces.append(Piece(whole[len(asked) :], eos=False, ends=False))
                     done = whole
         except Exception as error:  # what a template raises is its own affair

@@ -181,8 +181,7 @@ class Sampler:
 
     def is_full(self, step: int) -> bool:
         """Whether the step has a sample in every place of its batch."""
-        position = step % self.steps_per_epoch
-        return (position + 1) * self.global_batch_size <= self.num_samples
+        return (step % self.steps_per_epoch + 1) * self.global_batch_size <= self.num_samples
 
     def eval_indices(self, num_samples: int) -> Iterator[np.ndarray]:
         """This replica's micro-batches over `num_samples` samples, each once and in order: int64
