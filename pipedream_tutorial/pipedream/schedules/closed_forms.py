@@ -8,7 +8,7 @@ A `source` is a paper on arXiv; DualPipe's forms are also in github.com/deepseek
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -86,7 +86,7 @@ class ClosedForm:
     own_idle: Callable[[Case, int, Fraction], Fraction] = lambda c, r, x: x - r * c.total
     """Rank r's idle time between its own first start and its own last end, for this X."""
     idle_holds: Callable[[Case], bool] = lambda c: True  # both are exact, at sizes that it takes
-    peak_activations: Callable[[Case, int], Fraction]
+    peak_activations: Callable[[Case, int], Fraction | int]
     """Rank r's, in microbatches on its whole share; exact for all sizes the schedule takes, in
     V-Min and without a flush for m >= p."""
     peak_versions: Callable[[Case, int], int] = lambda c, s: 1
@@ -103,46 +103,39 @@ class ClosedForm:
         return self.own_idle(c, r, self.makespan_idle(c))
 
 
-def _asynchronous(
-    versions: Callable[[Case, int], int],
-    staleness: Callable[[Case, int, int], int],
-    source: str = "1806.03377",
-) -> ClosedForm:
-    """1F1B's order without flushes, in a run of p microbatches or more."""
-    return ClosedForm(
-        peak_activations=lambda c, s: Fraction(c.p - s),
-        peak_versions=versions,
-        staleness=staleness,
-        idle_text="(p-1) (F+B), once a run",
-        source=source,
-    )
-
+PIPEDREAM = ClosedForm(
+    peak_activations=lambda c, s: c.p - s,
+    peak_versions=lambda c, s: c.p - s,
+    staleness=lambda c, s, microbatch: min(microbatch, c.p - 1 - s),
+    idle_text="(p-1) (F+B), once a run",
+    source="1806.03377",
+)
+"""1F1B's order without flushes, in a run of p microbatches or more."""
 
 CLOSED_FORMS: dict[str, ClosedForm] = {
     "naive": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * c.m * c.total,
-        peak_activations=lambda c, r: Fraction(1),
+        peak_activations=lambda c, r: 1,
         idle_text="(p-1) m (F+B)",
         source="1811.06965",
     ),
-    "gpipe": ClosedForm(peak_activations=lambda c, r: Fraction(c.m), source="1811.06965"),
-    "1f1b": ClosedForm(
-        peak_activations=lambda c, r: Fraction(min(c.m, c.p - r)), source="2104.04473"
-    ),
+    "gpipe": ClosedForm(peak_activations=lambda c, r: c.m, source="1811.06965"),
+    "1f1b": ClosedForm(peak_activations=lambda c, r: min(c.m, c.p - r), source="2104.04473"),
     "eager-1f1b": ClosedForm(
-        peak_activations=lambda c, r: Fraction(min(c.m, 2 * (c.p - r) - 1)), source="2211.05322"
+        peak_activations=lambda c, r: min(c.m, 2 * (c.p - r) - 1), source="2211.05322"
     ),
-    "pipedream": _asynchronous(
-        lambda c, s: c.p - s, lambda c, s, microbatch: min(microbatch, c.p - 1 - s)
+    "pipedream": PIPEDREAM,
+    "pipedream-vertical": replace(
+        PIPEDREAM,
+        peak_versions=lambda c, s: c.p,
+        staleness=lambda c, s, microbatch: min(microbatch, c.p - 1),
     ),
-    "pipedream-vertical": _asynchronous(
-        lambda c, s: c.p, lambda c, s, microbatch: min(microbatch, c.p - 1)
-    ),
-    "pipedream-no-stash": _asynchronous(
-        lambda c, s: 1, lambda c, s, microbatch: min(microbatch, c.p - 1 - s)
-    ),
-    "pipedream-2bw": _asynchronous(
-        lambda c, s: 2, lambda c, s, microbatch: min(microbatch // c.m, 1), "2006.09503"
+    "pipedream-no-stash": replace(PIPEDREAM, peak_versions=lambda c, s: 1),
+    "pipedream-2bw": replace(
+        PIPEDREAM,
+        peak_versions=lambda c, s: 2,
+        staleness=lambda c, s, microbatch: min(microbatch // c.m, 1),
+        source="2006.09503",
     ),
     "interleaved": ClosedForm(
         # With fewer microbatches than ranks a rank waits for the first to come round, v times.
@@ -158,7 +151,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         own_idle=lambda c, r, x: (
             (c.p - 1 - r) * (c.f + c.i) - max(0, min(c.m, c.p) - 1 - r) * min(c.f, c.w)
         ),
-        peak_activations=lambda c, r: Fraction(min(c.m, c.p)),
+        peak_activations=lambda c, r: min(c.m, c.p),
         idle_text="(p-1) (F+I) - (min(m,p)-1) min(F,I,W); in rank 0's own span min(F,W)",
         published="(p-1) (F+I-W): the makespan's if W <= F, I and m >= p, rank 0's span if W <= F",
         source="2401.10241",
@@ -167,7 +160,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         makespan_idle=lambda c: (c.p - 1) * max(c.f, zb_h2_step(c)),
         own_idle=lambda c, r, x: (c.p - 1 - r) * zb_h2_step(c),
         idle_holds=lambda c: c.m >= 2 * c.p - 1,
-        peak_activations=lambda c, r: Fraction(min(c.m, 2 * c.p - 1)),
+        peak_activations=lambda c, r: min(c.m, 2 * c.p - 1),
         idle_text="(p-1) max(F, d), own span (p-1-r) d, d = max(0, F + I - 2 min(F,W))",
         range_text="m >= 2p-1",
         published="own span (p-1) (F+I-2W): if W <= F and F+I >= 2W",
@@ -177,7 +170,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         makespan_idle=lambda c: (c.p - 1) * max(c.i - c.w, c.i / 2),
         own_idle=lambda c, r, x: (c.p - 1) * (c.i - c.w) - r * (c.f + c.i - 2 * c.w) / 2,
         idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.i >= c.f and c.i >= c.w,
-        peak_activations=lambda c, r: min(Fraction(min(c.m, c.p)), Fraction(c.m + 1 + r, 2)),
+        peak_activations=lambda c, r: Fraction(min(2 * c.m, 2 * c.p, c.m + 1 + r), 2),
         idle_text="(p-1) max(I-W, I/2), own span (p-1)(I-W) - r (F+I-2W) / 2",
         range_text="I >= F, I >= W, m >= 2p-1",
         published="own span 0 if F = I = W",
@@ -219,7 +212,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         makespan_idle=lambda c: (c.p // 2 - 1) * (2 * c.f + c.i - min(c.i, c.w)),
         own_idle=lambda c, r, x: x - from_edge(c, r) * (c.f + c.i - min(c.i, c.w)),
         idle_holds=lambda c: c.f >= c.i,
-        peak_activations=lambda c, r: Fraction(c.p + 1),
+        peak_activations=lambda c, r: c.p + 1,
         idle_text="(p/2-1) (2F + I - min(I,W)), pairs not overlapped",
         range_text="F >= I",
         published="(p/2-1) (F&B + B - 3W): equal if F = I >= W",
@@ -231,7 +224,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
             (c.p - 2) * (max(c.f, c.backward) + (c.m // c.p - 1) * abs(c.f - c.backward))
         ),
         own_idle=lambda c, r, x: x - from_edge(c, r) * c.total,
-        peak_activations=lambda c, r: Fraction(c.p // 2 + 1 + from_edge(c, r)),
+        peak_activations=lambda c, r: c.p // 2 + 1 + from_edge(c, r),
         idle_text="(p-2) (max(F,B) + (m/p - 1) |F-B|)",
         published="(p-2) F if F = B; (p-2) B if B = 2F and m = p",
         source="2107.06925",

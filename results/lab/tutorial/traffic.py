@@ -195,7 +195,7 @@ def block_activations(model: Model, layout: Layout, microbatch: int) -> Fraction
 
 
 def _activations(
-    model: Model, layout: Layout, in_flight: Fraction, microbatch: int, stage: int
+    model: Model, layout: Layout, in_flight: Fraction | int, microbatch: int, stage: int
 ) -> Fraction:
     tokens, t = microbatch * model.sequence, layout.tensor
     between = Fraction(tokens * model.hidden, t if layout.sequence_parallel else 1)
