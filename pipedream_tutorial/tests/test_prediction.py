@@ -37,10 +37,11 @@ SPLIT = build_costs([20, 30, 25, 10], [15, 20, 25, 10], weight=[30, 30, 20, 20],
 def pretend(name, p, m, costs, *, policy="flush", change=lambda s: s):
     """A run in which every operation took exactly what the simulator says; its slices, changed."""
     schedule = build_schedule(name, p, m)
-    slices = [change(s)[:5] for s in with_messages(simulate(schedule, costs), start_ns=7_000_000)]
+    slices = [change(s) for s in with_messages(simulate(schedule, costs), start_ns=7_000_000)]
     case = Case(name=name, num_microbatches=m, schedule=schedule, policy=POLICIES[policy])
-    report = {"slices": slices, "peak_versions": [(0, 1)], "losses": [(i, 1.0) for i in range(m)]}
-    return MeasuredRun(case, [[report]])
+    same = {"peak_versions": [(0, 1)], "losses": [(i, 1.0) for i in range(m)]}
+    by_rank = [[s[1:5] for s in slices if s.rank == rank] for rank in range(p)]
+    return MeasuredRun(case, [[{"slices": own, **same}] for own in by_rank])
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive"])

@@ -25,10 +25,10 @@ from pipedream.simulate.trace import Slice, transfers
 RECORD_FORMAT = 1
 Record = Mapping[str, Any]
 Report = dict[str, Any]
-"""What one rank brings home from a run: slices (the fields of Slices), pairs of a stage and its
-peak_versions, and of a microbatch and its mean loss where the rank has the last stage; of a GPU
-peak_memory_mib, as its allocator counted, and waited_for_host: the share of the operations, 0 to 1,
-that it had done as soon as the host had handed them over, so that it waited for the host."""
+"""What one rank brings home from a run: slices (of each thread, operation, start_ns, end_ns), pairs
+of a stage and its peak_versions, and of a microbatch and its mean loss where the rank has the last
+stage; of a GPU peak_memory_mib, as its allocator counted, and waited_for_host: the share of the
+operations, 0 to 1, that it had done as soon as the host had handed them over."""
 
 
 class Case(NamedTuple):
@@ -54,8 +54,8 @@ class MeasuredRun:
         for ranks in zip(*by_rank, strict=True):
             slices = [
                 Slice(rank, thread, Op(*op), *times)
-                for report in ranks
-                for rank, thread, op, *times in report["slices"]
+                for rank, report in enumerate(ranks)
+                for thread, op, *times in report["slices"]
             ]
             computed = [s for s in slices if s.thread == "compute"]
             span = max(s.end_ns for s in computed) - min(s.start_ns for s in computed)

@@ -233,10 +233,7 @@ class Station:
             torch.cuda.synchronize(self.device)
         gc.enable()
         report = {
-            "slices": [
-                (self.rank, thread, op, clock.read(start), clock.read(end))
-                for thread, op, start, end in clock.spans
-            ],
+            "slices": [(thread, op, *map(clock.read, marks)) for thread, op, *marks in clock.spans],
             "peak_versions": [(stage, own.peak_versions) for stage, own in trainers.items()],
             "losses": [(i, float(x)) for own in trainers.values() for i, x in own.losses.items()],
         }
