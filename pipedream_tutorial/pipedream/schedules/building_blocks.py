@@ -13,6 +13,7 @@ first all operations of both ends move forward, then those of the draining end o
 back in whatever is left free. The orders are the authors', operation by operation.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import chain
 
@@ -27,10 +28,6 @@ CHANGES = {F_DOWN: (1, 0), F_UP: (1, 0), I_UP: (0, 1), I_DOWN: (0, 1), W: (-1, -
 
 Slots = list[list[list[int]]]
 """rank -> F_DOWN ... (and W in the first pass) -> the slots of microbatches 0, 1, ..."""
-
-Moment = tuple[int, int]  # slot and rank
-
-START, END = (0, 0), (10**9, 0)
 
 
 def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
@@ -88,10 +85,12 @@ def _pull(slots: Slots) -> None:
     the pass that has no slots for W, the operations before."""
     lines = [_Line(own) for own in slots]
     limit = max(held for line in lines for held, _ in line.states)
-    full = slots[0][I_DOWN][0], 0
+    full = slots[0][I_DOWN][0]
     lasts = [(own[F_DOWN][-1], rank) for rank, own in enumerate(slots)]
-    drains = next((last for last in lasts if last > full), END)
-    for slot, rank, kind, i in _by_time(slots, full if len(slots[0]) > W else START, drains):
+    drains = next((last for last in lasts if last > (full, 0)), (math.inf, 0))
+    fills = full if len(slots[0]) > W else 0
+    moved = (op for op in _operations(slots) if op[0] < fills or op[:2] > drains)
+    for slot, rank, kind, i in sorted(moved):
         own = slots[rank]
         waits = _source(slots, rank, kind, i)
         if i:
@@ -101,15 +100,12 @@ def _pull(slots: Slots) -> None:
         own[kind][i] = lines[rank].move(slot, 1 + waits, limit)
 
 
-def _by_time(slots: Slots, before: Moment, after: Moment) -> list[tuple[int, int, int, int]]:
-    """(slot, rank, kind, microbatch) of all before the one moment and after the other."""
-    return sorted(
-        (slot, rank, kind, i)
-        for rank, own in enumerate(slots)
-        for kind, line in enumerate(own)
-        for i, slot in enumerate(line)
-        if (slot, rank) < before or (slot, rank) > after
-    )
+def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
+    """(slot, rank, kind, microbatch) of all."""
+    for rank, own in enumerate(slots):
+        for kind, line in enumerate(own):
+            for i, slot in enumerate(line):
+                yield slot, rank, kind, i
 
 
 def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
@@ -168,7 +164,7 @@ class _Line:
 def _squeeze(slots: Slots) -> None:
     """The same orders, every operation as soon as its rank and its data are ready."""
     free = [0] * len(slots)
-    for _, rank, kind, i in _by_time(slots, END, END):
+    for _, rank, kind, i in sorted(_operations(slots)):
         begin = max(free[rank], 1 + _source(slots, rank, kind, i))
         slots[rank][kind][i] = begin
         free[rank] = begin + 1
