@@ -254,7 +254,7 @@ class Station:
         """Run the rank's operations, until all that they send is through."""
         ranks = case.schedule.ranks()
         orders = case.schedule.flat
-        source = {taker: giver for giver, taker in handed_on(case.schedule)}
+        source = handed_on(case.schedule)
         target = {giver: taker for taker, giver in source.items()}
         task = self.workload.task
         example, _ = task.microbatch(0)

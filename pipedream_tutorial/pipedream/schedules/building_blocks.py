@@ -3,9 +3,7 @@
 Two stages a rank in a V, as in ZB-V. Each of a rank's six operations of a microbatch takes one
 slot, so the next microbatch's block comes 6 slots later and a rank without a gap is busy. A block
 gives four slots; the two W go where the rank would idle. How long activations live in a block is
-how many microbatches overlap, so the block alone decides the memory: in V-Min neighbours follow
-each other after one slot, which takes about p / 3; V-Half has two slots between the first stages'
-forwards and between the last ones' backwards, which takes p / 2 and idles less.
+how many microbatches overlap, so the block alone decides the memory.
 
 The blocks leave gaps where the pipeline fills and drains. Two passes close them within the same
 memory, as the authors' code does (zbv_greedy.py of sail-sg/zero-bubble-pipeline-parallelism):
@@ -31,22 +29,21 @@ Slots = list[list[list[int]]]
 
 
 def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """A third of 1F1B's activations: every operation is one slot after its neighbour's."""
+    """About a third of 1F1B's activations: every operation is one slot after its neighbour's."""
     pause = 0 if p % 3 else 2  # else two operations of a rank would want the same slot
     block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
 
 def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """Half of 1F1B's activations: two slots between neighbours wherever the way leads down."""
+    """Half of them, idling less: two slots between neighbours wherever the way leads down."""
     late = 3 * p + (0 if p % 2 else 3)  # likewise
     block = [(2 * r, 3 * p - 2 - r, late - 1 + 2 * r, late + 3 * p - 2 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
 
 def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) -> Orders:
-    """A rank's slots of microbatch 0, m times, 6 apart; with `reorder` pulled together at both
-    ends."""
+    """A rank's slots of microbatch 0, m times; with `reorder` pulled together at both ends."""
     slots = [[[slot + SLOTS * i for i in range(m)] for slot in own] for own in block]
     if reorder:
         for own in slots:

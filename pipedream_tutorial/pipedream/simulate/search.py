@@ -9,9 +9,9 @@ the rank where that is longest: from its first start to its last end. Batches in
 further apart than that, for a rank that starts all of a batch one span after the batch before is
 free again.
 
-First a rule writes words (`greedy`): a rank that is free runs I if it can, else F, else W. Then
-letters are moved (`improve`): a change is kept if the makespan does not grow, and now and then if
-it does (simulated annealing). Neither proves anything; `lower_bound` and `solve` do.
+First a rule writes words (`greedy`). Then letters are moved (`improve`): a change is kept if the
+makespan does not grow, and now and then if it does (simulated annealing). Neither proves anything;
+`lower_bound` and `solve` do.
 """
 
 import math
@@ -64,12 +64,9 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
 def search(
     costs: Costs, num_microbatches: int, memory: int, *, tries: int | None = None, prove: float = 0
 ) -> Found:
-    """The best order found in `tries` simulations; the same one for the same arguments.
-
-    Best: the shortest makespan, then the shortest span. By default as many tries as take a second
-    or two, and 200 at least. In `prove` seconds more OR-Tools looks for a shorter one, and for a
-    better bound on the makespan.
-    """
+    """The best order found in `tries` simulations, by default as many as take a second or two; the
+    same one for the same arguments. In `prove` seconds more OR-Tools looks for a shorter one, and
+    for a better bound on the makespan."""
     problem = build_problem(costs, num_microbatches, memory)
     p = len(problem.durations)
     m = num_microbatches
@@ -204,7 +201,7 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
 def improve(
     problem: Problem, words: Words, tries: int, *, seed: int, goal: tuple[float, float]
 ) -> Words:
-    """Move single letters and keep what is not longer; stops early at `goal`, makespan and span."""
+    """Move single letters; stops early at `goal`, makespan and span."""
     chance = random.Random(seed)
     now = best = words
     shortest = score(problem, words)

@@ -91,13 +91,13 @@ def trace_document(
 def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
     """(operation that sends, operation that receives) for each result that leaves its rank."""
     ranks = schedule.ranks()
-    return [(a, b) for a, b in handed_on(schedule) if ranks[a] != ranks[b]]
+    return [(a, b) for b, a in handed_on(schedule).items() if ranks[a] != ranks[b]]
 
 
-def handed_on(schedule: Schedule) -> list[tuple[Op, Op]]:
-    """(operation that gives, operation that takes) for each result that another stage takes in."""
-    pairs = ((need, op) for op in schedule.ops() for need in schedule.needs(op))
-    return [(need, op) for need, op in pairs if need.stage != op.stage and need in schedule]
+def handed_on(schedule: Schedule) -> dict[Op, Op]:
+    """operation -> the one of another stage whose result it takes in."""
+    pairs = ((op, need) for op in schedule.ops() for need in schedule.needs(op))
+    return {op: need for op, need in pairs if need.stage != op.stage and need in schedule}
 
 
 def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:

@@ -31,7 +31,7 @@ def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
     Which of the orders that ranks' orders and data allow it is cannot matter: a stage sees its own
     operations in its rank's order, whatever the others do meanwhile.
     """
-    source: dict[Op, Op] = {taker: giver for giver, taker in handed_on(schedule)}
+    source = handed_on(schedule)
     given: dict[Op | None, Tensor | None] = {}  # operation -> its result, until it is taken
     for op in simulate(schedule, build_costs(schedule)).times:
         given[op] = trainers[op.stage].run(op, given.pop(source.get(op), None), task)
