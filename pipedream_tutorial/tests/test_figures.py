@@ -34,7 +34,6 @@ PICTURES: dict[str, Callable[[Work], Figure]] = {
     name: getattr(MODULES[module], name) for name, module in pipedream_visual.PICTURES.items()
 }
 
-
 CONFIG = pipedream_visual.CONFIG | {"num_batches": 2, "recompute": None, "reorder": True}
 
 
@@ -187,6 +186,11 @@ def test_bubble_points_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> No
             on_line = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
             closed = {m: float(both[which]) for m, both in curve.closed.items()}
             assert {m: on_line[m] for m in counts if m in on_line} == closed
+
+
+def test_labels_find_room_where_many_schedules_cost_alike(tmp_path: Path) -> None:
+    work = Work(CONFIG | {"num_microbatches": 24})
+    watched(lambda: save(charts.memory_vs_bubble(work), tmp_path / "picture.png"))
 
 
 @pytest.mark.parametrize("name", STEPS)

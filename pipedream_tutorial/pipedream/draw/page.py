@@ -5,13 +5,13 @@ Colours are those of Okabe and Ito ("Color Universal Design", 2008), with a dark
 that F, B, I and W differ in lightness too.
 """
 
+import pathlib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import product
-from math import hypot
 from operator import itemgetter
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -20,6 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.path import Path
+from matplotlib.transforms import Bbox, BboxBase
 
 WIDTH = 11.4
 DPI = 150
@@ -84,7 +86,7 @@ def new_figure(
     return figure, figure.axes
 
 
-def save(figure: Figure, path: Path, source: str | None = None) -> Figure:
+def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figure:
     """Write a PNG or SVG that is the same for the same data, and return it. A PNG's metadata
     holds `source`, the digest of what was drawn."""
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None, "Source": source}
@@ -130,86 +132,67 @@ def panel_title(ax: Axes, text: str) -> None:
 
 Point = tuple[float, float]
 POINT = DPI / 72  # pixels that a printer's point takes
-DOT, GAP, FAR = 9.0, 11.0, 18.0
-"""In points: half a marker, from a marker to its label, and from where on a line leads there."""
+DOT, CORE, GAP, FAR = 9.0, 4.0, 11.0, 18.0
+"""In points: half a marker and half of its core, from a marker to its label, and from where on a
+line leads there."""
 
 
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
-    """Write labels beside their points (data units) so that they hide no point, each other, a line
-    that leads to a label, or what lies at `avoid`. The axes' limits are set before.
+    """Write labels beside their points (data units), the rightmost first, each as near as it hides
+    no point, no label, no line that leads to one, and nothing at `avoid`. A line crosses another
+    point, to which it seems to lead, only where there is no other way. The axes' limits are set
+    before. Raises RuntimeError where there is no room."""
+    anchors = ax.transData.transform([*labels])
+    marks = [_around(at, DOT) for at in anchors]
+    marks += [_around(ax.transData.transform(at), 1) for at in avoid]
+    boxes: list[Bbox] = []
+    lines: list[Path] = []
 
-    Several orders of placing are tried; the one that leaves labels closest to their points wins.
-    Raises RuntimeError where there is no room.
-    """
-    pixels = ax.transData.transform([*labels, *avoid])
-    own, others = pixels[: len(labels)], pixels[len(labels) :]
-    marks = np.vstack((_around(own, DOT), _around(others, 1)))
-    spots = {point: _spots(ax, at, labels[point]) for point, at in zip(labels, own, strict=True)}
-    tries = []
-    for first, a, b in product((0, 1), (1, -1), (1, -1)):
-        taken = marks
-        placed: dict[Point, Spot] = {}
-        for point in sorted(labels, key=lambda point: (a * point[first], b * point[1 - first])):
-            free = (spot for spot in spots[point] if not _overlap(spot[2], taken))
-            spot = next(free, None)
-            if spot is None:
-                break
-            placed[point] = spot
-            taken = np.vstack((taken, spot[2]))
-        else:
-            tries.append(placed)
-    if not tries:
-        raise RuntimeError("there is no room for all labels")
-    best = min(tries, key=lambda placed: sum(distance for distance, _, _ in placed.values()))
-    to_data = ax.transData.inverted().transform
-    for point, (distance, end, boxes) in best.items():
-        left, low, _, high = boxes[0]
-        x, y = to_data((left, (low + high) / 2))
-        ax.text(x, y, labels[point], fontsize=SMALL, va="center_baseline")
-        if distance > FAR:
-            ax.plot(*zip(point, to_data(end), strict=True), color=GREY, linewidth=0.8, zorder=1)
+    def free(box: Bbox, line: Path, uncrossed: Sequence[Bbox]) -> bool:
+        crossed = any(other.intersects_bbox(box, filled=False) for other in lines)
+        crosses = any(line.intersects_bbox(other, filled=False) for other in uncrossed)
+        return not (crossed or crosses or box.count_overlaps([*marks, *boxes]))
 
-
-Spot = tuple[float, np.ndarray, np.ndarray]
-"""A place for a label: how far from its point, in points; where a line from far away ends, in
-pixels; and the boxes that it covers, the label's and small ones along such a line. A box is a row
-of left, low, right, high in pixels."""
+    for point, anchor in sorted(zip(labels, anchors, strict=True), key=itemgetter(0), reverse=True):
+        style: dict[str, Any] = {"fontsize": SMALL, "va": "center_baseline"}
+        text = ax.annotate(labels[point], point, (GAP, 0), textcoords="offset points", **style)
+        size = np.array(text.get_window_extent().size)
+        spots = list(_spots(anchor, size, ax.bbox))
+        cores = [_around(at, CORE) for at in anchors if abs(at - anchor).max() > CORE * POINT]
+        ways = product((boxes + cores, boxes), spots)
+        best = next((spot for others, spot in ways if free(*spot[2:], others)), None)
+        if best is None:
+            raise RuntimeError("there is no room for all labels")
+        far, offset, box, line = best
+        text.set_position(offset)
+        boxes.append(box)
+        lines.append(line)
+        if far > FAR:
+            ends = ax.transData.inverted().transform(line.vertices)
+            ax.plot(*ends.T, color=GREY, linewidth=0.8, zorder=1)
 
 
-def _spots(ax: Axes, anchor: np.ndarray, label: str) -> list[Spot]:
-    """Where in the axes the label of a point (pixels) may go, the nearest first."""
-    probe = ax.text(0, 0, label, fontsize=SMALL)
-    size = np.array(probe.get_window_extent().size)
-    probe.remove()
-    x, y = anchor
+def _around(pixel: np.ndarray, margin: float) -> Bbox:
+    """A box around a point, with so many printer's points of margin."""
+    return Bbox([pixel, pixel]).padded(margin * POINT)
+
+
+Spot = tuple[float, Point, Bbox, Path]
+"""A place for a label: how far from its point, and the offset of its left side's middle, both in
+printer's points; its box, and a line to it from its point, both in pixels."""
+
+
+def _spots(anchor: np.ndarray, size: np.ndarray, within: BboxBase) -> Iterator[Spot]:
+    """Where a label may go, the nearest first; its point, size and room are in pixels."""
     wide = size[0] / POINT
-    lefts = [GAP, 24.0, 50.0, 90.0, 140.0, 200.0, -GAP - wide, -50.0 - wide, -wide / 2]
-    found = []
-    for left, up in product(lefts, sorted(range(235, -240, -5), key=abs)):
-        low = np.array((x + left * POINT, y + up * POINT - size[1] / 2))
-        high = low + size
-        if (low < ax.bbox.min).any() or (high > ax.bbox.max).any():
-            continue
-        end = anchor.clip(low, high)
-        way = end - anchor
-        # On the right a label reads as the point's own.
-        distance = hypot(*way) / POINT + (4 if left < 0 else 0)
-        boxes = np.hstack((low, high))[None]
-        if distance > FAR:
-            steps = max(2, int(hypot(*way) / 6))
-            along = np.outer(np.arange(steps) / steps, way)
-            outside = along[abs(along).max(axis=1) >= (DOT + 0.5) * POINT]
-            boxes = np.vstack((boxes, _around(anchor + outside, 1)))
-        found.append((distance, end, boxes))
-    return sorted(found, key=itemgetter(0))
-
-
-def _around(pixels: np.ndarray, margin: float) -> np.ndarray:
-    """A box around each point, with so many points of margin."""
-    return np.hstack((pixels - margin * POINT, pixels + margin * POINT))
-
-
-def _overlap(new: np.ndarray, old: np.ndarray) -> bool:
-    """Whether any of the boxes shares pixels with any other."""
-    lower, higher = new[:, None, :2] < old[:, 2:], new[:, None, 2:] > old[:, :2]
-    return bool((lower & higher).all(axis=2).any())
+    away = np.arange(GAP, 700, 13)
+    lefts = [*away, *(-wide - away), -wide / 2]
+    offsets = np.array([*product(lefts, sorted(range(400, -401, -5), key=abs))])
+    lows = anchor + offsets * POINT - (0, size[1] / 2)
+    ends = np.clip(anchor, lows, lows + size)
+    # On the right a label reads as the point's own.
+    far = np.hypot(*(ends - anchor).T) / POINT + 4 * (offsets[:, 0] < 0)
+    fits = ((lows >= within.min) & (lows + size <= within.max)).all(axis=1)
+    for k in np.argsort(far, kind="stable"):
+        if fits[k]:
+            yield far[k], offsets[k], Bbox([lows[k], lows[k] + size]), Path([anchor, ends[k]])
