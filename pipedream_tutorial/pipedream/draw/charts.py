@@ -227,10 +227,8 @@ def memory_vs_bubble(work: Work) -> Figure:
         "in one and no worse in the other"
     )
     legend = [Line2D([], [], label="not beaten", **BEST), Line2D([], [], label="beaten", **BEATEN)]
-    notes = [STEADY]
     wrong = [row.title for row in work.found if not row.policy.stashed]
-    if wrong:
-        notes.append(f"Left out, because its gradients are wrong: {_listed(wrong)}")
+    notes = [STEADY, f"Left out, because its gradients are wrong: {_listed(wrong)}"]
     figure, (ax,) = new_figure(title, [5.6], legend=legend, head=0.3, left=1.05, notes=notes)
     ax.set_xlim(-0.03, 1.12 * float(max(x for x, _ in places)) + 0.05)
     ax.set_ylim(0, 1.12 * float(max(y for _, y in places)) + 0.5)
@@ -303,14 +301,13 @@ def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
     def height(rank: int, value: Fraction) -> float:
         return rank + FLOOR - LANE * float(value / top)
 
-    def curve(points: Steps, rank: int) -> tuple[list[float], ...]:
-        ys = [height(rank, value) for _, value in points]
-        return [*(float(time) for time, _ in points), float(stream.makespan)], [*ys, ys[-1]]
+    def steps(points: Steps, rank: int, **style: Any) -> None:
+        edges = [*(float(time) for time, _ in points), float(stream.makespan)]
+        ax.stairs([height(rank, value) for _, value in points], edges, **style)
 
     for rank in ranks:
-        xs, ys = curve(held[rank], rank)
-        ax.fill_between(xs, ys, rank + FLOOR, step="post", color=LINE_COLOURS[6], linewidth=0)
-        ax.step(*curve(kept[rank], rank), where="post", color=LINE_COLOURS[4], linewidth=2)
+        steps(held[rank], rank, baseline=rank + FLOOR, fill=True, color=LINE_COLOURS[6], lw=0)
+        steps(kept[rank], rank, baseline=None, color=LINE_COLOURS[4], lw=2)
         peaks = [number(max(value for _, value in points[rank])) for points in (held, kept)]
         ax.text(1.01, rank, " / ".join(peaks), transform=ax.get_yaxis_transform(), fontsize=SMALL,
                 va="center")  # fmt: skip
