@@ -150,7 +150,9 @@ def export(row: Row, config: dict[str, Any]) -> None:
         save_csv(schedule, Path(config["csv"]))
     if config["trace"] is not None:
         m = schedule.num_microbatches
-        trace = trace_document(predicted=row.stream, policy=row.policy, batch_size=m)
+        trace = trace_document(
+            row.stream.schedule, predicted=row.stream, policy=row.policy, batch_size=m
+        )
         Path(config["trace"]).write_text(json.dumps(trace))
     for option in EXTRA:
         if config[option] is not None:

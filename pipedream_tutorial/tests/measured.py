@@ -35,6 +35,6 @@ def with_messages(timeline: Timeline, ns: int = 1, start_ns: int = 0) -> list[Sl
     return found
 
 
-def write_trace(path: Path, **given: Any) -> None:
-    document = trace_document(policy=POLICIES["flush"], batch_size=3, **given)
+def write_trace(path: Path, run: Timeline, **given: Any) -> None:
+    document = trace_document(run.schedule, policy=POLICIES["flush"], batch_size=3, **given)
     path.write_text(json.dumps(document))

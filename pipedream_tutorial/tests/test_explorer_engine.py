@@ -213,8 +213,8 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
     schedule = build_schedule("zb-h1", 2, 3)
     timeline = simulate(schedule, build_costs(schedule, communication="1/2"))
     slices = slices_of(timeline, 10**6, start_ns=5)
-    write_trace(tmp_path / "measured.json", predicted=timeline, measured=slices)
-    write_trace(tmp_path / "predicted.json", predicted=timeline, unit_s=1e-3)
+    write_trace(tmp_path / "measured.json", timeline, predicted=timeline, measured=slices)
+    write_trace(tmp_path / "predicted.json", timeline, predicted=timeline, unit_s=1e-3)
     save_csv(schedule, tmp_path / "it.csv")
     groups = ("measured", "predicted")
     texts = [*((tmp_path / f"{group}.json").read_text() for group in groups), "{}"]

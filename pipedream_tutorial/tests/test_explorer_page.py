@@ -286,7 +286,7 @@ def test_a_trace_marks_how_far_it_is_from_its_simulation(browser, tmp_path):
         e._replace(end_ns=e.end_ns + 2 * 10**7) if e.item == LATE else e
         for e in slices_of(timeline, 10**7)
     ]
-    write_trace(tmp_path / "trace.json", measured=events)
+    write_trace(tmp_path / "trace.json", timeline, measured=events)
     browser.open(PAGE)
     upload(browser, "load-trace", tmp_path / "trace.json")
     shown = numbers(browser)

@@ -32,8 +32,9 @@ def timeline_of(name: str, communication: str = "0") -> Timeline:
     return simulate(schedule, costs)
 
 
-def written(**arguments: Any) -> list[dict[str, Any]]:
-    return json.loads(json.dumps(trace_document(**arguments)))["traceEvents"]
+def written(run: Timeline, **more: Any) -> list[dict[str, Any]]:
+    document = trace_document(run.schedule, predicted=run, batch_size=M, **more)
+    return json.loads(json.dumps(document))["traceEvents"]
 
 
 def ns(microseconds: float) -> int:
@@ -95,7 +96,7 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
     """Where a transfer takes longer than an operation, several are on their way at a time."""
     timeline = timeline_of(name, communication)
     unit = Fraction(21, 1000)  # makes most times whole nanoseconds
-    events = written(predicted=timeline, policy=POLICIES["flush"], batch_size=M, unit_s=unit)
+    events = written(timeline, policy=POLICIES["flush"], unit_s=unit)
     check_format(events)
     assert any(e["ph"] == "f" for e in events)
     names = {op: " | ".join(map(str, e.item.parts)) for e in timeline.events for op in e.item.parts}
@@ -121,9 +122,7 @@ def test_prediction_and_measurement_share_a_file(name: str) -> None:
     timeline = simulate(repeat(schedule, 2), build_costs(schedule, communication=3))
     measured = with_messages(timeline, 10**6)
     policy = POLICIES["stash" if name == "1f1b" else "flush"]
-    events = written(predicted=timeline, measured=measured, policy=policy, batch_size=M,
-        unit_s=0.001,
-    )  # fmt: skip
+    events = written(timeline, measured=measured, policy=policy, unit_s=0.001)
     check_format(events)
     check_arrows(events, {(str(a), str(b)) for a, b in transfers(timeline.schedule)})
     # Transfers that overlap in time lie on threads of their own.
@@ -145,7 +144,8 @@ def test_prediction_and_measurement_share_a_file(name: str) -> None:
 
 
 def test_a_result_used_too_early_is_named_and_gets_no_arrow() -> None:
-    measured = with_messages(timeline_of("1f1b", "1"), 10**9)
+    run = timeline_of("1f1b", "1")
+    measured = with_messages(run, 10**9)
     zero = min(e.start_ns for e in measured)
     moved = [
         e._replace(start_ns=zero, end_ns=zero + 10)
@@ -153,10 +153,10 @@ def test_a_result_used_too_early_is_named_and_gets_no_arrow() -> None:
         else e
         for e in measured
     ]
-    document = trace_document(measured=moved, policy=POLICIES["flush"], batch_size=M)
+    document = trace_document(run.schedule, measured=moved, policy=POLICIES["flush"], batch_size=M)
     assert document["otherData"] == {"results used before they were there": {"measured": 1}}
     events = document["traceEvents"]
-    sends = transfers(timeline_of("1f1b").schedule)
+    sends = transfers(run.schedule)
     check_arrows(events, {(str(a), str(b)) for a, b in sends if (str(a), str(b)) != ("0F0", "1F0")})
     (noted,) = [e for e in events if "starts before the end of" in e.get("args", {})]
     assert (noted["name"], noted["args"]["starts before the end of"]) == ("1F0", "0F0")

@@ -155,6 +155,7 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
         write_whole(outputs["record"], record)
     if outputs["trace"]:
         trace = trace_document(
+            run.case.schedule,
             predicted=chosen.predict(run.case.schedule),
             measured=run.slices,
             policy=run.case.policy,

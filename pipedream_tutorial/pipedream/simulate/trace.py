@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from pipedream.schedules.ops import Item, Op, Pair, Schedule, straight
+from pipedream.schedules.ops import Item, Op, Pair, Schedule
 from pipedream.schedules.policies import Policy, WeightUse, weight_use
 from pipedream.simulate.measures import held_activations, live_versions
 from pipedream.simulate.simulator import Timeline
@@ -35,7 +35,7 @@ class Slice(NamedTuple):
 
 
 class _Run:
-    """One group of processes: what ran, and the orders that it makes up."""
+    """One group of processes: what ran, and when."""
 
     def __init__(self, group: str, schedule: Schedule, slices: Iterable[Slice]) -> None:
         self.first_pid = FIRST_PID[group]
@@ -59,6 +59,7 @@ class _Run:
 
 
 def trace_document(
+    schedule: Schedule,
     *,
     predicted: Timeline | None = None,
     measured: Sequence[Slice] = (),
@@ -66,19 +67,21 @@ def trace_document(
     batch_size: int,
     unit_s: float | Fraction = 1,
 ) -> dict[str, Any]:
-    """A trace with the groups that are given, as the object that JSON is made of.
+    """A trace of how the schedule ran, with the groups that are given, as JSON's object.
 
     `policy` and `batch_size`, microbatches between two updates where it updates once a batch, give
     weight versions; `unit_s`: seconds a unit of the simulator. The measured run starts at time 0.
     """
     runs = []
     if predicted is not None:
-        runs.append(_predicted_run(predicted, Fraction(unit_s)))
+        runs.append(_Run("predicted", schedule, _predicted_slices(predicted, Fraction(unit_s))))
     if measured:
-        runs.append(_measured_run(measured))
+        zero = min(s.start_ns for s in measured)
+        moved = [s._replace(start_ns=s.start_ns - zero, end_ns=s.end_ns - zero) for s in measured]
+        runs.append(_Run("measured", schedule, moved))
+    use = weight_use(schedule, policy, batch_size)
     events: list[TraceEvent] = []
     for run in runs:
-        use = weight_use(run.schedule, policy, batch_size)
         events += [*_metadata(run), *_slices(run, use), *_arrows(run), *_counters(run, use)]
     backwards = {run.group: len(run.impossible) for run in runs}
     return {
@@ -100,7 +103,7 @@ def handed_on(schedule: Schedule) -> dict[Op, Op]:
     return {op: need for op, need in pairs if need.stage != op.stage and need in schedule}
 
 
-def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:
+def _predicted_slices(timeline: Timeline, unit_s: Fraction) -> list[Slice]:
     def ns(time: Fraction) -> int:
         return round(time * unit_s * 10**9)
 
@@ -113,17 +116,7 @@ def _predicted_run(timeline: Timeline, unit_s: Fraction) -> _Run:
             way = sender, ns(sent), ns(sent + latency)
             slices.append(Slice(ranks[sender], "send", *way))
             slices.append(Slice(ranks[receiver], "receive", *way))
-    return _Run("predicted", timeline.schedule, slices)
-
-
-def _measured_run(measured: Sequence[Slice]) -> _Run:
-    zero = min(s.start_ns for s in measured)
-    orders: list[list[Item]] = [[] for _ in range(1 + max(s.rank for s in measured))]
-    for s in sorted(measured, key=lambda s: (s.start_ns, s.end_ns)):
-        if s.thread == "compute":
-            orders[s.rank].append(s.item)
-    slices = [s._replace(start_ns=s.start_ns - zero, end_ns=s.end_ns - zero) for s in measured]
-    return _Run("measured", straight("measured", orders), slices)
+    return slices
 
 
 def _metadata(run: _Run) -> Iterable[TraceEvent]:
