@@ -103,8 +103,8 @@ class Panel(NamedTuple):
 def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     """One rectangle for each operation: x and width are its time, y its rank (0 on top).
 
-    The halves of a pair share the rank's row. The time axis ends at `until` (the makespan). Each
-    rectangle's gid is the operation as text; behind them lies one a rank, "idle 0", from time 0 to
+    The halves of a pair share the rank's row. The time axis ends at `until` (the makespan). A
+    rectangle's gid is the operation as text, or "idle" of those behind, one a rank, from time 0 to
     the makespan.
     """
     timeline = panel.timeline
@@ -116,9 +116,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     # Printer's points that a unit of time and a rank take.
     across = ax.bbox.width / (1.002 * end) / page.POINT
     down = ax.bbox.height / num_ranks / page.POINT
-    for rank in range(num_ranks):
-        whole = (0.0, rank - ROW / 2), float(timeline.makespan), ROW
-        ax.add_patch(Rectangle(*whole, **IDLE_HATCH, gid=f"idle {rank}"))
+    ax.barh(range(num_ranks), float(timeline.makespan), ROW, **IDLE_HATCH, gid="idle")
     cells: dict[Op, Rectangle] = {}
     for rank, item, start, stop in timeline.events:
         height = ROW / len(item.parts)
@@ -159,7 +157,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
 
 def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
     """A tick for every rank, and at most so many for whole times."""
-    ax.set_yticks(range(num_ranks), [str(rank) for rank in range(num_ranks)])
+    ax.set_yticks(range(num_ranks))
     ax.set_ylabel("rank", fontsize=TEXT)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=most_times, integer=True))
@@ -347,5 +345,4 @@ def weight_versioning(work: Work) -> Figure:
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=page.SMALL)
     bar.ax.yaxis.label.set_fontsize(TEXT)
-    bar.outline.set_edgecolor(EDGE)
     return figure
