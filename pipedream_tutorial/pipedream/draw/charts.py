@@ -215,12 +215,10 @@ def memory_vs_bubble(work: Work) -> Figure:
             activations, copies = max(held, key=lambda pair: pair[0] + weights * pair[1])
             text = f"{row.title} ({number(activations)} + {number(copies)})"
             places[row.steady_idle, activations + weights * copies].append(text)
-    # Points that no other one beats or equals in both, by the first.
-    front = sorted(
-        (x, y)
-        for x, y in places
-        if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in places)
-    )
+    front: list[tuple[Fraction, Fraction]] = []  # points that no other one beats or equals in both
+    for x, y in sorted(places):
+        if not front or y < front[-1][1]:
+            front.append((x, y))
     best = [name.rpartition(" (")[0] for point in front for name in places[point]]
     title = (
         f"Idle time against memory: for every schedule but {_listed(best)} another one is better "
