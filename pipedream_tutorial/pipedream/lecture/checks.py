@@ -312,11 +312,10 @@ def check_halves(
 ) -> str:
     """Exercise 7: I and W of Y = tanh(X W), where W sees only X and what I has kept."""
     generator = torch.Generator().manual_seed(0)
-    x, w = (
+    x, w, dy = (
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((5, 3), (3, 4))
+        for shape in ((5, 3), (3, 4), (5, 4))
     )
-    dy = torch.randn(5, 4, generator=generator, dtype=torch.float64)
     y = torch.tanh(x @ w)
     exact = torch.autograd.grad(y, (x, w), dy)
     with torch.no_grad():
