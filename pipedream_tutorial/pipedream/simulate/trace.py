@@ -100,7 +100,7 @@ def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
 def handed_on(schedule: Schedule) -> dict[Op, Op]:
     """operation -> the one of another stage whose result it takes in."""
     pairs = ((op, need) for op in schedule.ops() for need in schedule.needs(op))
-    return {op: need for op, need in pairs if need.stage != op.stage and need in schedule}
+    return {op: need for op, need in pairs if need.stage != op.stage}
 
 
 def _predicted_slices(timeline: Timeline, unit_s: Fraction) -> list[Slice]:
