@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.errors import UserError
 from pipedream.schedules.ops import repeat, save_csv
 from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.measures import peak_activations
@@ -87,11 +86,6 @@ def test_small_sizes_against_every_order(m, memory, times, communication):
     found = search(costs, m, memory, tries=3000)
     assert found.makespan == shortest * problem.tick
     assert simulate(found.schedule, costs).makespan == found.makespan
-
-
-def test_no_memory_is_refused():
-    with pytest.raises(UserError, match="a rank holds 1 microbatch at least"):
-        search(costs_of(2), 2, 0)
 
 
 def test_the_solver_is_asked_for_only_on_demand(monkeypatch):

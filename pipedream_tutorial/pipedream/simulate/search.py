@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from pipedream_simple import from_words, zero_bubble
 
-from pipedream.errors import UserError
 from pipedream.schedules.ops import Schedule, straight
 from pipedream.simulate.simulator import Costs, go_on
 
@@ -35,7 +34,7 @@ class Problem(NamedTuple):
     """Sizes and durations, in ticks."""
 
     num_microbatches: int
-    memory: int  # microbatches whose activations a rank may hold; each from its F to its W
+    memory: int  # microbatches, 1 or more, whose activations a rank may hold, from F to W
     durations: tuple[dict[str, int], ...]  # by rank: F, I and W
     communication: int
     tick: Fraction
@@ -50,9 +49,7 @@ class Found(NamedTuple):
 
 
 def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
-    """Durations as whole numbers; UserError for no memory at all."""
-    if memory < 1:
-        raise UserError(f"memory={memory}", "a rank holds 1 microbatch at least")
+    """Durations as whole numbers."""
     times = list(zip(costs.forward, costs.input_gradient, costs.weight_gradient, strict=True))
     scale = math.lcm(costs.communication.denominator, *(t.denominator for t in chain(*times)))
     sending = int(costs.communication * scale)
