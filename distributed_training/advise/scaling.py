@@ -19,7 +19,7 @@ from tabulate import tabulate
 
 from distributed_training.advise.rank import choose_spread, rank_layouts, with_progress
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
-from distributed_training.settings.config import AUTO, RunConfig, with_values
+from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, shown
 
@@ -92,7 +92,8 @@ def flops_per_s(choice: Prediction) -> float:
 def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig]) -> int:
     """`plan --budget` and `plan --target_loss`; `build` gives CONFIG under a strategy."""
     loss = arguments.target_loss
-    open_batch = not any(text.startswith("batch_size=") for text in arguments.overrides)
+    names = {"batch_size", *KEYS["batch_size"].aliases}
+    open_batch = names.isdisjoint(text.partition("=")[0] for text in arguments.overrides)
     if arguments.budget is not None:
         if arguments.cluster is not None or arguments.num_gpus is not None or loss is not None:
             what = "--budget says which GPUs and for how long"

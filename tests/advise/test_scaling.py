@@ -49,7 +49,9 @@ def test_budgets_and_losses():
 
 def test_as_typed():
     """One model's share of the table is checked in full; the budget's speeds are the planner's."""
-    shown = light_pool().script(["plan", "--budget", "1xH200 24h", "--batch_size", "8"])
+    shown = light_pool().script(
+        ["plan", "--budget", "1xH200 24h", "--per_device_train_batch_size", "8"]
+    )
     assert shown.returncode == 0, shown.stderr
     assert "1 x H200 for 24 hours" in shown.stdout
     rows = {line.split()[0]: line.split() for line in shown.stdout.splitlines() if line.strip()}
