@@ -53,6 +53,7 @@ def test_as_typed():
         ["plan", "--budget", "1xH200 24h", "--per_device_train_batch_size", "8"]
     )
     assert shown.returncode == 0, shown.stderr
+    assert "with 8 x 512 tokens" in shown.stdout
     assert "1 x H200 for 24 hours" in shown.stdout
     rows = {line.split()[0]: line.split() for line in shown.stdout.splitlines() if line.strip()}
     assert rows["gpt2-xl"][3] == count(CHINCHILLA.tokens_for(1_557_611_200))
