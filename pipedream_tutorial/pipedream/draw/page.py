@@ -139,9 +139,9 @@ line leads there."""
 
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
     """Write labels beside their points (data units), the rightmost first, each as near as it hides
-    no point, no label, no line that leads to one, and nothing at `avoid`. A line crosses another
-    point, to which it seems to lead, only where there is no other way. The axes' limits are set
-    before. Raises RuntimeError where there is no room."""
+    no point, no label, no line that leads to one, and nothing at `avoid`. A line runs below another
+    point, to which it seems to lead, only where there is no other way, and below a label only then.
+    The axes' limits are set before. Raises RuntimeError where there is no room."""
     anchors = ax.transData.transform([*labels])
     marks = [_around(at, DOT) for at in anchors]
     marks += [_around(ax.transData.transform(at), 1) for at in avoid]
@@ -159,7 +159,7 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
         size = np.array(text.get_window_extent().size)
         spots = list(_spots(anchor, size, ax.bbox))
         cores = [_around(at, CORE) for at in anchors if abs(at - anchor).max() > CORE * POINT]
-        ways = product((boxes + cores, boxes), spots)
+        ways = product((boxes + cores, boxes, []), spots)
         best = next((spot for others, spot in ways if free(*spot[2:], others)), None)
         if best is None:
             raise RuntimeError("there is no room for all labels")
