@@ -261,21 +261,23 @@ def fork(body: Body) -> psutil.Process:
         return psutil.Process(pid)
     code = 1
     try:
-        os.setsid()
-        for signum in signals:
-            if signal.getsignal(signum) != signal.SIG_IGN:
-                interrupts = signum == signal.SIGINT
-                signal.signal(signum, signal.default_int_handler if interrupts else signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # standard input
-        code = body()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
+        try:
+            os.setsid()
+            for signum in signals:
+                if signal.getsignal(signum) != signal.SIG_IGN:
+                    interrupts = signum == signal.SIGINT
+                    own = signal.default_int_handler if interrupts else signal.SIG_DFL
+                    signal.signal(signum, own)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # standard input
+            code = body()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
+    finally:  # also where a second signal comes meanwhile
         os._exit(code)  # what is below in the stack is of the process that forked
 
 

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from distributed_training.run.ranks import PATIENCE, Startup, beside, run_ranks, starting
+from distributed_training.run.ranks import PATIENCE, Startup, beside, fork, run_ranks, starting
 from distributed_training.settings.errors import RunError, exit_code
 from tests.conftest import clean_environment
 
@@ -96,6 +97,15 @@ def test_signals_are_passed_on(signum, ranks, tmp_path):
     assert (ended.signum, ended.exit_code) == (signum, 128 + signum)
     assert len(list(tmp_path.glob("got-*"))) == 2
     assert signal.getsignal(signum) == before
+
+
+def test_a_fork_ends_though_a_second_signal_comes_while_it_does():
+    def body():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+        sys.stdout = SimpleNamespace(flush=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        return 3
+
+    assert fork(body).wait(30) == 3
 
 
 def test_ctrl_z_stops_all_and_they_go_on_together(tmp_path):
