@@ -8,7 +8,6 @@ file.
 import argparse
 import math
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -153,24 +152,22 @@ def parse_arguments(
         if key not in config:
             raise UserError(f"CONFIG has no key {key!r}", "write it back into the script's CONFIG")
     comments = dict(re.findall(r'(?m)^    "(\w+)": .*  # (.*)$', Path(script).read_text()))
-    lines = ["keys of CONFIG (--set key=value, or --key value):"]
-    for key, default in config.items():
-        meaning = rules[key].text or comments.get(key, "")
-        text = f"{meaning} ({rules[key].describe()}; default {_shown(default)})"
-        lines += [f"  {key}", textwrap.indent(textwrap.fill(text, 78), " " * 6)]
     parser = _Parser(
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(lines),
+        usage="%(prog)s [options] [--set KEY=VALUE | --KEY VALUE] ...",
     )
     text = "change a key of CONFIG; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
     for name, text in extra.items():
         parser.add_argument(f"--{name}", metavar="PATH", help=text)
-    for key in config:
+    keys = parser.add_argument_group("keys of CONFIG (--set key=value, or --key value)")
+    for key, default in config.items():
+        meaning = rules[key].text or comments.get(key, "")
+        text = f"{meaning} ({rules[key].describe()}; default {_shown(default)})".replace("%", "%%")
         name, typed = f"--{key}", (key + "={}").format
-        parser.add_argument(name, action="append", dest="set", type=typed, help=argparse.SUPPRESS)
+        keys.add_argument(name, action="append", dest="set", type=typed, help=text, metavar="")
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
