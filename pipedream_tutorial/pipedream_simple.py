@@ -343,13 +343,17 @@ def draw(row: Row) -> str:
     )
 
 
+def title_line(p: int, m: int, config: dict[str, Any]) -> str:
+    f, i, w, c = (number(config[key]) for key in DURATIONS)
+    return (
+        f"p = {p} ranks, m = {m} microbatches a batch; durations F = {f}, I = {i}, W = {w},\n"
+        f"B = I + W, communication {c}"
+    )
+
+
 def main(config: dict[str, Any]) -> None:
     """The table of all schedules, or one schedule's timeline and its line of the table."""
-    f, i, w, c = (number(config[key]) for key in DURATIONS)
-    print(
-        f"p = {config['num_stages']} ranks, m = {config['num_microbatches']} microbatches a batch; "
-        f"durations F = {f}, I = {i}, W = {w},\nB = I + W, communication {c}"
-    )
+    print(title_line(config["num_stages"], config["num_microbatches"], config))
     names = [config["schedule"]]
     if names == ["all"]:
         names = list(SCHEDULES)

@@ -112,13 +112,9 @@ def main() -> None:
         schedule = row.batch.schedule
         sizes = schedule.num_ranks, schedule.num_microbatches  # a file has its own
         rows = [row]
-    f, i, w, c = (number(config[key]) for key in simple.DURATIONS)
     scale = config["stage_scale"]
     factors = f", stages times {' '.join(map(number, scale))}" if scale else ""
-    print_wrapped(
-        f"p = {sizes[0]} ranks, m = {sizes[1]} microbatches a batch; durations F = {f}, I = {i}, "
-        f"W = {w}, B = I + W, communication {c}{factors}"
-    )
+    print_wrapped(simple.title_line(*sizes, config) + factors)
     if config["verbose"] or (config["verbose"] is None and name != "all"):
         print_wrapped(LEGEND)
         drawn: dict[object, str] = {}
