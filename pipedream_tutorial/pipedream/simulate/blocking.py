@@ -104,7 +104,7 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
         if actions:
             kind, op, peer = actions[0]
             late = kind == RECV and op in sent[peer, rank]  # behind another
-            waiting[rank] = op, str(actions[0]), peer if posted[peer] and not late else rank
+            waiting[rank] = str(actions[0]), peer if posted[peer] and not late else rank
     if waiting:
         raise DeadlockError(waiting)
     return ended

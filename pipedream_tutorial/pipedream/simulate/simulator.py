@@ -32,18 +32,17 @@ Number = int | str | Fraction
 class DeadlockError(RuntimeError):
     """The orders can never all run: some operations wait for each other in a circle."""
 
-    def __init__(self, waiting: Mapping[int, tuple[Op, str, int]]) -> None:
-        """`waiting`: by rank what it is at (the operation, and in words) and for which rank it
-        waits: itself, if no other one can help."""
+    def __init__(self, waiting: Mapping[int, tuple[str, int]]) -> None:
+        """`waiting`: by rank what it is at, and for which rank it waits: itself, if no other one
+        can help."""
         path: list[int] = []
         rank = min(waiting)
         while rank not in path:
             path.append(rank)
-            rank = waiting[rank][2]
+            _, rank = waiting[rank]
         circle = path[path.index(rank) :]
-        text = "; ".join(f"rank {rank} is at {waiting[rank][1]}" for rank in circle)
+        text = "; ".join(f"rank {rank} is at {waiting[rank][0]}" for rank in circle)
         super().__init__(f"deadlock: {text}")
-        self.cycle = [waiting[rank][0] for rank in circle]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,7 +306,7 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
         if count < len(order):
             waits = ((op, n) for op in order[count].parts for n in schedule.needs(op))
             op, need = next((op, n) for op, n in waits if n not in done)
-            waiting[rank] = op, f"{op}, which needs {need}", ranks[need]
+            waiting[rank] = f"{op}, which needs {need}", ranks[need]
     return DeadlockError(waiting)
 
 
