@@ -30,23 +30,16 @@ from pipedream.simulate.trace import trace_document
 from pipedream.train.report import print_training
 
 CONFIG: dict[str, Any] = {
-    "num_stages": 4,  # stages of the pipeline, one a rank
-    "num_microbatches": 8,  # microbatches that a batch is cut into
+    **simple.CONFIG,  # pipedream_simple.py's keys, of which the schedule and the steps differ
     "layers_per_stage": 2,  # residual blocks a stage in the model that is trained
     "verbose": None,  # True: draw every schedule; False: none; None: only one that is named
     "schedule": "all",  # or one of naive, gpipe, 1f1b, ..., or search, or the path of a CSV
     "memory": None,  # of schedule=search: microbatches that a rank may hold; None: num_stages
     "prove": 0,  # of schedule=search: seconds for OR-Tools to find the shortest and prove it
-    "forward": 1,  # time of one microbatch's forward pass on a rank, in any unit
-    "input_gradient": 1,  # time of the half of the backward pass that gives the input's gradient
-    "weight_gradient": 1,  # time of the half that gives the weights' gradients
-    "communication": 0,  # time from one rank to the next
     "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
     "recompute": None,  # R before each backward pass: the share of activations kept until then
     "reorder": True,  # V-Half and V-Min as published; False: their block repeated, and no more
     "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1], or a chunk
-    "chunks": 2,  # stages a rank under interleaved 1F1B
-    "num_batches": 4,  # batches in a row, where schedules without a flush show what they save
     "learning_rate": 0.5,  # of plain SGD
     "steps": 40,  # batches to train on; 0: train nothing
     "seed": 0,  # of the initial weights and the data

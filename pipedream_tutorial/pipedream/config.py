@@ -14,6 +14,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pipedream_simple as simple
+
 from pipedream.errors import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent
@@ -151,7 +153,8 @@ def parse_arguments(
     for key in rules:
         if key not in config:
             raise UserError(f"CONFIG has no key {key!r}", "write it back into the script's CONFIG")
-    comments = dict(re.findall(r'(?m)^    "(\w+)": .*  # (.*)$', Path(script).read_text()))
+    text = Path(simple.__file__).read_text() + Path(script).read_text()
+    comments = dict(re.findall(r'(?m)^    "(\w+)": .*  # (.*)$', text))
     parser = _Parser(
         description=description,
         allow_abbrev=False,
