@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
-from pipedream.schedules.ops import Key, Op, Schedule
+from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.policies import Policy, weight_use
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, Timeline, simulate, stage_factors
@@ -63,7 +63,7 @@ class MeasuredRun:
         spans = [span for span, _, _ in repeats]
         span = median_low(spans)
         _, ranks, self.slices = repeats[spans.index(span)]
-        self.durations: dict[Key, list[int]] = defaultdict(list)  # of each kind on each stage
+        self.durations: dict[tuple[str, int], list[int]] = defaultdict(list)  # by kind, stage
         for (kind, stage, _), s in self.by_operation("compute").items():
             self.durations[kind, stage].append(s.end_ns - s.start_ns)
         utilisation = sum(map(sum, self.durations.values())) / (case.schedule.num_ranks * span)

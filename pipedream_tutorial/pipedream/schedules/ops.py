@@ -16,8 +16,6 @@ import pipedream_simple as simple
 
 from pipedream.errors import UserError
 
-Key = tuple[str, int]  # kind and stage of an operation
-
 
 class Op(NamedTuple):
     """pipedream_simple.py's with names, written as torch writes it: 2F0 is stage 2, F, batch 0.
@@ -91,9 +89,9 @@ class Schedule:
         return [[op for item in order for op in item.parts] for order in self.orders]
 
     @cached_property
-    def known(self) -> dict[Key, set[int]]:
+    def known(self) -> dict[tuple[str, int], set[int]]:
         """(kind, stage) -> the microbatches that some rank runs it for."""
-        found: dict[Key, set[int]] = defaultdict(set)
+        found: dict[tuple[str, int], set[int]] = defaultdict(set)
         for kind, stage, i in self.ops():
             found[kind, stage].add(i)
         return dict(found)

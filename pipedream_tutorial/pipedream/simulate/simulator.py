@@ -3,14 +3,9 @@
 The clock counts ticks, whole numbers: a tick is the longest time of which every duration is a
 multiple. Times come out as fractions, and only where they are asked for.
 
-An operation starts when its rank has ended the one before it and all that it needs has arrived:
-
-    F of a stage     needs F of the stage before it (and the time to send its output)
-    B, I of a stage  need B or I of the stage after it (likewise), and this stage's own F
-    W of a stage     needs this stage's own I
-    R of a stage     needs this stage's own F; B and I then need R instead of F
-
-Nothing else is assumed, and no schedule is known here by name.
+An operation starts when its rank has ended the one before it and all that it needs has arrived
+(`Schedule.needs`; from another rank, that takes the time to send it). Nothing else is assumed, and
+no schedule is known here by name.
 """
 
 import math
@@ -24,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipedream.errors import UserError
-from pipedream.schedules.ops import Item, Key, Op, Schedule, load_csv, repeat
+from pipedream.schedules.ops import Item, Op, Schedule, load_csv, repeat
 
 Number = int | str | Fraction
 
@@ -254,7 +249,7 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind,
     times = [costs.communication, *lasts.values()]
     scale = math.lcm(*(time.denominator for time in times))
     tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)
-    ended: dict[Key, _Results] = defaultdict(dict)
+    ended: dict[tuple[str, int], _Results] = defaultdict(dict)
 
     def results(op: Op) -> _Results:  # B and I give the same
         return ended["B" if op.kind == "I" else op.kind, op.stage]
