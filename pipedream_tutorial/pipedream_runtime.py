@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
     "num_stages": 4,  # p: processes, each with one stage of the model
     "num_microbatches": [4, 8],  # m: microbatches in a batch; one run for each
     "num_batches": 2,  # batches in a run; what does not flush runs through without a pause
-    "schedule": ["gpipe", "1f1b", "pipedream"],  # one run for each; search: see memory
+    "schedule": ["gpipe", "1f1b", "pipedream"],  # one run each; all: those with one copy of a model
     "memory": None,  # of search: microbatches that a rank may hold, one run for each; None: p
     "model": "mlp",  # mlp (small, for the CPU), gpt2-tiny or gpt2-medium (blocks only)
     "layers_per_stage": None,  # None: 2 of mlp, an even share of the blocks of a gpt2
@@ -56,10 +56,7 @@ RULES: dict[str, Rule] = {
     "num_stages": Rule(kind=int, low=1, high=64),
     "num_microbatches": Rule(kind=int, many=True, low=1, high=4096),
     "num_batches": Rule(kind=int, low=1, high=1000),
-    "schedule": Rule(
-        kind=str, many=True, choices=("all", "search", *SCHEDULES), or_file=".csv",
-        text="one run for each; all: those with one copy of the model",
-    ),
+    "schedule": Rule(kind=str, many=True, choices=("all", "search", *SCHEDULES), or_file=".csv"),
     "memory": Rule(kind=int, many=True, none=True, low=1, high=4096),
     "model": Rule(kind=str, choices=("mlp", "gpt2-tiny", "gpt2-medium")),
     "layers_per_stage": Rule(kind=int, none=True, low=1, high=256),

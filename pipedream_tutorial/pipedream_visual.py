@@ -21,9 +21,9 @@ CONFIG: dict[str, Any] = {
     "communication": 0,  # time from one rank to the next; occupies neither
     "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
     "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1], or a chunk
-    "weight_size": 1,
-    "output": "figures",
-    "only": None,
+    "weight_size": 1,  # memory of a rank's weights; 1: as one microbatch's activations on a rank
+    "output": "figures",  # folder for the pictures; made if it is not there
+    "only": None,  # the pictures to draw; None: all of them
 }
 
 PICTURES = {
@@ -50,20 +50,9 @@ RULES: dict[str, Rule] = {
     "num_stages": replace(SHARED_RULES["num_stages"], high=16),
     "num_microbatches": replace(SHARED_RULES["num_microbatches"], high=64),
     **{key: SHARED_RULES[key] for key in SHARED},
-    "weight_size": Rule(
-        kind=SHARED_RULES["forward"].kind,
-        above=0,
-        high=1000,
-        text="memory of a rank's weights, in units of one microbatch's activations on a rank",
-    ),
-    "output": Rule(kind=str, text="folder for the pictures; made if it is not there"),
-    "only": Rule(
-        kind=str,
-        many=True,
-        none=True,
-        choices=tuple(PICTURES),
-        text="the pictures to draw; None: all of them",
-    ),
+    "weight_size": replace(SHARED_RULES["forward"], high=1000),
+    "output": Rule(kind=str),
+    "only": Rule(kind=str, many=True, none=True, choices=tuple(PICTURES)),
 }
 
 

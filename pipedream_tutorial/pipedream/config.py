@@ -42,7 +42,6 @@ class Rule:
     """What one CONFIG key accepts."""
 
     kind: type  # int, float, bool, str, or Fraction for a duration: 1/3 is kept exactly
-    text: str = ""  # what --help says of it, if not the comment behind it in the script's CONFIG
     many: bool = False  # a list of such values: [1, 2] in CONFIG, 1,2 on the command line
     none: bool = False  # whether None is accepted (none on the command line)
     choices: tuple[str, ...] = ()
@@ -167,7 +166,7 @@ def parse_arguments(
         parser.add_argument(f"--{name}", metavar="PATH", help=text)
     keys = parser.add_argument_group("keys of CONFIG (--set key=value, or --key value)")
     for key, default in config.items():
-        meaning = rules[key].text or comments.get(key, "")
+        meaning = comments.get(key, "")  # none where a value was edited to be several lines
         text = f"{meaning} ({rules[key].describe()}; default {_shown(default)})".replace("%", "%%")
         name, typed = f"--{key}", (key + "={}").format
         keys.add_argument(name, action="append", dest="set", type=typed, help=text, metavar="")

@@ -16,14 +16,14 @@ CONFIG = {
     "stage_scale": None,  # factors
     "verbose": True,  # more
     "learning_rate": 0.1,  # of SGD
-    "mode": "fast",  # not shown
+    "mode": "fast",  # how
     "path": None,  # where
 }
 RULES = {
     **{key: SHARED_RULES[key] for key in CONFIG if key in SHARED_RULES},
     "verbose": Rule(kind=bool),
     "learning_rate": Rule(kind=float, above=0, high=100),
-    "mode": Rule(kind=str, choices=("fast", "slow"), text="how"),
+    "mode": Rule(kind=str, choices=("fast", "slow")),
     "path": Rule(kind=str, none=True),
 }
 
