@@ -37,7 +37,7 @@ class StepResult:
 
 
 class Engine(abc.ABC):
-    """One strategy at work. Every method is collective: all ranks call it, in the same order."""
+    """One strategy at work. Most methods are collective: all ranks call them in the same order."""
 
     topology: Topology
     optimizer: Any  # torch.optim.Optimizer, or DeepSpeed's around one

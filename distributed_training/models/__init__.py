@@ -139,7 +139,7 @@ class ModelSpec:
         return _load(self.family)
 
     def build(self, *, dropout: float, seed: int) -> Decoder:
-        """On the CPU in fp32, with random weights that depend on `seed` alone."""
+        """In fp32 on torch's default device, with random weights that depend on `seed` alone."""
         return self.code.build(self.size, dropout=dropout, seed=seed)
 
     def load(self, model: Decoder, folder: Path) -> None:

@@ -19,7 +19,7 @@ from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 
-RUN_BY: dict[str, Any] = {  # schedule -> a class of torch's
+RUN_BY: dict[str, Any] = {  # schedule -> a class of torch's, or one derived from it
     "gpipe": get_schedule_class("GPipe"),
     "1f1b": get_schedule_class("1F1B"),
     "interleaved": get_schedule_class("Interleaved1F1B"),

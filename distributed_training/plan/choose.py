@@ -194,7 +194,8 @@ def _check_pairs(candidate: Candidate) -> None:
         (chunks and fp16, "loss_chunk_tokens", "precision='fp16'",
          "gradients would be computed before they are scaled", "set precision to bf16, or it to 0"),
         (powersgd and config.compression_rank > size.hidden_size, "compression_rank", named,
-         f"its matrices have {size.hidden_size} columns or rows", "set it to 32 or less"),
+         f"its matrices have {size.hidden_size} columns or rows",
+         f"set it to {min(32, size.hidden_size)} or less"),
     ):  # fmt: skip
         if refused:
             raise UserError(f"{key}={getattr(config, key)!r} does not go with {other}", why, fix)

@@ -35,7 +35,7 @@ class Plan:
     batch: Batch
     layout: Layout
     only_copies: bool  # each process holds the whole model
-    uses_ddp: bool  # gradients of whole copies are averaged, by PyTorch's DDP
+    uses_ddp: bool  # whole copies are averaged: by PyTorch's DDP, or an engine's own way
     uses_fsdp: bool  # state is divided over dp_shard, or copies of parts averaged, by its FSDP
     output_dir: Path
     run_dir: Path  # this run's folder; before `reserve_run_dir` only a name

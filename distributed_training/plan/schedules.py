@@ -18,7 +18,7 @@ class Schedule:
     # (p, m) -> micro-batches whose activations the fullest process keeps, of its whole part of
     # the model
     kept: Callable[[int, int], float]
-    stages_per_rank: int = 1
+    stages_per_rank: int = 1  # or 2
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     splits_backward: bool = False  # gradients of inputs and of weights at different times
     searched: bool = False  # an order for what this model's operations take (predict/orders.py)

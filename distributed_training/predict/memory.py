@@ -160,11 +160,6 @@ def _own_bytes(plan: Plan) -> float:
 class Held(Formulas):
     """What the process at one place along pp holds."""
 
-    @property
-    def has_buckets(self) -> bool:
-        """Whether DDP averages gradients in every step, in buckets that stay."""
-        return self.plan.uses_ddp and self.steps_between_exchanges is None
-
     def peak(self) -> dict[str, int]:
         """The fuller of two moments: inside forward and backward, and in the optimizer step."""
         fullest = max(self._while_computing(), self._at_the_update(), key=_total)

@@ -229,7 +229,7 @@ class Work(Shapes):
         alone = plan.only_copies or plan.num_processes == self.tp
         if alone and self.width == 2 and not self.strategy.traits.rounded_weights:
             each += 12
-        if plan.uses_ddp:  # copied into a bucket, scaled, once a step
+        if self.has_buckets:  # gradients are copied into them, scaled, once a step
             each += 8 / self.micro_batches
         elif plan.uses_fsdp and self.pp == 1:
             # Gathered weights are copied out of a buffer, twice; gradients, widened, into another.

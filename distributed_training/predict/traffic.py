@@ -54,6 +54,9 @@ class Shapes:
         self.tp = plan.mesh["tp"]
         self.pp = plan.mesh["pp"]
         self.shards = plan.mesh["dp_shard"]
+        self.steps_between_exchanges = plan.options.steps_between_exchanges()
+        # Whether DDP averages gradients in every step, in buckets that stay
+        self.has_buckets = plan.uses_ddp and self.steps_between_exchanges is None
         self.micro_batches = plan.batch.num_microbatches
         self.frozen = plan.config.lora_rank > 0  # all but adapters
         self.width = 4 if plan.config.precision == "fp32" else 2
@@ -72,7 +75,6 @@ class Formulas(Shapes):
     def __init__(self, plan: Plan, place: int) -> None:
         super().__init__(plan)
         self.place = place
-        self.steps_between_exchanges = plan.options.steps_between_exchanges()
         ranks = plan.layout.ranks
         size = self.size
         self.first = ranks[0] == place

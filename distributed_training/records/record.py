@@ -71,7 +71,7 @@ class History(BaseModel):
     loss_curve: list[tuple[int, float | None]] = []  # (step, training loss); None: not finite
     evaluations: list[dict[str, Any]] = []  # step, loss, perplexity; None: not finite
     epochs: list[dict[str, Any]] = []  # mean and validation loss of each
-    skipped_steps: list[int] = []  # not applied, because gradients were not finite
+    skipped_steps: list[int] = []  # not applied: gradients were not finite, or passed over
     # Checkpoints: step, stall_s in which training waited, write_s until it was on the disk, bytes.
     saves: list[dict[str, Any]] = []
     loads: list[dict[str, Any]] = []  # step and load_s, where a run went on from a checkpoint
@@ -218,7 +218,7 @@ def mark_stopped(
     record = run_dir / RECORD_FILE
     if record.is_file():
         values = json.loads(record.read_bytes())
-        # A cause that the record alone has, as a full disk had no room for the note, stays.
+        # One that the record alone has, as a full disk had no room for the note, yields to a cause.
         replaces = values["error"] is not None and not consequence
         if values["status"] == "running" or replaces:
             _write_with_cause(run_dir, values, fault)

@@ -1,6 +1,7 @@
 """From CONFIG to processes: the plan is made here, once, unless a launcher came first.
 
-Launch settings are read from the environment here and in ranks.py. No torch before training begins.
+Launch settings are read from the environment here, in ranks.py and rendezvous.py. No torch before
+training begins.
 """
 
 import argparse

@@ -74,7 +74,7 @@ def has_fault(result: StepResult, config: RunConfig) -> bool:
 @dataclass
 class Trainer:
     """One run: the engine's steps, with evaluation, logging and checkpoints around them. The
-    history is the same on every rank; rank 0 also writes, shows and tracks it."""
+    history is the same on every rank, but for seconds; rank 0 also writes, shows and tracks it."""
 
     engine: Engine
     plan: Plan
@@ -168,6 +168,7 @@ class Trainer:
         config = self.plan.config
         if self.step + 1 == self._passed_over:
             self._flush()
+            self.memory.end()
             self.history.step += 1
             self.history.skipped_steps.append(self.step)
             self._say("passed over")
@@ -303,7 +304,8 @@ class Trainer:
         epoch = (self.step - 1) // self.sampler.steps_per_epoch
         first = epoch * self.sampler.steps_per_epoch
         curve = self.history.loss_curve
-        losses = [loss for step, loss in curve if step > first and loss is not None]
+        whole = [loss for step, loss in curve if step > first and loss is not None]
+        losses = [*filter(math.isfinite, whole)]  # null in the record, else, until a resume
         last = self.history.evaluations[-1]
         row = {
             "epoch": epoch + 1, "step": self.step,
@@ -426,6 +428,7 @@ class Trainer:
         if self.plan.config.on_nonfinite != "rollback" or error.rolls_back_to is None:
             raise error
         self._pending = []  # where a save found the fault
+        self.memory.end()
         self.restore(error.rolls_back_to)
         self._passed_over = error.step
         self.display.note(f"{error.what}; back at step {self.step}, to pass that batch over")

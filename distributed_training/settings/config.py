@@ -259,7 +259,8 @@ def build_config(
     keys = KEYS | own_keys
     given = by_key(config.items(), keys, "CONFIG")
     over = by_key(from_preset.items(), keys, str(preset))
-    over |= {name: keys[name].parse(text) for name, text in by_key(texts, keys, "--set").items()}
+    typed = by_key(texts, keys, "the command line")
+    over |= {name: keys[name].parse(text) for name, text in typed.items()}
     where = f"strategy {strategy}'s defaults"
     decided = {}
     for name, value in by_key(defaults(strategy).items(), keys, where).items():

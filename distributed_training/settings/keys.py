@@ -83,6 +83,8 @@ class Key(BaseModel):
                 text = _KINDS[form["type"]]
             if "minimum" in form:
                 text += f" >= {form['minimum']:g}"
+            if "exclusiveMinimum" in form:
+                text += f" > {form['exclusiveMinimum']:g}"
             if form.get("maximum", 2**20) < 2**20:  # larger ones only guard against overflow
                 text += f" and <= {form['maximum']:g}"
             said.append(text)

@@ -145,6 +145,7 @@ BAD = {
     "learning_rate": (["fast", math.nan, -1e-9], "a number >= 0 and <= 10"),
     "dropout": ([2.0], "a number >= 0 and <= 0.99"),
     "max_grad_norm": ([0.0, math.inf], "a number >= "),
+    "lora_alpha": ([0.0], "a number > 0"),
     "pack": ([1, "True"], "True or False"),
     "compile": ([3], "True or False or one of auto, whole"),
     "precision": (["BF16", "bfloat16"], "one of auto, bf16, fp16, fp32; did you mean 'bf16'?"),
