@@ -13,7 +13,6 @@ from tqdm import tqdm
 from distributed_training.records.record import BEST, Record
 from distributed_training.settings.machine import GIB
 
-NOT_MEASURED = "not measured"
 WIDTH = 80  # columns of a terminal; the longest line of a run
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed_training.records.display import NOT_MEASURED, best_before, gib, last_part
+from distributed_training.records.display import best_before, gib, last_part
 from distributed_training.records.record import Record, is_alive
 
 Value = Callable[[Record], float | None]
@@ -21,7 +21,7 @@ class Number:
 
     value: Value
     show: Callable[[float], str]
-    missing: str = NOT_MEASURED
+    missing: str = NOTHING
     spread: bool = False  # with the standard deviation, where there are several
 
     def values(self, records: Sequence[Record]) -> list[float]:
@@ -83,7 +83,7 @@ SETTINGS: dict[str, Callable[..., str]] = {
 MS_A_STEP = Number(
     lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, spread=True
 )
-MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds, NOTHING)
+MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds)
 # GPU memory is what PyTorch's allocator reserved: "allocated" leaves out buffers of CUDA graphs.
 MEASURED = {
     "tokens/s": Number(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, spread=True),
@@ -326,11 +326,7 @@ def _parts(
     return _table(title, about, columns)
 
 
-def _table(title: str, about: str, columns: Mapping[str, Sequence[str]]) -> Table:
+def _table(title: str, about: str, columns: dict[str, list[str]]) -> Table:
     """Without the columns that say nothing."""
-    told = {
-        name: [NOTHING if cell == NOT_MEASURED else cell for cell in cells]
-        for name, cells in columns.items()
-    }
-    kept = {name: cells for name, cells in told.items() if {*cells} - {NOTHING}}
+    kept = {name: cells for name, cells in columns.items() if {*cells} - {NOTHING}}
     return Table(title=title, about=about, columns=kept)

@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from distributed_training.records import record as records
 from distributed_training.records import report
-from distributed_training.records.display import NOT_MEASURED, WIDTH, last_part, short_path
-from distributed_training.records.tables import MEASURED, Comparison, Layout, differing
+from distributed_training.records.display import WIDTH, last_part, short_path
+from distributed_training.records.tables import MEASURED, NOTHING, Comparison, Layout, differing
 from distributed_training.run.launch import requested_processes
 from distributed_training.run.ranks import handling
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
@@ -293,7 +293,7 @@ def keep(run: Run, out: Path, git_commit: str | None) -> str:
     run.record = records.Record.model_validate(values)
     records.write_json(record_path(record, out), values)
     cells = {name: MEASURED[name](record) for name in SAID}
-    return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell != NOT_MEASURED)
+    return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell != NOTHING)
 
 
 def record_path(record: records.Record, folder: Path) -> Path:

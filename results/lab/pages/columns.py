@@ -1,16 +1,17 @@
 """All that a document's table can say of runs, by heading."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tabulate import tabulate
 
 from distributed_training.records import tables
-from distributed_training.records.display import NOT_MEASURED
 from distributed_training.records.record import Record
 from distributed_training.records.tables import SETTINGS, Number, predicted
 from distributed_training.settings.machine import GIB
 
+NOT_MEASURED = "not measured"
 MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 DEFAULT = (
     "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
@@ -69,11 +70,13 @@ _START: dict[str, Callable[..., str]] = {
 }
 COLUMNS: Mapping[str, Callable[..., str]] = {
     **_START,
-    **tables.MEASURED,
+    **{name: replace(each, missing=NOT_MEASURED) for name, each in tables.MEASURED.items()},
     "timed steps": lambda r: str(r.performance["num_timed_steps"]),
     "GPU memory by rank": _by_rank,
     "formula + operations + messages + gaps": _parts,
-    "bubble": _of_pipelines(Number(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format)),
+    "bubble": _of_pipelines(
+        Number(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format, NOT_MEASURED)
+    ),
     "ideal bubble": _of_pipelines(
         Number(lambda r: (r.pipeline or {}).get("ideal_bubble"), "{:.1%}".format, "no formula")
     ),
