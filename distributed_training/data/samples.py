@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -183,13 +182,12 @@ class Sampler:
         """Whether the step has a sample in every place of its batch."""
         return (step % self.steps_per_epoch + 1) * self.global_batch_size <= self.num_samples
 
-    def eval_indices(self, num_samples: int) -> Iterator[np.ndarray]:
+    def eval_indices(self, num_samples: int) -> np.ndarray:
         """This replica's micro-batches over `num_samples` samples, each once and in order: int64
-        [micro_batch_size], padded with EMPTY so that every replica gets as many."""
-        shape = (self.num_replicas, self.micro_batch_size)
-        per_call = math.prod(shape)
-        for first in range(0, num_samples, per_call):
-            yield _fill(np.arange(first, min(first + per_call, num_samples)), shape)[self.replica]
+        [calls, micro_batch_size], padded with EMPTY so that every replica gets as many."""
+        num_calls = math.ceil(num_samples / (self.num_replicas * self.micro_batch_size))
+        shape = (num_calls, self.num_replicas, self.micro_batch_size)
+        return _fill(np.arange(num_samples), shape)[:, self.replica]
 
 
 @functools.lru_cache(maxsize=1)  # of millions of samples it takes longer than a step
