@@ -20,7 +20,6 @@ Order = tuple[Operation, ...]  # of one process
 
 # Of the search for `zb-auto`, by trial on durations of gpt2-medium over 4 H200s (3f6f234), p 2 to 8
 # and m 1 to 32.
-MORE_HELD = 1  # micro-batches whose activations a process may hold than under zb-v
 CHANGES = 150  # tried for each operation
 SIMULATED = 5_000_000  # operations in all at most: a second or two
 FARTHEST = 6  # places by which one is moved
@@ -75,20 +74,17 @@ def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
     ahead = min((local - 1) * a_round + local * (p - 1 - rank), count)
     if schedule == "gpipe":
         ahead = count
-    backward = "I" if schedule == "zb-h1" else "B"
+    splits = schedule == "zb-h1"
     order: list[Step] = []  # kinds and local stages
-    waiting: list[int] = []  # local stages whose W is still to come
     for step in range(count + ahead):
         if step < count:
             order.append(("F", step // a_round % local))
         if step >= ahead:
-            at = local - 1 - (step - ahead) // a_round % local
-            order.append((backward, at))
-            if backward == "I":
-                waiting.append(at)
-                if step - ahead >= rank:
-                    order.append(("W", waiting.pop(0)))
-    order += [("W", at) for at in waiting]
+            order.append(("I" if splits else "B", local - 1 - (step - ahead) // a_round % local))
+            if splits and step - ahead >= rank:
+                order.append(("W", 0))
+    if splits:
+        order += [("W", 0)] * min(rank, m)
     return _numbered((kind, at * p + rank) for kind, at in order)
 
 
@@ -230,7 +226,7 @@ def search_orders(
                 return None
         return most
 
-    kept = min(p + MORE_HELD, m)
+    kept = SCHEDULES["zb-auto"].kept(p, m)
     room = [
         max(held_by(words) or 0, kept * (blocks[rank] + blocks[-1 - rank]))
         for rank, words in enumerate(best)
