@@ -85,7 +85,6 @@ def lay_out(
     asked = replace(asked, mesh=mesh, config=with_values(given, **decided))
     _check_pairs(asked)
     config = _choose_switches(asked, machine, notes)
-    asked = replace(asked, config=config)
     layout = layouts.build_layout(asked)
     batch = layouts.cut_batch(asked)
     tp = mesh["tp"]

@@ -149,12 +149,8 @@ def _state_of(process: Formulas) -> dict[str, int]:
 
 def _own_bytes(plan: Plan) -> float:
     """Bytes a parameter that a process's engine keeps, or compression for the next gradients."""
-    kept = plan.options.bytes_a_parameter()
-    if plan.config.gradient_compression == "powersgd":
-        return kept + 4
-    if plan.config.gradient_compression == "topk-int8":
-        return kept + 4 + 4 / plan.mesh["dp_replicate"]
-    return kept
+    errors = {"powersgd": 4, "topk-int8": 4 + 4 / plan.mesh["dp_replicate"]}
+    return plan.options.bytes_a_parameter() + errors.get(plan.config.gradient_compression, 0)
 
 
 class Held(Formulas):
