@@ -146,7 +146,9 @@ class NativeEngine(base.Engine):
             time.sleep(0.3)  # the watchdog looks every 0.1 s
 
     def set_learning_rate(self, rate: float) -> None:
-        super().set_learning_rate(rate if self.rate is None else self.rate.fill_(rate))
+        if self.rate is not None:  # in a captured step, too
+            self.rate.fill_(rate)
+        super().set_learning_rate(rate if self.rate is None else self.rate)
 
     def train_step(self, batch: StepBatch) -> base.StepResult:
         # Backward averages over dp ranks; the loss is a mean over the global batch's real tokens.

@@ -183,13 +183,15 @@ class Decoder(nn.Module):
         part.is_last = blocks.stop == self.size.num_layers
         modules = list(self.named_children())
         place = modules.index(("blocks", self.blocks))
-        for name, module in modules[:place] if part.is_first else ():
+        before = modules[:place] if part.is_first else []
+        for name, module in before:
             setattr(part, name, module)
         part.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in blocks})
         if part.is_last and self.size.tied and not part.is_first:
             weight = self.token_embedding.weight.detach().clone()
             part.token_embedding = nn.Embedding.from_pretrained(weight, freeze=False)
-        for name, module in modules[place + 1 :] if part.is_last else ():
+        after = modules[place + 1 :] if part.is_last else []
+        for name, module in after:
             setattr(part, name, module)
         return part
 

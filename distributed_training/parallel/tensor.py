@@ -50,9 +50,9 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
         if role == "vocabulary":
             _pad_rows(model.get_submodule(name), mesh.size())
     parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
-    for block in model.blocks.values() if model.dropout and not sequence_parallel else ():
-        # Dropout masks of attention belong to heads.
-        block.attention = partial(with_own_masks, block.attention, mesh.get_local_rank())
+    if model.dropout and not sequence_parallel:
+        for block in model.blocks.values():  # dropout masks of attention belong to heads
+            block.attention = partial(with_own_masks, block.attention, mesh.get_local_rank())
     if model.is_last:
         model.loss = partial(_split_loss, mesh, between)
         model.project = partial(_split_projection, mesh, between)

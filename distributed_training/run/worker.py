@@ -44,8 +44,8 @@ from distributed_training.settings.machine import threads_per_process
 def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     """This process's part of a run; returns the exit code. Where torchrun or deepspeed was typed
     only CONFIG is `given`: rank 0 plans for all. Collective."""
-    seen = torch.cuda.device_count
-    device = prepare(given.machine.num_gpus if isinstance(given, Plan) else seen(), process)
+    num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
+    device = prepare(num_gpus, process)
     config = given.config if isinstance(given, Plan) else given
     watch = Watch(process)
     store = open_store(process, config.rendezvous_timeout_s)
@@ -204,7 +204,8 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     """Compile DeepSpeed's extensions before the run, one process a machine, and say so."""
     plan.strategy.traits.load()  # all import the engine now, not one while the others wait
-    for name in built_extensions(plan.strategy) if topology.local_rank == 0 else ():
+    names = built_extensions(plan.strategy) if topology.local_rank == 0 else ()
+    for name in names:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         began = time.monotonic()

@@ -45,8 +45,9 @@ class LocalSGD(NativeEngine):
         self.outer = torch.optim.SGD(
             self.starts, self.options.outer_lr, momentum, nesterov=momentum > 0
         )
-        for start in self.starts if momentum else ():  # as after a first step, for load_own
-            self.outer.state[start]["momentum_buffer"] = torch.zeros_like(start)
+        if momentum:  # as after a first step, for load_own
+            for start in self.starts:
+                self.outer.state[start]["momentum_buffer"] = torch.zeros_like(start)
 
     def replicate(self, part: Decoder) -> nn.Module:
         return part  # no DDP: the backward pass exchanges nothing
