@@ -48,12 +48,11 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     gives = flow(work.plan.layout.ranks, work.message())
     on_gpu = length_of(simulate(orders, seconds, gives))
     busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
-    phase = on_gpu
     here = plan.processes_here
     if rates.on_host:  # while a stage waits, others have its share of a core
         on_gpu = max(sum(busy) / len(busy), on_gpu * min(1.0, plan.machine.num_cpus / here))
-        phase = on_gpu
-    elif work.pp > 1 and not graph:  # the host of each stage launches its operations
+    phase = on_gpu
+    if work.pp > 1 and not (graph or rates.on_host):  # each stage's host launches its operations
         phase = length_of(simulate(orders, seconds, gives, work.launching()))
     slowest = busy.index(max(busy))
     process = processes[slowest]
