@@ -304,8 +304,8 @@ class Trainer:
         epoch = (self.step - 1) // self.sampler.steps_per_epoch
         first = epoch * self.sampler.steps_per_epoch
         curve = self.history.loss_curve
-        whole = [loss for step, loss in curve if step > first and loss is not None]
-        losses = [*filter(math.isfinite, whole)]  # null in the record, else, until a resume
+        numbers = [loss for step, loss in curve if step > first and loss is not None]
+        losses = [*filter(math.isfinite, numbers)]  # what is NaN here is None after a resume
         last = self.history.evaluations[-1]
         row = {
             "epoch": epoch + 1, "step": self.step,

@@ -168,8 +168,10 @@ def parse_arguments(
     for key, default in config.items():
         meaning = comments.get(key, "")  # none where a value was edited to be several lines
         text = f"{meaning} ({rules[key].describe()}; default {_shown(default)})".replace("%", "%%")
-        name, typed = f"--{key}", (key + "={}").format
-        keys.add_argument(name, action="append", dest="set", type=typed, help=text, metavar="")
+        typed = (key + "={}").format
+        keys.add_argument(
+            f"--{key}", action="append", dest="set", type=typed, help=text, metavar=""
+        )
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
