@@ -287,7 +287,7 @@ LEGEND = """\
 F forward; B backward, or its halves I (the input's gradient) and W (the weights'); number:
 microbatch; - goes on; . idle; f, b, i, w: on a stage of the rank that is not its first"""
 
-
+Cell = tuple[int, str, Fraction, Fraction]  # rank, what is written, start and end
 MOST_COLUMNS = 100_000  # where some operations are far shorter than others, they do not show
 
 
@@ -313,33 +313,38 @@ def table_line(title: str, *figures: Any) -> str:
     return f"{title:<24}{cells}"
 
 
-def draw(row: Row) -> str:
-    """A line a rank, each operation from start to end; goes on below where the terminal ends."""
+def cells(row: Row) -> Iterator[Cell]:
     p = len(row.orders)
-    labels = {(k, s, i): f"{k if s < p else k.lower()}{i}" for k, s, i in row.times}
-    lasting = [(len(labels[op]), *times) for op, times in row.times.items() if times[0] < times[1]]
-    last = max(end for _, _, end in lasting)
-    rate = max(Fraction(columns, end - start) for columns, start, end in lasting)  # columns a tick
-    rate = min(rate, Fraction(MOST_COLUMNS, last))
-    width = math.ceil(last * rate)
-    unit = rate / row.tick
-    steps = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
-    every = next(step for step in steps if step * unit >= 10)
-    marks = ""
-    for time in range(0, math.ceil(width / unit), every):
-        marks = marks.ljust(math.floor(time * unit)) + str(time)
-    lines = {"time": marks}
     for rank, order in enumerate(row.orders):
-        line = ["."] * width
         for op in order:
-            first, end = (math.floor(time * rate) for time in row.times[op])
-            line[first:end] = labels[op].ljust(end - first, "-")[: end - first]
-        lines[f"rank {rank}"] = "".join(line)
-    room = max(40, get_terminal_size((100, 24)).columns - 8)
+            kind, stage, i = op
+            start, end = row.times[op]
+            text = f"{kind if stage < p else kind.lower()}{i}"
+            yield rank, text, start * row.tick, end * row.tick
+
+
+def draw(cells: Sequence[Cell], columns: int) -> str:
+    """A line a rank, each operation from start to end; goes on below after so many columns."""
+    rate = max(len(text) / (end - start) for _, text, start, end in cells if start < end)
+    last = max(end for *_, end in cells)
+    rate = min(rate, MOST_COLUMNS / last)  # columns a unit of time
+    steps = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+    every = next(step for step in steps if step * rate >= 10)
+    marks = ""
+    for time in range(0, math.ceil(last), every):
+        marks = marks.ljust(math.floor(time * rate)) + str(time)
+    width = math.ceil(last * rate)
+    lines = [["."] * width for _ in range(1 + max(cells)[0])]
+    for rank, text, *times in cells:
+        first, end = (math.floor(time * rate) for time in times)
+        lines[rank][first:end] = text.ljust(end - first, "-")[: end - first]
+    named = {"time": marks} | {f"rank {rank} ": "".join(line) for rank, line in enumerate(lines)}
+    prefix = len([*named][-1])
+    room = max(40, columns - prefix - 1)
     return "\n".join(
-        f"{name:<7}{line[begin : begin + room]}".rstrip()
+        f"{name:<{prefix}}{line[begin : begin + room]}".rstrip()
         for begin in range(0, width, room)
-        for name, line in lines.items()
+        for name, line in named.items()
     )
 
 
@@ -358,7 +363,8 @@ def main(config: dict[str, Any]) -> None:
     if names == ["all"]:
         names = list(SCHEDULES)
     else:
-        print(LEGEND, "", SCHEDULES[names[0]][0], draw(measure(names[0], config)), "", sep="\n")
+        timeline = draw([*cells(measure(names[0], config))], get_terminal_size((100, 24)).columns)
+        print(LEGEND, "", SCHEDULES[names[0]][0], timeline, "", sep="\n")
     print(table_head(config["num_batches"]))
     for name in names:
         title, _ = SCHEDULES[name]

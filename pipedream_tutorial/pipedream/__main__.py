@@ -161,7 +161,7 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
         print(f"  the same grid as {drawn[orders]}")
     else:
         drawn[orders] = row.title
-        print(draw(timeline, width(), colour=use_colour(), max_blocks=3 if row.flushes else 2))
+        print(draw(timeline, width(), colour=use_colour()))
     one = row.batch_idle
     tell(
         "one batch",
