@@ -75,6 +75,22 @@ def test_when_the_parent_is_killed_no_stage_lives_on(tmp_path):
 
 
 @pytest.mark.timeout(90)
+def test_no_stage_listens_to_the_network():
+    """Not even where the machine's name stands for an address that others can reach."""
+    addresses = [a.address for own in psutil.net_if_addrs().values() for a in own if a.family == 2]
+    outside = next((address for address in addresses if not address.startswith("127.")), "")
+    rename = ["unshare", "--uts", "sh", "-c", f'hostname {outside}; exec "$@"', "sh"]
+    if not outside or subprocess.run([*rename, "true"], check=False).returncode:
+        pytest.skip("needs a network, and the right to rename the machine")
+    process = _start_endless(start=[*rename, *SCRIPT])
+    stages = psutil.Process(process.pid).children()
+    ends = [end for stage in stages for end in stage.net_connections()]
+    process.terminate()
+    process.communicate()
+    assert {end.laddr.ip for end in ends if end.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+
+
+@pytest.mark.timeout(90)
 def test_torchrun_ends_the_others_and_names_the_killed_stage():
     """Stage 2 is no neighbour of stage 0: whatever a stage waits for, it ends."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3"]

@@ -9,8 +9,8 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -19,7 +19,10 @@ from typing import Any, NoReturn
 
 from pipedream.errors import UserError
 
-CASE = "PIPEDREAM_CASE"  # environment: the file in which rank 0 says which case it has begun
+# In the environment, the file in which rank 0 says which case it has begun, and that by which the
+# processes of launch() find each other: a port would be open to all users of the machine.
+CASE = "PIPEDREAM_CASE"
+STORE = "PIPEDREAM_STORE"
 GRACE_S = 2.0
 
 
@@ -61,25 +64,17 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
     thing on stderr is one line that names the stage and says what happened: code 2 for what the
     user can mend, 1 for the rest. The processes end, too, when this one is killed.
     """
-    import torch.distributed as dist
-
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # With what is imported, where that is safe.
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     gc.freeze()  # what is imported is shared: collecting would copy it
     workers = []
+    folder = tempfile.TemporaryDirectory()
     try:
-        # The socket itself: a port number alone could be taken meanwhile.
-        with socket.create_server(("127.0.0.1", 0), backlog=num_stages) as listener:
-            port = listener.getsockname()[1]
-            for rank in range(num_stages):
-                worker = context.Process(target=_be, args=(body, rank, num_stages, port))
-                worker.start()
-                workers.append(worker)
-            _store = dist.TCPStore(
-                "127.0.0.1", port, is_master=True, wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )  # fmt: skip
+        for rank in range(num_stages):
+            worker = context.Process(target=_be, args=(body, rank, num_stages, folder.name))
+            worker.start()
+            workers.append(worker)
         codes: list[Any] = [None] * num_stages
         while None in codes and not any(codes):
             running = [w.sentinel for w, code in zip(workers, codes, strict=True) if code is None]
@@ -90,6 +85,7 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
             worker.kill()
         for worker in workers:
             worker.join()
+        folder.cleanup()
     if not any(codes):
         return 0
     failed, code = next((rank, code) for rank, code in enumerate(codes) if code)
@@ -105,17 +101,14 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
     return 2 if code == 2 else 1
 
 
-def _be(body: Callable[[int], None], rank: int, num_stages: int, port: int) -> NoReturn:
-    """In a new process: what torchrun sets, and the store that it would serve."""
+def _be(body: Callable[[int], None], rank: int, num_stages: int, folder: str) -> NoReturn:
+    """In a new process, what torchrun sets."""
     os.setsid()  # Ctrl-C reaches the one that started us alone, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     size = str(num_stages)
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-    }  # fmt: skip
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ[STORE] = f"file://{folder}/store"
     run_worker(body, num_stages)
 
 

@@ -11,6 +11,7 @@ each direction, and who receives follows the order in which the other side's sch
 import datetime
 import gc
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.errors import UserError
-from pipedream.runtime.launch import StageLostError
+from pipedream.runtime.launch import STORE, StageLostError
 from pipedream.runtime.record import Case, Report
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.simulate.trace import handed_on, transfers
@@ -163,7 +164,12 @@ class Station:
         """
         timeout = datetime.timedelta(seconds=self.config["timeout_s"])
         # Of gloo, for barriers and results, on a GPU as well.
-        dist.init_process_group("gloo", timeout=timeout)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            # Else they listen where the machine's name leads, to others as well.
+            os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
+        size = self.config["num_stages"]
+        store = os.environ.get(STORE)  # None where torchrun has one
+        dist.init_process_group("gloo", store, timeout, size, self.rank)
         self._connect([case.schedule for case in cases], timeout)
         x = torch.zeros_like(self.workload.task.microbatch(0)[0])
         for case in cases:
