@@ -139,7 +139,13 @@ def bubble_vs_microbatches(work: Work) -> Figure:
         f"its makespan at m = {least} and {percent(falling[most][0])} at m = {most}"
     )
     notes = ["Lines: closed forms, where they hold; points: simulation"]
-    figure, axes = new_figure(title, [4.8], columns=2, head=0.5, right=0.1, notes=notes)
+    legend = [
+        Line2D([], [], label=", ".join(curve.titles), **_curve_style(place))
+        for place, curve in enumerate(curves)
+    ]
+    figure, axes = new_figure(
+        title, [4.8], legend=legend, legend_columns=4, columns=2, head=0.5, notes=notes
+    )
     shares = [float(share) for c in curves for both in c.simulated.values() for share in both]
     smallest = min((share for share in shares if share > 0), default=0.1) / 1.2
     steps = [k * 10.0**-e for e in range(6) for k in (1, 2, 5)]
@@ -153,8 +159,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
                 ys = [float(both[which]) for both in points.values()]
                 ax.plot([*points], ys, **_curve_style(place) | changed)
         ax.set_xscale("log", base=2)
-        # On the right the curves' names need a third of the width.
-        ax.set_xlim(counts[0] / 1.15, counts[-1] * (counts[-1] / counts[0]) ** 0.56)
+        ax.set_xlim(counts[0] / 1.15, counts[-1] * 1.15)
         ax.set_xticks(counts)
         ax.minorticks_off()
         ax.xaxis.set_major_formatter(lambda x, _: number(x))
@@ -162,7 +167,6 @@ def bubble_vs_microbatches(work: Work) -> Figure:
         panel_title(ax, f"Idle share of the {text}")
         log_axis(ax, smallest, 0.3, [0.0] * (0 in shares) + ticks, "0%")
         ax.set_ylim(-0.2 * smallest if 0 in shares else smallest, 1.1 * max(shares, default=1))
-        _name_curves(ax, 1.2 * counts[-1], which, curves)
     return figure
 
 
@@ -180,28 +184,6 @@ def _curve_style(place: int) -> dict[str, Any]:
     kinds = {"color": LINE_COLOURS, "marker": MARKERS, "linestyle": DASHES}
     own = {key: values[place % len(values)] for key, values in kinds.items()}
     return HOLLOW | {"markersize": 8} | own
-
-
-def _name_curves(ax: Axes, x: float, which: int, curves: Sequence[IdleCurve]) -> None:
-    """Names at the right of the curves' ends, one below the other where curves end together."""
-    line = 1.3 * SMALL * page.DPI / 72
-    labels = []
-    for place, curve in enumerate(curves):
-        end = float([*curve.simulated.values()][-1][which])
-        labels.append((ax.transData.transform((x, end))[1], "\n".join(curve.titles), place))
-    labels.sort()
-    centres = [y for y, _, _ in labels]
-    tall = [line * (1 + text.count("\n")) for _, text, _ in labels]
-    for _ in range(500):
-        for i in range(len(centres) - 1):
-            push = max(0, (tall[i] + tall[i + 1]) / 2 - (centres[i + 1] - centres[i]))
-            centres[i] -= push / 2
-            centres[i + 1] += push / 2
-        centres[0] = max(centres[0], ax.bbox.y0 + tall[0] / 2)
-    for y, (_, text, place) in zip(centres, labels, strict=True):
-        at = ax.transData.inverted().transform((0, y))[1]
-        colour = page.darker(_curve_style(place)["color"])
-        ax.text(x, at, text, color=colour, fontsize=SMALL, va="center", linespacing=1.1)
 
 
 def memory_vs_bubble(work: Work) -> Figure:

@@ -7,10 +7,10 @@ that F, B, I and W differ in lightness too.
 
 import pathlib
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import product
-from operator import itemgetter
+from math import hypot
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.path import Path
-from matplotlib.transforms import Bbox, BboxBase
+from matplotlib.transforms import Bbox
 
 WIDTH = 11.4
 DPI = 150
@@ -132,9 +132,15 @@ def panel_title(ax: Axes, text: str) -> None:
 
 Point = tuple[float, float]
 POINT = DPI / 72  # pixels that a printer's point takes
-DOT, CORE, GAP, FAR = 9.0, 4.0, 11.0, 18.0
+DOT, CORE, GAP, FAR = 9.0, 4.0, 11, 18
 """In points: half a marker and half of its core, from a marker to its label, and from where on a
 line leads there."""
+SPOTS = sorted(
+    product((*range(GAP, 700, 13), *range(1 - GAP, -700, -13), 0), range(-400, 401, 5)),
+    key=lambda spot: hypot(*spot) + 4 * (spot[0] <= 0),
+)
+"""Points from a point to the nearer side of its label or, straight above and below, to its middle:
+the nearest first. On the right a label reads as the point's own."""
 
 
 def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] = ()) -> None:
@@ -142,32 +148,32 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
     no point, no label, no line that leads to one, and nothing at `avoid`. A line runs below another
     point, to which it seems to lead, only where there is no other way, and below a label only then.
     The axes' limits are set before. Raises RuntimeError where there is no room."""
-    anchors = ax.transData.transform([*labels])
-    marks = [_around(at, DOT) for at in anchors]
-    marks += [_around(ax.transData.transform(at), 1) for at in avoid]
+    pixels = ax.transData.transform
+    marks = [_around(pixels(at), DOT) for at in labels]
+    marks += [_around(pixels(at), 1) for at in avoid]
     boxes: list[Bbox] = []
     lines: list[Path] = []
-
-    def free(box: Bbox, line: Path, uncrossed: Sequence[Bbox]) -> bool:
-        crossed = any(other.intersects_bbox(box, filled=False) for other in lines)
-        crosses = any(line.intersects_bbox(other, filled=False) for other in uncrossed)
-        return not (crossed or crosses or box.count_overlaps([*marks, *boxes]))
-
-    for point, anchor in sorted(zip(labels, anchors, strict=True), key=itemgetter(0), reverse=True):
+    for point in sorted(labels, reverse=True):
         style: dict[str, Any] = {"fontsize": SMALL, "va": "center_baseline"}
-        text = ax.annotate(labels[point], point, (GAP, 0), textcoords="offset points", **style)
-        size = np.array(text.get_window_extent().size)
-        spots = list(_spots(anchor, size, ax.bbox))
-        cores = [_around(at, CORE) for at in anchors if abs(at - anchor).max() > CORE * POINT]
-        ways = product((boxes + cores, boxes, []), spots)
-        best = next((spot for others, spot in ways if free(*spot[2:], others)), None)
-        if best is None:
+        text = ax.annotate(labels[point], point, (0, 0), textcoords="offset points", **style)
+        wide, high = text.get_window_extent().size
+        cores = [_around(pixels(at), CORE) for at in labels if at != point]
+        for uncrossed, spot in product((boxes + cores, boxes, []), SPOTS):
+            side = np.sign(spot[0])
+            end = pixels(point) + POINT * np.array(spot)
+            box = Bbox.from_bounds(end[0] - (1 - side) / 2 * wide, end[1] - high / 2, wide, high)
+            if box.count_overlaps(marks + boxes) or ax.bbox.count_contains(box.corners()) < 4:
+                continue
+            line = Path([pixels(point), end])
+            crossed = any(other.intersects_bbox(box, filled=False) for other in lines)
+            if not crossed and not any(line.intersects_bbox(b, filled=False) for b in uncrossed):
+                break
+        else:
             raise RuntimeError("there is no room for all labels")
-        far, offset, box, line = best
-        text.set_position(offset)
+        text.set(position=spot, ha={-1: "right", 0: "center", 1: "left"}[side])
         boxes.append(box)
         lines.append(line)
-        if far > FAR:
+        if hypot(*spot) > FAR:
             ends = ax.transData.inverted().transform(line.vertices)
             ax.plot(*ends.T, color=GREY, linewidth=0.8, zorder=1)
 
@@ -175,24 +181,3 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
 def _around(pixel: np.ndarray, margin: float) -> Bbox:
     """A box around a point, with so many printer's points of margin."""
     return Bbox([pixel, pixel]).padded(margin * POINT)
-
-
-Spot = tuple[float, Point, Bbox, Path]
-"""A place for a label: how far from its point, and the offset of its left side's middle, both in
-printer's points; its box, and a line to it from its point, both in pixels."""
-
-
-def _spots(anchor: np.ndarray, size: np.ndarray, within: BboxBase) -> Iterator[Spot]:
-    """Where a label may go, the nearest first; its point, size and room are in pixels."""
-    wide = size[0] / POINT
-    away = np.arange(GAP, 700, 13)
-    lefts = [*away, *(-wide - away), -wide / 2]
-    offsets = np.array([*product(lefts, sorted(range(400, -401, -5), key=abs))])
-    lows = anchor + offsets * POINT - (0, size[1] / 2)
-    ends = np.clip(anchor, lows, lows + size)
-    # On the right a label reads as the point's own.
-    far = np.hypot(*(ends - anchor).T) / POINT + 4 * (offsets[:, 0] < 0)
-    fits = ((lows >= within.min) & (lows + size <= within.max)).all(axis=1)
-    for k in np.argsort(far, kind="stable"):
-        if fits[k]:
-            yield far[k], offsets[k], Bbox([lows[k], lows[k] + size]), Path([anchor, ends[k]])
