@@ -105,7 +105,7 @@ class Rule:
     def _error(self, key: str, value: object) -> UserError:
         hint = nearest(value, self.choices) if self.choices and isinstance(value, str) else ""
         if not hint.startswith("did"):
-            hint = f"{key} is {self.describe()}"
+            hint = f"give {self.describe()}"
         return UserError(f"{key}={_shown(value)} is not accepted", hint)
 
 

@@ -60,11 +60,11 @@ def test_values_are_parsed_by_the_key_s_rule(argument, value):
         (["--set", "num_stages"], "--set num_stages has no equals sign; type --set key=value"),
         (
             ["--set", "num_stages=0"],
-            "num_stages=0 is not accepted; num_stages is a whole number from 1 to 64",
+            "num_stages=0 is not accepted; give a whole number from 1 to 64",
         ),
         (
             ["--set", "stage_scale=1,x"],
-            "stage_scale=x is not accepted; stage_scale is a list such as 2,0.5,1/3, each a number "
+            "stage_scale=x is not accepted; give a list such as 2,0.5,1/3, each a number "
             "above 0, 1000 at most, or None",
         ),
         (["--set", "mode=slw"], "mode=slw is not accepted; did you mean 'slow'?"),

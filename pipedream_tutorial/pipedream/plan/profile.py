@@ -6,14 +6,14 @@ PipeDream (arXiv 1806.03377) plans from these three per layer. Loading a profile
 from __future__ import annotations
 
 import json
-import reprlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipedream.config import Rule
 from pipedream.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -46,19 +46,12 @@ class Profile(NamedTuple):
     layers: tuple[Layer, ...]
 
 
-Rules = dict[str, tuple[Callable[[Any], bool], str]]  # key -> test of a value, and what to give
-
-_TEXT = (lambda v: isinstance(v, str) and v.isprintable(), "one line of text")
-_COUNT = (lambda v: type(v) is int and v >= 1, "a whole number from 1 on")
-# The bounds keep what is computed from amounts finite, too.
-_AMOUNT = (
-    lambda v: type(v) in (int, float) and (v == 0 or 1e-18 <= v <= 1e18),
-    "0, or a number from 1e-18 to 1e18",
-)
-_LAYERS = (lambda v: isinstance(v, list) and len(v) > 0, "a list of one layer or more")
-_LAYER: Rules = dict.fromkeys(Layer._fields, _AMOUNT) | {"name": _TEXT}
-_PROFILE: Rules = dict.fromkeys(Profile._fields, _TEXT)
-_PROFILE |= dict.fromkeys(("batch", "sequence", "threads"), _COUNT) | {"layers": _LAYERS}
+_TEXT = Rule(kind=str)
+_COUNT = Rule(kind=int, low=1, high=10**9)
+_AMOUNT = Rule(kind=float, low=0, high=10**18)
+_LAYER = dict.fromkeys(Layer._fields, _AMOUNT) | {"name": _TEXT}
+_PROFILE = dict.fromkeys(Profile._fields[:-1], _TEXT)
+_PROFILE |= dict.fromkeys(("batch", "sequence", "threads"), _COUNT)
 
 
 def load_profile(path: Path) -> Profile:
@@ -68,29 +61,23 @@ def load_profile(path: Path) -> Profile:
     except (OSError, ValueError, RecursionError) as error:  # no text, no JSON, or nested deeply
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: {reason}", "give the path of a profile's JSON") from None
-    values = _checked(found, _PROFILE, str(path))
-    layers = [
-        Layer(**_checked(entry, _LAYER, f"{path}: layers[{place}]"))
-        for place, entry in enumerate(values["layers"])
-    ]
-    return Profile(**values | {"layers": tuple(layers)})
+    layers = found.pop("layers", None) if isinstance(found, dict) else None
+    if not isinstance(layers, list) or not layers:
+        raise UserError(f"{path} has no list of layers", f"give {', '.join(Profile._fields)}")
+    whole = _checked(found, _PROFILE, str(path))
+    each = [_checked(own, _LAYER, f"{path}: layers[{i}]") for i, own in enumerate(layers)]
+    return Profile(**whole, layers=tuple(Layer(**own) for own in each))
 
 
-def _checked(found: object, rules: Rules, where: str) -> dict[str, Any]:
+def _checked(found: object, rules: Mapping[str, Rule], where: str) -> dict[str, Any]:
     """All keys are there and no others, each with a value that will do; else UserError."""
-    if not isinstance(found, dict):
-        what = f"{where} is {reprlib.repr(found)}"
-        raise UserError(what, f"write an object with {', '.join(rules)}")
-    for key in found:
-        if key not in rules:
-            raise UserError(f"{where}: unknown key {reprlib.repr(key)}", nearest(key, rules))
-    for key, (holds, wanted) in rules.items():
-        if key not in found:
-            raise UserError(f"{where}: key {key!r} is missing", f"it needs {', '.join(rules)}")
-        if not holds(found[key]):
-            what = f"{where}: key {key!r} is {reprlib.repr(found[key])}"
-            raise UserError(what, f"give {wanted}")
-    return found
+    given = found if isinstance(found, dict) else {}
+    missing = [key for key in rules if key not in given]
+    if missing:
+        raise UserError(f"{where} lacks {', '.join(missing)}", f"it needs {', '.join(rules)}")
+    for key in given.keys() - rules.keys():
+        raise UserError(f"{where}: unknown key {key!r}", nearest(key, rules))
+    return {key: rule.check(f"{where}: {key}", given[key]) for key, rule in rules.items()}
 
 
 def save_profile(profile: Profile, path: Path) -> None:
