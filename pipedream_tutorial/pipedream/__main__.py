@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import pipedream_simple as simple
 from pipedream_simple import number, percent
 
-from pipedream.config import SHARED_RULES, Rule, parse_arguments
+from pipedream.config import LEAST, SHARED_RULES, Rule, parse_arguments
 from pipedream.draw.terminal import LEGEND, bold, draw, listed, print_wrapped, use_colour, width
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.ops import save_csv
@@ -54,7 +54,7 @@ RULES = SHARED_RULES | {
     "recompute": Rule(kind=Fraction, none=True, low=0, high=1),
     "reorder": Rule(kind=bool),
     "num_batches": Rule(kind=int, low=2, high=64),
-    "learning_rate": Rule(kind=float, above=0, high=100),
+    "learning_rate": Rule(kind=float, low=LEAST, high=100),
     "steps": Rule(kind=int, low=0, high=10000),
     "seed": Rule(kind=int, low=0, high=2**31 - 1),
 }

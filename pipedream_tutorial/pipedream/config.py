@@ -46,9 +46,8 @@ class Rule:
     none: bool = False  # whether None is accepted (none on the command line)
     choices: tuple[str, ...] = ()
     or_file: str = ""  # how the name of a file ends that is accepted besides `choices`
-    low: float = -math.inf
-    above: float = -math.inf  # the value has to be greater than this, not just equal to it
-    high: float = math.inf  # given together with `low` or `above`
+    low: float | Fraction = -math.inf
+    high: float = math.inf  # given together with `low`
 
     def check(self, key: str, value: object) -> Any:
         """`value` as `kind`, whether typed (text) or from CONFIG; else UserError."""
@@ -83,7 +82,7 @@ class Rule:
         if exact is None or (self.kind is int and exact.denominator > 1):
             return None
         number = self.kind(exact)
-        return number if self.low <= number <= self.high and number > self.above else None
+        return number if self.low <= number <= self.high else None
 
     def describe(self) -> str:
         """What is accepted, in words."""
@@ -93,9 +92,7 @@ class Rule:
         if self.or_file:
             text += f", or a file *{self.or_file}"
         if math.isfinite(self.low):
-            text += f" from {self.low:.9g} to {self.high:.9g}"
-        if math.isfinite(self.above):
-            text += f" above {self.above:.9g}, {self.high:.9g} at most"
+            text += f" from {float(self.low):.9g} to {self.high:.9g}"
         if self.many:
             text = f"a list such as {example}, each {text}"
         elif self.kind is Fraction:
@@ -109,16 +106,18 @@ class Rule:
         return UserError(f"{key}={_shown(value)} is not accepted", hint)
 
 
+LEAST = Fraction(1, 10**9)  # of what may be short, but not 0
+
 # Keys that more than one script has.
 SHARED_RULES: dict[str, Rule] = {
     "num_stages": Rule(kind=int, low=1, high=64),
     "num_microbatches": Rule(kind=int, low=1, high=512),
-    "forward": Rule(kind=Fraction, above=0, high=10**6),
-    "input_gradient": Rule(kind=Fraction, above=0, high=10**6),
+    "forward": Rule(kind=Fraction, low=LEAST, high=10**6),
+    "input_gradient": Rule(kind=Fraction, low=LEAST, high=10**6),
     "weight_gradient": Rule(kind=Fraction, low=0, high=10**6),
     "communication": Rule(kind=Fraction, low=0, high=10**6),
     "overlap_saving": Rule(kind=Fraction, low=0, high=1),
-    "stage_scale": Rule(kind=Fraction, many=True, none=True, above=0, high=1000),
+    "stage_scale": Rule(kind=Fraction, many=True, none=True, low=LEAST, high=1000),
     "chunks": Rule(kind=int, low=1, high=16),
 }
 

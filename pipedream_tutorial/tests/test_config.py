@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream.config import FOLDER, SHARED_RULES, Rule, parse_arguments
+from pipedream.config import FOLDER, LEAST, SHARED_RULES, Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors
 
 CONFIG = {
@@ -22,7 +22,7 @@ CONFIG = {
 RULES = {
     **{key: SHARED_RULES[key] for key in CONFIG if key in SHARED_RULES},
     "verbose": Rule(kind=bool),
-    "learning_rate": Rule(kind=float, above=0, high=100),
+    "learning_rate": Rule(kind=float, low=LEAST, high=100),
     "mode": Rule(kind=str, choices=("fast", "slow")),
     "path": Rule(kind=str, none=True),
 }
@@ -65,7 +65,7 @@ def test_values_are_parsed_by_the_key_s_rule(argument, value):
         (
             ["--set", "stage_scale=1,x"],
             "stage_scale=x is not accepted; give a list such as 2,0.5,1/3, each a number "
-            "above 0, 1000 at most, or None",
+            "from 1e-09 to 1000, or None",
         ),
         (["--set", "mode=slw"], "mode=slw is not accepted; did you mean 'slow'?"),
         (["--nun_stages", "3"], "unknown argument --nun_stages; did you mean '--num_stages'?"),
