@@ -7,13 +7,13 @@ Event Format": times in microseconds, and slices of one thread are disjoint or n
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pipedream.schedules.ops import Item, Op, Pair, Schedule
 from pipedream.schedules.policies import Policy, WeightUse, weight_use
-from pipedream.simulate.measures import held_activations, live_versions
+from pipedream.simulate.measures import Steps, held_activations, live_versions
 from pipedream.simulate.simulator import Timeline
 
 TraceEvent = dict[str, Any]
@@ -31,31 +31,6 @@ class Slice(NamedTuple):
     item: Item  # on both ends of its way: the operation that gave the result
     start_ns: int
     end_ns: int
-    lane: int = 0  # of its thread: where transfers overlap in time, each has its own
-
-
-class _Run:
-    """One group of processes: what ran, and when."""
-
-    def __init__(self, group: str, schedule: Schedule, slices: Iterable[Slice]) -> None:
-        self.first_pid = FIRST_PID[group]
-        self.group = group
-        self.schedule = schedule
-        free_from: dict[tuple[int, str], list[int]] = defaultdict(list)
-        self.slices: list[Slice] = []
-        for s in sorted(slices, key=lambda s: (s.start_ns, s.end_ns)):
-            lanes = free_from[s.rank, s.thread]
-            lane = next((i for i, free in enumerate(lanes) if free <= s.start_ns), len(lanes))
-            lanes[lane : lane + 1] = [s.end_ns]
-            self.slices.append(s._replace(lane=lane))
-        self.at = {op: s for s in self.slices if s.thread == "compute" for op in s.item.parts}
-        self.transfers = transfers(schedule)
-        self.impossible = {
-            receiver: sender
-            for sender, receiver in self.transfers
-            if self.at[receiver].start_ns < self.at[sender].end_ns
-        }
-        """operation -> the one whose result it used before it was there"""
 
 
 def trace_document(
@@ -72,22 +47,35 @@ def trace_document(
     `policy` and `batch_size`, microbatches between two updates where it updates once a batch, give
     weight versions; `unit_s`: seconds a unit of the simulator. The measured run starts at time 0.
     """
-    runs = []
+    groups = {}
     if predicted is not None:
-        runs.append(_Run("predicted", schedule, _predicted_slices(predicted, Fraction(unit_s))))
+        groups["predicted"] = _predicted_slices(predicted, Fraction(unit_s))
     if measured:
         zero = min(s.start_ns for s in measured)
-        moved = [s._replace(start_ns=s.start_ns - zero, end_ns=s.end_ns - zero) for s in measured]
-        runs.append(_Run("measured", schedule, moved))
+        groups["measured"] = [
+            s._replace(start_ns=s.start_ns - zero, end_ns=s.end_ns - zero) for s in measured
+        ]
     use = weight_use(schedule, policy, batch_size)
     events: list[TraceEvent] = []
-    for run in runs:
-        events += [*_metadata(run), *_slices(run, use), *_arrows(run), *_counters(run, use)]
-    backwards = {run.group: len(run.impossible) for run in runs}
+    early = {}
+    for group, slices in groups.items():
+        at = {op: s for s in slices if s.thread == "compute" for op in s.item.parts}
+        ways = transfers(schedule)
+        too_soon = {b: a for a, b in ways if at[b].start_ns < at[a].end_ns}
+        early[group] = len(too_soon)
+        pid = FIRST_PID[group]
+        for rank in range(schedule.num_ranks):
+            events += _named("process", pid + rank, 0, f"{group} rank {rank}")
+        events += _slices(slices, pid, use, too_soon)
+        events += _arrows([way for way in ways if way[1] not in too_soon], at, pid)
+        times = {op: (s.start_ns, s.end_ns) for op, s in at.items()}
+        held = held_activations(schedule, times)
+        events += _counters("held activations (microbatches)", held, pid)
+        events += _counters("live weight versions", live_versions(schedule, times, use), pid)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"results used before they were there": backwards},
+        "otherData": {"results used before they were there": early},
     }
 
 
@@ -119,22 +107,31 @@ def _predicted_slices(timeline: Timeline, unit_s: Fraction) -> list[Slice]:
     return slices
 
 
-def _metadata(run: _Run) -> Iterable[TraceEvent]:
-    """Names of processes and threads, and the order in which viewers show them."""
-    ranks = range(run.schedule.num_ranks)
-    named = [("process", run.first_pid + rank, 0, f"{run.group} rank {rank}") for rank in ranks]
-    for rank, thread, lane in sorted({(s.rank, s.thread, s.lane) for s in run.slices}):
-        name = thread if lane == 0 else f"{thread} {lane + 1}"
-        named.append(("thread", run.first_pid + rank, FIRST_TID[thread] + lane, name))
-    for what, pid, tid, name in named:
-        at = {"ph": "M", "pid": pid, "tid": tid}
-        place = pid if what == "process" else tid
-        yield at | {"name": f"{what}_name", "args": {"name": name}}
-        yield at | {"name": f"{what}_sort_index", "args": {"sort_index": place}}
+def _named(what: str, pid: int, tid: int, name: str) -> list[TraceEvent]:
+    """A process or thread's name, and its place among the others in viewers."""
+    at = {"ph": "M", "pid": pid, "tid": tid}
+    place = pid if what == "process" else tid
+    return [
+        at | {"name": f"{what}_name", "args": {"name": name}},
+        at | {"name": f"{what}_sort_index", "args": {"sort_index": place}},
+    ]
 
 
-def _slices(run: _Run, use: dict[int, WeightUse]) -> Iterable[TraceEvent]:
-    for s in run.slices:
+def _slices(
+    slices: Sequence[Slice], first_pid: int, use: dict[int, WeightUse], too_soon: dict[Op, Op]
+) -> Iterator[TraceEvent]:
+    """`too_soon`: operation -> the one whose result it used before it was there. Transfers that
+    overlap in time lie on threads of their own."""
+    free_from: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for s in sorted(slices, key=lambda s: (s.start_ns, s.end_ns)):
+        pid, tid = first_pid + s.rank, FIRST_TID[s.thread]
+        lanes = free_from[pid, tid]
+        lane = next((i for i, free in enumerate(lanes) if free <= s.start_ns), len(lanes))
+        if lane == len(lanes):
+            yield from _named(
+                "thread", pid, tid + lane, f"{s.thread} {lane + 1}" if lane else s.thread
+            )
+        lanes[lane : lane + 1] = [s.end_ns]
         computed = s.thread == "compute"
         name = " | ".join(map(str, s.item.parts))
         parts: list[dict[str, Any]] = []
@@ -143,47 +140,42 @@ def _slices(run: _Run, use: dict[int, WeightUse]) -> Iterable[TraceEvent]:
             if computed and op.kind != "W":  # W reads activations, no weights
                 parts[-1]["weight version"] = use[op.stage].version(op)
         args: dict[str, Any] = {"parts": parts} if isinstance(s.item, Pair) else parts[0]
-        late = [str(run.impossible[op]) for op in s.item.parts if op in run.impossible]
+        late = [str(too_soon[op]) for op in s.item.parts if op in too_soon]
         if computed and late:
             args["starts before the end of"] = ", ".join(late)
         yield {
             "ph": "X",
             "name": name if computed else f"{s.thread} {name}",
             "cat": s.thread,
-            "pid": run.first_pid + s.rank,
-            "tid": FIRST_TID[s.thread] + s.lane,
+            "pid": pid,
+            "tid": tid + lane,
             "ts": s.start_ns / 1000,
             "dur": (s.end_ns - s.start_ns) / 1000,
             "args": args,
         }
 
 
-def _arrows(run: _Run) -> Iterable[TraceEvent]:
+def _arrows(
+    ways: Iterable[tuple[Op, Op]], at: dict[Op, Slice], first_pid: int
+) -> Iterator[TraceEvent]:
     """From inside the slice that sends to inside the one that receives: viewers bind an arrow's
-    ends to the slices that enclose them. A result used before it was there gets no arrow."""
-    for number, (sender, receiver) in enumerate(run.transfers):
-        if receiver in run.impossible:
-            continue
+    ends to the slices that enclose them."""
+    for number, (sender, receiver) in enumerate(ways):
         shared = {
             "name": "activation" if sender.kind == "F" else "gradient",
             "cat": "transfer",
-            "id": run.first_pid * 10**6 + number,
+            "id": first_pid * 10**6 + number,
             "tid": FIRST_TID["compute"],
         }
-        begin = run.at[sender]
-        finish = run.at[receiver]
+        begin, finish = at[sender], at[receiver]
         inside = max(begin.start_ns, begin.end_ns - 1) / 1000
-        yield shared | {"pid": run.first_pid + begin.rank, "ts": inside, "ph": "s"}
+        yield shared | {"pid": first_pid + begin.rank, "ts": inside, "ph": "s"}
         ts = finish.start_ns / 1000
-        yield shared | {"pid": run.first_pid + finish.rank, "ts": ts, "ph": "f", "bp": "e"}
+        yield shared | {"pid": first_pid + finish.rank, "ts": ts, "ph": "f", "bp": "e"}
 
 
-def _counters(run: _Run, use: dict[int, WeightUse]) -> Iterable[TraceEvent]:
-    times = {op: (s.start_ns, s.end_ns) for op, s in run.at.items()}
-    series = {"held activations (microbatches)": held_activations(run.schedule, times)}
-    series["live weight versions"] = live_versions(run.schedule, times, use)
-    for name, by_rank in series.items():
-        for rank, points in by_rank.items():
-            at = {"ph": "C", "name": name, "pid": run.first_pid + rank, "tid": 0}
-            for time_ns, count in points:
-                yield at | {"args": {"count": float(count)}, "ts": time_ns / 1000}
+def _counters(name: str, by_rank: dict[int, Steps], first_pid: int) -> Iterator[TraceEvent]:
+    for rank, points in by_rank.items():
+        at = {"ph": "C", "name": name, "pid": first_pid + rank, "tid": 0}
+        for time_ns, count in points:
+            yield at | {"args": {"count": float(count)}, "ts": time_ns / 1000}
