@@ -5,17 +5,15 @@ it fails; one that only lost its neighbour waits a moment, so that the cause is 
 """
 
 import gc
-import multiprocessing
-import multiprocessing.connection
+import logging
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pipedream.errors import UserError
 
@@ -60,64 +58,43 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
     """Run `body` with each rank in a process of its own; the exit code for the whole. What is
     imported here need not be imported there.
 
-    0 if all ended well. At the first process that did not, the others are killed and the last
+    0 if all ended well. At the first process that did not, the others are ended and the last
     thing on stderr is one line that names the stage and says what happened: code 2 for what the
-    user can mend, 1 for the rest. The processes end, too, when this one is killed.
+    user can mend, 1 for the rest. The processes end, too, when this one does, however it ends.
     """
+    import torch.multiprocessing as mp
+
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)  # not each that it ends
     # With what is imported, where that is safe.
-    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    method = "fork" if sys.platform == "linux" else "spawn"
     gc.freeze()  # what is imported is shared: collecting would copy it
-    workers = []
-    folder = tempfile.TemporaryDirectory()
-    try:
-        for rank in range(num_stages):
-            worker = context.Process(target=_be, args=(body, rank, num_stages, folder.name))
-            worker.start()
-            workers.append(worker)
-        codes: list[Any] = [None] * num_stages
-        while None in codes and not any(codes):
-            running = [w.sentinel for w, code in zip(workers, codes, strict=True) if code is None]
-            multiprocessing.connection.wait(running)
-            codes = [worker.exitcode for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-        for worker in workers:
-            worker.join()
-        folder.cleanup()
-    if not any(codes):
-        return 0
-    failed, code = next((rank, code) for rank, code in enumerate(codes) if code)
-    if code < 0:  # else it has said why
-        what = f"was killed by {signal.Signals(-code).name}"
-        if code == -signal.SIGKILL:
-            what += ", which is also what happens when memory runs out"
-        print(
-            f"error: stage {failed} of {num_stages} (process {workers[failed].pid}) {what}; the "
-            "other stages were ended",
-            file=sys.stderr,
-        )
-    return 2 if code == 2 else 1
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.start_processes(_be, (body, num_stages, folder), num_stages, True, True, method)
+        except mp.ProcessExitedException as ended:
+            if ended.signal_name is not None:  # else it has said why
+                what = f"was killed by {ended.signal_name}"
+                if ended.exit_code == -signal.SIGKILL:
+                    what += ", which is also what happens when memory runs out"
+                print(
+                    f"error: stage {ended.error_index} of {num_stages} (process {ended.error_pid}) "
+                    f"{what}; the other stages were ended",
+                    file=sys.stderr,
+                )
+            return 2 if ended.exit_code == 2 else 1
+    return 0
 
 
-def _be(body: Callable[[int], None], rank: int, num_stages: int, folder: str) -> NoReturn:
+def _be(rank: int, body: Callable[[int], None], num_stages: int, folder: str) -> NoReturn:
     """In a new process, what torchrun sets."""
     os.setsid()  # Ctrl-C reaches the one that started us alone, which ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):  # by which torch ends us, also with our parent
+        signal.signal(number, signal.SIG_DFL)
     size = str(num_stages)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ[STORE] = f"file://{folder}/store"
     run_worker(body, num_stages)
-
-
-def _end_with_parent() -> None:
-    """However launch()'s process ends, also by SIGKILL."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
