@@ -379,4 +379,4 @@ def main(config: dict[str, Any]) -> None:
 if __name__ == "__main__":
     from pipedream.__main__ import run_script
 
-    run_script(main, CONFIG, __file__)  # reads the options, and runs what this file does not know
+    run_script(main, CONFIG)  # reads the options, and runs what this file does not know

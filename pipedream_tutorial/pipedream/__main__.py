@@ -11,7 +11,6 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,31 +64,33 @@ EXTRA = {
 MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
 
 
-def run_script(
-    own: Callable[[dict[str, Any]], None], config: dict[str, Any], script: str
-) -> NoReturn:
-    """pipedream_simple.py: its `own` main with its CONFIG as the command line changes it, or for
-    what that file does not know this main, with its CONFIG as defaults."""
+def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> NoReturn:
+    """pipedream_simple.py: its `own` main with its CONFIG as the command line changes it, or what
+    this module shows where something is asked for that its file does not know."""
 
     def run() -> None:
-        with suppress(UserError):
-            if not {"-h", "--help"} & {*sys.argv}:
-                rules = {key: RULES[key] for key in config}
-                found = parse_arguments(config, rules, "", script=script)
-                name = found["schedule"]
-                if name in simple.SCHEDULES:  # UserError for sizes that it does not take
-                    build_schedule(name, found["num_stages"], found["num_microbatches"])
-                if name in ("all", *simple.SCHEDULES) and not found["steps"]:
-                    return own(found)
-        sys.argv[1:1] = [f"--{key}={value}" for key, value in config.items() if key != "steps"]
-        main()
+        defaults = CONFIG | config
+        found = read(defaults)
+        name = found["schedule"]
+        known = all(found[key] == defaults.get(key) for key in found.keys() - config.keys())
+        if known and name in ("all", *simple.SCHEDULES) and not found["steps"]:
+            if name != "all":  # UserError for sizes that it does not take
+                build_schedule(name, found["num_stages"], found["num_microbatches"])
+            own(found)
+        else:
+            show(found)
 
     main_with_errors(run)
 
 
-def main() -> None:
+def read(config: dict[str, Any]) -> dict[str, Any]:
+    """CONFIG, with what the command line changes."""
     about = str(__doc__).split("\n\n")[0]
-    config = parse_arguments(CONFIG, RULES, about, script=__file__, extra=EXTRA)
+    return parse_arguments(config, RULES, about, script=__file__, extra=EXTRA)
+
+
+def show(config: dict[str, Any]) -> None:
+    """Print, write and train what CONFIG says."""
     name = config["schedule"]
     sizes = config["num_stages"], config["num_microbatches"]
     rows: Iterable[Row | Refused]
@@ -241,4 +242,4 @@ def print_comparison(rows: Iterable[Row | Refused], num_batches: int) -> None:
 
 if __name__ == "__main__":
     gc.disable()  # tables make millions of tuples and no cycles: looking for some takes a fifth
-    main_with_errors(main)
+    main_with_errors(lambda: show(read(CONFIG)))

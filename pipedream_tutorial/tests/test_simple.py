@@ -25,7 +25,7 @@ def call(capsys, monkeypatch, *arguments: str) -> str:
     """main() in this process, which saves the start of another one."""
     monkeypatch.setattr(sys, "argv", ["pipedream", *arguments])
     monkeypatch.setenv("COLUMNS", "100")
-    command.main()
+    command.show(command.read(command.CONFIG))
     return capsys.readouterr().out
 
 
@@ -88,7 +88,7 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
     arguments = ["--set", "schedule=v-half", "--steps=0", "--csv", str(path)]
     monkeypatch.setattr(sys, "argv", ["pipedream_simple.py", *arguments])
     with pytest.raises(SystemExit, match="0"):
-        command.run_script(simple.main, simple.CONFIG, simple.__file__)
+        command.run_script(simple.main, simple.CONFIG)
     assert "V-Half" in capsys.readouterr().out
     assert load_csv(path).orders == build_schedule("v-half", 4, 8).orders
 
@@ -231,7 +231,7 @@ def test_errors_are_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch, argu
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pipedream_simple.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        command.run_script(simple.main, simple.CONFIG, simple.__file__)
+        command.run_script(simple.main, simple.CONFIG)
     shown = capsys.readouterr()
     assert (stopped.value.code, shown.out, shown.err) == (2, "", f"error: {line}\n")
     assert list(tmp_path.iterdir()) == []
