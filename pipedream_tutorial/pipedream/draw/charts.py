@@ -11,10 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+from pipedream_simple import number, percent
 
 from pipedream.draw import page
 from pipedream.draw.grids import Work, durations_text, rank_axis
-from pipedream.draw.page import LINE_COLOURS, SMALL, TEXT, new_figure, number, panel_title, percent
+from pipedream.draw.page import LINE_COLOURS, SMALL, TEXT, new_figure, panel_title
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.orders import SCHEDULES
@@ -162,7 +163,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
         ax.set_xlim(counts[0] / 1.15, counts[-1] * 1.15)
         ax.set_xticks(counts)
         ax.minorticks_off()
-        ax.xaxis.set_major_formatter(lambda x, _: number(x))
+        ax.xaxis.set_major_formatter("{x:g}")
         ax.set_xlabel("microbatches in a batch, m", fontsize=TEXT)
         panel_title(ax, f"Idle share of the {text}")
         log_axis(ax, smallest, 0.3, [0.0] * (0 in shares) + ticks, "0%")

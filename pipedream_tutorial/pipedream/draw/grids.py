@@ -14,9 +14,10 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
+from pipedream_simple import number, percent
 
 from pipedream.draw import page
-from pipedream.draw.page import EDGE, TEXT, Colour, number, percent
+from pipedream.draw.page import EDGE, TEXT, Colour
 from pipedream.schedules.ops import Op, Pair, Schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Config, Refused, Row, compare, measure
@@ -161,7 +162,7 @@ def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
     ax.set_ylabel("rank", fontsize=TEXT)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=most_times, integer=True))
-    ax.xaxis.set_major_formatter(lambda time, _: number(time))
+    ax.xaxis.set_major_formatter("{x:g}")
 
 
 def lay_out(

@@ -8,7 +8,6 @@ that F, B, I and W differ in lightness too.
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from itertools import product
 from math import hypot
 from typing import Any
@@ -95,30 +94,10 @@ def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figur
     return figure
 
 
-def percent(share: Fraction | float) -> str:
-    """A share as '27%'; below 10% with one decimal unless that is a zero: '5.9%', '0%'."""
-    value = 100 * float(share)
-    return f"{value:.1f}".removesuffix(".0") + "%" if value < 9.95 else f"{value:.0f}%"
-
-
-def number(value: Fraction | float) -> str:
-    """At most two decimals and none that are zeros: 33, 5.5, 2.33; 1e+06 and 0.001 as such."""
-    shown = float(value)
-    if shown and not 0.01 <= abs(shown) < 1e5:
-        return f"{shown:.3g}"
-    return f"{shown:.2f}".rstrip("0").rstrip(".")
-
-
 def ink(background: Colour) -> str:
     """Black or white, whichever reads better on a colour."""
     red, green, blue = (c**2.2 for c in to_rgb(background))  # the light that a screen gives
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
-
-
-def darker(colour: str) -> Colour:
-    """A line's colour as one that its name can be read in."""
-    red, green, blue = to_rgb(colour)
-    return (0.65 * red, 0.65 * green, 0.65 * blue)
 
 
 def paler(colour: str, share: float) -> Colour:

@@ -15,6 +15,7 @@ import checkout  # noqa: F401
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -28,11 +29,8 @@ from pipedream.draw.page import (
     LINE_COLOURS,
     SMALL,
     TEXT,
-    darker,
     new_figure,
-    number,
     panel_title,
-    percent,
     place_labels,
     save,
 )
@@ -44,6 +42,7 @@ from pipedream.simulate.comparison import Row, measure
 from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Timeline
 from pipedream.simulate.trace import transfers
+from pipedream_simple import number, percent
 
 from results.lab.tutorial.tables import Record, title_of
 
@@ -447,6 +446,12 @@ def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
     largest = max((row["median_relative_error"] or 0 for row in right), default=0)
     with_it = "exactly 0" if largest == 0 else f"{100 * largest:.2g}% at most"
     return f"Without stashing gradients are off by {low} to {high}; with stashing by {with_it}"
+
+
+def darker(colour: str) -> tuple[float, ...]:
+    """A line's colour as one that its name can be read in."""
+    red, green, blue = to_rgb(colour)
+    return (0.65 * red, 0.65 * green, 0.65 * blue)
 
 
 def _error_line(
