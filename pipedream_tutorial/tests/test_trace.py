@@ -9,7 +9,8 @@ import pytest
 from measured import with_messages
 from pipedream.schedules.ops import repeat
 from pipedream.schedules.orders import build_schedule
-from pipedream.schedules.policies import POLICIES
+from pipedream.schedules.policies import POLICIES, weight_use
+from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 from pipedream.simulate.trace import trace_document, transfers
 
@@ -114,6 +115,30 @@ def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> Non
     latency = timeline.costs.communication
     assert len(on_the_way) == (2 * len(transfers(timeline.schedule)) if latency else 0)
     assert {ns(e["dur"]) for e in on_the_way} == ({latency * tick} if latency else set())
+
+
+@pytest.mark.parametrize("name", ["pipedream", "zb-v", "dualpipe-v", "chimera"])
+def test_counters_are_what_is_in_flight(name: str) -> None:
+    """Counted here, at every moment, by looking for microbatches between F and their last pass."""
+    run = timeline_of(name)
+    policy = POLICIES["stash" if name == "pipedream" else "flush"]
+    events = [e for e in written(run, policy=policy) if e["ph"] == "C"]
+    last = {op[1:]: end for op, (_, end) in run.times.items() if op.kind in "BW"}
+    spans = [(s, i, run.times["F", s, i][0], end) for (s, i), end in last.items()]
+    whole = run.schedule.stages_per_rank
+    use = weight_use(run.schedule, policy, M)
+    for rank, stages in enumerate(run.schedule.stages()):
+        own = {e["name"]: {} for e in events}
+        for e in events:  # of several at one time the last counts
+            if e["pid"] == 1000 + rank:
+                own[e["name"]][e["ts"]] = e["args"]["count"]
+        held, kept = own.values()
+        for moment in {end for _, _, _, end in spans}:
+            at = [end <= moment for s, _, begin, end in spans if s in stages and begin <= moment]
+            before = max(ts for ts in held if ts <= moment * 10**6 + 1e-3)
+            assert held[before] == at.count(False) / whole
+        assert max(kept.values()) == sum(use[s].peak_versions for s in stages) / whole
+        assert max(held.values()) == peak_activations(run.schedule)[rank]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])

@@ -1,6 +1,6 @@
 """What a timeline costs: idle time, activations, weight versions."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -36,18 +36,17 @@ def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> I
     )
 
 
-def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, ...]]:
-    """By kind of operation: by how many stages' activations of a microbatch it changes what is
-    held, one step after the other.
+def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | int]]:
+    """By kind of operation: by how many stages' activations of a microbatch its start and its end
+    change what is held.
 
     A forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
-    In a pair the forward's is added before the backward's goes. Where there is an R, the forward
-    pass is there twice: with all that it computes, and with the share that stays when it ends; R
-    adds the rest. One stage of a schedule with v stages a rank holds 1/v of what a whole rank's
-    share would.
+    Where there is an R, the forward pass is there twice: with all that it computes, and with the
+    share that stays when it ends; R adds the rest. One stage of a schedule with v stages a rank
+    holds 1/v of what a whole rank's share would.
     """
-    gone = 1 - schedule.kept
-    return {"F": (1, -gone) if gone else (1,), "I": (0,), "W": (-1,), "B": (-1,), "R": (gone,)}
+    gone = (1 - schedule.kept) or 0  # a whole number is quick
+    return {"F": (1, -gone), "I": (0, 0), "W": (0, -1), "B": (0, -1), "R": (gone, 0)}
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
@@ -64,43 +63,29 @@ Times = Mapping[Op, tuple[Fraction | int, Fraction | int]]  # operation -> start
 Steps = list[tuple[Fraction | int, Fraction]]  # (time, how many from then on)
 
 
-def held_activations(schedule: Schedule, times: Times) -> dict[int, Steps]:
+def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
     """By rank: activations held, in microbatches of a rank's whole share. Counted from the start of
     a forward pass or R to the end of the pass that frees them."""
     changes = _changes(schedule)
-    found = {}
-    for rank, order in enumerate(schedule.flat):
-        held: Fraction | int = 0
-        points: list[tuple[Fraction | int, Fraction | int]] = [(0, held)]
+    found = []
+    for order in schedule.flat:
+        steps: Steps = [(0, Fraction(0))]
         for op in order:
-            for step, by in enumerate(changes[op.kind]):
-                held += by
-                begins = op.kind in ("F", "R") and step == 0
-                points.append((times[op][0 if begins else 1], held))
-        found[rank] = _where_it_changes(points, schedule.stages_per_rank)
+            for time, by in zip(times[op], changes[op.kind], strict=True):
+                steps.append((time, steps[-1][1] + Fraction(by) / schedule.stages_per_rank))
+        found.append(steps)
     return found
 
 
-def live_versions(
-    schedule: Schedule, times: Times, use: Mapping[int, WeightUse]
-) -> dict[int, Steps]:
+def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]) -> list[Steps]:
     """By rank: weight versions kept, in copies of a rank's whole share. Every stage starts with one
     version; an operation changes their number when it ends."""
-    found = {}
-    for rank, stages in enumerate(schedule.stages()):
+    found = []
+    for order, stages in zip(schedule.flat, schedule.stages(), strict=True):
         kept = dict.fromkeys(stages, 1)
-        points: list[tuple[Fraction | int, int]] = [(0, len(kept))]
-        for op in schedule.flat[rank]:
+        steps: Steps = [(0, Fraction(schedule.copies))]
+        for op in order:
             kept[op.stage] = use[op.stage].live[op]
-            points.append((times[op][1], sum(kept.values())))
-        found[rank] = _where_it_changes(points, schedule.stages_per_rank)
-    return found
-
-
-def _where_it_changes(points: Iterable[tuple[Fraction | int, Fraction | int]], v: int) -> Steps:
-    """In units of a rank's whole share of v stages; of several points at one time the last."""
-    found: Steps = []
-    for time, count in dict(points).items():
-        if not found or found[-1][1] != Fraction(count, v):
-            found.append((time, Fraction(count, v)))
+            steps.append((times[op][1], Fraction(sum(kept.values()), schedule.stages_per_rank)))
+        found.append(steps)
     return found

@@ -174,8 +174,8 @@ def _arrows(
         yield shared | {"pid": first_pid + finish.rank, "ts": ts, "ph": "f", "bp": "e"}
 
 
-def _counters(name: str, by_rank: dict[int, Steps], first_pid: int) -> Iterator[TraceEvent]:
-    for rank, points in by_rank.items():
-        at = {"ph": "C", "name": name, "pid": first_pid + rank, "tid": 0}
+def _counters(name: str, by_rank: list[Steps], first_pid: int) -> Iterator[TraceEvent]:
+    for pid, points in enumerate(by_rank, first_pid):
+        at = {"ph": "C", "name": name, "pid": pid, "tid": 0}
         for time_ns, count in points:
             yield at | {"args": {"count": float(count)}, "ts": time_ns / 1000}
