@@ -169,22 +169,15 @@ def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Time
 def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
     """When each rank ends the last of `count` batches, in ticks: the same orders again and again,
     a rank's next batch as soon as its own work is done. What `repeat` gives, without its length."""
-    now = timeline
     free = [0] * len(timeline.ends)
     for left in reversed(range(count)):
-        lines = list(zip(free, now.starts, now.ends, strict=True))
-        free = [ends[-1] if ends else before for before, _, ends in lines]
-        # Once a batch starts a step after the one before, so do all: no rank that was kept by its
-        # own work is freer now, and none that waited for data is free too late for them.
-        own = [(before, starts[0], ends[-1]) for before, starts, ends in lines if ends]
-        step = next(end - before for before, start, end in own if start == before)
-        if all(
-            end - step == start if start == before else end - step <= start
-            for before, start, end in own
-        ):
-            return [end + left * step for end in free]
+        before = free
+        free = [ends[-1] if ends else 0 for ends in timeline.ends]
+        steps = {end - old for old, end in zip(before, free, strict=True) if end}
+        if len(steps) == 1:  # all moved on by the same time, and always will
+            return [end + left * step for end in free for step in steps]
         if left:
-            now = simulate(timeline.schedule, timeline.costs, free)
+            timeline = simulate(timeline.schedule, timeline.costs, free)
     return free
 
 
