@@ -7,7 +7,7 @@ kept as exact fractions. Imports no torch.
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -199,15 +199,10 @@ def _ms(ns: Fraction | float) -> float:
 
 def write_whole(name: str, record: Record) -> None:
     """Replace the file at once: whenever the run ends, a whole record is there. What a link names
-    is replaced, not the link, and what is no file (/dev/stdout) is written to."""
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    path = Path(name)
-    if path.exists() and not path.is_file():
-        path.write_text(text)
-        return
-    path = path.resolve()
+    is replaced, not the link."""
+    path = Path(name).resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
+    beside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
     beside.replace(path)
 
 
@@ -234,38 +229,6 @@ def makespan_error(case: Record) -> float:
     return 100 * (case["predicted"]["makespan_ms"] / case["measured"]["makespan_ms"] - 1)
 
 
-def points_error(case: Record) -> float:
-    """Simulated utilisation less the measured one, percentage points."""
-    return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
-
-
-class Goal(NamedTuple):
-    """How close predictions of a record should be."""
-
-    most: float
-    error: Callable[[Record], float]
-    unit: str
-    text: str
-
-
-CPU_GOAL = Goal(10, makespan_error, "%", "10% of the makespan")
-GPU_GOAL = Goal(3, points_error, " points", "3 points")
-
-
-def goal_of(record: Record) -> Goal:
-    return GPU_GOAL if record["machine"]["gpus"] else CPU_GOAL
-
-
-def outside_goal(record: Record) -> list[str]:
-    """The record's runs that were predicted worse than that."""
-    most, error, unit, _ = goal_of(record)
-    return [
-        f"{_name(case)} ({error(case):+.1f}{unit})"
-        for case in record["cases"]
-        if case["predicted"] and not case["calibrated_on"] and abs(error(case)) > most
-    ]
-
-
 def render(record: Record) -> str:
     """The table of a record: measured against predicted, one line a run."""
     found = record["calibration"]
@@ -283,15 +246,10 @@ def render(record: Record) -> str:
         f"m={found['num_microbatches']}): forward + backward in ms, {average}; from stage to stage "
         f"{found['communication_ms']:.2f} ms",
         "bubble: the share of all stages' time that is idle; utilisation is the rest",
+        "simulated: from means; what else runs on this machine lengthens single operations",
         "results received before they were sent: "
         f"{sum(case['measured']['received_before_sent'] for case in cases)}",
     ]
-    outside = outside_goal(record)
-    if outside:
-        lines.append(
-            f"predicted worse than the goal of {goal_of(record).text}: {', '.join(outside)}; what "
-            "else runs on this machine lengthens single operations, so try again on a quiet one"
-        )
     memory = {_name(case): case["measured"]["peak_memory_mib"] for case in cases}
     if any(memory.values()):
         lines.append("peak memory by stage, MiB")

@@ -36,7 +36,6 @@ from pipedream.draw.page import (
 )
 from pipedream.plan.planner import Plan, plan_pipeline, simulate_plan
 from pipedream.plan.profile import load_profile
-from pipedream.runtime.record import GPU_GOAL, points_error
 from pipedream.schedules.orders import SCHEDULES
 from pipedream.simulate.comparison import Row, measure
 from pipedream.simulate.measures import idle
@@ -44,7 +43,7 @@ from pipedream.simulate.simulator import Timeline
 from pipedream.simulate.trace import transfers
 from pipedream_simple import number, percent
 
-from results.lab.tutorial.tables import Record, title_of
+from results.lab.tutorial.tables import GPU_GOAL, Record, points_error, title_of
 
 CURVE: dict[str, Any] = {
     "color": LINE_COLOURS[4], "marker": "D", "markersize": 6, "linewidth": 2,

@@ -4,19 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import checkout  # noqa: F401
-from pipedream.runtime.record import (
+from pipedream.runtime.record import makespan_error, render, waited_for_host
+
+from results.lab.tutorial.tables import (
     GPU_GOAL,
+    Record,
+    checked,
+    final_loss_table,
     goal_of,
-    makespan_error,
-    outside_goal,
+    is_met,
     points_error,
-    render,
-    waited_for_host,
+    study_intro,
+    title_of,
+    wrapped,
 )
-
-from results.lab.tutorial.tables import final_loss_table, study_intro, title_of, wrapped
-
-Record = Mapping[str, Any]
 
 
 def describe(record: Record) -> str:
@@ -38,15 +39,6 @@ def _device(record: Record) -> str:
     return record["machine"]["device"].partition(",")[0]
 
 
-def checked(record: Record) -> list[Mapping[str, Any]]:
-    """The cases that the simulator predicted without having seen them."""
-    return [
-        case
-        for case in record["cases"]
-        if case["predicted"] is not None and not case["calibrated_on"]
-    ]
-
-
 def summary(records: Mapping[str, Record]) -> str:
     """One line a record: how far the simulator was off at most, and whether that is the goal."""
     lines = [
@@ -61,10 +53,9 @@ def summary(records: Mapping[str, Record]) -> str:
             continue
         percent = max(abs(makespan_error(case)) for case in cases)
         points = max(abs(points_error(case)) for case in cases)
-        met = not outside_goal(record)
         lines.append(
             f"| {link}, {len(cases)} | {percent:.1f}% | {points:.1f} points "
-            f"| {'met' if met else 'not met'} |"
+            f"| {'met' if is_met(record) else 'not met'} |"
         )
     return "\n".join(lines)
 
@@ -100,7 +91,7 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
 def verdict(records: Mapping[str, Record]) -> str:
     """What all records come to: goals, weights, versions, clocks."""
     cases = [case for record in records.values() for case in record["cases"]]
-    missed = [title(record) for record in records.values() if outside_goal(record)]
+    missed = [title(record) for record in records.values() if not is_met(record)]
     equal = [case["measured"]["weights_equal"] for case in cases]
     same_versions = [
         case["measured"]["peak_versions"] == case["predicted"]["peak_versions"]
