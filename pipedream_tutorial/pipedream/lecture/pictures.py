@@ -25,13 +25,10 @@ class Shown(NamedTuple):
         return "\n".join(parts)
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        from PIL import Image
-
         panels = [Panel(describe(timeline), timeline) for timeline in self.timelines]
-        drawn, small = io.BytesIO(), io.BytesIO()
+        drawn = io.BytesIO()
         lay_out(self.title, panels).savefig(drawn)
-        Image.open(drawn).convert("RGB").quantize(32).save(small, "png", optimize=True)
-        return small.getvalue(), {"width": int(WIDTH * DPI / 2)}
+        return drawn.getvalue(), {"width": int(WIDTH * DPI / 2)}
 
 
 def describe(timeline: Timeline) -> str:

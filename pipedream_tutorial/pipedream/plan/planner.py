@@ -131,18 +131,18 @@ def plan_pipeline(
         )
     most = num_workers if replication else 1
     stage = partial(_stage, layers, bandwidth, sync_factor)
-    best: dict[tuple[int, int], tuple[Fraction, Stages]] = {}  # (j, m) -> A(j, m) and its stages
+    # (j, m) -> A(j, m) and its stages; before the first layer there are none.
+    best: dict[tuple[int, int], tuple[Fraction, Stages]] = {(-1, 0): (Fraction(0), ())}
     for j in range(len(layers)):
         lasts = {(i, r): stage(i, j, r) for i in range(j + 1) for r in range(1, most + 1)}
         period = {key: last.period_s for key, last in lasts.items()}
         for m in range(1, num_workers + 1):
             found: list[tuple[Fraction, Stages]] = []
-            if m <= most:
-                found.append((period[0, m], (lasts[0, m],)))
-            for i, r in product(range(j), range(1, min(m - 1, most) + 1)):
+            for i, r in product(range(-1, j), range(1, min(m, most) + 1)):
                 if (i, m - r) in best:
                     before, stages = best[i, m - r]
-                    longest = max(before, stages[-1].link_s, period[i + 1, r])
+                    link_s = stages[-1].link_s if stages else Fraction(0)
+                    longest = max(before, link_s, period[i + 1, r])
                     found.append((longest, (*stages, lasts[i + 1, r])))
             if found:
                 best[j, m] = min(found, key=itemgetter(0))  # of equal ones the first
