@@ -27,14 +27,7 @@ _NUMBER = re.compile(
 )
 _WORDS = dict.fromkeys(("true", "yes", "on", "1"), True)
 _WORDS |= dict.fromkeys(("false", "no", "off", "0"), False)
-_KINDS = {
-    int: ("a whole number", "1,2"),
-    float: ("a number", "2,0.5"),
-    Fraction: ("a number", "2,0.5,1/3"),
-    bool: ("True or False", ""),
-    str: ("text", "a,b"),
-}
-"""What each kind is called, and a list of such values."""
+_KINDS = {int: "a whole number", bool: "True or False", str: "text"}  # else "a number"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +79,7 @@ class Rule:
 
     def describe(self) -> str:
         """What is accepted, in words."""
-        text, example = _KINDS[self.kind]
+        text = _KINDS.get(self.kind, "a number")
         if self.choices:
             text = "one of " + ", ".join(self.choices)
         if self.or_file:
@@ -94,7 +87,7 @@ class Rule:
         if math.isfinite(self.low):
             text += f" from {float(self.low):.9g} to {self.high:.9g}"
         if self.many:
-            text = f"a list such as {example}, each {text}"
+            text = f"a list with commas, each {text}"
         elif self.kind is Fraction:
             text += ", such as 2, 0.5 or 1/3"
         return f"{text}, or None" if self.none else text

@@ -64,8 +64,8 @@ def test_values_are_parsed_by_the_key_s_rule(argument, value):
         ),
         (
             ["--set", "stage_scale=1,x"],
-            "stage_scale=x is not accepted; give a list such as 2,0.5,1/3, each a number "
-            "from 1e-09 to 1000, or None",
+            "stage_scale=x is not accepted; give a list with commas, each a number from 1e-09 "
+            "to 1000, or None",
         ),
         (["--set", "mode=slw"], "mode=slw is not accepted; did you mean 'slow'?"),
         (["--nun_stages", "3"], "unknown argument --nun_stages; did you mean '--num_stages'?"),

@@ -172,33 +172,34 @@ class Workload:
         self.config = config
         self.device = device or torch.device("cpu")
         self.blocks = BLOCKS.get(name)
+        p = config["num_stages"]
+        total = 2 * p if self.blocks is None else self.blocks.num_layers
+        if not config["layers_per_stage"] and total % p:
+            able = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+            raise UserError(
+                f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
+                f"set num_stages to one of {able}, or set layers_per_stage",
+            )
+        self.layers = config["layers_per_stage"] or total // p  # of a rank
         batch = config.get("microbatch_size") or (8 if self.blocks is None else 4)
+        dtype = config.get("dtype")
+        self.loss: Loss
         if self.blocks is None:
-            self.layers = config["layers_per_stage"] or 2  # of a rank
-            dtype = config.get("dtype") or "float64"
+            dtype = dtype or "float64"
             task = build_task(seed=config["seed"], microbatch_size=batch)
-            self.loss: Loss = functional.cross_entropy
+            self.loss = functional.cross_entropy
             text = f"{count(self.layers, 'layer')} a stage, {batch} samples"
         else:
-            total, hidden, tokens = self.blocks.num_layers, self.blocks.hidden, self.blocks.seq_len
-            p = config["num_stages"]
-            if not config["layers_per_stage"] and total % p:
-                able = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
-                raise UserError(
-                    f"the {total} blocks of {name} cannot be cut evenly into {p} stages",
-                    f"set num_stages to one of {able}, or set layers_per_stage",
-                )
-            self.layers = config["layers_per_stage"] or total // p
-            dtype = config.get("dtype") or ("bfloat16" if self.device.type == "cuda" else "float32")
+            dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
             # Four microbatches of normal numbers, in place of embedded text, and as the target.
             generator = torch.Generator().manual_seed(config["seed"])
-            shape = 4 * batch, tokens, hidden
+            shape = 4 * batch, self.blocks.seq_len, self.blocks.hidden
             x, y = (torch.randn(shape, generator=generator) for _ in range(2))
             task = Task(x, y.to(getattr(torch, dtype)), batch)
             self.loss = functional.mse_loss
             text = (
-                f"{count(self.layers, 'block')} of hidden size {hidden} a stage (no embedding, no "
-                f"head), {batch} sequences of {tokens}"
+                f"{count(self.layers, 'block')} of hidden size {shape[2]} a stage (no embedding, "
+                f"no head), {batch} sequences of {shape[1]}"
             )
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.text = f"{name}, {text} a microbatch, {dtype}"
