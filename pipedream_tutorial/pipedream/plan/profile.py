@@ -58,7 +58,7 @@ def load_profile(path: Path) -> Profile:
     """Read and check a profile's JSON. Raises UserError that names the file and the key."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # no text, no JSON, or nested deeply
+    except (OSError, ValueError) as error:  # no text, or no JSON
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: {reason}", "give the path of a profile's JSON") from None
     layers = found.pop("layers", None) if isinstance(found, dict) else None
@@ -81,12 +81,9 @@ def _checked(found: object, rules: Mapping[str, Rule], where: str) -> dict[str, 
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write what load_profile reads, one line a layer. Its numbers have to be int or float."""
-    values = profile._asdict()
-    layers = ",\n".join("    " + json.dumps(layer._asdict()) for layer in values.pop("layers"))
-    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in values.items()]
-    text = "\n".join(["{", *lines, '  "layers": [', layers, "  ]", "}"])
-    path.write_text(text + "\n", encoding="utf-8")
+    """Write what load_profile reads. Its numbers have to be int or float."""
+    values = profile._asdict() | {"layers": [layer._asdict() for layer in profile.layers]}
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def measure_profile(

@@ -31,16 +31,10 @@ class StageLostError(RuntimeError):
 def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
     """What launch() or torchrun made this process; None if neither started it. Raises UserError for
     another number of processes than `num_stages`, or more than one machine."""
-    if "RANK" not in environment:
-        return None
     names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-    try:
-        rank, world_size, local_size = (int(environment[name]) for name in names)
-    except (KeyError, ValueError):
-        raise UserError(
-            "RANK is set, but WORLD_SIZE or LOCAL_WORLD_SIZE is not a number",
-            "start with torchrun, or unset RANK",
-        ) from None
+    if any(name not in environment for name in names):
+        return None
+    rank, world_size, local_size = (int(environment[name]) for name in names)
     if world_size != num_stages:
         raise UserError(
             f"{world_size} processes were started for num_stages={num_stages}",
