@@ -50,6 +50,9 @@ CONFIG: dict[str, Any] = {
     "check_weights": True,  # train in one process, too, and compare the final weights bit for bit
     "timeout_s": 120,  # a stage that waits longer for another one gives up
     "go_on": False,  # where a schedule fails, start again without it
+    "trace": None,  # file for a Perfetto trace of the last run, predicted and measured
+    "record": None,  # JSON file for all measured and predicted numbers
+    "weights": None,  # file for the final weights of every run, by torch.save
 }
 
 RULES: dict[str, Rule] = {
@@ -75,19 +78,16 @@ RULES: dict[str, Rule] = {
     "check_weights": Rule(kind=bool),
     "timeout_s": Rule(kind=float, low=1, high=3600),
     "go_on": Rule(kind=bool),
+    "trace": Rule(kind=str, none=True),
+    "record": Rule(kind=str, none=True),
+    "weights": Rule(kind=str, none=True),
 }  # fmt: skip
-EXTRA = {
-    "trace": "write a Perfetto trace of the last run, predicted and measured",
-    "record": "write all measured and predicted numbers as JSON",
-    "weights": "write the final weights of every run with torch.save",
-}
+OUTPUTS = ("trace", "record", "weights")
 
 
 def read_config(arguments: list[str]) -> dict[str, Any]:
     """CONFIG, with what the command line changes."""
-    config = parse_arguments(
-        CONFIG, RULES, str(__doc__), script=__file__, extra=EXTRA, arguments=arguments
-    )
+    config = parse_arguments(CONFIG, RULES, str(__doc__), script=__file__, arguments=arguments)
     if "all" in config["schedule"]:
         config["schedule"] = _those_that_can_run(config)
     for key in ("schedule", "num_microbatches"):
@@ -100,19 +100,18 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
             f"calibrate_on={config['calibrate_on']} is not among num_microbatches={listed}",
             "name one that is run",
         )
-    for key in EXTRA:
+    for key in OUTPUTS:
         if config[key] is not None:
             _check_writable(f"--{key} {config[key]}", Path(config[key]).absolute())
     return config
 
 
 def _check_writable(option: str, path: Path) -> None:
-    if path.is_dir():
-        raise UserError(f"{option} is a folder", "add a file's name")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{option} is a folder or a device", "add a file's name")
     if not path.parent.is_dir():
         raise UserError(f"{option}: no such folder", "make it first")
-    replaced = path.is_file() or not path.exists()  # by a new file beside it
-    if not os.access(path.resolve().parent if replaced else path, os.W_OK):
+    if not os.access(path.resolve().parent, os.W_OK):  # a new file beside it replaces it
         raise UserError(f"{option} cannot be written", "give another path")
 
 
@@ -163,9 +162,7 @@ def run_stage(config: Mapping[str, Any], arguments: list[str], rank: int) -> Non
     """Run a stage; on rank 0 also print and write what came of it."""
     from pipedream.runtime.session import run_session  # torch
 
-    outputs = {key: config[key] for key in EXTRA}
-    command = " ".join(["python pipedream_runtime.py", *arguments])
-    run_session({key: config[key] for key in CONFIG}, outputs, command, rank)
+    run_session(config, " ".join(["python pipedream_runtime.py", *arguments]), rank)
 
 
 if __name__ == "__main__":

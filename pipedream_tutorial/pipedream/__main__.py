@@ -42,6 +42,8 @@ CONFIG: dict[str, Any] = {
     "learning_rate": 0.5,  # of plain SGD
     "steps": 40,  # batches to train on; 0: train nothing
     "seed": 0,  # of the initial weights and the data
+    "csv": None,  # file for the schedule's order, which torch.distributed.pipelining loads
+    "trace": None,  # JSON file for the schedule's timeline, which ui.perfetto.dev opens
 }
 
 RULES = SHARED_RULES | {
@@ -56,11 +58,10 @@ RULES = SHARED_RULES | {
     "learning_rate": Rule(kind=float, low=LEAST, high=100),
     "steps": Rule(kind=int, low=0, high=10000),
     "seed": Rule(kind=int, low=0, high=2**31 - 1),
+    "csv": Rule(kind=str, none=True),
+    "trace": Rule(kind=str, none=True),
 }
-EXTRA = {
-    "csv": "write the schedule's order as CSV, which torch.distributed.pipelining loads",
-    "trace": "write the schedule's timeline as JSON, which ui.perfetto.dev opens",
-}
+OUTPUTS = ("csv", "trace")
 MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
 
 
@@ -86,7 +87,7 @@ def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) ->
 def read(config: dict[str, Any]) -> dict[str, Any]:
     """CONFIG, with what the command line changes."""
     about = str(__doc__).split("\n\n")[0]
-    return parse_arguments(config, RULES, about, script=__file__, extra=EXTRA)
+    return parse_arguments(config, RULES, about, script=__file__)
 
 
 def show(config: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ def show(config: dict[str, Any]) -> None:
     sizes = config["num_stages"], config["num_microbatches"]
     rows: Iterable[Row | Refused]
     if name == "all":
-        for option in EXTRA:
+        for option in OUTPUTS:
             if config[option] is not None:
                 fix = "add --set schedule=1f1b or another"
                 raise UserError(f"--{option} writes one schedule", fix)
@@ -144,7 +145,7 @@ def export(row: Row, config: dict[str, Any]) -> None:
             row.stream.schedule, predicted=row.stream, policy=row.policy, batch_size=m
         )
         Path(config["trace"]).write_text(json.dumps(trace))
-    for option in EXTRA:
+    for option in OUTPUTS:
         if config[option] is not None:
             print(f"wrote {config[option]}", file=sys.stderr)
 

@@ -127,17 +127,14 @@ def parse_arguments(
     description: str,
     *,
     script: str,
-    extra: Mapping[str, str] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """CONFIG with what the command line changes, every value checked.
 
-    `--set key=value` may be repeated, and `--key value` is the same; the last one wins. `extra`
-    names further options, each with its help text ("trace": "write ..."): a text, None where it
-    is not given. `arguments` is sys.argv's by default. Raises UserError for an unknown key or a
-    value that its rule does not accept; --help prints all keys and exits with 0.
+    `--set key=value` may be repeated, and `--key value` is the same; the last one wins.
+    `arguments` is sys.argv's by default. Raises UserError for an unknown key or a value that its
+    rule does not accept; --help prints all keys and exits with 0.
     """
-    extra = extra or {}
     for key in config:
         if key not in rules:
             raise UserError(f"CONFIG has the unknown key {_shown(key)}", nearest(str(key), rules))
@@ -154,8 +151,6 @@ def parse_arguments(
     )
     text = "change a key of CONFIG; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
-    for name, text in extra.items():
-        parser.add_argument(f"--{name}", metavar="PATH", help=text)
     keys = parser.add_argument_group("keys of CONFIG (--set key=value, or --key value)")
     for key, default in config.items():
         meaning = comments.get(key, "")  # none where a value was edited to be several lines
@@ -167,7 +162,7 @@ def parse_arguments(
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
         name = unknown[0].partition("=")[0]
-        known = [f"--{name}" for name in ["set", *extra, *config]]
+        known = [f"--{name}" for name in ["set", *config]]
         hint = RENAMED.get(name.removeprefix("--")) or nearest(name, known)
         raise UserError(f"unknown argument {_shown(name)}", hint)
     merged = dict(config)
@@ -180,8 +175,7 @@ def parse_arguments(
             hint = RENAMED.get(key) or nearest(key, config)
             raise UserError(f"CONFIG has no key {_shown(key)}", hint)
         merged[key] = value
-    values = {key: rules[key].check(key, value) for key, value in merged.items()}
-    return values | {name: getattr(given, name) for name in extra}
+    return {key: rules[key].check(key, value) for key, value in merged.items()}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -178,7 +178,7 @@ def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(tmp_path):
     [
         (["--calibrate_on=5"], "calibrate_on=5 is not among num_microbatches=4,8"),
         (["--record", "/no/such/folder/x.json"], "make it first"),
-        (["--record", "/tmp"], "--record /tmp is a folder; add a file's name"),
+        (["--record", "/tmp"], "--record /tmp is a folder or a device; add a file's name"),
     ],
 )
 def test_values_that_cannot_be_are_refused_before_a_stage_starts(arguments, words):

@@ -164,8 +164,8 @@ OTHER = {
 
 
 def test_every_key_can_be_set_and_changes_what_is_printed(capsys, monkeypatch):
-    of_search = {"memory", "prove"}  # prove needs OR-Tools: see test_search.py
-    assert set(OTHER) | of_search == set(command.CONFIG) == set(command.RULES)
+    others = {"memory", "prove", "csv", "trace"}  # prove needs OR-Tools: see test_search.py
+    assert set(OTHER) | others == set(command.CONFIG) == set(command.RULES)
 
     def output(values: dict[str, str]) -> str:
         return call(capsys, monkeypatch, *[f"--set={k}={v}" for k, v in values.items()])

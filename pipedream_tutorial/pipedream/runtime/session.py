@@ -92,9 +92,9 @@ def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -
     return [found[stage] for stage in range(len(modules))]
 
 
-def run_session(config: Config, outputs: Mapping[str, str | None], command: str, rank: int) -> None:
+def run_session(config: Config, command: str, rank: int) -> None:
     """Run all cases as one of the stages; on rank 0 also print and write what came of it, to the
-    paths in `outputs`: trace, record, weights."""
+    paths that `config` has: trace, record, weights."""
     cases = build_cases(config)
     station = Station(rank, config)
     if rank == 0:
@@ -121,7 +121,7 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             report, weights = station.run(case, emulated=True)
             repeats.append(report)
         by_rank = exchange(repeats)
-        wanted = config["check_weights"] or outputs["weights"]
+        wanted = config["check_weights"] or config["weights"]
         by_stage = gather_weights(case, station.workload, weights) if wanted else []
         if rank > 0:
             continue
@@ -133,8 +133,8 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             f"  {case.name}, m={case.num_microbatches}: {run.measured['makespan_ms'] / 1000:.3f} s",
             flush=True,
         )
-        if chosen and outputs["record"]:  # so that a case that fails does not take the others along
-            write_whole(outputs["record"], build_record(runs, chosen, about))
+        if chosen and config["record"]:  # so that a case that fails does not take the others along
+            write_whole(config["record"], build_record(runs, chosen, about))
     with connection_to("the other stages"):
         dist.barrier()
     dist.destroy_process_group()
@@ -151,9 +151,9 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             run.measured["weights_equal"] = all(same)
     record = build_record(runs, chosen, about)
     print(render(record), flush=True)
-    if outputs["record"]:
-        write_whole(outputs["record"], record)
-    if outputs["trace"]:
+    if config["record"]:
+        write_whole(config["record"], record)
+    if config["trace"]:
         trace = trace_document(
             run.case.schedule,
             predicted=chosen.predict(run.case.schedule),
@@ -162,10 +162,10 @@ def run_session(config: Config, outputs: Mapping[str, str | None], command: str,
             batch_size=run.case.num_microbatches,
             unit_s=1e-9,
         )
-        Path(outputs["trace"]).write_text(json.dumps(trace))
-    if outputs["weights"]:  # {(schedule, m): [the weights of each stage, by name]}
+        Path(config["trace"]).write_text(json.dumps(trace))
+    if config["weights"]:  # {(schedule, m): [the weights of each stage, by name]}
         named = {(run.case.name, run.case.num_microbatches): run.weights for run in runs}
-        torch.save(named, outputs["weights"])
+        torch.save(named, config["weights"])
 
 
 def describe(station: Station) -> str:
