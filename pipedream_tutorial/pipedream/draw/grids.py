@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
@@ -330,18 +328,9 @@ def weight_versioning(work: Work) -> Figure:
     )
     box: dict[str, Any] = {"facecolor": "white", "edgecolor": "black", "linewidth": 3}
     outlined = Patch(**box, label="B on other weights than its F")
-    legend = [outlined, Patch(**IDLE_HATCH, label="idle")]
-    figure = lay_out(title, panels, tall=1.9, right=1.25, legend=legend)
-    # Beside the panels, the shades as a bar.
-    top = figure.axes[0].get_position()
-    bottom = figure.axes[-1].get_position().y0
-    inch = 1 / page.WIDTH
-    bar_axes = figure.add_axes((top.x1 + 0.25 * inch, bottom, 0.22 * inch, top.y1 - bottom))
-    norm = BoundaryNorm([v - 0.5 for v in range(newest + 2)], newest + 1)
-    colours = ScalarMappable(norm=norm, cmap=ListedColormap(shades))
-    ticks = MaxNLocator(nbins=12, integer=True)
-    bar = figure.colorbar(colours, cax=bar_axes, label="weight version", ticks=ticks)
-    bar.minorticks_off()
-    bar.ax.tick_params(labelsize=page.SMALL)
-    bar.ax.yaxis.label.set_fontsize(TEXT)
-    return figure
+    legend = [
+        Patch(fc=shades[v], ec=EDGE, lw=0.6, label=f"version {v}")
+        for v in range(0, newest + 1, -(-newest // 8) or 1)
+    ]
+    legend += [outlined, Patch(**IDLE_HATCH, label="idle")]
+    return lay_out(title, panels, tall=1.9, legend=legend)
