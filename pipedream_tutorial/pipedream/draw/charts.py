@@ -202,14 +202,14 @@ def memory_vs_bubble(work: Work) -> Figure:
     for x, y in sorted(places):
         if not front or y < front[-1][1]:
             front.append((x, y))
-    best = [name.rpartition(" (")[0] for point in front for name in places[point]]
+    best = sum(len(places[point]) for point in front)
     title = (
-        f"Idle time against memory: for every schedule but {_listed(best)} another one is better "
-        "in one and no worse in the other"
+        f"Idle time against memory: for all but {best} of {sum(map(len, places.values()))} schedules "
+        "another one is better in one and no worse in the other"
     )
     legend = [Line2D([], [], label="not beaten", **BEST), Line2D([], [], label="beaten", **BEATEN)]
     wrong = [row.title for row in work.found if not row.policy.stashed]
-    notes = [STEADY, f"Left out, because its gradients are wrong: {_listed(wrong)}"]
+    notes = [STEADY, f"Left out, because its gradients are wrong: {', '.join(wrong)}"]
     figure, (ax,) = new_figure(title, [5.6], legend=legend, head=0.3, left=1.05, notes=notes)
     ax.set_xlim(-0.03, 1.12 * float(max(x for x, _ in places)) + 0.05)
     ax.set_ylim(0, 1.12 * float(max(y for _, y in places)) + 0.5)
@@ -228,10 +228,6 @@ def memory_vs_bubble(work: Work) -> Figure:
     labels = {(float(x), float(y)): "\n".join(names) for (x, y), names in places.items()}
     page.place_labels(ax, labels)
     return figure
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
 def activations_and_versions(work: Work) -> Figure:
