@@ -202,10 +202,10 @@ def memory_vs_bubble(work: Work) -> Figure:
     for x, y in sorted(places):
         if not front or y < front[-1][1]:
             front.append((x, y))
-    best = sum(len(places[point]) for point in front)
+    best, shown = (sum(len(places[point]) for point in points) for points in (front, places))
     title = (
-        f"Idle time against memory: for all but {best} of {sum(map(len, places.values()))} schedules "
-        "another one is better in one and no worse in the other"
+        f"Idle time against memory: for all but {best} of {shown} schedules another one is better "
+        "in one and no worse in the other"
     )
     legend = [Line2D([], [], label="not beaten", **BEST), Line2D([], [], label="beaten", **BEATEN)]
     wrong = [row.title for row in work.found if not row.policy.stashed]

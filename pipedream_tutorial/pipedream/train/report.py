@@ -44,13 +44,12 @@ def print_training(config: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     settings = config | {"num_batches": config["steps"]}
-    refused = []
     for one in TRAINED if name == "all" else [name]:
         title = SCHEDULES[one].title
         try:
             result, errors = train_and_check(one, every=3, **settings)
         except UserError as error:
-            refused.append(f"{title}: {error}")
+            print_wrapped(f"{title}: {error}", "Not trained: ")
             continue
         loss = final_loss(result, config["num_microbatches"])
         end = "diverged" if result.diverged else f"{loss:.4f}"
@@ -61,8 +60,6 @@ def print_training(config: dict[str, Any]) -> None:
             *result.peak_versions,
             flush=True,  # the next one takes a second or two
         )
-    for text in refused:
-        print_wrapped(text, "Not trained: ")
     print_wrapped(
         "final loss: mean of the last batches that hold every sample once. gradient off: what the "
         "backward passes gave against autograd through the whole model, relative; at the weights "
