@@ -172,7 +172,7 @@ def test_utilisation_is_the_measures(shipped: dict[str, Figure]) -> None:
 
 def test_bubble_points_lie_on_the_closed_forms(shipped: dict[str, Figure]) -> None:
     counts = [1, 2, 4, 8, 16, 32, 64]
-    curves = idle_curves(CONFIG, counts, [])
+    curves = idle_curves(CONFIG, counts)
     assert sum(len(curve.closed) for curve in curves) > 40
     for curve in curves:
         assert curve.closed.items() <= curve.simulated.items()

@@ -299,11 +299,9 @@ def take_device(config: Config, rank: int) -> torch.device:
     stages = config["num_stages"]
     gpus = torch.cuda.device_count()
     if config["device"] == "cuda" and gpus < stages:
-        fewer = "set num_stages to that, " if gpus else ""
         raise UserError(
-            f"device=cuda needs a GPU for each of {stages} stages, and this machine has "
-            f"{gpus or 'none'}",
-            f"{fewer}run it where there are {stages}, or add --set device=cpu",
+            f"device=cuda needs a GPU for each of {stages} stages, and this machine has {gpus}",
+            "set num_stages to no more, or add --set device=cpu",
         )
     if config["device"] == "cpu" or gpus < stages:
         return torch.device("cpu")
