@@ -143,13 +143,7 @@ def measure_gpt2(config: dict[str, Any]) -> Profile:
     modules = [(name, layer.to(device, dtype)) for name, layer in gpt2_layers(size).items()]
     shape = config["batch"], config["sequence"] + 1
     text = torch.randint(size.vocabulary, shape, device=device)
-    layers = measure_profile(
-        modules,
-        text[:, :-1],
-        targets=text[:, 1:],
-        repeats=config["repeats"],
-        warmup=-(-config["repeats"] // 3),
-    )
+    layers = measure_profile(modules, text[:, :-1], targets=text[:, 1:], repeats=config["repeats"])
     return Profile(
         model=name,
         device=device_name(device),

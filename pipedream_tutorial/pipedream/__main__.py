@@ -8,11 +8,13 @@ Everything printed is computed here: grids and times by simulation, losses by tr
 """
 
 import gc
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
 import pipedream_simple as simple
@@ -26,7 +28,6 @@ from pipedream.schedules.orders import SCHEDULES, build_schedule
 from pipedream.simulate import comparison
 from pipedream.simulate.comparison import Refused, Row
 from pipedream.simulate.trace import trace_document
-from pipedream.train.report import print_training
 
 CONFIG: dict[str, Any] = {
     **simple.CONFIG,  # pipedream_simple.py's keys, of which the schedule and the steps differ
@@ -62,6 +63,10 @@ RULES = SHARED_RULES | {
     "trace": Rule(kind=str, none=True),
 }
 OUTPUTS = ("csv", "trace")
+TRAINED = (
+    "naive", "gpipe", "1f1b",
+    "pipedream", "pipedream-no-stash", "pipedream-vertical", "pipedream-2bw",
+)  # fmt: skip
 MIXED = "*: backward passes see newer weights than their forward passes did: no model's gradient."
 
 
@@ -239,6 +244,60 @@ def print_comparison(rows: Iterable[Row | Refused], num_batches: int) -> None:
         mixed = mixed or row.mixed
     for note in (*simple.NOTES, *([MIXED] if mixed else [])):
         print_wrapped(note)
+
+
+def print_training(config: dict[str, Any]) -> None:
+    """Train a small model under each weight policy, or under the schedule that was named."""
+    name = config["schedule"]
+    if name != "all" and name not in SCHEDULES:
+        print("Not trained here: pipedream_runtime.py --schedule PATH trains under a CSV.")
+        return
+    if importlib.util.find_spec("torch") is None:
+        print_wrapped(
+            "torch is not installed in this Python; type python -m pip install -r "
+            "requirements.txt in the tutorial's folder, or --set steps=0 to leave it out",
+            "Not trained: ",
+        )
+        return
+    title = (
+        f"Trained: {config['layers_per_stage']} layers on each of {config['num_stages']} stages, "
+        f"{config['steps']} batches of {config['num_microbatches']} microbatches, SGD at "
+        f"{config['learning_rate']:g}"
+    )
+    print(
+        f"{bold(title)}\n"
+        f"{'':<24}{'loss at':>9}{'final':>10}{'gradient off at':>23}   weight versions\n"
+        f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage",
+        flush=True,
+    )
+    import torch  # takes seconds, while the tables above are read
+
+    from pipedream.train.oracle import final_loss, train_and_check
+
+    torch.set_num_threads(1)
+    settings = config | {"num_batches": config["steps"]}
+    for one in TRAINED if name == "all" else [name]:
+        title = SCHEDULES[one].title
+        try:
+            result, errors = train_and_check(one, every=3, **settings)
+        except UserError as error:
+            print_wrapped(f"{title}: {error}", "Not trained: ")
+            continue
+        loss = final_loss(result, config["num_microbatches"])
+        end = "diverged" if result.diverged else f"{loss:.4f}"
+        off = median(error.relative_error for error in errors)
+        stale = median(error.staleness_error for error in errors)
+        print(
+            f"{title:<24}{result.losses[0]:>9.4f}{end:>10}{off:>14.2g}{stale:>9.2g}  ",
+            *result.peak_versions,
+            flush=True,  # the next one takes a second or two
+        )
+    print_wrapped(
+        "final loss: mean of the last batches that hold every sample once. gradient off: what the "
+        "backward passes gave against autograd through the whole model, relative; at the weights "
+        "that the microbatch's own forward pass used, and at the newest ones, which are updated. "
+        "Medians over every third microbatch."
+    )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
+from pipedream.__main__ import TRAINED
 from pipedream.train.oracle import MicrobatchError, train, train_and_check
-from pipedream.train.report import TRAINED
 
 from results.lab.tutorial.staleness import gradient_errors
 

@@ -56,10 +56,7 @@ def listed(values: Sequence[Fraction | int], what: str) -> str:
     """All values, one for each `what`; or just one where they are equal."""
     if len(set(values)) == 1:
         return f"{number(values[0])} on every {what}"
-    shown = [number(value) for value in values]
-    if len(shown) > 16:
-        shown[8:-4] = ["..."]
-    return f"{' '.join(shown)} by {what}"
+    return f"{' '.join(map(number, values))} by {what}"
 
 
 def width() -> int:

@@ -6,6 +6,7 @@ PipeDream (arXiv 1806.03377) plans from these three per layer. Loading a profile
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -92,14 +93,13 @@ def measure_profile(
     *,
     targets: torch.Tensor,
     repeats: int,
-    warmup: int,
 ) -> list[Layer]:
     """Time each layer's forward and backward pass where its weights and `example` are.
 
     `example` is the first layer's input, one microbatch; each layer's output is the next one's
     input. The last layer takes `targets` as well and returns a loss. Seconds are medians of
-    `repeats` after `warmup` more that are not counted, rounded to 0.1 us. Each repeat goes through
-    all layers, so that what else the machine does slows one repeat of all, not all repeats of one.
+    `repeats`, before which a third as many are not counted, rounded to 0.1 us. A repeat goes
+    through all layers: what else the machine does slows one of all, not all of one.
     """
     import torch
 
@@ -109,6 +109,7 @@ def measure_profile(
             torch.cuda.synchronize(example.device)
         return time.perf_counter()
 
+    warmup = -(-repeats // 3)
     found: list[list[tuple[float, float, int]]] = [[] for _ in layers]
     for _ in range(warmup + repeats):
         x = example.detach()
@@ -149,6 +150,5 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"CPU, {models[0]}" if models else "CPU"
+    model = re.search("model name.*: (.*)", info.read_text()) if info.is_file() else None
+    return f"CPU, {model[1]}" if model else "CPU"

@@ -4,7 +4,6 @@ Weights are drawn layer by layer, so the same model comes out however it is cut.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +72,7 @@ def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
     return Task(inputs, targets, microbatch_size)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GPT2Size:
+class GPT2Size(NamedTuple):
     """What fixes the shape of every weight; `heads` divides `hidden`."""
 
     num_layers: int
@@ -91,7 +89,7 @@ GPT2_SIZES: dict[str, GPT2Size] = {
 
 # One token of vocabulary: embedding and head are not used.
 BLOCKS: dict[str, GPT2Size] = {
-    "gpt2-medium": replace(GPT2_SIZES["gpt2-medium"], vocabulary=1),
+    "gpt2-medium": GPT2_SIZES["gpt2-medium"]._replace(vocabulary=1),
     "gpt2-tiny": GPT2Size(num_layers=8, hidden=64, heads=4, vocabulary=1, seq_len=32),
 }
 
@@ -214,7 +212,7 @@ class Workload:
         seed = self.config["seed"]
         if self.blocks is None:
             return build_stages(num_stages, layers, seed=seed, dtype=self.dtype)
-        size = replace(self.blocks, num_layers=num_stages * layers)
+        size = self.blocks._replace(num_layers=num_stages * layers)
         torch.manual_seed(seed)
         with self.device:
             blocks = list(gpt2_layers(size).values())[1:-1]

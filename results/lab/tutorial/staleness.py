@@ -19,10 +19,10 @@ from typing import Any
 
 import checkout  # noqa: F401
 import torch
+from pipedream.__main__ import TRAINED
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.orders import SCHEDULES
 from pipedream.train.oracle import MicrobatchError, final_loss, train, train_and_check
-from pipedream.train.report import TRAINED
 
 
 def gradient_errors(
