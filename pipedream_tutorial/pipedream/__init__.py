@@ -1,1 +1,0 @@
-"""Pipeline schedules: simulated exactly, run for real, and drawn."""

@@ -8,7 +8,6 @@ Everything printed is computed here: grids and times by simulation, losses by tr
 """
 
 import gc
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -252,7 +251,11 @@ def print_training(config: dict[str, Any]) -> None:
     if name != "all" and name not in SCHEDULES:
         print("Not trained here: pipedream_runtime.py --schedule PATH trains under a CSV.")
         return
-    if importlib.util.find_spec("torch") is None:
+    try:
+        import torch
+
+        from pipedream.train.oracle import final_loss, train_and_check
+    except ModuleNotFoundError:
         print_wrapped(
             "torch is not installed in this Python; type python -m pip install -r "
             "requirements.txt in the tutorial's folder, or --set steps=0 to leave it out",
@@ -270,10 +273,6 @@ def print_training(config: dict[str, Any]) -> None:
         f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage",
         flush=True,
     )
-    import torch  # takes seconds, while the tables above are read
-
-    from pipedream.train.oracle import final_loss, train_and_check
-
     torch.set_num_threads(1)
     settings = config | {"num_batches": config["steps"]}
     for one in TRAINED if name == "all" else [name]:

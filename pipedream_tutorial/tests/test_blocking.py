@@ -6,7 +6,7 @@ import pytest
 from pipedream.errors import UserError
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.schedules.orders import build_schedule
-from pipedream.simulate.blocking import RECV, RUN, SEND, Action, blocking_programs, run_blocking
+from pipedream.simulate.blocking import Action, blocking_programs, run_blocking
 from pipedream.simulate.simulator import DeadlockError, build_costs, simulate
 
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 15)]
@@ -24,14 +24,14 @@ def blocks(s: Schedule, *, paired: bool = False, buffered: bool = False) -> bool
 def check_run(s: Schedule, ended: list[Action]) -> None:
     """Everything ran once, in order, and nothing before what it needs had been received."""
     for rank, order in enumerate(s.orders):
-        assert [a.op for a in ended if a.kind == RUN and a.peer == rank] == list(order)
+        assert [a.op for a in ended if a.kind == "RUN" and a.peer == rank] == list(order)
     place = {(a.kind, a.op): k for k, a in enumerate(ended)}
     assert len(place) == len(ended)
     for kind, op in place:
-        if kind == RECV:
+        if kind == "RECV":
             consumer = Op(op.kind, op.stage + (1 if op.kind == "F" else -1), op.microbatch)
-            assert place[RUN, op] < place[RECV, op] < place[RUN, consumer]
-            assert (SEND, op) in place
+            assert place["RUN", op] < place["RECV", op] < place["RUN", consumer]
+            assert ("SEND", op) in place
 
 
 def test_naive_blocking_1f1b_deadlocks_from_two_stages_and_two_microbatches_on() -> None:

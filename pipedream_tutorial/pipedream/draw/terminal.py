@@ -13,11 +13,7 @@ from pipedream_simple import number
 
 from pipedream.simulate.simulator import Timeline
 
-LEGEND = (
-    "F forward; B backward, or its halves I (the input's gradient) and W (the weights'); R forward "
-    "again; number: microbatch; - goes on; . idle; f, b, i, w, r: on the rank's second stage, or "
-    "where it has more F0/0, F0/1, F0/2 ... for its stages; &: both together"
-)
+LEGEND = f"{simple.LEGEND}, or of more than two F0/0, F0/1 ...; R forward again; &: both together"
 # Okabe and Ito's colours, told apart by colour-blind readers too, as 256-colour codes.
 _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 

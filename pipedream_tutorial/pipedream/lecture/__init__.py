@@ -1,1 +1,0 @@
-"""What lecture.ipynb needs: its pictures, and the checks of its exercises."""

@@ -64,13 +64,10 @@ class Stage(NamedTuple):
         return max(self.compute_s, self.sync_s) / self.replicas
 
 
-Stages = tuple[Stage, ...]
-
-
 class Plan(NamedTuple):
     """How layers and workers are cut up, and what that is predicted to give."""
 
-    stages: Stages
+    stages: tuple[Stage, ...]
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -132,12 +129,12 @@ def plan_pipeline(
     most = num_workers if replication else 1
     stage = partial(_stage, layers, bandwidth, sync_factor)
     # (j, m) -> A(j, m) and its stages; before the first layer there are none.
-    best: dict[tuple[int, int], tuple[Fraction, Stages]] = {(-1, 0): (Fraction(0), ())}
+    best: dict[tuple[int, int], tuple[Fraction, tuple[Stage, ...]]] = {(-1, 0): (Fraction(0), ())}
     for j in range(len(layers)):
         lasts = {(i, r): stage(i, j, r) for i in range(j + 1) for r in range(1, most + 1)}
         period = {key: last.period_s for key, last in lasts.items()}
         for m in range(1, num_workers + 1):
-            found: list[tuple[Fraction, Stages]] = []
+            found: list[tuple[Fraction, tuple[Stage, ...]]] = []
             for i, r in product(range(-1, j), range(1, min(m, most) + 1)):
                 if (i, m - r) in best:
                     before, stages = best[i, m - r]

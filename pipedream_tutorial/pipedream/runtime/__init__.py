@@ -1,1 +1,0 @@
-"""Real training, one process a stage, and how long it takes."""

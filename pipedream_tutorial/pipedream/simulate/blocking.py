@@ -14,20 +14,16 @@ from pipedream.errors import UserError
 from pipedream.schedules.ops import Op, Schedule
 from pipedream.simulate.simulator import DeadlockError
 
-RUN = "RUN"
-SEND = "SEND"
-RECV = "RECV"
-
 
 class Action(NamedTuple):
     """Run an operation, or move its result between this rank and its peer."""
 
-    kind: str
+    kind: str  # RUN, SEND or RECV
     op: Op
     peer: int
 
     def __str__(self) -> str:
-        direction = {RUN: "on", SEND: "to", RECV: "from"}[self.kind]
+        direction = {"RUN": "on", "SEND": "to", "RECV": "from"}[self.kind]
         return f"{self.kind} {self.op} {direction} rank {self.peer}"
 
 
@@ -55,13 +51,13 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
                 if peer == rank:
                     continue
                 before: Step = ()
-                if paired and steps and len(steps[-1]) == 1 and steps[-1][0][::2] == (SEND, peer):
+                if paired and steps and len(steps[-1]) == 1 and steps[-1][0][::2] == ("SEND", peer):
                     before = steps.pop()
-                steps.append((*before, Action(RECV, need, peer)))
-            steps.append((Action(RUN, op, rank),))
+                steps.append((*before, Action("RECV", need, peer)))
+            steps.append((Action("RUN", op, rank),))
             peer = rank + 1 if op.kind == "F" else rank - 1
             if op.kind != "W" and 0 <= peer < schedule.num_ranks:
-                steps.append((Action(SEND, op, peer),))
+                steps.append((Action("SEND", op, peer),))
         programs.append(steps)
     return programs
 
@@ -82,12 +78,12 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
                 continue
             going = True
             for action in steps.popleft():
-                if action.kind == SEND:
+                if action.kind == "SEND":
                     sent[rank, action.peer].append(action.op)
-                waits = action.kind == RECV or (action.kind == SEND and not buffered)
+                waits = action.kind == "RECV" or (action.kind == "SEND" and not buffered)
                 (posted[rank] if waits else ended).append(action)
         for rank, actions in enumerate(posted):
-            for action in [action for action in actions if action.kind == RECV]:
+            for action in [action for action in actions if action.kind == "RECV"]:
                 channel = sent[action.peer, rank]
                 if not channel or channel[0] != action.op:  # only a channel's oldest message
                     continue
@@ -96,14 +92,14 @@ def run_blocking(programs: Sequence[Sequence[Step]], *, buffered: bool = False) 
                 actions.remove(action)
                 ended.append(action)
                 if not buffered:
-                    through = Action(SEND, action.op, rank)
+                    through = Action("SEND", action.op, rank)
                     posted[action.peer].remove(through)
                     ended.append(through)
     waiting = {}
     for rank, actions in enumerate(posted):
         if actions:
             kind, op, peer = actions[0]
-            late = kind == RECV and op in sent[peer, rank]  # behind another
+            late = kind == "RECV" and op in sent[peer, rank]  # behind another
             waiting[rank] = str(actions[0]), peer if posted[peer] and not late else rank
     if waiting:
         raise DeadlockError(waiting)

@@ -1,1 +1,0 @@
-"""Real training under an order, in one process."""

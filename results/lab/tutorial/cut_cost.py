@@ -101,7 +101,7 @@ def measure(repeats: int = REPEATS) -> dict[str, Any]:
     """way -> {"ms": [F, I, W] (F, B, 0 of the whole pass), "ratio": (I + W) / B}."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    size = replace(GPT2_SIZES[SETTINGS["model"]], num_layers=SETTINGS["blocks"], vocabulary=1)
+    size = GPT2_SIZES[SETTINGS["model"]]._replace(num_layers=SETTINGS["blocks"], vocabulary=1)
     module = nn.Sequential(*list(gpt2_layers(size).values())[1:-1])
     x, dy = torch.randn(2, SETTINGS["sequences"], SETTINGS["tokens"], size.hidden)
     times: dict[str, list[Halves]] = {name: [] for name in WAYS}
