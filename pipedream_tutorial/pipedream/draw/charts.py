@@ -68,7 +68,7 @@ def utilization_comparison(work: Work) -> Figure:
         Line2D([], [], label="steady: batch after batch", **diamond),
     ]
     figure, (ax,) = new_figure(
-        title, [0.4 * len(ordered)], legend=legend, left=2.65, right=2.95, head=0.45,
+        title, [0.4 * len(ordered)], legend=legend, left=2.65, right=2.95,
         notes=[STEADY, *work.refusals],
     )  # fmt: skip
     beside: dict[str, Any] = {
@@ -143,9 +143,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
         Line2D([], [], label=", ".join(curve.titles), **_curve_style(place))
         for place, curve in enumerate(curves)
     ]
-    figure, axes = new_figure(
-        title, [4.8], legend=legend, legend_columns=4, columns=2, head=0.5, notes=notes
-    )
+    figure, axes = new_figure(title, [4.8], legend=legend, legend_columns=4, columns=2, notes=notes)
     shares = [float(share) for c in curves for both in c.simulated.values() for share in both]
     smallest = min((share for share in shares if share > 0), default=0.1) / 1.2
     steps = [k * 10.0**-e for e in range(6) for k in (1, 2, 5)]
@@ -209,7 +207,7 @@ def memory_vs_bubble(work: Work) -> Figure:
     legend = [Line2D([], [], label="not beaten", **BEST), Line2D([], [], label="beaten", **BEATEN)]
     wrong = [row.title for row in work.found if not row.policy.stashed]
     notes = [STEADY, f"Left out, because its gradients are wrong: {', '.join(wrong)}"]
-    figure, (ax,) = new_figure(title, [5.6], legend=legend, head=0.3, left=1.05, notes=notes)
+    figure, (ax,) = new_figure(title, [5.6], legend=legend, left=1.05, notes=notes)
     ax.set_xlim(-0.03, 1.12 * float(max(x for x, _ in places)) + 0.05)
     ax.set_ylim(0, 1.12 * float(max(y for _, y in places)) + 0.5)
     for points, style in (([at for at in places if at not in front], BEATEN), (front, BEST)):
@@ -251,7 +249,7 @@ def activations_and_versions(work: Work) -> Figure:
     ]
     heights = [max(1.6, 0.58 * p)] * -(-len(shown) // 2)
     sides: dict[str, Any] = {"columns": 2, "left": 1.3, "right": 0.6}
-    figure, axes = new_figure(title, heights, legend=legend, head=0.45, notes=notes, **sides)
+    figure, axes = new_figure(title, heights, legend=legend, notes=notes, **sides)
     for place, (ax, row) in enumerate(zip(axes, shown, strict=False)):
         ax.set_xlim(0, end)
         rank_axis(ax, p, most_times=7)

@@ -177,8 +177,7 @@ def lay_out(
     until = until or max(timeline.makespan for timeline in timelines)
     heights = [tall * grid_height(timeline) for timeline in timelines]
     legend = kind_legend(timelines) if legend is None else legend
-    head = 0.45 if panels[0].text else 0.2
-    figure, axes = page.new_figure(title, heights, legend=legend, head=head, gap=0.5, **options)
+    figure, axes = page.new_figure(title, heights, legend=legend, gap=0.5, **options)
     for ax, panel in zip(axes, panels, strict=True):
         draw_grid(ax, panel, until=until)
         ax.tick_params(labelbottom=ax is axes[-1])

@@ -48,14 +48,13 @@ def new_figure(
     left: float = 0.95,
     right: float = 0.4,
     gap: float = 0.75,
-    head: float = 0.4,
 ) -> tuple[Figure, list[Axes]]:
     """A page: title, legend, rows of panels, lines of notes; all lengths in inches. `panel_heights`
-    has one a row, `gap` lies between rows, `head` above the first one."""
+    has one a row, `gap` lies between rows."""
     # As few lines as possible, and those about equally long.
     lines = min((textwrap.wrap(title, width) for width in range(1, 89)), key=len)
     legend_rows = -(-len(legend) // legend_columns)
-    top = 0.15 + 0.29 * len(lines) + 0.33 * legend_rows + head
+    top = 0.6 + 0.29 * len(lines) + 0.33 * legend_rows
     bottom = 0.75 + 0.26 * len(notes) if notes else 0.7
     height = top + sum(panel_heights) + gap * (len(panel_heights) - 1) + bottom
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")

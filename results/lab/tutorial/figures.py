@@ -273,7 +273,6 @@ def draw_frontier(record: Record, path: Path) -> Figure:
             Line2D([], [], label=f"search: {least} (one stage a rank)", **CURVE),
             Line2D([], [], label="fixed schedules", **BEATEN),
         ],
-        head=0.5,
         notes=["F = I = W = 1 on every rank; two stages a rank may beat one: ZB-V does at c = 0"],
     )
     times = sorted({row["communication"] for row in record["rows"]})
@@ -341,7 +340,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     figure, (ax,) = new_figure(
         f"Utilisation simulated and measured: at most {abs(points_error(worst)):.1f} percentage "
         "points apart in runs that the simulator was not calibrated on",
-        [4.4], legend=legend, legend_columns=4, head=0.45, left=1.05,
+        [4.4], legend=legend, legend_columns=4, left=1.05,
         notes=[f"Farthest off: {where}"],
     )  # fmt: skip
     ax.axhspan(-GPU_GOAL.most, GPU_GOAL.most, color="#EFEFEF", linewidth=0, zorder=0)
@@ -396,9 +395,7 @@ def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
     right = [row for row in rows if row["mode"] == "pipedream"]
     numbers = [row for row in wrong if row["median_relative_error"] is not None]
     depths = sorted({row["num_stages"] for row in rows})
-    figure, axes = new_figure(
-        _error_title(numbers, right), [4.6], columns=2, head=0.5, left=1.4, right=0.3
-    )
+    figure, axes = new_figure(_error_title(numbers, right), [4.6], columns=2, left=1.4, right=0.3)
     for i, p in enumerate(depths):
         for group, dashes in ((wrong, "-"), (right, ":")):
             own = sorted(

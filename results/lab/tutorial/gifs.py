@@ -198,7 +198,7 @@ def _moving(title: str, steps: Sequence[tuple[str, Timeline]]) -> Animation:
 
 def _moving_frame(title: str, steps: Sequence[Timeline], text: str, timeline: Timeline) -> Figure:
     heights = [1.5 * grid_height(timeline)]
-    figure, (ax,) = new_figure(title, heights, legend=kind_legend(steps), head=0.45)
+    figure, (ax,) = new_figure(title, heights, legend=kind_legend(steps))
     draw_grid(ax, Panel(text, timeline), until=max(step.makespan for step in steps))
     stack(ax)
     ax.set_xlabel(f"time in units: {durations_text(timeline)}", fontsize=TEXT)
@@ -262,7 +262,7 @@ def _stash_frame(
     p, now, end = timeline.schedule.num_ranks, float(moment), float(timeline.makespan)
     heights = [1.6 * grid_height(timeline), 1.9 * grid_height(timeline)]
     legend = [Patch(**IDLE_HATCH, label="idle")]
-    figure, (above, below) = new_figure(title, heights, legend=legend, gap=0.95, head=0.4)
+    figure, (above, below) = new_figure(title, heights, legend=legend, gap=0.95)
 
     def colour(op: Op) -> Colour:
         return _shade(use[op.stage].version(op))
