@@ -10,7 +10,7 @@ const START = {
   held: true, versions: false, stale: false, byVersion: false, gradients: false, rate: "1",
   zoom: 1, level: 0, solved: [],
 };
-// What is accepted: whole numbers from ... to, or numbers from 0, or `above` 0, to `most`. And where
+// What is accepted: whole numbers from ... to, or numbers from 0, or `positive` ones, to `most`. And where
 // there is a slider, its label, its help and, if they are others, its ends.
 const RULES = {
   p: { name: "num_stages", whole: [1, 16], label: "p, ranks", help: "GPUs; each holds one stage or more" },
@@ -21,9 +21,9 @@ const RULES = {
     name: "memory", whole: [1, 64], orNone: true, ends: [0, 64],
     label: "memory limit", help: "microbatches that a rank may hold; 0 is no limit",
   },
-  F: { name: "forward", above: true, ends: [0.25, 4], label: "F, forward", help: "time of a forward pass on one rank" },
+  F: { name: "forward", positive: true, ends: [0.25, 4], label: "F, forward", help: "time of a forward pass on one rank" },
   I: {
-    name: "input_gradient", above: true, ends: [0.25, 4],
+    name: "input_gradient", positive: true, ends: [0.25, 4],
     label: "I, input gradient", help: "first half of the backward pass",
   },
   W: { name: "weight_gradient", ends: [0, 4], label: "W, weight gradient", help: "second half of the backward pass" },
@@ -39,8 +39,8 @@ const RULES = {
     name: "recompute", most: 1, ends: [0, 1],
     label: "kept until R", help: "share of its activations that a stage keeps between F and R: its input",
   },
-  scale: { name: "stage_scale", above: true, most: 1000 },
-  rate: { name: "learning_rate", above: true, most: 100 },
+  scale: { name: "stage_scale", positive: true, most: 1000 },
+  rate: { name: "learning_rate", positive: true, most: 100 },
   zoom: { name: "zoom", whole: [1, 32] },
   level: { name: "level", whole: [0, 6] },
 };
@@ -60,7 +60,7 @@ function resolved(chosen) {
 
 // A value as the scripts accept it; RuleError, in the command line's words, for what they refuse.
 function accepted(key, given) {
-  const { name, whole, orNone, above, most = 1e6 } = RULES[key];
+  const { name, whole, orNone, positive, most = 1e6 } = RULES[key];
   const text = String(given).trim();
   const value = Fraction.parse(text);
   if (orNone && /^(none|0)$/i.test(text)) return 0;
@@ -68,11 +68,11 @@ function accepted(key, given) {
   let kind = `a whole number from ${whole?.join(" to ")}${orNone ? ", or None" : ""}`;
   if (whole && value?.d === 1n && number >= whole[0] && number <= whole[1]) return number;
   if (!whole) {
-    const fits = value && number <= most && value.d < 10n ** 9n;
-    if (fits && (above ? number > 0 : number >= 0)) return text;
-    kind = `a number ${above ? `above 0, ${most} at most` : `from 0 to ${most}`}, such as 2, 0.5 or 1/3`;
+    const fits = value && number <= most && value.d <= 10n ** 9n;
+    if (fits && number >= (positive ? 1e-9 : 0)) return text;
+    kind = `a number from ${positive ? "1e-09" : 0} to ${most}, such as 2, 0.5 or 1/3`;
   }
-  throw new RuleError(`${name}=${text || "''"} is not accepted; ${name} is ${kind}`);
+  throw new RuleError(`${name}=${text || "''"} is not accepted; give ${kind}`);
 }
 
 // Factors as the command line takes them: none, or as many for each rank.
@@ -111,7 +111,7 @@ function readValue(key, plain) {
   if (key === "schedule" || key === "other") {
     const names = [...Object.keys(SCHEDULES), "search", ...(key === "schedule" ? ["csv"] : [])];
     if (names.includes(plain) || (key === "other" && !plain)) return plain;
-    throw new RuleError(`${key}=${plain} is not accepted; ${key} is one of ${names.join(", ")}`);
+    throw new RuleError(`${key}=${plain} is not accepted; give one of ${names.join(", ")}`);
   }
   if (!Array.isArray(START[key])) return accepted(key, plain);
   const list = plain ? plain.split("_") : [];

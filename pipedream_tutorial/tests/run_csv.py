@@ -7,6 +7,7 @@ batch in one piece; FOLDER/rank<r>.json says how far they are apart and what was
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipedream.runtime.launch import launch
+from pipedream.runtime.launch import STORE, launch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -68,7 +69,7 @@ def main(rank: int) -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", os.environ[STORE], rank=rank, world_size=4)
     world = dist.get_world_size()
     found = {name: run(folder / f"{name}.csv", rank, world) for name in names}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))

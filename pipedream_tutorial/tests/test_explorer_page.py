@@ -164,9 +164,7 @@ def test_an_address_that_makes_no_sense_is_left_out_and_why(browser):
     browser.open(PAGE, "#p=99&m=x&F=-1&schedule=nonsense&moves=1.2&csv=%&scale=1,0&rate=0&zz=1")
     assert numbers(browser)["time"] == "33"
     said = text(browser, "said")
-    assert said.startswith(
-        f"error: num_stages=99 is not accepted; num_stages is {RANKS.describe()}"
-    )
+    assert said.startswith(f"error: num_stages=99 is not accepted; give {RANKS.describe()}")
     assert "unknown key zz" in said
     browser.open(PAGE, "#moves=9.9.9")
     assert "a move names a place that is not there" in browser.js("explorer.main.error.textContent")
