@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipedream.config import FOLDER, LEAST, Rule, parse_arguments
+from pipedream.config import FOLDER, Rule, parse_arguments
 from pipedream.errors import UserError, main_with_errors, nearest
 from pipedream.plan.planner import (
     Plan,
@@ -55,7 +55,7 @@ CONFIG: dict[str, Any] = {
 RULES: dict[str, Rule] = {
     "profile": Rule(kind=str),
     "workers": Rule(kind=int, low=1, high=64),
-    "bandwidth": Rule(kind=Fraction, low=LEAST, high=1e14, none=True),
+    "bandwidth": Rule(kind=Fraction, low=1, high=1e14, none=True),
     "replication": Rule(kind=bool),
     "use_all_workers": Rule(kind=bool),
     "sync_factor": Rule(kind=Fraction, low=0, high=100),

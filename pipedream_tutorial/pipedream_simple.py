@@ -84,7 +84,8 @@ SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]
     "naive": ("Naive", lambda r, p, m: "FB" * m),
     # All forwards, then all backwards: every rank holds the activations of m microbatches.
     "gpipe": ("GPipe", lambda r, p, m: "F" * m + "B" * m),
-    # A backward as early as possible: rank r never holds more than p - r microbatches.
+    # A backward as early as possible: p - 1 - r forwards, and the first of those in turn; rank r
+    # never holds more than p - r microbatches.
     "1f1b": ("1F1B with flush", lambda r, p, m: in_turn("F" * m, "B" * m, p - 1 - r)),
     # The same order on and on, without a flush between batches.
     "pipedream": ("PipeDream", lambda r, p, m: in_turn("F" * m, "B" * m, p - 1 - r)),
@@ -92,7 +93,8 @@ SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]
     # W waits until the rank would idle: rank r puts it off by r microbatches, so that all hold as
     # many activations as rank 0.
     "zb-h1": ("ZB-H1", lambda r, p, m: zero_bubble(m, p - 1 - r, r)),
-    # Twice as far ahead, in twice the memory: no rank idles once it has begun.
+    # Twice as far ahead, in twice the memory: with 2p - 1 microbatches and F = I = W no rank idles
+    # once it has begun.
     "zb-h2": ("ZB-H2", lambda r, p, m: zero_bubble(m, 2 * (p - 1 - r), 2 * r)),
     "zb-v": ("ZB-V", zb_v),
 }
@@ -140,7 +142,7 @@ def build(name: str, p: int, m: int, v: int = 2) -> list[Order]:
     if word is None:
         return interleaved(p, m, v)
     orders = from_words([word(r, p, m) for r in range(p)])
-    return [[op for op in order if op[2] < m] for order in orders]
+    return [[op for op in order if op[2] < m] for order in orders]  # zb_v's may be more
 
 
 # --- The clock -------------------------------------------------------------------------------
@@ -364,7 +366,9 @@ def main(config: dict[str, Any]) -> None:
         names = list(SCHEDULES)
     else:
         timeline = draw([*cells(measure(names[0], config))], get_terminal_size((100, 24)).columns)
-        print(LEGEND, "", SCHEDULES[names[0]][0], timeline, "", sep="\n")
+        title, _ = SCHEDULES[names[0]]
+        count = f", {config['num_batches']} batches in a row" * (names == ["pipedream"])
+        print(LEGEND, "", title + count, timeline, "", sep="\n")
     print(table_head(config["num_batches"]))
     for name in names:
         title, _ = SCHEDULES[name]

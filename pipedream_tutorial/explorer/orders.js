@@ -330,12 +330,12 @@ const SCHEDULES = {
   "v-half": {
     build: vHalf, title: "V-Half",
     idle: "(3 * ceil(p / 2) - 3.5) * F", when: "F === I && I === W && m >= p + 2 && p >= 3",
-    says: "ZB-V's two stages a rank, spaced so that a microbatch is gone sooner: half of 1F1B's memory.",
+    says: "ZB-V's two stages a rank, spaced so that a microbatch is gone sooner: about half of 1F1B's memory.",
   },
   "v-min": {
     build: vMin, title: "V-Min",
     idle: "(4 * p - 5) * F / 2", when: "F === I && I === W && m >= p + 1 && p >= 2 && p % 3 > 0",
-    says: "As tight as two stages a rank allow: a third of 1F1B's memory, and pauses in between.",
+    says: "As tight as two stages a rank allow: about a third of 1F1B's memory, and pauses in between.",
   },
   "dualpipe-v": {
     build: dualpipeV, title: "DualPipeV",

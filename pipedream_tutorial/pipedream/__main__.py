@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
     **simple.CONFIG,  # pipedream_simple.py's keys, of which the schedule and the steps differ
     "layers_per_stage": 2,  # residual blocks a stage in the model that is trained
     "verbose": None,  # True: draw every schedule; False: none; None: only one that is named
-    "schedule": "all",  # or one of naive, gpipe, 1f1b, ..., or search, or the path of a CSV
+    "schedule": "all",  # which: one, all, an order found by search, or that of a CSV
     "memory": None,  # of schedule=search: microbatches that a rank may hold; None: num_stages
     "prove": 0,  # of schedule=search: seconds for OR-Tools to find the shortest and prove it
     "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
@@ -107,6 +107,7 @@ def show(config: dict[str, Any]) -> None:
         rows = comparison.compare(config)
     else:
         row = comparison.measure(name, config)
+        _ = row.staleness  # refuses too few microbatches for 2BW
         export(row, config)
         schedule = row.batch.schedule
         sizes = schedule.num_ranks, schedule.num_microbatches  # a file has its own

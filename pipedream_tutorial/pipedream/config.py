@@ -8,6 +8,7 @@ file.
 import argparse
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -85,7 +86,7 @@ class Rule:
         if self.or_file:
             text += f", or a file *{self.or_file}"
         if math.isfinite(self.low):
-            text += f" from {float(self.low):.9g} to {self.high:.9g}"
+            text += f" from {float(self.low):.10g} to {self.high:.10g}"
         if self.many:
             text = f"a list with commas, each {text}"
         elif self.kind is Fraction:
@@ -147,6 +148,7 @@ def parse_arguments(
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=Path(sys.argv[0]).name.replace("__main__.py", "python -m pipedream"),
         usage="%(prog)s [options] [--set KEY=VALUE | --KEY VALUE] ...",
     )
     text = "change a key of CONFIG; may be repeated"
@@ -164,7 +166,9 @@ def parse_arguments(
         name = unknown[0].partition("=")[0]
         known = [f"--{name}" for name in ["set", *config]]
         hint = RENAMED.get(name.removeprefix("--")) or nearest(name, known)
-        raise UserError(f"unknown argument {_shown(name)}", hint)
+        if not name.startswith("--"):
+            hint = "type --set key=value, without blanks"
+        raise UserError(f"unknown argument {_shown(unknown[0])}", hint)
     merged = dict(config)
     for change in given.set:
         key, equals, value = change.partition("=")

@@ -74,7 +74,7 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
     entries: list[tuple[Colour, str]] = [own for kind, own in KINDS.items() if kind in used]
     if any(len(own) > 1 for t in timelines for own in t.schedule.stages()):
-        entries.append((page.paler(KINDS["F"][0], 1 / 2), "paler: a rank's second stage"))
+        entries.append((page.paler(KINDS["F"][0], 1 / 2), "paler: 2nd stage or copy"))
     swatches = [Patch(fc=colour, ec=EDGE, lw=0.6, label=text) for colour, text in entries]
     return [*swatches, Patch(**IDLE_HATCH, label="idle")]
 

@@ -117,9 +117,11 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
                         f"version {version} of its weights. One GPU would use version {i // m}: "
                         f"the update of batch {i // m - 1} has to come first."
                     )
-        at = f"with p={p}, m={m} every batch sees the right weights, but the run"
+        at = f"with p={p}, m={m} every batch sees the right weights, but"
         best = repeat(build_schedule("1f1b", p, m), num_batches)
         _check_time(schedule, best, at, "Keep 1F1B inside a batch.")
+        if peak_activations(schedule) != peak_activations(best):
+            raise WrongAnswer(f"{at} ranks hold more than under 1F1B. Keep 1F1B inside a batch.")
     return "every batch starts from the weights that the batch before it left."
 
 
@@ -143,7 +145,7 @@ def check_zero_bubble(order: OrderOf) -> str:
 def _check_time(schedule: Schedule, best: Schedule, at: str, hint: str) -> None:
     time, goal = run(schedule).makespan, run(best).makespan
     if time > goal:
-        raise WrongAnswer(f"{at} takes {number(time)}, and {number(goal)} would do. {hint}")
+        raise WrongAnswer(f"{at} the run takes {number(time)}; {number(goal)} would do. {hint}")
 
 
 def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
@@ -272,7 +274,8 @@ def check_update(update: Update) -> str:
             nonlocal replaced
             old = self.weights
             before = copied(old)
-            new = update(old, dict(zip(old, gradients, strict=True)), self.learning_rate)
+            given = dict(zip(old, gradients, strict=True))
+            new = update(dict(old), given, self.learning_rate)
             if not isinstance(new, dict) or new.keys() != old.keys():
                 raise WrongAnswer("update has to return a dict with a tensor for each weight")
             replaced |= any(not torch.equal(old[name], before[name]) for name in old)
@@ -295,7 +298,7 @@ def check_update(update: Update) -> str:
     pairs = zip(found, exact, strict=True)
     off = [relative_difference(ours.values(), theirs.values()) for ours, theirs in pairs]
     if max(off) > EXACT:
-        shown = ", ".join(f"{error:.2%}" for error in off)
+        shown = ", ".join(f"{100 * error:.2g}%" for error in off)
         why = ": the step is another one than weight - learning_rate * gradient"
         if replaced:
             seen = "backward passes saw other weights than their forward passes did."

@@ -58,7 +58,14 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
     """
     import torch.multiprocessing as mp
 
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    launcher = os.getpid()
+
+    def end(number: int, _: object) -> None:
+        if os.getpid() != launcher:  # a fork that has not come to _be
+            os._exit(128 + number)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
     logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)  # not each that it ends
     # With what is imported, where that is safe.
     method = "fork" if sys.platform == "linux" else "spawn"

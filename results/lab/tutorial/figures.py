@@ -89,7 +89,7 @@ def one_f_one_b() -> Picture:
         held = ", ".join(map(number, row.peak_activations))
         text = f"{row.title}: ends at {number(row.batch.makespan)}; microbatches held at most"
         panels.append(Panel(f"{text} by rank {held}", row.batch))
-    title = "GPipe and 1F1B: as much idle time, but different numbers of microbatches in memory"
+    title = "GPipe and 1F1B: the same idle time, but different numbers of microbatches in memory"
     return Picture(title, panels)
 
 
