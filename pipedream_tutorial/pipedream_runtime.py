@@ -107,11 +107,12 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
 
 
 def _check_writable(option: str, path: Path) -> None:
-    if path.exists() and not path.is_file():
-        raise UserError(f"{option} is a folder or a device", "add a file's name")
+    if path.is_dir():
+        raise UserError(f"{option} is a folder", "add a file's name")
     if not path.parent.is_dir():
         raise UserError(f"{option}: no such folder", "make it first")
-    if not os.access(path.resolve().parent, os.W_OK):  # a new file beside it replaces it
+    replaced = path.is_file() or not path.exists()  # by a new file beside it
+    if not os.access(path.resolve().parent if replaced else path, os.W_OK):
         raise UserError(f"{option} cannot be written", "give another path")
 
 

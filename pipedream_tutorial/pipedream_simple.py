@@ -287,10 +287,11 @@ NOTES = (
 )
 LEGEND = """\
 F forward; B backward, or its halves I (the input's gradient) and W (the weights'); number:
-microbatch; - goes on; . idle; f, b, i, w: on a stage of the rank that is not its first"""
+microbatch; - goes on; . idle; times are rounded to columns; f, b, i, w: on a stage of the rank that
+is not its first"""
 
 Cell = tuple[int, str, Fraction, Fraction]  # rank, what is written, start and end
-MOST_COLUMNS = 100_000  # where some operations are far shorter than others, they do not show
+MOST_COLUMNS = 1000  # then cells are narrower than their text: a letter, or nothing
 
 
 def number(value: Fraction | int) -> str:
@@ -325,28 +326,34 @@ def cells(row: Row) -> Iterator[Cell]:
             yield rank, text, start * row.tick, end * row.tick
 
 
-def draw(cells: Sequence[Cell], columns: int) -> str:
-    """A line a rank, each operation from start to end; goes on below after so many columns."""
-    rate = max(len(text) / (end - start) for _, text, start, end in cells if start < end)
-    last = max(end for *_, end in cells)
+def draw(
+    shown: Sequence[Cell],
+    columns: int,
+    paint: Callable[[str, str], Iterable[str]] = lambda text, letters: letters,
+) -> str:
+    """A line a rank, each operation from start to end; goes on below after so many columns. `paint`
+    colours a cell's letters."""
+    last = max(end for *_, end in shown)
+    rate = max(len(text) / (end - start) for _, text, start, end in shown if start < end)
     rate = min(rate, MOST_COLUMNS / last)  # columns a unit of time
-    steps = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+    steps = (digit * Fraction(10) ** power for power in range(-9, 20) for digit in (1, 2, 5))
     every = next(step for step in steps if step * rate >= 10)
     marks = ""
-    for time in range(0, math.ceil(last), every):
-        marks = marks.ljust(math.floor(time * rate)) + str(time)
+    for time in (place * every for place in range(math.ceil(last / every))):
+        marks = marks.ljust(math.floor(time * rate)) + f"{float(time):.12g}"
     width = math.ceil(last * rate)
-    lines = [["."] * width for _ in range(1 + max(cells)[0])]
-    for rank, text, *times in cells:
+    lines = [["."] * width for _ in range(1 + max(rank for rank, *_ in shown))]
+    for rank, text, *times in shown:
         first, end = (math.floor(time * rate) for time in times)
-        lines[rank][first:end] = text.ljust(end - first, "-")[: end - first]
-    named = {"time": marks} | {f"rank {rank} ": "".join(line) for rank, line in enumerate(lines)}
-    prefix = len([*named][-1])
+        letters = text if len(text) <= end - first else text[0]
+        lines[rank][first:end] = paint(text, letters.ljust(end - first, "-")[: end - first])
+    named = [("time", marks), *((f"rank {rank} ", line) for rank, line in enumerate(lines))]
+    prefix = len(named[-1][0])
     room = max(40, columns - prefix - 1)
     return "\n".join(
-        f"{name:<{prefix}}{line[begin : begin + room]}".rstrip()
+        f"{name:<{prefix}}{''.join(line[begin : begin + room])}".rstrip()
         for begin in range(0, width, room)
-        for name, line in named.items()
+        for name, line in named
     )
 
 

@@ -254,8 +254,6 @@ def print_training(config: dict[str, Any]) -> None:
         return
     try:
         import torch
-
-        from pipedream.train.oracle import final_loss, train_and_check
     except ModuleNotFoundError:
         print_wrapped(
             "torch is not installed in this Python; type python -m pip install -r "
@@ -274,6 +272,8 @@ def print_training(config: dict[str, Any]) -> None:
         f"{'':<24}{'start':>9}{'loss':>10}{'its weights':>14}{'newest':>9}   by stage",
         flush=True,
     )
+    from pipedream.train.oracle import final_loss, train_and_check
+
     torch.set_num_threads(1)
     settings = config | {"num_batches": config["steps"]}
     for one in TRAINED if name == "all" else [name]:

@@ -69,7 +69,8 @@ def main(rank: int) -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", os.environ[STORE], rank=rank, world_size=4)
+    store = dist.FileStore(os.environ[STORE], 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     world = dist.get_world_size()
     found = {name: run(folder / f"{name}.csv", rank, world) for name in names}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))

@@ -1,6 +1,8 @@
 """What the terminal shows is what the timeline says."""
 
 import math
+import re
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -53,14 +55,18 @@ def test_the_picture_of_a_small_pipeline():
         "time   0           1           2",
         "rank 0 F0/0F0/1F0/2B0/2----B0/1----B0/0----",
     ]
+    for w in (Fraction(1, 999_999_999), 10**6):
+        assert draw(timeline("zb-h1", 4, 8, weight_gradient=w), 100).count("\n") < 60
 
 
-def test_colours_change_no_letter():
+def test_colours_change_no_letter_and_go_on_where_a_line_is_wrapped():
     shown = timeline("dualpipe-v", 2, 4)
     coloured = draw(shown, 50, colour=True)
-    plain, *rest = coloured.replace("\x1b[0m", "").split("\x1b[30;48;5;")
-    for part in rest:
-        plain += part.partition("m")[2]
-    assert plain == draw(shown, 50)
-    for cell in ("74mF0", "227mi0", "36mw0", "175mF3&b1-", "214mB2--"):
-        assert f"\x1b[30;48;5;{cell}\x1b[0m" in coloured
+    letters = re.findall(r"\x1b\[30;48;5;(\d+)m(.)\x1b\[0m", coloured)
+    assert re.sub(r"\x1b\[.*?m", "", coloured) == draw(shown, 50)
+    background = dict(zip("FBIW&", ("74", "214", "227", "36", "175"), strict=True))
+    expected: Counter = Counter()
+    for event in shown.events:  # four columns a unit
+        kind, *more = (op.kind for op in event.item.parts)
+        expected[background["&" if more else kind]] += int(4 * (event.end - event.start))
+    assert Counter(colour for colour, _ in letters) == expected

@@ -74,6 +74,24 @@ def test_when_the_parent_is_killed_no_stage_lives_on(tmp_path):
     assert list(tmp_path.iterdir()) == [record]
 
 
+REFUSING = """
+import time
+from pipedream.errors import UserError
+from pipedream.runtime.launch import launch
+def body(rank):
+    if rank == 0:
+        raise UserError("no", "yes")
+    time.sleep(60)
+assert [launch(body, 4) for _ in range(20)] == [2] * 20
+"""
+
+
+def test_a_stage_that_refuses_at_once_ends_the_others_at_once():
+    """Also those that have just been forked."""
+    done = run(["-c", REFUSING], start=[sys.executable], limit_s=60)
+    assert (done.returncode, set(done.stderr.splitlines())) == (0, {"error: no; yes"})
+
+
 @pytest.mark.timeout(90)
 def test_no_stage_listens_to_the_network():
     """Not even where the machine's name stands for an address that others can reach."""
@@ -178,7 +196,7 @@ def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(tmp_path):
     [
         (["--calibrate_on=5"], "calibrate_on=5 is not among num_microbatches=4,8"),
         (["--record", "/no/such/folder/x.json"], "make it first"),
-        (["--record", "/tmp"], "--record /tmp is a folder or a device; add a file's name"),
+        (["--record", "/tmp"], "--record /tmp is a folder; add a file's name"),
     ],
 )
 def test_values_that_cannot_be_are_refused_before_a_stage_starts(arguments, words):
@@ -188,9 +206,11 @@ def test_values_that_cannot_be_are_refused_before_a_stage_starts(arguments, word
 
 def test_a_launchers_number_of_processes_has_to_be_the_number_of_stages():
     environment = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
-    assert this_rank({"RANK": "1"}, 4) is None
+    assert this_rank({}, 4) is None
     assert this_rank(environment, 3) == 1
     with pytest.raises(UserError, match="3 processes were started for num_stages=4"):
         this_rank(environment, 4)
+    with pytest.raises(UserError, match="unset RANK"):
+        this_rank({"RANK": "1", "WORLD_SIZE": "3"}, 3)
     with pytest.raises(UserError, match="more than one machine"):
         this_rank(environment | {"LOCAL_WORLD_SIZE": "2"}, 3)

@@ -143,7 +143,9 @@ def test_stages_run_on_gpus_where_there_is_one_for_each(monkeypatch):
     cases = [("auto", 5, "cuda"), ("auto", 6, "cpu"), ("cuda", 4, "cuda"), ("cpu", 2, "cpu")]
     for device, stages, expected in cases:
         assert take_device(config | {"device": device, "num_stages": stages}, 1).type == expected
-    with pytest.raises(UserError, match="a GPU for each of 6 stages, and this machine has 5; set"):
+    with pytest.raises(
+        UserError, match="a GPU for each of 6 stages, and this machine has 5; run it"
+    ):
         take_device(config | {"device": "cuda", "num_stages": 6}, 1)
 
 

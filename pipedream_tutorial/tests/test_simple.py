@@ -71,18 +71,6 @@ def test_the_script_draws_every_operation_where_it_runs(name):
             assert lines[1 + rank][start:end].rstrip("-") == text
 
 
-@pytest.mark.parametrize("forward", [Fraction(1, 999_999_999), Fraction(10**6)])
-def test_durations_far_from_one_another_are_drawn(forward, capsys, monkeypatch):
-    """In lines that fit into memory."""
-    config = simple.CONFIG | {"forward": forward, "schedule": "1f1b"}
-    cells = [*simple.cells(simple.measure("1f1b", config))]
-    marks, *ranks = simple.draw(cells, 100).splitlines()[:5]
-    assert re.fullmatch("time +0( +[0-9]+)*", marks)
-    assert [line.split()[:2] for line in ranks] == [["rank", str(rank)] for rank in range(4)]
-    keys = (f"--set=forward={forward}", "--set=schedule=1f1b", "--set=steps=0")
-    assert "rank 3 " in call(capsys, monkeypatch, *keys)
-
-
 def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, monkeypatch):
     path = tmp_path / "order.csv"
     arguments = ["--set", "schedule=v-half", "--steps=0", "--csv", str(path)]

@@ -3,14 +3,15 @@
 import json
 from collections import defaultdict
 from fractions import Fraction
+from operator import itemgetter
 from typing import Any
 
 import pytest
 from measured import with_messages
-from pipedream.schedules.ops import repeat
+from pipedream.schedules.ops import recomputed, repeat
 from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
-from pipedream.simulate.measures import peak_activations
+from pipedream.simulate.measures import held_activations, peak_activations
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 from pipedream.simulate.trace import trace_document, transfers
 
@@ -139,6 +140,11 @@ def test_counters_are_what_is_in_flight(name: str) -> None:
             assert held[before] == at.count(False) / whole
         assert max(kept.values()) == sum(use[s].peak_versions for s in stages) / whole
         assert max(held.values()) == peak_activations(run.schedule)[rank]
+    again = recomputed(run.schedule, Fraction(1, 20))
+    times = simulate(again, run.costs).times
+    for rank, steps in enumerate(held_activations(again, times)):
+        assert sorted(steps, key=itemgetter(0)) == steps
+        assert max(count for _, count in steps) == peak_activations(again)[rank]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])

@@ -199,7 +199,8 @@ def memory_vs_bubble(work: Work) -> Figure:
     for x, y in sorted(places):
         if not front or y < front[-1][1]:
             front.append((x, y))
-    best, shown = (sum(len(places[point]) for point in points) for points in (front, places))
+    shown = sum(map(len, places.values()))
+    best = sum(len(places[point]) for point in front)
     title = (
         f"Idle time against memory: for all but {best} of {shown} schedules another one is better "
         "in one and no worse in the other"

@@ -1,7 +1,6 @@
 """The terminal's view: a timeline as text, a line a rank, and its figures."""
 
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -30,17 +29,13 @@ def draw(timeline: Timeline, columns: int, *, colour: bool = False) -> str:
             second = kind.lower() if place else kind
             texts.append(f"{kind}{i}/{place}" if many else f"{second}{i}")
         cells.append((rank, "&".join(texts), start, end))
-    text = simple.draw(cells, columns)
-    if not colour:
-        return text
-    prefix = len(f"rank {len(places) - 1} ")
-    cell = rf"(?<=.{{{prefix}}})[A-Za-z][^A-Za-z.&\n]*(&[A-Za-z][^A-Za-z.\n]*)?"
-    return re.sub(cell, _coloured, text)
+    return simple.draw(cells, columns, _coloured if colour else lambda text, letters: letters)
 
 
-def _coloured(cell: re.Match[str]) -> str:
-    kind = "&" if cell[1] else cell[0][0].upper()
-    return f"\x1b[30;48;5;{_BACKGROUND[kind]}m{cell[0]}\x1b[0m"
+def _coloured(text: str, letters: str) -> list[str]:
+    """By the kind of operation that a cell's text begins with."""
+    background = _BACKGROUND["&" if "&" in text else text[0].upper()]
+    return [f"\x1b[30;48;5;{background}m{letter}\x1b[0m" for letter in letters]
 
 
 def print_wrapped(text: str, begin: str = "") -> None:

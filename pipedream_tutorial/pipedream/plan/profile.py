@@ -59,7 +59,7 @@ def load_profile(path: Path) -> Profile:
     """Read and check a profile's JSON. Raises UserError that names the file and the key."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # no text, or no JSON
+    except (OSError, ValueError, RecursionError) as error:  # no text, no JSON, or nested deeply
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: {reason}", "give the path of a profile's JSON") from None
     layers = found.pop("layers", None) if isinstance(found, dict) else None
@@ -73,11 +73,12 @@ def load_profile(path: Path) -> Profile:
 def _checked(found: object, rules: Mapping[str, Rule], where: str) -> dict[str, Any]:
     """All keys are there and no others, each with a value that will do; else UserError."""
     given = found if isinstance(found, dict) else {}
+    for key in given:
+        if key not in rules:
+            raise UserError(f"{where}: unknown key {key!r}", nearest(key, rules))
     missing = [key for key in rules if key not in given]
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)}", f"it needs {', '.join(rules)}")
-    for key in given.keys() - rules.keys():
-        raise UserError(f"{where}: unknown key {key!r}", nearest(key, rules))
     return {key: rule.check(f"{where}: {key}", given[key]) for key, rule in rules.items()}
 
 

@@ -31,10 +31,14 @@ class StageLostError(RuntimeError):
 def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
     """What launch() or torchrun made this process; None if neither started it. Raises UserError for
     another number of processes than `num_stages`, or more than one machine."""
-    names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-    if any(name not in environment for name in names):
+    if "RANK" not in environment:
         return None
-    rank, world_size, local_size = (int(environment[name]) for name in names)
+    names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+    given = [environment.get(name, "") for name in names]
+    if not all(map(str.isdecimal, given)):
+        what = f"RANK is set, and not each of {', '.join(names)} is a number"
+        raise UserError(what, "start with torchrun, or unset RANK")
+    rank, world_size, local_size = map(int, given)
     if world_size != num_stages:
         raise UserError(
             f"{world_size} processes were started for num_stages={num_stages}",
@@ -54,25 +58,24 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
 
     0 if all ended well. At the first process that did not, the others are ended and the last
     thing on stderr is one line that names the stage and says what happened: code 2 for what the
-    user can mend, 1 for the rest. The processes end, too, when this one does, however it ends.
+    user can mend, 1 for the rest. The processes end with this one, on Linux however it ends.
     """
     import torch.multiprocessing as mp
 
-    launcher = os.getpid()
-
-    def end(number: int, _: object) -> None:
-        if os.getpid() != launcher:  # a fork that has not come to _be
-            os._exit(128 + number)
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forks have what is set here
     logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)  # not each that it ends
     # With what is imported, where that is safe.
     method = "fork" if sys.platform == "linux" else "spawn"
     gc.freeze()  # what is imported is shared: collecting would copy it
     with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(
+            _be, (body, num_stages, folder), num_stages,
+            join=False, daemon=True, start_method=method,
+        )  # fmt: skip
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
-            mp.start_processes(_be, (body, num_stages, folder), num_stages, True, True, method)
+            while not context.join(grace_period=0.1):
+                pass
         except mp.ProcessExitedException as ended:
             if ended.signal_name is not None:  # else it has said why
                 what = f"was killed by {ended.signal_name}"
@@ -84,17 +87,19 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
                     file=sys.stderr,
                 )
             return 2 if ended.exit_code == 2 else 1
+        finally:
+            for process in context.processes:
+                process.kill()
     return 0
 
 
 def _be(rank: int, body: Callable[[int], None], num_stages: int, folder: str) -> NoReturn:
     """In a new process, what torchrun sets."""
     os.setsid()  # Ctrl-C reaches the one that started us alone, which ends us
-    for number in (signal.SIGINT, signal.SIGTERM):  # by which torch ends us, also with our parent
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # by which Linux ends us with our parent
     size = str(num_stages)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ[STORE] = f"file://{folder}/store"
+    os.environ[STORE] = f"{folder}/store"
     run_worker(body, num_stages)
 
 

@@ -168,8 +168,9 @@ class Station:
             # Else they listen where the machine's name leads, to others as well.
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
         size = self.config["num_stages"]
-        store = os.environ.get(STORE)  # None where torchrun has one
-        dist.init_process_group("gloo", store, timeout, size, self.rank)
+        # torchrun has a store of its own.
+        store = dist.FileStore(os.environ[STORE], size) if STORE in os.environ else None
+        dist.init_process_group("gloo", None, timeout, size, self.rank, store)
         self._connect([case.schedule for case in cases], timeout)
         x = torch.zeros_like(self.workload.task.microbatch(0)[0])
         for case in cases:
@@ -301,7 +302,7 @@ def take_device(config: Config, rank: int) -> torch.device:
     if config["device"] == "cuda" and gpus < stages:
         raise UserError(
             f"device=cuda needs a GPU for each of {stages} stages, and this machine has {gpus}",
-            "set num_stages to no more, or add --set device=cpu",
+            "run it where there are, or add --set device=cpu",
         )
     if config["device"] == "cpu" or gpus < stages:
         return torch.device("cpu")

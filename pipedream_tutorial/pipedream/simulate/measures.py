@@ -72,7 +72,8 @@ def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
         steps: Steps = [(0, Fraction(0))]
         for op in order:
             for time, by in zip(times[op], changes[op.kind], strict=True):
-                steps.append((time, steps[-1][1] + Fraction(by) / schedule.stages_per_rank))
+                if by:
+                    steps.append((time, steps[-1][1] + Fraction(by) / schedule.stages_per_rank))
         found.append(steps)
     return found
 
@@ -86,6 +87,8 @@ def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]
         steps: Steps = [(0, Fraction(schedule.copies))]
         for op in order:
             kept[op.stage] = use[op.stage].live[op]
-            steps.append((times[op][1], Fraction(sum(kept.values()), schedule.stages_per_rank)))
+            count = Fraction(sum(kept.values()), schedule.stages_per_rank)
+            if count != steps[-1][1]:
+                steps.append((times[op][1], count))
         found.append(steps)
     return found

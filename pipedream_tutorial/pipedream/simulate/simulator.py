@@ -175,7 +175,8 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
         free = [ends[-1] if ends else 0 for ends in timeline.ends]
         steps = {end - old for old, end in zip(before, free, strict=True) if end}
         if len(steps) == 1:  # all moved on by the same time, and always will
-            return [end + left * step for end in free for step in steps]
+            (step,) = steps
+            return [end + left * step for end in free]
         if left:
             timeline = simulate(timeline.schedule, timeline.costs, free)
     return free
