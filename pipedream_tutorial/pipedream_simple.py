@@ -220,13 +220,7 @@ def measure(name: str, config: dict[str, Any]) -> Row:
         times, ends = simulate(orders, duration)
         versions, staleness = map(list, zip(*map(stashed_versions, orders), strict=True))
     else:
-        before = [0] * p
-        for left in range(count - 1, 0, -1):
-            step, *others = {end - begin for begin, end in zip(before, ends, strict=True)}
-            if not others:  # all ranks moved on by the same time, and always will
-                ends = [end + left * step for end in ends]
-                break
-            before = ends  # a rank begins the next batch once its own work is done
+        for _ in range(count - 1):  # a rank begins the next batch once its own work is done
             _, ends = simulate(orders, duration, ends)
     stream = max(ends)
     work = m * v * (duration["F"] + duration["B"])  # of a rank, in a batch
