@@ -115,11 +115,8 @@ SHARED_RULES: dict[str, Rule] = {
     "chunks": Rule(kind=int, low=1, high=16),
 }
 
-RENAMED = {
-    "backward": "set input_gradient or weight_gradient, the halves of the backward pass",
-    "benchmark": "type python ../results/lab/tutorial/benchmark.py and its name",
-}
-"""Keys of before, and what to type instead."""
+# What is not spelled as it is meant.
+RENAMED = {"backward": "set input_gradient or weight_gradient, the halves of the backward pass"}
 
 
 def parse_arguments(
@@ -136,12 +133,10 @@ def parse_arguments(
     `arguments` is sys.argv's by default. Raises UserError for an unknown key or a value that its
     rule does not accept; --help prints all keys and exits with 0.
     """
-    for key in config:
-        if key not in rules:
+    for key in sorted(config.keys() ^ rules.keys(), key=str):
+        if key in config:
             raise UserError(f"CONFIG has the unknown key {_shown(key)}", nearest(str(key), rules))
-    for key in rules:
-        if key not in config:
-            raise UserError(f"CONFIG has no key {key!r}", "write it back into the script's CONFIG")
+        raise UserError(f"CONFIG has no key {key!r}", "write it back into the script's CONFIG")
     text = Path(simple.__file__).read_text() + Path(script).read_text()
     comments = dict(re.findall(r'(?m)^    "(\w+)": .*  # (.*)$', text))
     parser = _Parser(

@@ -39,8 +39,6 @@ BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLOURS[4]}
 LANE = 0.8  # height of the largest value in a lane; lanes are 1 apart
 FLOOR = 0.4  # how far 0 lies below a lane's middle
 
-Points = dict[tuple[Fraction, Fraction], list[str]]
-
 
 def utilization_comparison(work: Work) -> Figure:
     """Busy share of every schedule by three definitions, the least busy one on top. PipeDream's
@@ -188,7 +186,7 @@ def memory_vs_bubble(work: Work) -> Figure:
     """Peak memory of the fullest rank, activations and weight versions, against the idle share when
     batch follows batch."""
     weights = work.config["weight_size"]
-    places: Points = defaultdict(list)
+    places: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
     for row in work.found:
         if row.policy.stashed:
             held = zip(row.peak_activations, row.weight_copies, strict=True)
@@ -249,15 +247,12 @@ def activations_and_versions(work: Work) -> Figure:
         f"Time in units: {durations_text(shown[0].stream)}",
     ]
     heights = [max(1.6, 0.58 * p)] * -(-len(shown) // 2)
-    sides: dict[str, Any] = {"columns": 2, "left": 1.3, "right": 0.6}
-    figure, axes = new_figure(title, heights, legend=legend, notes=notes, **sides)
+    figure, axes = new_figure(title, heights, columns=2, right=0.6, legend=legend, notes=notes)
     for place, (ax, row) in enumerate(zip(axes, shown, strict=False)):
         ax.set_xlim(0, end)
         rank_axis(ax, p, most_times=7)
         _draw_lanes(ax, row, max(held, kept))
         panel_title(ax, row.title)
-        if place % 2:
-            ax.set_ylabel("")
         if place + 2 >= len(shown):
             ax.set_xlabel("time", fontsize=TEXT)
     for ax in axes[len(shown) :]:
@@ -273,12 +268,10 @@ def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
     held = held_activations(stream.schedule, stream.times)
     kept = live_versions(stream.schedule, stream.times, use)
 
-    def height(rank: int, value: Fraction) -> float:
-        return rank + FLOOR - LANE * float(value / top)
-
     def steps(points: Steps, rank: int, **style: Any) -> None:
         edges = [*(float(time) for time, _ in points), float(stream.makespan)]
-        ax.stairs([height(rank, value) for _, value in points], edges, **style)
+        heights = [rank + FLOOR - LANE * float(value / top) for _, value in points]
+        ax.stairs(heights, edges, **style)
 
     for rank in ranks:
         steps(held[rank], rank, baseline=rank + FLOOR, fill=True, color=LINE_COLOURS[6], lw=0)
@@ -286,11 +279,5 @@ def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
         peaks = [number(max(value for _, value in points[rank])) for points in (held, kept)]
         ax.text(1.01, rank, " / ".join(peaks), transform=ax.get_yaxis_transform(), fontsize=SMALL,
                 va="center")  # fmt: skip
-        for value in (Fraction(0), top / 2, top):
-            shade = "#E6E6E6" if value else "#C9C9C9"
-            ax.axhline(height(rank, value), color=shade, linewidth=0.8, zorder=0)
-    named = [(height(rank, value), number(value)) for rank in ranks for value in (Fraction(0), top)]
-    ax.set_yticks([y for y, _ in named], [text for _, text in named], fontsize=page.LEAST)
-    ax.set_yticks(ranks, [str(rank) for rank in ranks], minor=True)
-    ax.tick_params(axis="y", which="minor", length=0, labelsize=SMALL, pad=22)
+        ax.axhline(rank + FLOOR, color="#C9C9C9", linewidth=0.8, zorder=0)
     ax.set_ylim(len(ranks) - 0.5, -0.5)

@@ -259,12 +259,10 @@ def check_batch_gradient(
     return "the microbatches' gradients add up to the batch's."
 
 
-Update = Callable[[Weights, Weights, float], Weights]  # weights, gradients, rate -> next weights
-
-
 @graded
-def check_update(update: Update) -> str:
-    """Exercise 6: a stage's update under PipeDream, with microbatches in flight."""
+def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
+    """Exercise 6: a stage's update under PipeDream, with microbatches in flight: from its weights,
+    gradients and learning rate to the next weights."""
     replaced = False
 
     class Trainer(StageTrainer):

@@ -14,11 +14,9 @@ slowest alone fixes the period. PipeDream's published optimizer adds W to T inst
 optimizer_graph_hierarchical.py); the papers and this module take the larger.
 
 sync_factor is 2 by default: a ring all-reduce sends 2 (m - 1) / m of the weights' bytes from each
-worker and receives as many at the same time. PipeDream's constant is 4, which counts what a worker
-of a sharded parameter server sends and what it receives, one after the other; it is right for a
-link that carries one direction at a time. The 2 a_i (activation there, gradient back) is
-PipeDream's and counts both directions one after the other as well, so with full-duplex links it is
-up to twice too long.
+worker and receives as many at the same time. PipeDream's 4 counts both ways of a sharded parameter
+server one after the other, and so does its 2 a_i (activation there, gradient back): right for links
+that carry one direction at a time, up to twice too long on full-duplex ones.
 
 Not here: a limit on memory. A profile has the output of a layer, but a worker keeps everything the
 backward pass of a layer needs, many times that; a limit would pass plans that do not fit.

@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from pipedream.__main__ import CONFIG
 from pipedream.config import FOLDER
-from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, Points, log_axis
+from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, log_axis
 from pipedream.draw.grids import Panel, idle_text, kind_legend, lay_out
 from pipedream.draw.page import (
     GREY,
@@ -250,9 +250,9 @@ PICTURES = {
 }
 
 
-def fixed_points(communication: int) -> Points:
+def fixed_points(communication: int) -> dict[tuple[Fraction, Fraction], list[str]]:
     """(microbatches held on the fullest rank, makespan) -> titles of the schedules there."""
-    found: Points = defaultdict(list)
+    found: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
     for name in FIXED:
         row = row_of(name, communication=communication)
         found[max(row.peak_activations), row.batch.makespan].append(row.title)
