@@ -24,7 +24,8 @@ FOLDER = Path(__file__).resolve().parent.parent
 
 # Short enough that no exponent or digit string can make the arithmetic on it slow.
 _NUMBER = re.compile(
-    r"[+-]?((\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?|\d{1,15}/\d{1,15})", re.ASCII | re.I
+    r"[+-]?((\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?|\d{1,15}/0{,9}[1-9]\d{,9})",
+    re.ASCII | re.I,
 )
 _WORDS = dict.fromkeys(("true", "yes", "on", "1"), True)
 _WORDS |= dict.fromkeys(("false", "no", "off", "0"), False)
@@ -69,10 +70,7 @@ class Rule:
             file = self.or_file and (text.lower().endswith(self.or_file) or Path(text).is_file())
             known = {name.lower(): name for name in self.choices}
             return known.get(text.lower(), text if file or not known else None)
-        try:
-            exact = Fraction(text) if _NUMBER.fullmatch(text) else None
-        except ZeroDivisionError:
-            return None
+        exact = Fraction(text) if _NUMBER.fullmatch(text) else None
         if exact is None or (self.kind is int and exact.denominator > 1):
             return None
         number = self.kind(exact)

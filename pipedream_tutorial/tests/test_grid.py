@@ -26,22 +26,13 @@ def test_every_column_is_the_event_that_runs_then(name, columns):
     for line in text.splitlines():
         if line.startswith("rank"):
             lines[int(line[5])] += line[7:].ljust(columns - 8)
-    own = shown.schedule.stages()
-    texts = []  # what an event's cell begins with
-    for event in shown.events:
-        ops = event.item.parts
-        second = [op.stage > own[event.rank][0] for op in ops]
-        kinds = [op.kind.lower() if late else op.kind for op, late in zip(ops, second, strict=True)]
-        texts.append(
-            "&".join(f"{kind}{op.microbatch}" for kind, op in zip(kinds, ops, strict=True))
-        )
-    rate = max(
-        Fraction(len(t)) / (e.end - e.start) for t, e in zip(texts, shown.events, strict=True)
-    )
+    rate = 2 * shown.schedule.stages_per_rank  # columns a unit: two letters for the shortest
     expected = [["."] * math.ceil(shown.makespan * rate) for _ in lines]
-    for text, event in zip(texts, shown.events, strict=True):
-        first, end = math.floor(event.start * rate), math.floor(event.end * rate)
-        expected[event.rank][first:end] = text.ljust(end - first, "-")
+    for event in shown.events:
+        first = shown.schedule.stages()[event.rank][0]
+        cells = [(k if s == first else k.lower()) + str(i) for k, s, i in event.item.parts]
+        begin, end = int(event.start * rate), int(event.end * rate)
+        expected[event.rank][begin:end] = "&".join(cells).ljust(end - begin, "-")
     assert [line.rstrip() for line in lines] == ["".join(line) for line in expected]
 
 

@@ -13,6 +13,7 @@ import torch
 from nbclient import NotebookClient
 from pipedream.config import FOLDER
 from pipedream.lecture import checks
+from pipedream.schedules.ops import repeat
 from pipedream.schedules.orders import build_schedule
 
 SOLUTIONS = sorted((FOLDER / "solutions").glob("*.py"))
@@ -128,12 +129,17 @@ def new_data(weights: Any, steps: Any, rate: float) -> Any:
     return weights
 
 
-def test_numpys_numbers_are_numbers() -> None:
+def test_numpys_numbers_are_numbers_and_a_changed_dict_is_a_new_one() -> None:
     right = solution("1_enough_microbatches", "microbatches_needed")
     for kind in (np.float32, np.int64, float, Fraction):
-        assert checks.check_microbatches(
-            lambda p, percent, kind=kind: kind(right(p, percent))
-        ).solved
+        assert checks.check_microbatches(lambda p, x, kind=kind: kind(right(p, x))).solved
+
+    def update(weights: Any, steps: Any, rate: float) -> Any:
+        for name, step in steps.items():
+            weights[name] = weights[name] - rate * step
+        return weights
+
+    assert checks.check_update(update).solved
 
 
 WRONG: list[tuple[str, tuple[Any, ...], str]] = [
@@ -150,6 +156,7 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("4_1f1b", (lambda p, m, r: ["forward"],), "'forward' is no operation; write such as F0"),
     ("5_missing_flush", (lambda p, m, n: build_schedule("1f1b", p, m * n),), "runs F4, of batch 1"),
     ("5_missing_flush", (lambda p, m, n: build_schedule("naive", p, m * n),), "right weights, but"),
+    ("5_missing_flush", (lambda p, m, n: repeat(build_schedule("gpipe", p, m), n),), "hold more"),
     ("6_in_place_update", (sub_in_place,), "autograd refuses"),
     ("6_in_place_update", (new_data,), "other weights than their forward"),
     ("6_in_place_update", (lambda w, g, rate: None,), "has to return a dict"),

@@ -10,6 +10,7 @@ from fractions import Fraction
 import pipedream_simple as simple
 import pytest
 from pipedream import __main__ as command
+from pipedream.draw.terminal import draw
 from pipedream.errors import UserError
 from pipedream.schedules.ops import Op, load_csv, repeat
 from pipedream.schedules.orders import SCHEDULES, build_schedule
@@ -59,16 +60,11 @@ def test_the_script_says_what_the_engine_says(name):
 
 
 @pytest.mark.parametrize("name", simple.SCHEDULES)
-def test_the_script_draws_every_operation_where_it_runs(name):
-    row = simple.measure(name, {**simple.CONFIG, "num_batches": 2, "forward": Fraction(1, 2)})
-    lines = simple.draw([*simple.cells(row)], 1000).splitlines()
-    shortest = min(end - start for start, end in row.times.values())
-    scale = Fraction(max(len(f"F{i}") for _, _, i in row.times), shortest)
-    for rank, order in enumerate(row.orders):
-        for kind, stage, i in order:
-            start, end = (7 + int(time * scale) for time in row.times[kind, stage, i])
-            text = f"{kind if stage < 4 else kind.lower()}{i}"
-            assert lines[1 + rank][start:end].rstrip("-") == text
+def test_the_script_draws_what_the_package_draws(name):
+    case = CASE | {"forward": Fraction(1, 2)}
+    row = measure(name, case)
+    once = row.stream if name == "pipedream" else row.batch
+    assert simple.draw([*simple.cells(simple.measure(name, case))], 90) == draw(once, 90)
 
 
 def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, monkeypatch):

@@ -152,13 +152,11 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
     """By rank: how many forwards may lead I. Equal for all, and fewer on later ranks."""
     p = len(problem.durations)
     most = problem.memory
-    every = list(
-        dict.fromkeys(
-            tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))
-            for step in (0, 1, 2)
-            for ahead in range(1, most + step * p + 1)
-        )
-    )
+    found = {}
+    for step in (0, 1, 2):
+        for ahead in range(1, most + step * p + 1):
+            found[tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))] = None
+    every = list(found)
     return every[:: 1 + len(every) // 40]  # of long lists a few, evenly
 
 
