@@ -100,6 +100,9 @@ def read_config(arguments: list[str]) -> dict[str, Any]:
             f"calibrate_on={config['calibrate_on']} is not among num_microbatches={listed}",
             "name one that is run",
         )
+    paths = [config[key] for key in OUTPUTS if config[key] is not None]
+    if len(set(map(os.path.realpath, paths))) < len(paths):
+        raise UserError(f"two of {', '.join(OUTPUTS)} are one file", "give each a file of its own")
     for key in OUTPUTS:
         if config[key] is not None:
             _check_writable(f"--{key} {config[key]}", Path(config[key]).absolute())
@@ -111,7 +114,9 @@ def _check_writable(option: str, path: Path) -> None:
         raise UserError(f"{option} is a folder", "add a file's name")
     if not path.parent.is_dir():
         raise UserError(f"{option}: no such folder", "make it first")
-    replaced = path.is_file() or not path.exists()  # by a new file beside it
+    replaced = path.is_file() or not path.exists()  # by a new file beside it, as a record is
+    if not replaced and option.startswith("--record"):
+        raise UserError(f"{option} is no file", "give one")
     if not os.access(path.resolve().parent if replaced else path, os.W_OK):
         raise UserError(f"{option} cannot be written", "give another path")
 

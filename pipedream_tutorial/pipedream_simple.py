@@ -305,7 +305,7 @@ def table_line(title: str, *figures: Any) -> str:
     """A Row's figures, from its makespan on; of those by rank or stage the largest."""
     makespan, idle, span_idle, stream, stream_idle, activations, versions, staleness = figures
     cells = f"{number(makespan):>6}{percent(idle):>7}{percent(span_idle):>7}"
-    cells += f"{number(stream):>8}{percent(1 - stream_idle):>7}"
+    cells += f" {number(stream):>7}{percent(1 - stream_idle):>7}"
     cells += f"{number(max(activations)):>7}{number(max(versions)):>8}{max(staleness):>5}"
     return f"{title:<24}{cells}"
 

@@ -106,6 +106,8 @@ def show(config: dict[str, Any]) -> None:
                 raise UserError(f"--{option} writes one schedule", fix)
         rows = comparison.compare(config)
     else:
+        if name == "search":
+            print("searching ...", file=sys.stderr, flush=True)
         row = comparison.measure(name, config)
         _ = row.staleness  # refuses too few microbatches for 2BW
         export(row, config)

@@ -164,7 +164,7 @@ def parse_arguments(
         raise UserError(f"unknown argument {_shown(unknown[0])}", hint)
     merged = dict(config)
     for change in given.set:
-        key, equals, value = change.partition("=")
+        key, equals, value = str(change).partition("=")  # argparse makes a list of "--"
         key = key.strip()
         if not equals:
             raise UserError(f"--set {_shown(change)} has no equals sign", "type --set key=value")

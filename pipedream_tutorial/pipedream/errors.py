@@ -27,7 +27,7 @@ def main_with_errors(main: Callable[[], None]) -> NoReturn:
     """Run a script's main and exit: 0, or 2 after one line "error: ..." on stderr."""
     try:
         main()
-        sys.stdout.flush()
+        print(end="", flush=True)
         sys.exit(0)
     except UserError as error:
         message = str(error)
@@ -43,9 +43,8 @@ def main_with_errors(main: Callable[[], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
-        if error.filename is None:
-            raise
-        message = f"{error.filename}: {error.strerror}; give a path that can be read or written"
+        name = error.filename or "a file, or the output"
+        message = f"{name}: {error.strerror}; give a path that can be read or written"
     except KeyboardInterrupt:
         sys.exit(130)
     print("error:", " ".join(message.split()), file=sys.stderr)

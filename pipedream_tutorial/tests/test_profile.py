@@ -45,6 +45,7 @@ def test_the_shipped_profile_is_gpt2():
         (lambda v: v["layers"][0].update(backward_s=float("nan")), "backward_s=nan"),
         ('{"model": "gpt2",\n  "batch" 1}', "profile.json: .*line 2 column 11"),
         ("[1, 2]", "has no list of layers"),
+        ("[" * 100_000, "profile.json"),
     ],
 )
 def test_a_wrong_profile_is_refused_with_file_and_key(tmp_path, change, text):

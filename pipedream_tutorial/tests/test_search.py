@@ -65,6 +65,10 @@ def test_of_equally_short_orders_the_one_for_batches_in_a_row(memory, in_a_row):
     assert simulate(repeat(found.schedule, 4), costs).makespan <= in_a_row
 
 
+def test_many_ranks_are_no_longer_than_zb_h1():
+    assert search(costs_of(18), 36, 18, tries=3).makespan <= 125
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     m=st.integers(1, 3),

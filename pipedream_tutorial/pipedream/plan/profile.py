@@ -3,8 +3,6 @@
 PipeDream (arXiv 1806.03377) plans from these three per layer. Loading a profile imports no torch.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics
@@ -12,13 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pipedream.config import Rule
 from pipedream.errors import UserError, nearest
-
-if TYPE_CHECKING:
-    import torch
 
 Number = int | float | Fraction
 
@@ -89,13 +84,10 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def measure_profile(
-    layers: Sequence[tuple[str, torch.nn.Module]],
-    example: torch.Tensor,
-    *,
-    targets: torch.Tensor,
-    repeats: int,
+    layers: Sequence[tuple[str, Any]], example: Any, *, targets: Any, repeats: int
 ) -> list[Layer]:
-    """Time each layer's forward and backward pass where its weights and `example` are.
+    """Time each layer's forward and backward pass where its weights and `example` are: names and
+    modules, and tensors.
 
     `example` is the first layer's input, one microbatch; each layer's output is the next one's
     input. The last layer takes `targets` as well and returns a loss. Seconds are medians of
@@ -144,7 +136,7 @@ def measure_profile(
     return measured
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: Any) -> str:
     """The GPU's name, or the CPU's as Linux gives it."""
     import torch
 

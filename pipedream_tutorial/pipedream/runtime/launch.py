@@ -62,7 +62,8 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
     """
     import torch.multiprocessing as mp
 
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forks have what is set here
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # forks have what is set here, and end by both
     logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)  # not each that it ends
     # With what is imported, where that is safe.
     method = "fork" if sys.platform == "linux" else "spawn"
@@ -72,6 +73,7 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
             _be, (body, num_stages, folder), num_stages,
             join=False, daemon=True, start_method=method,
         )  # fmt: skip
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             while not context.join(grace_period=0.1):
@@ -96,7 +98,6 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
 def _be(rank: int, body: Callable[[int], None], num_stages: int, folder: str) -> NoReturn:
     """In a new process, what torchrun sets."""
     os.setsid()  # Ctrl-C reaches the one that started us alone, which ends us
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # by which Linux ends us with our parent
     size = str(num_stages)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ[STORE] = f"{folder}/store"

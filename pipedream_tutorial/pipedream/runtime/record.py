@@ -199,15 +199,10 @@ def _ms(ns: Fraction | float) -> float:
 
 def write_whole(name: str, record: Record) -> None:
     """Replace the file at once: whenever the run ends, a whole record is there. What a link names
-    is replaced, not the link, and what is no file (/dev/stdout) is written to."""
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    path = Path(name)
-    if path.exists() and not path.is_file():
-        path.write_text(text)
-        return
-    path = path.resolve()
+    is replaced, not the link."""
+    path = Path(name).resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
+    beside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
     beside.replace(path)
 
 

@@ -18,7 +18,7 @@ from pipedream.runtime.launch import CASE
 from pipedream.runtime.record import Case, MeasuredRun, build_record, render, write_whole
 from pipedream.runtime.stage import Station, connection_to
 from pipedream.schedules.ops import Schedule, repeat, straight
-from pipedream.schedules.orders import FOUND, schedule_for_training
+from pipedream.schedules.orders import FOUND, SCHEDULES, schedule_for_training
 from pipedream.schedules.policies import POLICIES, Policy
 from pipedream.simulate.search import search
 from pipedream.simulate.simulator import load_order
@@ -52,7 +52,7 @@ def build_cases(config: Config) -> list[Case]:
 
 def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
     """The orders over all batches of a schedule that has a name, or of a CSV's."""
-    if not name.lower().endswith(".csv"):
+    if name in SCHEDULES:
         return schedule_for_training(name, config["num_stages"], m, config["num_batches"])
     batch = load_order(Path(name))
     if (batch.num_ranks, batch.num_microbatches) != (config["num_stages"], m):

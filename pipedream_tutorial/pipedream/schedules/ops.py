@@ -183,6 +183,8 @@ def load_csv(path: Path) -> Schedule:
                 orders.append(tuple(_parse(cell.strip(), where) for cell in row if cell.strip()))
     except (UnicodeDecodeError, csv.Error):
         raise UserError(f"{path} is not a CSV", "give one that --csv wrote, or torch") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", "give a path that can be read") from None
     while orders and not orders[-1]:  # blank lines at the end; one before is an idle rank
         orders.pop()
     schedule = straight(path.stem, orders)
@@ -196,11 +198,12 @@ def load_csv(path: Path) -> Schedule:
                 )
     if not rank_of:
         raise UserError(f"{path} holds no operation", "write cells such as 0F0 and 0B0")
-    for missing in sorted(set(range(max(rank_of))) - set(rank_of)):
-        raise UserError(
-            f"{path} has a stage {max(rank_of)} but no stage {missing}",
-            "number the stages from 0 without a gap",
-        )
+    for missing, stage in enumerate(sorted(rank_of)):
+        if stage != missing:
+            raise UserError(
+                f"{path} has a stage {max(rank_of)} but no stage {missing}",
+                "number the stages from 0 without a gap",
+            )
     return schedule
 
 

@@ -70,8 +70,11 @@ def search(
     tries = tries or max(200, min(20_000, 4_000_000 // (3 * p * m)))
     limits = _limits(problem)
     starts = [greedy(problem, limit) for limit in limits]
-    for own in limits:  # ZB-H1 and ZB-H2, and what lies between
+    for own in limits:  # as ZB-H1 and ZB-H2, and what lies between
         starts.append([zero_bubble(m, ahead - 1, memory - ahead) for ahead in own])
+    for times in (1, 2):  # and these themselves
+        if memory > times * (p - 1):
+            starts.append([zero_bubble(m, times * (p - 1 - r), times * r) for r in range(p)])
     scored = partial(score, problem)
     starts.sort(key=scored)
     bound = lower_bound(problem)
@@ -152,12 +155,13 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
     """By rank: how many forwards may lead I. Equal for all, and fewer on later ranks."""
     p = len(problem.durations)
     most = problem.memory
-    found = {}
+    found: dict[tuple[int, ...], None] = {}
     for step in (0, 1, 2):
         for ahead in range(1, most + step * p + 1):
             found[tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))] = None
     every = list(found)
-    return every[:: 1 + len(every) // 40]  # of long lists a few, evenly
+    few = max(4, min(40, 4_000_000 // (3 * problem.num_microbatches * p * p)))
+    return every[:: 1 + len(every) // few]  # of long lists, and for large sizes, a few, evenly
 
 
 def greedy(problem: Problem, limits: Sequence[int]) -> Words:

@@ -309,6 +309,8 @@ def load_order(path: Path) -> Schedule:
             raise ValueError(f"its {count} microbatches are not numbered 0 to {count - 1}")
         if all(kind == "F" for kind, _ in schedule.known):
             raise ValueError("it has no backward pass")
+        if len(set(map(len, schedule.stages()))) > 1:
+            raise ValueError("its ranks have different numbers of stages")
         simulate(repeat(schedule, 2), build_costs(schedule))
     except (DeadlockError, ValueError) as error:
         raise UserError(f"{path} cannot run: {error}", "mend the order in the file") from error
