@@ -132,6 +132,7 @@ def interleaved(p: int, m: int, v: int) -> list[Order]:
     for r in range(p):
         forwards = [("F", chunk * p + r) for chunk in chunks]
         backwards = [("B", (v - 1 - chunk) * p + r) for chunk in chunks]
+        # Before its first backward: all its stages but the last, and 2 a rank from here to the end.
         orders.append(numbered(in_turn(forwards, backwards, (v - 1) * size + 2 * (p - 1 - r))))
     return orders
 
