@@ -35,6 +35,8 @@ class DeepSpeedEngine(base.Engine):
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        private.import_muon()
+        private.leave_out_extensions()  # before the pipeline calls init_distributed
         self.topology = topology
         self.plan = plan
         config = plan.config
@@ -64,8 +66,6 @@ class DeepSpeedEngine(base.Engine):
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:
             optimizer = torch.optim.AdamW(groups, fused=topology.device_type == "cuda", **settings)
-        private.import_muon()
-        private.leave_out_extensions()
         parts = {"model": module, "optimizer": optimizer, "config": plan.deepspeed_json}
         quiet = contextlib.redirect_stdout(io.StringIO())  # it prints what it was given
         with contextlib.nullcontext() if config.verbose else quiet:

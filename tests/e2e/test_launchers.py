@@ -12,7 +12,7 @@ from tests.e2e.support import assert_refused, launcher_command, left_over, metri
 from tests.e2e.test_printed_commands import as_required
 from tests.pool import ROOT
 
-LAUNCHERS = {"run.sh": "zero2", "as on GPUs": "dp", "torchrun": "fsdp", "deepspeed": "zero3"}
+LAUNCHERS = {"run.sh": "zero2", "as on GPUs": "dp", "torchrun": "fsdp", "deepspeed": "hybrid"}
 GLOBAL_BATCH = 4
 VALUES = {
     **SMALL,
