@@ -325,10 +325,13 @@ def git_commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect results."""
-    packages = ("torch", "deepspeed", "transformers", "numpy", "tokenizers")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), **found}
+    """Return the versions of Python and of the installed packages that affect results."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "deepspeed", "transformers", "numpy", "tokenizers"):
+        # Native strategies run without DeepSpeed.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 @functools.cache

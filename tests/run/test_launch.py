@@ -1,6 +1,7 @@
 """Who plans, who prints, who trains, and how that ends."""
 
 import contextlib
+import importlib.metadata
 import io
 import json
 import os
@@ -18,8 +19,9 @@ from distributed_training.run import launch, prepare, rendezvous, worker
 from distributed_training.run.ranks import Ended, Process, current_process, single_process
 from distributed_training.settings import machine
 from distributed_training.settings.config import build_config
-from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record
+from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record, settings
 from tests.plan.helpers import plan_for
+from tests.pool import run_script
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, started
 
 
@@ -156,6 +158,29 @@ def test_a_process_acts_on_plan_json_and_plans_nothing_itself(tmp_path):
     (plan.run_dir / "plan.json").write_text(json.dumps(values))
     heavy_pool().call("tests.run.test_launch:run_without_planning", plan.run_dir, num_processes=1)
     assert only_record(tmp_path / "runs")["num_steps"] == 1
+
+
+def run_without_deepspeed(arguments):
+    """In a process of its own, as where neither DeepSpeed nor transformers is installed."""
+    find_version = importlib.metadata.version
+
+    def version(package):
+        if package in ("deepspeed", "transformers"):
+            raise importlib.metadata.PackageNotFoundError(package)
+        return find_version(package)
+
+    importlib.metadata.version = version
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        sys.modules[name] = None
+    run_script(*arguments)
+
+
+def test_native_strategies_train_where_deepspeed_is_not_installed(tmp_path):
+    values = {**SMALL, "strategy": "fsdp", "max_steps": 2, "output_dir": tmp_path}
+    arguments = [str(SCRIPT), *settings(values)]
+    function = "tests.run.test_launch:run_without_deepspeed"
+    heavy_pool().call(function, arguments, num_processes=1)
+    assert only_record(tmp_path)["versions"].keys() == {"python", "torch", "numpy", "tokenizers"}
 
 
 def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(tmp_path, monkeypatch):
