@@ -25,7 +25,10 @@ from distributed_training.settings.keys import Key, Parser, at_least, nearest_ke
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.streams import LastingStream, fill_closed
 
-OWN_OPTIONS = ("preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "cluster", "help")
+OWN_OPTIONS = (
+    "preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "strict", "cluster", "gpu",
+    "help",
+)  # fmt: skip
 DRY_RUN = ("--dry-run", "--dry_run")
 Add = Callable[..., argparse.Action]  # of a parser
 Act = Callable[[argparse.Namespace], int]
@@ -80,7 +83,10 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
     add(*DRY_RUN, action="store_true", help="check and print what would run, start nothing")
     elsewhere = "plan, or --dry-run, for machines that are not here, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
+    add("--gpu", metavar="GPU", help="with --cluster NxM: a known GPU, or JSON that describes one")
     add("--force", action="store_true", help="run what is predicted not to fit")
+    strict = "fail if data, weights or tokenizer are missing, instead of using the ones shipped"
+    add("--strict", action="store_true", help=strict)
     keys = dict(KEYS)
     for strategy in strategies.list_strategies():  # an engine in a strategy's folder may add some
         keys |= read_keys(strategies.strategy_options(strategy))
@@ -116,13 +122,16 @@ def configure(
         program.config, preset=arguments.preset, overrides=overrides,
         defaults=strategies.strategy_defaults, options=strategies.strategy_options,
     )  # fmt: skip
-    return config.model_copy(update={"force": arguments.force})
+    return config.model_copy(update={"force": arguments.force, "strict": arguments.strict})
 
 
 def over_config(name: str, argv: Sequence[str], program: Program) -> int:
     """A command that takes CONFIG's keys beside its own options: a module of tools/."""
     own = _load(f"tools.{name}")
     arguments = parse(argv, program, own)
+    if name != "plan" and (arguments.cluster is not None or arguments.gpu is not None):
+        option = "--cluster" if arguments.cluster is not None else "--gpu"
+        raise UserError(f"{option} only plans, and {name} trains", fix="leave it out, or type plan")
     return own.run(arguments, partial(configure, arguments, program), program.script)
 
 
@@ -136,10 +145,12 @@ def train(argv: Sequence[str], program: Program) -> int:
     if launch.PLANNED in argv:
         return launch.start_planned()
     arguments = parse(argv, program)
-    given = arguments.cluster
-    if given is not None and not arguments.dry_run:
-        raise UserError("--cluster only plans", fix="add --dry-run, or type plan")
-    own = {*DRY_RUN, "--cluster", given, f"--cluster={given}"}
+    for name in ("cluster", "gpu"):
+        if getattr(arguments, name) is not None and not arguments.dry_run:
+            raise UserError(f"--{name} only plans", fix="add --dry-run, or type plan")
+    own: set[str] = {*DRY_RUN}
+    for name, value in (("--cluster", arguments.cluster), ("--gpu", arguments.gpu)):
+        own |= {name, f"{name}={value}"} | ({value} if value else set())
     words = [text for text in argv if text not in own]
     config = configure(arguments, program, arguments.overrides)
     return launch.start(config, program.script, words, arguments)

@@ -39,13 +39,15 @@ def decide_plan(config: RunConfig, cluster: Cluster, cut: Callable[[Plan], Data 
 
     plan = draft_plan(config, cluster)
     prediction = predict(plan, cluster.rates)
-    # Cheapest first.
-    check_packages(plan)
+    # Cheapest first. For a --cluster this machine's packages, disks and compiler say nothing.
+    if cluster.is_here:
+        check_packages(plan)
     check_gpus(plan)
     check_swapping(plan)
     check_memory(prediction, suggest)
-    check_disk(plan)
-    check_extensions(plan)
+    if cluster.is_here:
+        check_disk(plan)
+        check_extensions(plan)
     if plan.config.push is not None:
         if not plan.config.export:
             raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")

@@ -102,9 +102,12 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     settings: dict[str, Any] = {
         axis: size for axis, size in mesh.items() if asked[axis] not in (-1, size)
     }
-    # An open axis takes what is left, which may be another than is meant.
-    if plan.num_processes > 1 and any(asked[axis] == -1 and mesh[axis] == 1 for axis in mesh):
+    # An open axis takes what is left, which may be another than is meant; two cannot.
+    open_axes = [axis for axis in mesh if asked[axis] == -1]
+    if plan.num_processes > 1 and any(mesh[axis] == 1 for axis in open_axes):
         settings |= {axis: size for axis, size in mesh.items() if size > 1}
+    if len(open_axes) > 1:
+        settings |= {axis: mesh[axis] for axis in open_axes}
     schedule = plan.config.pipeline_schedule
     if mesh["pp"] > 1 and schedule != plan.strategy.traits.schedules[0]:
         settings["pipeline_schedule"] = schedule

@@ -40,6 +40,9 @@ def find_sources(plan: Plan) -> Plan:
             hub.fetch_wikitext()
             dataset = WIKITEXT
         except OSError as error:
+            if config.strict:
+                command = hub.WIKITEXT_COMMAND
+                raise hub.cannot_fetch("dataset", WIKITEXT, error, command) from None
             note = f"WikiText-2 is not available ({error}): training on the embedded corpus, "
             notes.append(f"{note}the sources and help topics of this Python")
             dataset = EMBEDDED
@@ -142,7 +145,7 @@ def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> t
     try:
         return repo_id, fetch()
     except OSError as error:
-        if asked != AUTO or config.weights == "pretrained":
+        if asked != AUTO or config.weights == "pretrained" or config.strict:
             raise hub.cannot_fetch("tokenizer", repo_id, error, command) from None
         whose = "GPT-2" if repo_id == "gpt2" else repo_id
         note = f"{whose}'s tokenizer is not available ({error}): using the small one that is "
@@ -173,7 +176,7 @@ def _choose_weights(
     try:
         return "pretrained", hub.fetch_weights(hub_id)
     except OSError as error:
-        if asked == "pretrained":
+        if asked == "pretrained" or config.strict:
             what = f"pretrained ({model})"
             raise hub.cannot_fetch("weights", what, error, f"hf download {hub_id}") from None
         note = f"pretrained weights are not available ({error}): weights are random, so this "

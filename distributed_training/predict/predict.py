@@ -34,6 +34,7 @@ class Cluster:
     machine: Machine  # one node
     rates: Rates | None  # None: a GPU of which nothing is known
     name: str
+    is_here: bool  # whether this machine is one of the nodes
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
@@ -67,6 +68,7 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
         machine=machine,
         rates=rates_of(kind),
         name=f"{nodes} x {name}" if nodes > 1 else name,
+        is_here=False,
     )
 
 
@@ -91,6 +93,7 @@ def this_machine(
         machine=machine,
         rates=rates,
         name=name,
+        is_here=True,
     )
 
 

@@ -6,6 +6,7 @@ pipeline is simulated in its schedule's own order. Launching from the host runs 
 slower of both counts, unless a CUDA graph launches all."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -90,7 +91,8 @@ class Work(Shapes):
 
     def __init__(self, plan: Plan, rates: Rates) -> None:
         super().__init__(plan)
-        self.rates = rates
+        gbit = plan.config.network_gbit
+        self.rates = rates if gbit is None else replace(rates, network_bytes=gbit * 1e9 / 8)
 
     def operations(self) -> dict[Step, Cost]:
         """Of each kind of operation of each stage, for one micro-batch."""

@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -72,8 +73,8 @@ def start(config: RunConfig, script: Path, words: list[str], options: argparse.N
             return _work(config, process, startup)
         if process.rank > 0:
             return 0
-    if options.cluster is not None:
-        cluster = parse_cluster(options.cluster)
+    if options.cluster is not None or options.gpu is not None:
+        cluster = parse_cluster(options.cluster or "1", options.gpu)
     elif process is not None:
         cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
     else:
@@ -261,6 +262,7 @@ def launch_command(plan: Plan, script: str, words: list[str]) -> str:
         # By itself torchrun waits ten minutes for the others.
         wait = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
         place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
+        place.append(f"--rdzv_id={secrets.token_hex(8)}")  # which nobody else can guess
         start = ["torchrun", *place, wait, f"--nproc_per_node={here}", script]
     elif here > 1 and not any(word.startswith(("--num_gpus", "--num-gpus")) for word in words):
         start += ["--num_gpus", str(here)]

@@ -43,7 +43,7 @@ Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
 class RunConfig(Options):
-    """Everything that decides a run, validated. All fields but the last seven are CONFIG's keys."""
+    """Everything that decides a run, validated. All fields but the last eight are CONFIG's keys."""
 
     # fmt: off
     model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"))
@@ -123,6 +123,8 @@ class RunConfig(Options):
     """with pp: order of the micro-batches; auto: 1f1b"""
     pipeline_cut: Text | None = layout(None)
     """with pp: blocks of each stage, such as 7,7,7,3; None: equal estimated cost"""
+    network_gbit: Annotated[float, Field(gt=0, le=2**20)] | None = layout(None)
+    """planned network speed between nodes, in Gbit/s per GPU, as `links` measures it; None: 400"""
     activation_checkpointing: Literal["none", "full", "selective"] = memory("none")
     """what is computed again for the backward pass instead of kept"""
     loss_chunk_tokens: CountOrZero = memory(0)
@@ -196,6 +198,8 @@ class RunConfig(Options):
     engine_work: tuple[str, ...] = Field(default=(), strict=False)
     # Whether to go on where memory is predicted not to suffice.
     force: bool = False
+    # Whether missing data, weights or tokenizers are an error instead of replaced by shipped ones.
+    strict: bool = False
     # "auto" chooses what is predicted to need less of a GPU: so much has run out of memory.
     below_bytes: int | None = None
     # Keys that CONFIG left open and the strategy's defaults decided.

@@ -123,8 +123,6 @@ def plan_runs(
     if (arguments.plan is None) == (arguments.strategies is None):
         what = "give either a plan or --strategies"
         raise UserError(what, fix="type --strategies dp,fsdp or PLAN.json")
-    if arguments.cluster is not None:
-        raise UserError("--cluster only plans, and this trains", fix="leave it out")
     if arguments.plan is not None:
         file = Path(expand_home("the plan", arguments.plan))
         fix = 'write {"num_gpus": N, "common": {...}, "runs": [{...}, ...]}'

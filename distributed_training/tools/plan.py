@@ -1,10 +1,10 @@
 """Every layout of every strategy, ranked by predicted time; nothing runs. No torch import."""
 
 import argparse
-import dataclasses
 import json
-import math
+import os
 import shlex
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +14,8 @@ from tabulate import DataRow, TableFormat, tabulate
 
 from distributed_training.advise import scaling
 from distributed_training.advise.make import check_memory
-from distributed_training.advise.rank import choose_spread, layout_name, rank_layouts, settings_of
+from distributed_training.advise.rank import choose_spread, layout_name, rank_layouts
 from distributed_training.plan.choose import choose_model
-from distributed_training.plan.plan import Plan
 from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster, this_machine
 from distributed_training.predict.rates import FITTED, calibration_file
@@ -25,8 +24,9 @@ from distributed_training.run.launch import launch_command, requested_processes
 from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import ROOT, expand_home
+from distributed_training.settings.files import expand_home
 from distributed_training.settings.machine import GIB, detect_machine
+from distributed_training.tools.jobs import batch_script, options_of
 
 SHOWN = 15  # layouts, without --all
 _CELLS = DataRow("", " ", "")
@@ -36,9 +36,6 @@ ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `plan` takes besides CONFIG's keys."""
     add = parser.add_argument
-    add("--gpu", metavar="GPU", help="a GPU of the table, or JSON that describes one")
-    add("--network_gbit", type=float, metavar="N",
-        help="between nodes, of each GPU: Gbit/s, as links measures it")  # fmt: skip
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
     add("--calibrate", action="store_true",
         help="measure this machine first, about a minute; used from then on")  # fmt: skip
@@ -54,6 +51,7 @@ def run(
     arguments: argparse.Namespace, configure: Callable[[Sequence[str]], RunConfig], script: Path
 ) -> int:
     """Rank and print; `configure` gives CONFIG with `key=value` texts."""
+    command = shlex.join(["python", *sys.argv])
 
     def build(strategy: str | None) -> RunConfig:
         chosen = [] if strategy is None else [f"strategy={strategy}"]
@@ -103,20 +101,22 @@ def run(
     else:
         legend += "Times are estimated from datasheets, the host's part guessed."
     if cluster.num_processes > cluster.processes_a_node and rates is not None:
-        gbit = 8 * rates.network_bytes / 1e9
+        gbit = config.network_gbit or 8 * rates.network_bytes / 1e9
         legend += f" Between nodes each GPU has {gbit:g} Gbit/s: --network_gbit sets it."
     for text in (legend, why_first(fitting[0], fitting[1:])):
         print(textwrap.fill(text, WIDTH))
     print()
-    typed = dict(text.split("=", 1) for text in arguments.overrides)
     for choice in fitting[:3]:
-        words = options_of(choice.plan, typed)
-        print(f"  {launch_command(choice.plan, script.name, words)}")
+        words = options_of(choice.plan, arguments, configure)
+        print(f"  {launch_command(choice.plan, os.path.relpath(script), words)}")
     if arguments.write:
         path = Path(expand_home("--write", arguments.write))
-        words = options_of(fitting[0].plan, typed)
-        path.write_text(batch_script(fitting[0], script, words), encoding="utf-8")
-        print(f"wrote {path}")
+        words = options_of(fitting[0].plan, arguments, configure, elsewhere=True)
+        on = ["--cluster", arguments.cluster] if arguments.cluster else []
+        on += ["--gpu", arguments.gpu] if arguments.gpu else []
+        job = batch_script(fitting[0], path, script, words, on=on, typed=command)
+        path.write_text(job, encoding="utf-8")
+        print(f"wrote {path}; check it with: bash {path}; submit it with: sbatch {path}")
     return 0
 
 
@@ -132,13 +132,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
             raise UserError("--gpu describes GPUs and this machine has none", fix=fix)
         count = requested_processes(arguments.num_gpus or "all", machine, mesh={})
         cluster = this_machine(machine, count, count, gpu)
-    gbit = arguments.network_gbit
-    if gbit is None or cluster.rates is None:
-        return cluster
-    if gbit <= 0:
-        raise UserError("--network_gbit is more than 0")
-    rates = dataclasses.replace(cluster.rates, network_bytes=gbit * 1e9 / 8)
-    return dataclasses.replace(cluster, rates=rates)
+    return cluster
 
 
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
@@ -192,13 +186,6 @@ def _row(choice: Prediction, away: bool) -> dict[str, str]:
     return {"layout": layout_name(choice.plan), "fits": choice.room, **gibs, **speed}
 
 
-def options_of(plan: Plan, typed: dict[str, str]) -> list[str]:
-    """What else the user `typed`, keys and their values, then what gives a layout."""
-    settings = {"strategy": plan.strategy.name, **settings_of(plan)}
-    kept = {key: value for key, value in typed.items() if key not in settings}
-    return [word for key, value in (kept | settings).items() for word in (f"--{key}", str(value))]
-
-
 def as_dict(choice: Prediction) -> dict[str, Any]:
     """A layout for programs: `memory_bytes` is component -> bytes by rank."""
     plan = choice.plan
@@ -234,22 +221,3 @@ def why_first(best: Prediction, others: Sequence[Prediction]) -> str:
             more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
             return f"{said}; {layout_name(other.plan)} takes {more}."
     return f"{said}."
-
-
-def batch_script(choice: Prediction, script: Path, words: Sequence[str]) -> str:
-    """configs/train.slurm for a layout, with a quarter more RAM than is predicted for a node."""
-    plan = choice.plan
-    here = plan.processes_here
-    ram = choice.memory.host_bytes * here
-    job = (ROOT / "configs" / "train.slurm").read_text(encoding="utf-8")
-    for there, own in {
-        "--job-name=gpt2": f"--job-name={plan.strategy.name}",
-        "#SBATCH --nodes=1": f"#SBATCH --nodes={plan.num_processes // here}",
-        "--gpus-per-node=4": f"--gpus-per-node={here}",
-        "--mem=64G": f"--mem={math.ceil(1.25 * ram / GIB)}G",
-        'cd "$SLURM_SUBMIT_DIR"': f"cd {shlex.quote(str(script.parent))}",
-        "(real_model_example.py": f"({shlex.join([script.name, *words])}",
-    }.items():
-        assert job.count(there) == 1, there
-        job = job.replace(there, own)
-    return job

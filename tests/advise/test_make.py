@@ -4,10 +4,12 @@ import math
 import shutil
 
 import numpy as np
+import pytest
 
+from distributed_training.advise import make
 from distributed_training.plan import data
 from distributed_training.plan.data import cut_data, peek_data
-from distributed_training.predict.predict import this_machine
+from distributed_training.predict.predict import parse_cluster, this_machine
 from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
 from tests.support import CPU_MACHINE, refused
@@ -69,3 +71,32 @@ def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_pat
     # A machine with a disk of its own has no such cache, and reads its own text.
     shutil.rmtree(tmp_path / "runs" / ".cache")
     assert cut_data(plan).cache != plan.cache
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"tokenizer": "embedded"}, ["dataset='wikitext-2'", "hf download Salesforce/wikitext"]),
+        ({"dataset": "embedded"}, ["tokenizer='gpt2'", "hf download openai-community/gpt2 "]),
+    ],
+)
+def test_a_strict_run_replaces_nothing(config, said, tmp_path):
+    values = {"model": "gpt2", "strategy": "dp", "output_dir": str(tmp_path), **config}
+    built = build_config(values)
+    cluster = this_machine(CPU_MACHINE, 1, 1)
+    assert make_plan(built, cluster).config.weights == "random"
+    with refused(*said):
+        make_plan(built.model_copy(update={"strict": True}), cluster)
+
+
+def test_a_plan_for_other_machines_does_not_check_this_one(tmp_path, monkeypatch):
+    def fail(*_):
+        raise AssertionError("looked at this machine")
+
+    for name in ("check_packages", "check_disk", "check_extensions"):
+        monkeypatch.setattr(make, name, fail)
+    values = {"model": "gpt2-tiny", "strategy": "offload", "dataset": "embedded"}
+    built = build_config({**values, "output_dir": str(tmp_path)})
+    assert make_plan(built, parse_cluster("2x2xH100-80GB")).num_processes == 4
+    with pytest.raises(AssertionError):
+        make_plan(built, this_machine(CPU_MACHINE, 1, 1))

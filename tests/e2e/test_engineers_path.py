@@ -40,8 +40,8 @@ if [ "$1" = requeue ]; then echo "$2" >>"$REQUEUED"; else echo node0; echo node1
 DOCUMENT = "CLUSTER_QUICKSTART.md"
 SMALLER = {"2x8xH100-80GB": "2x1xL4", "gpt2-xl": "gpt2-tiny"}
 SHORT = shlex.split(
-    "--dataset mine.txt --num_samples 160 --max_length 64 --epochs 10 --eval_samples 8 "
-    "--generate none --export false --learning_rate 0.01"
+    "--dataset mine.txt --batch_size 4 --num_samples 160 --max_length 64 --epochs 10 "
+    "--eval_samples 8 --generate none --export false --learning_rate 0.01"
 )
 
 
@@ -77,9 +77,18 @@ def test_from_a_plan_to_a_job_on_two_nodes(tmp_path):
     assert_ok(planned)
     layout = planned.stdout.split("\nlayout", 1)[1].splitlines()[1].split()[0]
     script = (repository / "job.slurm").read_text()
-    assert f"--strategy {layout} --resume auto" in script
-    for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1"):
+    assert f"--strategy {layout} " in script
+    assert "--strict --resume auto" in script
+    for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "#SBATCH --time=00:20:00"):
         assert line in script.splitlines()
+
+    # Outside of a job the script only checks, for the machines that were planned for.
+    checked = run_command(["bash", "job.slurm"], cwd=repository, PYTHONPATH="")
+    assert_ok(checked)
+    assert "launch command\n  torchrun --nnodes=2 " in checked.stdout
+    missing = ["bash", "job.slurm", "--tokenizer", "gpt2"]
+    refused = run_command(missing, cwd=repository, PYTHONPATH="", HF_HOME=str(tmp_path / "hf"))
+    assert (refused.returncode, refused.stderr[:24]) == (2, "error: tokenizer='gpt2' ")
 
     runs, log = repository / "runs", tmp_path / "log"
     job = ["bash", "-c", f"cd {repository} && exec bash job.slurm"]

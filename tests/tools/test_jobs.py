@@ -1,0 +1,156 @@
+"""The commands and jobs that `plan` writes make the plans that it ranked."""
+
+import dataclasses
+import random
+import shlex
+import sys
+
+import pytest
+
+from distributed_training import cli
+from distributed_training.advise import make
+from distributed_training.run import launch
+from distributed_training.settings.config import PRESETS_DIR
+from distributed_training.settings.strategies import MESH_AXES
+from distributed_training.tools import jobs
+from distributed_training.tools import plan as command
+from real_model_example import CONFIG
+from tests.pool import SCRIPT
+from tests.support import small_text
+
+PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.json"))
+# What differs between two plans of one layout: names made from the time, and who asked.
+OTHERWISE = {
+    "run_dir", "offload_dir", "requested", "notes", "command", "prediction", "output_dir",
+}  # fmt: skip
+OPTIONS = {
+    "model": ["gpt2", "gpt2-medium", "gpt2-xl-20-heads", "Llama-3.2-1B", "Qwen3-0.6B"],
+    "batch_size": ["1", "4", "16", "auto"],
+    "per-device-train-batch-size": ["2", "auto"],
+    "gradient_accumulation_steps": ["2"],
+    "strategy": ["auto", "fsdp", "pp", "3d", "zero2", "local_sgd"],
+    "activation_checkpointing": ["none", "full"],
+    "tp": ["1", "2"],
+    "pp": ["2"],
+    "dp_shard": ["-1"],
+    "pipeline_schedule": ["1f1b", "gpipe", "interleaved"],
+    "micro_batch_size": ["1", "auto"],
+    "num_microbatches": ["4"],
+    "sequence_parallel": ["no"],
+    "lora_rank": ["8"],
+    "loss_chunk_tokens": ["1024"],
+    "max_length": ["256"],
+    "max_steps": ["100", "-1"],
+    "precision": ["bf16"],
+    "network_gbit": ["25"],
+    "generate": ["--what now?", "it's", ""],
+    "preset": PRESETS,
+    "dataset": [str(small_text())],
+}
+
+
+def random_words(number):
+    """Up to five options in a random order, each its value in the next word or behind `=`."""
+    draw = random.Random(number)
+    words = ["--cluster", draw.choice(["H200", "4xH100-80GB", "2x2xH200", "2x1xL4"])]
+    for name in draw.sample(sorted(OPTIONS), k=draw.randint(1, 5)):
+        value = draw.choice(OPTIONS[name])
+        one_word = value.startswith("--") or draw.random() < 0.3
+        words += [f"--{name}={value}"] if one_word else [f"--{name}", value]
+    return words
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """The script without what this machine holds; returns (exit code, ranked layouts, the plan of a
+    dry run)."""
+
+    def run(words):
+        ranked, printed = [], []
+        rank, describe = command.rank_layouts, launch.describe_plan
+        monkeypatch.setattr(make, "find_sources", lambda plan: plan)
+        monkeypatch.setattr(launch, "peek_data", lambda plan: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                command, "rank_layouts", lambda *a, **k: ranked.append(rank(*a, **k)) or ranked[-1]
+            )
+            patch.setattr(
+                launch, "describe_plan", lambda plan, *a: printed.append(plan) or describe(plan, *a)
+            )
+            patch.setattr(sys, "argv", [str(SCRIPT), *words])
+            code = cli.main(CONFIG, "About.", str(SCRIPT))
+        return code, ranked, printed
+
+    return run
+
+
+def comparable(plan):
+    """All that a plan decides."""
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    kept = {name: value for name, value in fields.items() if name not in OTHERWISE}
+    # `mesh` has the sizes; a job resumes.
+    asked = (*MESH_AXES, "resume")
+    kept["config"] = {k: v for k, v in plan.config.to_user_words().items() if k not in asked}
+    kept["strategy"] = dataclasses.replace(plan.strategy, mesh={}, named_axes=())
+    kept["deepspeed_json"] = None  # a draft has none yet
+    return kept
+
+
+def assert_same_plans(call, capsys, words, tmp_path):
+    """The three printed commands, and the job, make the plans of the three best layouts; how many
+    there were."""
+    job = tmp_path / "job.slurm"
+    capsys.readouterr()
+    code, ranked, _ = call(["plan", *words, "--write", str(job)])
+    out, err = capsys.readouterr()
+    if code:
+        assert (code, err[:7], err.count("\n")) == (2, "error: ", 1), err
+        return 0
+    cluster = words[words.index("--cluster") + 1]
+    fitting = [choice.plan for choice in ranked[-1] if choice.fits][:3]
+    starts = ("  python ", "  torchrun ")
+    commands = [shlex.split(line) for line in out.splitlines() if line.startswith(starts)]
+    run = next(line for line in job.read_text().splitlines() if line.startswith("run=("))
+    commands.append(shlex.split(run.removeprefix("run=(").removesuffix(' "$@")')))
+    for plan, typed in zip([*fitting, fitting[0]], commands, strict=True):
+        typed = typed[next(i for i, word in enumerate(typed) if word.endswith(".py")) + 1 :]
+        if typed[0] == "--num_gpus":
+            typed = typed[2:]
+        code, _, printed = call([*typed, "--cluster", cluster, "--dry-run"])
+        assert code == 0, (typed, capsys.readouterr().err)
+        ours, theirs = comparable(printed[0]), comparable(plan)
+        assert {name for name in ours if ours[name] != theirs[name]} == set(), typed
+    return len(fitting)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_planned_preset_is_the_presets_run(preset, call, capsys, tmp_path):
+    assert assert_same_plans(call, capsys, ["--cluster", "2xH200", "--preset", preset], tmp_path)
+
+
+def test_printed_commands_make_the_plans_that_were_ranked(call, capsys, tmp_path):
+    found = [assert_same_plans(call, capsys, random_words(n), tmp_path) for n in range(30)]
+    assert sum(count > 0 for count in found) >= 15
+
+
+def test_a_job_takes_its_files_along(call, tmp_path, monkeypatch):
+    """It runs in the script's folder, wherever it was planned."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text("text")
+    (tmp_path / "own.json").write_text('{"validation_dataset": "mine.txt", "output_dir": "out"}')
+    words = ["--preset", "own.json", "--dataset", "mine.txt", "--model", "gpt2"]
+    assert call(["plan", "--cluster", "H200", *words, "--write", "job.slurm"])[0] == 0
+    job = (tmp_path / "job.slurm").read_text()
+    files = {"preset": "own.json", "dataset": "mine.txt", "validation_dataset": "mine.txt"}
+    for name, file in (files | {"output_dir": "out"}).items():
+        assert f"--{name} {tmp_path}/{file} " in job
+    assert "# Submit:  sbatch job.slurm\n" in job
+    assert "--strict --resume auto" in job
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1, "00:05:00"), (3600, "01:00:00"), (3601, "01:05:00"), (90_000, "1-01:00:00")],
+)
+def test_a_time_limit_is_written_as_slurm_reads_it(seconds, text):
+    assert jobs.slurm_time(seconds) == text
