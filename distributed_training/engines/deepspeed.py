@@ -53,7 +53,7 @@ class DeepSpeedEngine(base.Engine):
             name: (rows if name in tables else len(parameter), *parameter.shape[1:])
             for parameter, name in names.items()
         }
-        blocks.apply_checkpointing(model, config.activation_checkpointing)
+        blocks.apply_checkpointing(model, config.activation_checkpointing, config.lora_rank)
         blocks.apply_chunked_loss(model, config)
         blocks.apply_compile(model, config, ends=False)
         if strategy.zero.stage == 3:

@@ -106,7 +106,7 @@ class NativeEngine(base.Engine):
             from distributed_training.parallel.lora import apply_lora
 
             terms = apply_lora(part, config)
-        blocks.apply_checkpointing(part, config.activation_checkpointing)
+        blocks.apply_checkpointing(part, config.activation_checkpointing, config.lora_rank)
         blocks.apply_chunked_loss(part, config)
         blocks.apply_compile(part, config, ends=topology.tp == 1)
         if self.plan.uses_ddp:

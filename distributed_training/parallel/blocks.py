@@ -7,25 +7,43 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.private import ATTENTION_OPS, gather_on_use
 from distributed_training.settings.config import RunConfig
 
 
-def apply_checkpointing(model: Decoder, mode: str) -> None:
-    """Make every block recompute in backward, in place: "full" keeps only a block's input,
-    [batch, seq_len, hidden], "selective" also what matrix products and attention return: norms,
-    GELU and sums are cheap. Dropout masks are reproduced."""
+def apply_checkpointing(model: Decoder, mode: str, lora_rank: int = 0) -> None:
+    """Recompute every block in the backward pass, in place.
+
+    "full" saves only the input of a block, [batch, seq_len, hidden]. "selective" also saves the
+    outputs of attention and of matrix multiplications, because recomputing the rest (norms,
+    activation functions, sums) is cheap. The matrix multiplications of LoRA adapters are cheap too:
+    they are recomputed. Dropout masks are reproduced.
+    """
     if mode == "none":
         return
-    again = functools.partial(checkpoint.checkpoint, use_reentrant=False)
+    checkpointed = functools.partial(checkpoint.checkpoint, use_reentrant=False)
     if mode == "selective":
-        kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ATTENTION_OPS]
-        context = functools.partial(checkpoint.create_selective_checkpoint_contexts, kept)
-        again = functools.partial(again, context_fn=context)
+        policy = functools.partial(_selective_policy, lora_rank)
+        context = functools.partial(checkpoint.create_selective_checkpoint_contexts, policy)
+        checkpointed = functools.partial(checkpointed, context_fn=context)
     for block in model.blocks.values():
-        block.forward = functools.partial(again, block.forward)
+        block.forward = functools.partial(checkpointed, block.forward)
+
+
+def _selective_policy(
+    lora_rank: int, context: Any, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """Decide whether the output of `op` is saved for the backward pass."""
+    if op in ATTENTION_OPS:
+        return CheckpointPolicy.MUST_SAVE
+    if op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    # An adapter's matrix A^T is [in, rank], B^T is [rank, out].
+    is_adapter = lora_rank > 0 and lora_rank in args[-1].shape
+    return CheckpointPolicy.PREFER_RECOMPUTE if is_adapter else CheckpointPolicy.MUST_SAVE
 
 
 def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:

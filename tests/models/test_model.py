@@ -9,6 +9,8 @@ from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.models.gpt2 import gpt2_size
 from distributed_training.parallel.blocks import apply_checkpointing
+from distributed_training.parallel.lora import apply_lora
+from distributed_training.settings.config import RunConfig
 
 # 300 is not a multiple of 128: the embedding has 84 rows of padding.
 SIZE = gpt2_size(vocab_size=300, num_positions=32, num_layers=3, num_heads=4, hidden_size=32)
@@ -119,6 +121,22 @@ def test_activation_checkpointing_changes_no_number_and_keeps_less(dropout):
     assert max(kept["full"], kept["selective"]) < kept["none"] / 2
     if not dropout:  # with it, attention on CPUs is not one operation
         assert flops["none"] == flops["selective"] < flops["full"]
+
+
+def test_selective_checkpointing_repeats_adapters_and_no_other_product():
+    flops = {}
+    config = RunConfig(lora_rank=2)
+    for mode in ("none", "selective"):
+        model = random_model()
+        apply_lora(model, config)
+        apply_checkpointing(model, mode, config.lora_rank)
+        with FlopCounterMode(display=False) as counter:
+            model(*random_batch()).backward()
+        flops[mode] = counter.get_total_flops()
+    features = sum(rows + columns for rows, columns in SIZE.block_matrices)
+    features -= SIZE.hidden_size  # nothing needs the last output of a block: torch stops before it
+    repeated = 2 * random_batch()[0].numel() * config.lora_rank * SIZE.num_layers * features
+    assert flops["selective"] == flops["none"] + repeated
 
 
 def test_dropout_acts_in_training_only():
