@@ -23,6 +23,7 @@ from distributed_training.settings.errors import UserError, exit_code
 from distributed_training.settings.files import did_you_mean, shown
 from distributed_training.settings.keys import Key, Parser, at_least, nearest_key, read_keys
 from distributed_training.settings.machine import detect_machine
+from distributed_training.settings.own_code import name_families, refuse_unnamed_family
 from distributed_training.settings.streams import LastingStream, fill_closed
 
 OWN_OPTIONS = (
@@ -30,6 +31,7 @@ OWN_OPTIONS = (
     "help",
 )  # fmt: skip
 DRY_RUN = ("--dry-run", "--dry_run")
+MODEL_NAMES = ("model", *KEYS["model"].aliases)
 Add = Callable[..., argparse.Action]  # of a parser
 Act = Callable[[argparse.Namespace], int]
 
@@ -109,6 +111,8 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
         hint = nearest_key(word, keys.values(), OWN_OPTIONS) if is_option else None
         fix = f"did you mean --{hint}?" if hint else "see --help"
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
+    pairs = (text.partition("=") for text in arguments.overrides)
+    name_families(value for key, _, value in pairs if key.strip() in MODEL_NAMES)
     if arguments.cluster is not None and arguments.num_gpus is not None:
         raise UserError("--cluster says how many GPUs there are", fix="leave out --num_gpus")
     return arguments
@@ -122,6 +126,7 @@ def configure(
         program.config, preset=arguments.preset, overrides=overrides,
         defaults=strategies.strategy_defaults, options=strategies.strategy_options,
     )  # fmt: skip
+    refuse_unnamed_family(config.model)
     return config.model_copy(update={"force": arguments.force, "strict": arguments.strict})
 
 
@@ -162,7 +167,15 @@ def own_options(
     """A command without CONFIG's keys: `command` adds its options and says what to do with them."""
     parser = Parser(prog=f"{program.script.name} {command.__name__}", description=command.__doc__)
     act = command(parser.add_argument, program)
-    return act(parser.parse_args(argv))
+    arguments = parser.parse_args(argv)
+    name_families([getattr(arguments, "model", None)])
+    return act(arguments)
+
+
+def add_model(add: Add) -> None:
+    """The option of commands that read a run, whose model may be code of the user's own."""
+    family = "folder of the model family, if the run's model is code of your own"
+    add("--model", metavar="FOLDER", help=family)
 
 
 def doctor(add: Add, program: Program) -> Act:
@@ -207,6 +220,7 @@ def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]
 def generate(add: Add, program: Program) -> Act:
     """Text from a trained model."""
     add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
+    add_model(add)
     add("--prompt", help="what the text begins with; without it, each line that you type")
     add("--best", action="store_true", help="the weights that keep_best kept, not the last")
     length = "length of the text (default 100)"
@@ -221,6 +235,7 @@ def generate(add: Add, program: Program) -> Act:
 def export(add: Add, program: Program) -> Act:
     """A checkpoint's weights in Hugging Face's format; the run may have been interrupted."""
     add("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
+    add_model(add)
     add("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
     merge = "of a run with lora_rank: the whole model instead of the adapters"
     add("--merge", action="store_true", help=merge)
@@ -231,6 +246,7 @@ def push(add: Add, program: Program) -> Act:
     """A run's model to the Hub."""
     add("run", help="a run's folder, such as runs/latest, or its hf/")
     add("name", help="user/name on the Hub")
+    add_model(add)
     add("--best", action="store_true", help="the weights that keep_best kept")
     return lambda a: _load("tools.models").push(a.run, a.name, best=a.best)
 
@@ -267,6 +283,7 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     config = {**config, folder: str(output_dir)}
     about = about.splitlines()[0]
     program = Program(config=config, script=file, about=about, output_dir=output_dir)
+    name_families(config.get(name) for name in MODEL_NAMES)
     fill_closed()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides how processes end
     name = "train"

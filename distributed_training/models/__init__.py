@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from distributed_training.data import hub
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean, load_code, load_json, shown
+from distributed_training.settings.files import did_you_mean, load_json, shown
+from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
     import torch

@@ -46,6 +46,7 @@ from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError, exit_code
 from distributed_training.settings.files import shown
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
+from distributed_training.settings.own_code import name_code, named_code
 from distributed_training.settings.strategies import load_strategy
 
 SEEN_WITHIN_S = 5.0  # a process's end; the memory of a GPU is freed before
@@ -113,7 +114,7 @@ def start(config: RunConfig, script: Path, words: list[str], options: argparse.N
         startup.end("import")
         plan = prepare.reserve_run_dir(prepare.plan_from_text(planned()))
         worker.use_cpu()
-        plan.strategy.traits.load()  # DeepSpeed, say
+        plan.strategy.load_engine()  # DeepSpeed, say
         startup.end("plan")
         command = partial(train_as_fork, worker, startup.seconds)
     code = spawn(plan, command, max_restarts, begun)
@@ -151,8 +152,8 @@ def ran_out_early(run_dir: Path) -> bool:
 
 
 def start_planned() -> int:
-    """Run this process's part of the plan that the launching process makes meanwhile, and whose
-    folder is the first line of standard input."""
+    """Run this process's part of the plan that the launching process makes meanwhile. The first
+    line of standard input holds the run's folder and the folders of code that the user named."""
     process = current_process()
     assert process is not None
     worker = _import_worker()
@@ -162,7 +163,10 @@ def start_planned() -> int:
     line = sys.stdin.readline()
     if not line:  # the launching process was killed
         return 1
-    plan = load_plan(Path(line.removesuffix("\n")))
+    run_dir, folders = json.loads(line)
+    for folder in folders:
+        name_code(Path(folder))
+    plan = load_plan(Path(run_dir))
     startup.end("plan")
     code = worker.run(plan, process, startup)
     sys.stdout.flush()
@@ -216,7 +220,8 @@ def spawn(
         what = partial(what, plan.run_dir)
     file = plan.run_dir / RECORD_FILE
     before = file.stat().st_mtime_ns if file.is_file() else None
-    ended = run_ranks(what, plan.num_processes, begun, str(plan.run_dir))
+    line = json.dumps([str(plan.run_dir), named_code()])
+    ended = run_ranks(what, plan.num_processes, begun, line)
     notes = plan.notes
     for count in range(1, max_restarts + 1):
         if ended.signum or not any(ended.codes.values()):
@@ -224,7 +229,7 @@ def spawn(
         saved, note = prepare.started_again(plan, f" ({count})")
         plan = replace(plan, checkpoint=saved, notes=[*notes, note])
         prepare.write_plan(plan)
-        ended = run_ranks(what, plan.num_processes, line=str(plan.run_dir))
+        ended = run_ranks(what, plan.num_processes, line=line)
     if plan.offload_dir is not None:  # a run that failed could not remove its files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = ended.exit_code

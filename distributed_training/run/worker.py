@@ -203,7 +203,7 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     """Compile DeepSpeed's extensions before the run, one process a machine, and say so."""
-    plan.strategy.traits.load()  # all import the engine now, not one while the others wait
+    plan.strategy.load_engine()  # all import the engine now, not one while the others wait
     names = built_extensions(plan.strategy) if topology.local_rank == 0 else ()
     for name in names:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
@@ -234,7 +234,7 @@ def build_engine(plan: Plan, topology: Topology, model: Decoder | None = None) -
         for parameter in model.parameters():
             rounded = parameter.data.to(model.compute_dtype)
             parameter.data = rounded if config.lora_rank else rounded.float()
-    engine = plan.strategy.traits.load()(model, plan, topology)
+    engine = plan.strategy.load_engine()(model, plan, topology)
     engine.base_fingerprint = fingerprint
     seed_dropout(plan, topology, 0)
     return engine

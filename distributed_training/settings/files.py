@@ -1,17 +1,13 @@
-"""Paths, JSON and code that users hand us, with errors that they can act on. No torch import."""
+"""Paths and JSON that users hand us, with errors that they can act on. No torch import."""
 
 import contextlib
 import difflib
-import functools
 import json
 import os
 import shutil
-import sys
 import zlib
 from collections.abc import Iterable, Mapping
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -63,21 +59,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@functools.cache
-def load_code(file: Path, what: str) -> ModuleType:
-    """A Python file outside of the package as a module, run once, under a name that no other has.
-    Raises UserError where it fails, which calls it `what`."""
-    name = f"{file.parent.name}_{file.stem}_{zlib.crc32(str(file.parent).encode()):08x}"
-    spec: Any = spec_from_file_location(name, file)
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's code raises
-        raise UserError(f"{what} cannot be imported", f"{type(error).__name__}: {error}") from None
-    return module
 
 
 def parse_json(text: str) -> Any:

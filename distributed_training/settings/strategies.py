@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PrivateAttr
 
-from distributed_training.settings import files
+from distributed_training.settings import files, own_code
 from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options
@@ -47,7 +47,7 @@ class Traits:
         """The engine's class. Imports torch."""
         place, _, name = self.build.rpartition(":")
         if place.endswith(".py"):
-            return getattr(files.load_code(Path(place), f"the engine {place}"), name)
+            return getattr(own_code.load_code(Path(place), f"the engine {place}"), name)
         return getattr(importlib.import_module(place), name)
 
 
@@ -134,6 +134,11 @@ class Strategy:
     schedule: str  # the pipeline's: CONFIG's if the engine has it, else the engine's first
     engine: str  # a built-in engine, or a .py file in the strategy's folder
     traits: Traits
+
+    def load_engine(self) -> Any:
+        """Import the engine's class. The strategy's name decides which: a plan.json could name any
+        code as `traits.build`."""
+        return _find_engine(_find(self.name))[0].load()
 
     @property
     def zero(self) -> _Zero:
@@ -299,7 +304,8 @@ def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
         what = f"{file.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
         raise UserError(what, why, files.did_you_mean(engine, ENGINES))
-    module = files.load_code(file, f"the engine {file}")
+    own_code.name_code(file.parent)  # part of this checkout
+    module = own_code.load_code(file, f"the engine {file}")
     traits = getattr(module, "TRAITS", None)
     if not isinstance(traits, Traits):
         raise UserError(f"{file} has no TRAITS", fix="write TRAITS = Traits(build='MyEngine', ...)")

@@ -7,6 +7,7 @@ import pytest
 
 from distributed_training.models import find_model
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.own_code import name_families
 from tests.plan.helpers import plan_for
 from tests.support import CPU_MACHINE, refused
 
@@ -44,6 +45,9 @@ def test_a_family_outside_of_the_package(tmp_path):
         "def sizes(folder=None):\n"
         "    return {'one': gpt2.SIZES['gpt2-tiny'], 'second': gpt2.SIZES['gpt2']}\n"
     )
+    with refused(str(tmp_path), "is code and was not run", "--model"):
+        find_model(str(tmp_path))
+    name_families([str(tmp_path)])
     first, second = find_model(str(tmp_path)), find_model(f"{tmp_path}:second")
     assert (first.label, second.label) == ("one", "second")
     assert "-dp-one-x1" in planned(tmp_path, tmp_path).run_dir.name
@@ -72,6 +76,7 @@ def test_what_sizes_say_is_what_modules_hold(name):
 
 
 def test_a_family_that_cannot_be_imported_says_why(tmp_path):
+    name_families([str(tmp_path)])
     (tmp_path / "__init__.py").write_text("import no_such_package")
     with refused(str(tmp_path), "cannot be imported", "no_such_package"):
         find_model(str(tmp_path))

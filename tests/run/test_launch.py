@@ -17,7 +17,7 @@ import torch
 from distributed_training.records.record import LOST, load_record, mark_stopped
 from distributed_training.run import launch, prepare, rendezvous, worker
 from distributed_training.run.ranks import Ended, Process, current_process, single_process
-from distributed_training.settings import machine
+from distributed_training.settings import machine, own_code
 from distributed_training.settings.config import build_config
 from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record, settings
 from tests.plan.helpers import plan_for
@@ -61,7 +61,7 @@ def spawn(tmp_path, monkeypatch):
 
     def call(codes, *, signum=0, recorded=True, push=None):
         def run_ranks(command, count, begun, line):
-            assert (command, count, line) == (["x.py"], 2, str(tmp_path))
+            assert (command, count, json.loads(line)[0]) == (["x.py"], 2, str(tmp_path))
             if recorded:
                 os.utime(tmp_path / "record.json")
             return Ended(signum=signum, codes=codes)
@@ -146,7 +146,14 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
 def run_without_planning(run_dir):
     """In a process of its own, where nothing that plans can be called."""
     prepare.make_plan = machine.detect_machine = None
-    sys.stdin = io.StringIO(f"{run_dir}\n")
+    load_plan = launch.load_plan
+
+    def load_after_naming(folder):
+        assert own_code.named_code() == [str(run_dir / "family")]
+        return load_plan(folder)
+
+    launch.load_plan = load_after_naming
+    sys.stdin = io.StringIO(json.dumps([str(run_dir), [str(run_dir / "family")]]) + "\n")
     launch.start_planned()
 
 

@@ -138,8 +138,8 @@ def test_an_engine_in_a_strategys_own_folder(folders):
     assert strategy.traits.axes == ("dp_replicate",)
     helps = {name: key.help for name, key in read_keys(strategy_options("own")).items()}
     assert helps == {"local_steps": "in one place", "rate": "or in another"}
-    engine = strategy.traits.load()
+    engine = strategy.load_engine()
     assert engine.__name__ == "MyEngine"
-    assert engine is strategy.traits.load(), "the file is run once"
+    assert engine is strategy.load_engine(), "the file is run once"
     with refused("tp=2 cannot be set with strategy='own'", "it has the axes dp_replicate"):
         load_own(tp=2)

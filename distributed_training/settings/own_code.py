@@ -1,0 +1,78 @@
+"""Code outside of the package: model families and engines of the user's own. No torch import.
+
+`load_code` is the only place that runs such code, and only code that somebody here has named: by a
+path in CONFIG or on the command line, or as an engine in this checkout's strategies/. A file that
+comes with data (an adapter, a run's plan or record, a preset, a list of runs) never runs code.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import zlib
+from collections.abc import Iterable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from distributed_training.settings.errors import UserError
+
+_named: set[Path] = set()  # folders
+
+
+def name_code(folder: Path) -> None:
+    """Let the code in `folder` run: the user names it now, or it is part of this checkout."""
+    _named.add(folder.resolve())
+
+
+def named_code() -> list[str]:
+    """Return the folders that were named, for processes that this one starts."""
+    return sorted(map(str, _named))
+
+
+def name_families(models: Iterable[object]) -> None:
+    """Let the model families run that CONFIG or the command line names by their paths."""
+    for model in models:
+        if folder := _folder_of(model):
+            name_code(folder)
+
+
+def refuse_unnamed(folder: Path, what: str) -> None:
+    """Raise UserError, which calls it `what`, unless somebody here has named code in `folder`."""
+    if folder.resolve() not in _named:
+        why = "a file names it, and code runs only if you name it yourself"
+        fix = f"read it, and if you trust it, add --model {folder}"
+        raise UserError(f"{what} is code and was not run", why, fix)
+
+
+def refuse_unnamed_family(model: str) -> None:
+    """Raise UserError if a merged CONFIG's `model` is code that only a preset or a list of runs
+    names. Processes that are started for this CONFIG would find it on their command line."""
+    folder = _folder_of(model)
+    if folder and (folder / "__init__.py").is_file() and not (folder / "config.json").is_file():
+        refuse_unnamed(folder, f"the model family {folder}")
+
+
+def _folder_of(model: object) -> Path | None:
+    # A bare word, such as auto, is not meant as a folder that happens to be here.
+    if isinstance(model, str) and os.sep in model:
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # not a usable path
+            return Path(model.partition(":")[0]).expanduser().resolve()
+    return None
+
+
+@functools.cache
+def load_code(file: Path, what: str) -> ModuleType:
+    """Import a Python file outside of the package, once, under a name that no other module has.
+    Raises UserError, which calls it `what`, if nobody has named its folder or if it fails."""
+    refuse_unnamed(file.parent, what)
+    name = f"{file.parent.name}_{file.stem}_{zlib.crc32(str(file.parent).encode()):08x}"
+    spec: Any = spec_from_file_location(name, file)
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's code raises
+        raise UserError(f"{what} cannot be imported", f"{type(error).__name__}: {error}") from None
+    return module

@@ -1,0 +1,145 @@
+"""Every command over folders that a stranger sends and that name code: none of it runs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save_file
+
+from distributed_training import cli
+from tests.conftest import SMALL, assert_ok, heavy_pool, settings, train
+from tests.e2e.support import run_folders
+
+NOT_RUN = "is code and was not run"
+
+
+def edit(file: Path, **values: object) -> None:
+    """Set dotted keys of a JSON file."""
+    document = json.loads(file.read_text())
+    for name, value in values.items():
+        *path, last = name.split("__")
+        section = document
+        for key in path:
+            section = section[key]
+        section[last] = value
+    file.write_text(json.dumps(document))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run with hf/, best/, a checkpoint and a token cache beside it."""
+    output_dir = tmp_path_factory.mktemp("runs")
+    values = {"strategy": "dp", "max_steps": 2, "keep_best": True, "output_dir": output_dir}
+    assert_ok(train(values))
+    (folder,) = run_folders(output_dir)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hostile(run_dir, tmp_path_factory):
+    """Folders and files by what they are, and the mark that their code would leave."""
+    root = tmp_path_factory.mktemp("hostile")
+    mark = root / "code-ran"
+    evil = root / "evil"
+    evil.mkdir()
+    code = f"open({str(mark)!r}, 'w').close()\nclass Engine: ...\n"
+    for name in ("__init__.py", "engine.py"):
+        (evil / name).write_text(code)
+
+    def copied(name: str, source: Path) -> Path:
+        return shutil.copytree(source, root / name, symlinks=True)
+
+    made = {"mark": mark, "evil": evil}
+    made["model"] = copied("model", run_dir / "hf")
+    for name in ("__init__.py", "modeling_evil.py", "tokenization_evil.py"):
+        (made["model"] / name).write_text(code)
+    classes = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
+    edit(made["model"] / "config.json", auto_map=classes)
+    tokens = {"AutoTokenizer": ["tokenization_evil.Tokenizer", "tokenization_evil.Tokenizer"]}
+    edit(made["model"] / "tokenizer_config.json", auto_map=tokens, tokenizer_class="Evil")
+
+    made["adapter"] = root / "adapter"
+    made["adapter"].mkdir()
+    document = {"peft_type": "LORA", "r": 1, "lora_alpha": 1.0}
+    base = {"base_model_name_or_path": str(evil), "auto_mapping": {"base_model_class": "Engine"}}
+    (made["adapter"] / "adapter_config.json").write_text(json.dumps(document | base))
+    save_file({}, made["adapter"] / "adapter_model.safetensors")
+
+    made["named_in_plan"] = copied("named-in-plan", run_dir)
+    made["named_in_record"] = copied("named-in-record", run_dir)
+    for place in ("config", "requested"):
+        edit(made["named_in_plan"] / "plan.json", **{f"{place}__model": str(evil)})
+    traits = {
+        "strategy__traits__build": f"{evil}/engine.py:Engine",
+        "strategy__engine": "engine.py",
+    }
+    edit(made["named_in_plan"] / "plan.json", **traits)
+    record = {"config__model": str(evil), "config__weights": "pretrained"}
+    edit(made["named_in_record"] / "record.json", **record)
+    made["engine_in_plan"] = copied("engine-in-plan", run_dir)
+    edit(made["engine_in_plan"] / "plan.json", **traits)
+
+    made["preset"] = root / "preset.json"
+    made["preset"].write_text(json.dumps({"model": str(evil)}))
+    made["runs"] = root / "runs.json"
+    two = [{"strategy": "dp", "model": str(evil)}, {"strategy": "fsdp", "model": str(evil)}]
+    made["runs"].write_text(json.dumps({"num_gpus": 1, "runs": two}))
+    return made
+
+
+# By command: its words, and what it says where it is refused.
+WALK = {
+    "train": [
+        ("--model {model} --weights {model} --tokenizer {model}", ""),
+        ("--resume {named_in_plan}", NOT_RUN),
+        ("--resume {engine_in_plan} --max_steps 3", ""),
+        ("--resume {named_in_record} --max_steps 3", ""),
+        ("--preset {preset}", NOT_RUN),
+        ("--dataset {evil}", "cannot be read"),
+        ("--model {adapter}", "is not accepted"),
+    ],
+    "plan": [("--model {model}", ""), ("--preset {preset}", NOT_RUN)],
+    "compare": [("--seeds 1 {runs}", NOT_RUN), ("--strategies dp --preset {preset}", NOT_RUN)],
+    "parity": [("--strategies dp --preset {preset}", NOT_RUN)],
+    "report": [("{named_in_plan} {named_in_record} --to {to}", "")],
+    "generate": [
+        ("{adapter} --prompt a", NOT_RUN),
+        ("{named_in_plan} --prompt a", NOT_RUN),
+        ("{named_in_record} --prompt a --num_tokens 2", ""),
+        ("{engine_in_plan} --prompt a --num_tokens 2", ""),
+        ("{model} --prompt a --num_tokens 2", ""),
+        ("{evil} --prompt a", "is neither a run nor a model"),
+    ],
+    "export": [
+        ("{named_in_plan} --to {to}", NOT_RUN),
+        ("{named_in_record} --to {to}-2", ""),
+        ("{engine_in_plan}/checkpoints/step-00000002 --to {to}-3", ""),
+    ],
+    "push": [
+        ("{named_in_plan} a/b", NOT_RUN),
+        ("{named_in_record} a/b", NOT_RUN),
+        ("{adapter} a/b", NOT_RUN),
+    ],
+    "overlap": [("{named_in_plan}", "")],
+    "doctor": [], "links": [], "calibrate": [],  # none of these reads such files
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_no_code_that_a_file_names_is_run(command, hostile, tmp_path):
+    paths = {"to": tmp_path / "to", **hostile}
+    for name in ("named_in_plan", "named_in_record", "engine_in_plan"):  # resuming writes plans
+        paths[name] = shutil.copytree(hostile[name], tmp_path / name)
+    for words, expected in WALK[command]:
+        argv = [command, *words.format_map(paths).split()]
+        if command in ("train", "plan", "compare", "parity"):
+            values = {**SMALL, "max_steps": 2, "output_dir": tmp_path / "runs"}
+            del values["model"]
+            argv[1:1] = settings(values)
+        result = heavy_pool().script(argv, HF_TOKEN="none")
+        said = f"{command} {words}\n{result.stdout[-1500:]}\n{result.stderr[-1500:]}"
+        assert not hostile["mark"].exists(), said
+        assert "Traceback" not in said
+        assert expected in result.stderr, said
+        assert result.returncode == 2 or not expected, said
