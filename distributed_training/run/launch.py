@@ -77,6 +77,9 @@ def start(config: RunConfig, script: Path, words: list[str], options: argparse.N
     if options.cluster is not None or options.gpu is not None:
         cluster = parse_cluster(options.cluster or "1", options.gpu)
     elif process is not None:
+        if not process.local_world_size:
+            what = f"how many of the {process.world_size} processes are on this machine is not said"
+            raise UserError(what, "without --dry-run they tell each other", "set LOCAL_WORLD_SIZE")
         cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
     else:
         machine = detect_machine()
@@ -175,7 +178,7 @@ def start_planned() -> int:
 
 
 def _work(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
-    prepare_environment(process.local_world_size)
+    prepare_environment(process.local_world_size or process.world_size)
     worker = _import_worker()
     startup.end("import")
     return worker.run(given, process, startup)

@@ -17,13 +17,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.files import shown
+from distributed_training.settings.launchers import find_source
 from distributed_training.settings.machine import threads_per_process
 
 LOOPBACK = "127.0.0.1"
@@ -45,7 +47,8 @@ Ranks = Sequence[psutil.Process]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """What a launcher told this process."""
+    """What a launcher told this process. `local_world_size` is 0 until `rendezvous.locate` if the
+    launcher did not tell it."""
 
     rank: int
     world_size: int
@@ -54,7 +57,7 @@ class Process:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all processes of the run are."""
+        """Whether all processes of the run are known to be."""
         return self.local_world_size == self.world_size
 
 
@@ -78,21 +81,59 @@ class Startup:
 
 
 def current_process() -> Process | None:
-    """What a launcher set for this process; None when none started it."""
-    if "RANK" not in os.environ:
-        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun alone, not by sbatch
-        if tasks != "1" and "SLURM_PTY_PORT" not in os.environ:  # nor in a shell from srun --pty
-            what = f"srun started this command {tasks} times"
-            fix = "one task a node, with torchrun in it: sbatch --nodes=2 configs/train.slurm"
-            raise UserError(what, "no launcher told the processes their ranks", fix)
+    """Return what a launcher set for this process, under torchrun's names from now on; None if no
+    launcher started it. Raises UserError for ranks that cannot meet."""
+    source = find_source(os.environ)
+    if source is None:
+        _refuse_other_launchers()
         return None
-    try:
-        here = os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"]  # deepspeed's word
-        told = {"LOCAL_WORLD_SIZE": here, **os.environ}
-        return Process(**{field.name: int(told[field.name.upper()]) for field in fields(Process)})
-    except (KeyError, ValueError) as error:
-        what = "RANK is set but WORLD_SIZE or LOCAL_RANK is not a number"
-        raise UserError(what, str(error), "start with torchrun, or unset RANK") from None
+    rank = _number(source.rank)
+    world_size = _number(source.world_size)
+    # Libraries look for these.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    if not 0 <= rank < world_size:
+        what = f"{source.rank}={rank} is not a rank of {source.world_size}={world_size} processes"
+        raise UserError(what, fix="ranks begin at 0")
+    if world_size == 1:
+        return single_process()
+    if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        started = f"{source.launcher} started this command {world_size} times"
+        if source.launcher in ("by hand", "PyTorchJob"):
+            started = f"RANK={rank} and WORLD_SIZE={world_size} are set"
+        fix = "on one machine, type --num_gpus N without a launcher; on several, one task a node, "
+        fix += "with torchrun in it: sbatch --nodes=2 configs/train.slurm. Or set both to the "
+        fix += "host of rank 0 and a free port there"
+        raise UserError(f"{started} without {' and '.join(absent)}", fix=fix)
+    _number("MASTER_PORT")
+    local = {"local_rank": source.local_rank, "local_world_size": source.local_world_size}
+    told = {field: _number(name) for field, name in local.items() if name}
+    os.environ.update({field.upper(): str(number) for field, number in told.items()})
+    return Process(
+        rank=rank, world_size=world_size, **{"local_rank": 0, "local_world_size": 0} | told
+    )
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        what = f"{name}={shown(text)} is not a number"
+        raise UserError(what, "a launcher sets it", "start with torchrun, or unset RANK")
+    return int(text)
+
+
+def _refuse_other_launchers() -> None:
+    """Raise UserError if a launcher meant several processes but told this one no rank."""
+    nodes = os.environ.get("PET_NNODES", "1").rpartition(":")[2]
+    if "RANK" in os.environ:
+        what = "RANK is set but WORLD_SIZE is not"
+        raise UserError(what, fix="start with torchrun, or unset RANK")
+    if nodes != "1":  # a TrainJob of Kubeflow
+        what = f"PET_NNODES={nodes}, but this process has no rank"
+        raise UserError(what, "torchrun reads it", f"type torchrun {Path(sys.argv[0]).name} ...")
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
+        what = "accelerate launch started one process, though several were asked for"
+        why = "without GPUs it needs --mpirun_hostfile"
+        raise UserError(what, why, "leave accelerate out: --num_gpus N starts N processes")
 
 
 def single_process() -> Process:

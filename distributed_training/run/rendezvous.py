@@ -35,7 +35,8 @@ from distributed_training.settings.machine import detect_machine
 
 RETRY_S = 0.2
 SHARED_WITHIN_S = 10.0  # in which a network disk shows a new folder to other machines
-_AS_RANK_0_IS_SEEN = "address of rank 0"
+_AS_RANK_0_IS_SEEN = "address of rank 0"  # a key of the store
+_HOST = "host of rank {}"
 
 
 def meet(process: Process, limit_s: float) -> dist.Store:
@@ -66,7 +67,7 @@ def meet(process: Process, limit_s: float) -> dist.Store:
         if process.rank and not process.local_rank:  # what rank 0 raises, the command line prints
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise
-    if process.on_one_machine:
+    if locate(process, store).on_one_machine:
         address = LOOPBACK
     elif _is_loopback(address) and store.check([_AS_RANK_0_IS_SEEN]):  # by other machines
         address = store.get(_AS_RANK_0_IS_SEEN).decode()
@@ -91,7 +92,11 @@ def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
         own = str(address[0])
         if STORE_SOCKET in os.environ:
             listener = socket.socket(fileno=int(os.environ.pop(STORE_SOCKET)))
-        elif process.on_one_machine or (_interface(own) and not _is_loopback(own)):
+        elif (
+            process.on_one_machine
+            or (_interface(own) and not _is_loopback(own))
+            or (_is_loopback(own) and host in ("localhost", own))
+        ):
             listener = socket.create_server((own, port), family=family)
         else:
             both = socket.has_dualstack_ipv6()
@@ -127,20 +132,55 @@ def _connect(host: str, port: int, who: str, end: float, limit_s: float) -> tupl
 
 def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> None:
     """Raise UserError naming who has not come by `end`, and who has."""
-    keys = [f"host of rank {rank}" for rank in range(process.world_size)]
-    store.set(keys[process.rank], socket.gethostname())
+    keys = [_HOST.format(rank) for rank in range(process.world_size)]
+    told = os.environ.get("LOCAL_RANK", "")
+    place = [socket.gethostname(), *_machine(), told, process.local_world_size]
+    store.set(keys[process.rank], json.dumps(place))
     with contextlib.suppress(dist.DistStoreError):  # the time is over
         store.wait(keys, timedelta(seconds=max(1.0, end - time.monotonic())))
     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     if missing:
-        hosts = [store.get(key).decode() for rank, key in enumerate(keys) if rank not in missing]
-        here = process.local_world_size
-        away = sorted({rank // here for rank in missing})
+        places = [json.loads(store.get(keys[rank])) for rank in range(process.world_size)
+                  if rank not in missing]  # fmt: skip
+        why = f"{', '.join(dict.fromkeys(place[0] for place in places))} is here"
+        if here := process.local_world_size:
+            away = sorted({rank // here for rank in missing})
+            why = f"{numbered('node', away)} of {process.world_size // here} is missing, {why}"
         ranks = numbered("rank", missing)
         what = f"{ranks} did not come within {limit_s:g} s (rendezvous_timeout_s)"
-        nodes = f"{numbered('node', away)} of {process.world_size // here} is missing"
-        why = f"{nodes}, {', '.join(dict.fromkeys(hosts))} is here"
         raise UserError(what, why, "type there what you typed here, or read what it printed")
+
+
+def locate(process: Process, store: dist.Store) -> Process:
+    """Return the process with its local numbers, which ranks on one machine work out from one
+    another's hosts if their launcher told none. Raises UserError, on all ranks, unless every
+    machine has as many ranks, which follow one another. All have come (`_wait_for_all`)."""
+    keys = [_HOST.format(rank) for rank in range(process.world_size)]
+    places = [json.loads(place) for place in store.multi_get(keys)]
+    machines = [tuple(machine) for *machine, _, _ in places]
+    here = places[0][-1] or machines.count(machines[0])
+    for rank, (host, *_, local_rank, told) in enumerate(places):
+        first = rank // here * here
+        together = machines[first : first + here].count(machines[rank])
+        alone = together == here == machines.count(machines[rank])
+        what = ""
+        if not (told == here if told else alone):
+            what = f"rank {rank} is not process {rank % here} of the {here} on {host}"
+        elif local_rank not in ("", str(rank % here)):
+            what = f"rank {rank} on {host} has LOCAL_RANK={local_rank} instead of {rank % here}"
+        if what:
+            hosts = ", ".join(dict.fromkeys(place[0] for place in places))
+            why = "each machine needs as many ranks as the others, and they follow one another"
+            raise UserError(what, f"{why} (here: {hosts})", "start it so, or with torchrun")
+    local = {"local_rank": process.rank % here, "local_world_size": here}
+    os.environ.update({name.upper(): str(number) for name, number in local.items()})
+    return replace(process, **local)
+
+
+def _machine() -> tuple[str, int]:
+    """Return what processes that reach each other by loopback have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot, os.stat("/proc/self/ns/net").st_ino
 
 
 def _interface(address: str) -> str | None:

@@ -45,10 +45,9 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     """This process's part of a run; returns the exit code. Where torchrun or deepspeed was typed
     only CONFIG is `given`: rank 0 plans for all. Collective."""
     num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
-    device = prepare(num_gpus, process)
     config = given.config if isinstance(given, Plan) else given
     watch = Watch(process)
-    store = open_store(process, config.rendezvous_timeout_s)
+    process, device, store = join(process, num_gpus, config.rendezvous_timeout_s)
     limit_channels(config.gradient_compression)
     with process_group(device, store):
         ask = agree.gather_in(store, process.rank, process.world_size)
@@ -142,6 +141,21 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
     return 0
+
+
+def join(
+    process: Process, num_gpus: int, limit_s: float
+) -> tuple[Process, torch.device, dist.Store]:
+    """Open the run's store; return this process with its local numbers, and its device. A device
+    that cannot be used is an error before anybody is waited for, if the launcher told its number.
+    Collective."""
+    located = process.local_world_size > 0
+    device = prepare(num_gpus, process) if located else torch.device("cpu")
+    store = open_store(process, limit_s)
+    if not located:
+        process = rendezvous.locate(process, store)
+        device = prepare(num_gpus, process)
+    return process, device, store
 
 
 def open_store(process: Process, limit_s: float) -> dist.Store:

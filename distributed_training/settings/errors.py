@@ -5,6 +5,8 @@ import signal
 import sys
 from collections.abc import Callable
 
+from distributed_training.settings.launchers import is_first
+
 
 class UserError(ValueError):
     """A mistake the user can mend: what is wrong, why, and what to type instead. The command line
@@ -33,8 +35,7 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except UserError as error:
-        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-        if rank == "0":  # every rank finds the same mistake; one says it
+        if is_first(os.environ):  # every rank finds the same mistake; one says it
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:

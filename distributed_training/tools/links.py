@@ -67,9 +67,8 @@ class Group:
 def open_group(budget_s: float = BUDGET_S) -> Iterator[Group]:
     """Join the process group that the launcher describes, or make one of this process alone."""
     process = current_process() or single_process()
-    launch.prepare_environment(process.local_world_size)
-    device = worker.prepare(torch.cuda.device_count(), process)
-    store = worker.open_store(process, RENDEZVOUS_S)
+    launch.prepare_environment(process.local_world_size or process.world_size)
+    process, device, store = worker.join(process, torch.cuda.device_count(), RENDEZVOUS_S)
     # Three minutes: another rank may have failed.
     with process_group(device, store, minutes=3):
         yield Group(process=process, device=device, budget_s=budget_s)

@@ -66,15 +66,32 @@ def _unplugged() -> None:
     run_script(*sys.argv[1:])
 
 
+def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
+    """Return what a launcher sets on the nodes of a cluster for one process on each."""
+    of_torch = {"RANK": rank, "WORLD_SIZE": world_size}
+    return {
+        "torchrun": {**of_torch, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        "by hand": {**of_torch, "LOCAL_RANK": "0"},
+        "PyTorchJob": of_torch,
+        "srun": {
+            "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": world_size, "SLURM_LOCALID": "0",
+        },
+    }[launcher]  # fmt: skip
+
+
 def on_each_node(job: dict[str, Any]) -> None:
-    """The script on each node, but for a `missing` one, where nothing is typed; with `ends_at`,
-    SIGTERM comes to the first in that step."""
+    """The script on each node, as `launcher` (torchrun) starts it, but for a `missing` one, where
+    nothing is typed; with `ends_at`, that step sends the first node the signal `signum`."""
     rendezvous.SHARED_WITHIN_S = 1.0
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):
         return
     enter(job["nodes"][rank])
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=job["nodes"][0].name)
+    told = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.environ.update(launched_by(job.get("launcher", "torchrun"), *told.values()))
+    os.environ["MASTER_ADDR"] = job["nodes"][0].name
     right = Trainer._update
 
     def update(self: Trainer) -> None:

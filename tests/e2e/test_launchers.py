@@ -102,7 +102,8 @@ def test_the_record_says_what_ran_and_what_came_out(on_one):
 def test_srun_without_a_launcher_is_answered_with_what_to_type(tmp_path):
     values = {**SMALL, "output_dir": tmp_path / "runs"}
     task = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
-    first, second = (script(values, **task, SLURM_PROCID=rank) for rank in "01")
+    ranks = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01")
+    first, second = (script(values, **task, **rank) for rank in ranks)
     assert_refused(first, "srun started this command 2 times", "sbatch --nodes=2 configs/train.slu")
     assert (second.returncode, second.stderr) == (2, ""), "said once"
     batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}  # of sbatch: one process, no step of srun's

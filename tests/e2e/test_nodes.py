@@ -50,7 +50,7 @@ def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_pa
 def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, unbroken):
     own, values = nodes[0].own / "runs", {**VALUES, "keep_best": True}
     both = {**values, "output_dir": own, "resume": "auto", "shared_disk": False}
-    run_on(nodes, both, ends_at=5)
+    run_on(nodes, both, ends_at=5, launcher="by hand")
     folders = [node.outside(own) for node in nodes]
     parts = [sorted(file.name for file in folder.glob("*-*/checkpoints/*/*")) for folder in folders]
     expected = [["meta.json", f"rank-0000{rank}.safetensors"] for rank in range(3)]
@@ -67,7 +67,7 @@ def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, u
     resumed = train(alone)
     assert_ok(resumed)
     assert "note: saved dp x 3 -> resuming dp x 1: resharding; the folder keeps" in resumed.stdout
-    assert run_on(nodes, both) == ""
+    assert run_on(nodes, both, launcher="srun") == ""
     for runs in (folders[0], together):
         record = only_record(runs)
         assert record["resumed_from"].endswith("step-00000005")
@@ -93,7 +93,7 @@ def test_a_node_that_does_not_come_is_named(nodes, missing, words, tmp_path):
 
 def test_machines_that_share_no_disk_are_refused_before_training(nodes):
     own = nodes[0].own / "runs"
-    said = run_on(nodes, {**VALUES, "output_dir": own})
+    said = run_on(nodes, {**VALUES, "output_dir": own}, launcher="PyTorchJob")
     assert "exit codes [2, 2]" in said
     assert said.count("error: ") == 1
     assert f"error: rank 1 on node1 does not see {own}/" in said

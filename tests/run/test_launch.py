@@ -143,6 +143,29 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
             rendezvous.meet(first, 5)
 
 
+@pytest.mark.parametrize(
+    ("machines", "local_ranks", "words"),
+    [
+        ("aabb", ("", "", "", ""), ""),
+        ("aabb", ("0", "1", "0", "1"), ""),
+        ("abab", ("0", "0", "1", "1"), "rank 0 is not process 0 of the 2 on a"),
+        ("aaab", ("0", "1", "2", "0"), "rank 3 is not process 0 of the 3 on b"),
+        ("aabb", ("0", "1", "0", "0"), "rank 3 on b has LOCAL_RANK=0 instead of 1"),
+    ],
+)
+def test_ranks_find_out_how_many_are_on_their_machine(machines, local_ranks, words, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    store = torch.distributed.HashStore()
+    for rank, (host, local_rank) in enumerate(zip(machines, local_ranks, strict=True)):
+        store.set(f"host of rank {rank}", json.dumps([host, "boot", 1, local_rank, 0]))
+    process = Process(rank=3, world_size=4, local_rank=0, local_world_size=0)
+    with refused(words) if words else contextlib.nullcontext():
+        assert rendezvous.locate(process, store) == Process(
+            rank=3, world_size=4, local_rank=1, local_world_size=2
+        )
+        assert os.environ == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
 def run_without_planning(run_dir):
     """In a process of its own, where nothing that plans can be called."""
     prepare.make_plan = machine.detect_machine = None

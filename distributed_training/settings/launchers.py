@@ -1,0 +1,82 @@
+"""The variables in which launchers tell a process its rank, a row per launcher. No torch import."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One launcher's names. If it does not tell the local numbers, the ranks work them out from
+    their hosts when they meet (`rendezvous.locate`)."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str = ""
+    local_world_size: str = ""
+    unless: str = ""  # a variable with which the row does not apply
+
+    def applies(self, environment: Mapping[str, str]) -> bool:
+        """Whether this launcher has set all its variables, and for several processes."""
+        if self.unless in environment:
+            return False
+        names = (self.rank, self.world_size, self.local_rank, self.local_world_size)
+        if not all(name in environment for name in names if name):
+            return False
+        # torchrun may start one process; a step of srun with one task is an ordinary command.
+        return self.rank == "RANK" or environment[self.world_size] != "1"
+
+
+# The first row that applies counts. mpirun starts its daemons with srun inside a SLURM job, so
+# srun's variables are there too; `srun --mpi=pmi2` sets PMI's without the local numbers.
+SOURCES = (
+    Source(
+        launcher="torchrun",  # also accelerate, and TrainJob with torchrun in its command
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_WORLD_SIZE",
+    ),
+    Source(
+        launcher="deepspeed",
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_SIZE",
+    ),
+    Source(launcher="by hand", rank="RANK", world_size="WORLD_SIZE", local_rank="LOCAL_RANK"),
+    Source(launcher="PyTorchJob", rank="RANK", world_size="WORLD_SIZE"),
+    Source(
+        launcher="mpirun",  # Open MPI
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Source(
+        launcher="mpiexec",  # MPICH, Intel MPI
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+    ),
+    Source(launcher="a launcher with PMI", rank="PMI_RANK", world_size="PMI_SIZE"),
+    Source(
+        launcher="srun",  # sbatch sets SLURM_PROCID, too, but no step
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        unless="SLURM_PTY_PORT",  # a shell from srun --pty
+    ),
+)
+
+
+def find_source(environment: Mapping[str, str]) -> Source | None:
+    """The launcher that started this process as one of several; None if none did."""
+    return next((source for source in SOURCES if source.applies(environment)), None)
+
+
+def is_first(environment: Mapping[str, str]) -> bool:
+    """Whether this process is rank 0 or the only one, as far as its launcher says."""
+    source = find_source(environment)
+    return environment.get(source.rank if source else "RANK", "0") == "0"

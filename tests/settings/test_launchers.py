@@ -1,0 +1,105 @@
+"""Each launcher's variables, as it sets them for the second of two processes on a machine."""
+
+import os
+
+import pytest
+
+from distributed_training.run.ranks import Process, current_process
+from distributed_training.settings.errors import exit_code
+from distributed_training.settings.launchers import SOURCES, find_source
+from tests.support import refused
+
+RANK_1 = {"RANK": "1", "WORLD_SIZE": "2"}
+TORCHRUN = {**RANK_1, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+SRUN = {
+    "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2",
+}  # fmt: skip
+# mpirun inside a SLURM job: srun has started its daemons, one per node.
+MPIRUN = {
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "3",
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+CASES = {
+    "torchrun": (TORCHRUN, "torchrun", (1, 2)),
+    "accelerate": ({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}, "torchrun", (1, 2)),
+    "deepspeed": ({**RANK_1, "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, "deepspeed", (1, 2)),
+    "by hand": ({**RANK_1, "LOCAL_RANK": "1"}, "by hand", (1, 0)),
+    "PyTorchJob": ({**RANK_1, "PET_NNODES": "2"}, "PyTorchJob", (0, 0)),
+    "mpirun": (MPIRUN, "mpirun", (1, 2)),
+    "mpiexec": ({**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "mpiexec", (1, 2)),
+    "srun --mpi=pmi2": ({**SRUN, **PMI}, "a launcher with PMI", (0, 0)),
+    "srun": (SRUN, "srun", (1, 0)),
+}
+ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def replace(**values):
+        monkeypatch.setattr(os, "environ", dict(values))
+
+    return replace
+
+
+def test_every_row_has_a_case():
+    assert {row for _, row, _ in CASES.values()} == {source.launcher for source in SOURCES}
+
+
+@pytest.mark.parametrize("launcher", CASES)
+def test_a_launcher_tells_the_rank(launcher, environment, capsys):
+    told, row, local = CASES[launcher]
+    assert find_source(told).launcher == row
+    environment(**told, **MASTER)
+    process = current_process()
+    assert (process.rank, process.world_size) == (1, 2)
+    assert (process.local_rank, process.local_world_size) == local, "0 of 0: found out later"
+    assert process == current_process(), "once told, always the same"
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
+
+    environment(**told)
+    with refused("MASTER_ADDR and MASTER_PORT", "--num_gpus N", "torchrun"):
+        current_process()
+    assert exit_code(lambda: current_process() and 0) == 2
+    assert capsys.readouterr().err == "", "rank 0 says it"
+
+
+@pytest.mark.parametrize(
+    "environment_of_one",
+    [
+        {},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},  # sbatch: one process, no step of srun's
+        {**SRUN, "SLURM_PTY_PORT": "1234"},  # a shell
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"},
+        {"ACCELERATE_MIXED_PRECISION": "no"},
+    ],
+)
+def test_an_ordinary_command_has_no_launcher(environment_of_one, environment):
+    environment(**environment_of_one)
+    assert current_process() is None
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"RANK": "1"}, "RANK is set but WORLD_SIZE is not"),
+        ({**TORCHRUN, **MASTER, "WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a number"),
+        ({**TORCHRUN, **MASTER, "MASTER_PORT": ""}, "MASTER_PORT='' is not a number"),
+        ({**RANK_1, **MASTER, "RANK": "2"}, "RANK=2 is not a rank of WORLD_SIZE=2 processes"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES=4, but this process has no rank"),
+        ({"ACCELERATE_MIXED_PRECISION": "no", **MASTER}, "accelerate launch started one process"),
+    ],
+)
+def test_launchers_that_tell_half_are_refused(told, words, environment):
+    environment(**told)
+    with refused(words):
+        current_process()
+
+
+def test_one_process_of_torchrun_is_no_cluster(environment):
+    environment(**ONE)
+    assert current_process() == Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
