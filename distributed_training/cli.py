@@ -18,6 +18,7 @@ from typing import Any
 from distributed_training.run import launch
 from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings import strategies
+from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import UserError, exit_code
 from distributed_training.settings.files import did_you_mean, shown
@@ -302,6 +303,7 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
             why = f"the commands are {', '.join(COMMANDS)}; options begin with --"
             fix = did_you_mean(name, COMMANDS, "see --help")
             raise UserError(f"{shown(name)} is not a command", why, fix)
+        use_private_caches()
         return COMMANDS[name](argv, program)
 
     return exit_code(act, trains=name == "train")

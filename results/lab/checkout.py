@@ -12,9 +12,11 @@ if str(ROOT) not in sys.path:
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a program; what a user did wrong is said in one line."""
+    from distributed_training.settings.cache import use_private_caches
     from distributed_training.settings.errors import UserError
 
     try:
+        use_private_caches()
         sys.exit(main())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,12 +1,15 @@
 """What a machine keeps for later runs."""
 
+import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from distributed_training.settings.cache import CACHE
 from distributed_training.settings.files import ROOT
 
 TORCH = "import cache, os; os.cpu_count = lambda: {}; cache.keep_bytecode(); import torch"
@@ -47,3 +50,56 @@ def test_many_cores_compile_what_is_not_imported_yet(tmp_path):
     while not list((tmp_path / "cache").rglob("more.*.pyc")):
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def refused_or_variables(**given):
+    """What a process that has these variables says, or ends up with."""
+    code = "import json, os; from distributed_training.settings.cache import *\n"
+    code += "try: use_private_caches()\nexcept ValueError as error: print(error)\n"
+    code += "else: print(json.dumps(dict(os.environ)))"
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TMPDIR")
+    left = {name: value for name, value in os.environ.items() if name not in names}
+    given = {"PYTHONPATH": str(ROOT), **{name: str(value) for name, value in given.items()}}
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, env={**left, **given}, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout.strip()
+
+
+def test_code_that_torch_compiles_is_kept_where_nobody_else_writes(tmp_path):
+    found = json.loads(refused_or_variables(DISTRIBUTED_TRAINING_CACHE=tmp_path / "own"))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
+        folder = Path(found[name])
+        assert folder.is_relative_to(tmp_path / "own")
+        assert {path.stat().st_mode & 0o777 for path in (folder, tmp_path / "own")} == {0o700}
+    # Without a cache folder of our own it is the user's in the folder for temporary files.
+    found = json.loads(refused_or_variables(DISTRIBUTED_TRAINING_CACHE=os.devnull, TMPDIR=tmp_path))
+    folder = tmp_path / f"distributed-training-{os.geteuid()}" / "inductor"
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", CACHE]
+)
+def test_folders_that_others_can_fill_are_refused(name, tmp_path):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    given = {CACHE: tmp_path / "own", name: link}
+    folder.chmod(0o777)
+    assert "every user may write to it; set " + name in refused_or_variables(**given)
+    folder.chmod(0o755)
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+        assert "belongs to user 12345; set " + name in refused_or_variables(**given)
+        os.chown(folder, 0, -1)
+    assert "TORCH_EXTENSIONS_DIR" in json.loads(refused_or_variables(**given))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_strangers_folder_among_temporary_files_is_refused(tmp_path):
+    (tmp_path / "distributed-training-0").mkdir()
+    os.chown(tmp_path / "distributed-training-0", 12345, -1)
+    said = refused_or_variables(**{CACHE: os.devnull, "TMPDIR": tmp_path})
+    assert "distributed-training-0 cannot hold code" in said
