@@ -1,6 +1,7 @@
 """What a person sees of a run, on rank 0: header, progress, summary; pages. No torch import."""
 
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -13,6 +14,7 @@ from tqdm import tqdm
 from distributed_training.records.record import BEST, Record
 from distributed_training.settings.machine import GIB
 
+MUCH_PADDING = 0.5  # below this share of real tokens, the header says what to set
 WIDTH = 80  # columns of a terminal; the longest line of a run
 
 
@@ -52,6 +54,10 @@ class Display:
             wrap = textwrap.TextWrapper(WIDTH, first, " " * len(first), break_long_words=False)
             self.say(wrap.fill(value))
 
+    def commands(self, title: str, *commands: str) -> None:
+        """A line, then commands to type next, each on lines of its own that can be pasted."""
+        self.say("\n".join([title, *map(pasteable, commands)]))
+
     def start(self, done: int, total: int, compiles: bool) -> None:
         self._total = total
         if compiles:
@@ -85,6 +91,17 @@ class Display:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def pasteable(command: str) -> str:
+    """The command, indented; a long one goes on below after a backslash."""
+    lines = [" "]
+    for word in map(shlex.quote, shlex.split(command)):
+        if len(lines[-1]) + len(word) > WIDTH - 3 and lines[-1].strip():
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return "\n".join(lines)
 
 
 def gib(num_bytes: float) -> str:
@@ -129,6 +146,8 @@ def header_rows(r: Record) -> dict[str, str]:
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     real = data["real_token_share"]
     filled = "" if real == 1 else f" ({100 * real:.1f}% real)"
+    if real < MUCH_PADDING:
+        filled = f" (only {100 * real:.1f}% real: --pack auto or a smaller --max_length pads less)"
     pipeline = ""
     if cut := r.pipeline:
         blocks = ", ".join(map(str, cut["blocks_per_stage"]))
@@ -144,7 +163,9 @@ def header_rows(r: Record) -> dict[str, str]:
         "defaults": defaults and f"the strategy sets {defaults}",
         "pipeline": pipeline,
         "state": _state(r),
-        "predicted": describe_prediction(r.prediction, r.num_steps),
+        "predicted": describe_prediction(
+            r.prediction, r.num_steps, on_gpu=bool(r.machine["gpu_name"])
+        ),
         "precision": _precision(r),
         "batch": f"{r.batch.describe()}; {tokens:,} tokens a step",
         "data": f"{last_part(config['dataset'])}: {data['num_train_samples']} samples of {length} "
@@ -184,19 +205,23 @@ def _state(r: Record) -> str:
     return f"{', '.join(found)} of each process, by estimate" if len(found) > 1 else ""
 
 
-def describe_prediction(prediction: dict[str, Any] | None, num_steps: int | None) -> str:
-    """Memory, time of a step and of all of them, and what most of it is spent on."""
+def describe_prediction(
+    prediction: dict[str, Any] | None, num_steps: int | None, *, on_gpu: bool
+) -> str:
+    """Memory and RAM per process, time per step and of all steps, and the main bottleneck."""
     if prediction is None:
         return ""
-    text = f"{gib(prediction['peak_bytes'])} a process"
+    where = "GPU memory" if on_gpu else "tensors"
+    text = f"{gib(prediction['peak_bytes'])} of {where} and {gib(prediction['host_bytes'])} of RAM "
+    text += "per process"
     seconds = prediction["step_time_s"]
     if seconds is None:
         return f"{text}; time unknown, as this GPU is not in the planner's table"
     least, most = prediction["likely_s"]
-    text += f", {seconds:.3g} s a step (likely {least:.3g} to {most:.3g})"
+    text += f"; {seconds:.3g} s per step (likely {least:.3g} to {most:.3g})"
     if num_steps is not None:
         text += f", {tqdm.format_interval(round(num_steps * seconds))} in all"
-    return f"{text}; mostly {prediction['bound_by']}"
+    return f"{text}; bottleneck: {prediction['bound_by']}"
 
 
 def _precision(r: Record) -> str:
@@ -244,7 +269,9 @@ def summary_rows(r: Record) -> dict[str, str]:
     if (allocated := memory.get("peak_allocated_bytes")) is not None:
         reserved = gib(memory["peak_reserved_bytes"])
         rows["GPU memory"] = f"peak {gib(allocated)} allocated, {reserved} reserved"
-    rows["host memory"] = f"peak {gib(memory['peak_host_bytes'])} a process"
+    rows["RAM"] = f"peak {gib(memory['peak_host_bytes'])} per process"
+    if not r.machine["gpu_name"]:
+        rows["RAM"] += ", tensors and libraries"
     if r.skipped_steps:
         rows["skipped"] = f"{len(r.skipped_steps)} steps, gradients not finite"
     if wrote := r.profile:

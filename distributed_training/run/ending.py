@@ -18,7 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology
 from distributed_training.records import record as records
-from distributed_training.records.display import gib, short_path
+from distributed_training.records.display import gib, pasteable, short_path
+from distributed_training.run import commands
 from distributed_training.run.saving.resume import list_checkpoints, remove_unfinished
 from distributed_training.settings.errors import RunError, UserError
 
@@ -59,8 +60,10 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         said = explain_out_of_memory(plan, topology, first_line)
     elif isinstance(error, KeyboardInterrupt):  # while it starts or ends: training itself saves
         status = "interrupted"
-        saved = list_checkpoints(plan.run_dir)
-        said = f"interrupted; {'go on with --resume auto' if saved else 'nothing was trained'}"
+        said = "interrupted; nothing was trained"
+        if list_checkpoints(plan.run_dir):
+            words, command = commands.to_continue(plan)
+            said = f"interrupted; {words}\n{pasteable(command)}"
     if plan.own_disks:  # what this node notes the others do not see
         with contextlib.suppress(RuntimeError):  # the store's process has ended
             if not lost:

@@ -113,7 +113,7 @@ def start(config: RunConfig, script: Path, words: list[str], options: argparse.N
     else:
         # In another process: tokenizers begin threads, and with threads none can be forked.
         planned = beside(lambda: prepare.plan_as_text(partial(make, config)))
-        worker = _import_worker()
+        worker = import_worker()
         startup.end("import")
         plan = prepare.reserve_run_dir(prepare.plan_from_text(planned()))
         worker.use_cpu()
@@ -159,7 +159,7 @@ def start_planned() -> int:
     line of standard input holds the run's folder and the folders of code that the user named."""
     process = current_process()
     assert process is not None
-    worker = _import_worker()
+    worker = import_worker()
     startup = Startup()
     worker.warm_up(process)
     startup.end("import")
@@ -179,12 +179,12 @@ def start_planned() -> int:
 
 def _work(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     prepare_environment(process.local_world_size or process.world_size)
-    worker = _import_worker()
+    worker = import_worker()
     startup.end("import")
     return worker.run(given, process, startup)
 
 
-def _import_worker() -> ModuleType:
+def import_worker() -> ModuleType:
     """What a process trains with, and so torch, once its environment is prepared."""
     gc.disable()  # it would look through the modules again and again while they are imported
     worker = importlib.import_module("distributed_training.run.worker")
@@ -281,6 +281,8 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
     """CONFIG as decided, how the batch is cut, the command, the mesh and the DeepSpeed JSON."""
     requested = plan.requested.to_user_words()
     source = os.path.relpath(plan.strategy.source)
+    on_gpu = plan.machine.num_gpus > 0
+    predicted = describe_prediction(plan.prediction, plan.num_steps, on_gpu=on_gpu)
     lines = ["resolved CONFIG"]
     for key, value in plan.config.to_user_words().items():
         was = "" if requested[key] == value else f"    (was {requested[key]!r})"
@@ -290,7 +292,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
     lines += [
         f"  batch: {plan.batch.describe()}",
         f"  steps: {plan.num_steps or 'known once the text is cut into samples'}",
-        f"  predicted: {describe_prediction(plan.prediction, plan.num_steps)}",
+        f"  predicted: {predicted}",
         *(f"  note: {note}" for note in plan.notes),
         *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
         "launch command",

@@ -103,6 +103,8 @@ class Trainer:
         self._signum = 0  # of the first signal; 0: none came
         self._signalled_at = 0.0
         self._first = 0  # step that this process took first, and that compiled
+        self._says_saved = False  # of the save under way: it is the last one
+        self._said_waiting = False
         self._passed_over = 0  # step whose batch is left out after a rollback
 
     @property
@@ -190,11 +192,13 @@ class Trainer:
         if evaluate or save:
             self.memory.end()
             if evaluate:
-                self._evaluate()
+                self._evaluate("; saving" if save else "")
             if epoch_ends:
                 self._end_epoch()
             if save:
-                self._save()
+                if not evaluate:
+                    self._say("saving")
+                self._save(says_saved=bool(stop) or last)
             if stop:
                 self._finish_saving()
             self._begin_training()
@@ -277,8 +281,9 @@ class Trainer:
             raise error
         self.display.progress(rows, self._first)
 
-    def _evaluate(self) -> None:
-        """Loss and perplexity over the validation samples, normalised by real tokens."""
+    def _evaluate(self, then: str = "") -> None:
+        """Loss and perplexity over the validation samples, normalised by real tokens; `then`: what
+        the line about them adds."""
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):
@@ -289,7 +294,7 @@ class Trainer:
         loss = float(total) / num_targets
         row = {"step": self.step, "loss": loss, "perplexity": metrics.perplexity(loss)}
         self.history.evaluations.append({**row, "num_targets": num_targets})
-        self._say(f"validation loss {loss:.4f}  perplexity {row['perplexity']:.2f}")
+        self._say(f"validation loss {loss:.4f}  perplexity {row['perplexity']:.2f}{then}")
         self.tracker.log_evaluation(row, self.memory.as_dict())
         lowest = self.history.best["loss"] if self.history.best else math.inf
         if self.plan.config.keep_best and self.step and loss < lowest:  # NaN is below nothing
@@ -315,11 +320,11 @@ class Trainer:
         self.history.epochs.append(row)
         self.write_record()
 
-    def _save(self) -> None:
+    def _save(self, *, says_saved: bool) -> None:
         """Begin to save, once the save before has ended."""
         self._finish_saving()
+        self._says_saved = says_saved
         self.at(f"saving step {self.step}")
-        self._say(f"saving checkpoints/step-{self.step:08d}")
         self.write_record()  # first: what a checkpoint's record lacks, a kill loses for good
         self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
         if self.saver.memory is None:
@@ -338,8 +343,11 @@ class Trainer:
             raise NonFiniteError(step, what, self._saved_until(step), self._passed_over) from None
         self.history.saves.append(row)
         self.write_record()
-        waited = "" if row["copied"] else "; training waited: memory has no room for a copy"
-        self.display.say(f"saved {folder.parent.name}/{folder.name}{waited}")
+        if self._says_saved:
+            self.display.say(f"saved {folder.parent.name}/{folder.name}")
+        if not (row["copied"] or self._said_waiting):
+            self._said_waiting = True
+            self.display.note("training waits for saves: memory has no room for a copy")
 
     def _leave(self) -> None:
         """Write the model, beside the last save, and draw a sample."""

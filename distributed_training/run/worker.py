@@ -28,7 +28,7 @@ from distributed_training.predict.rates import remember_speed
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
-from distributed_training.run import rendezvous
+from distributed_training.run import commands, rendezvous
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import Trainer
 from distributed_training.run.ranks import Process, Startup, handling
@@ -116,14 +116,19 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup
         finished = records.Record.model_validate(record.values)
         if not signum:
             display.table(summary_rows(finished))
+            display.commands("next, for example:", *commands.after_the_end(plan, finished))
         for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
             if folder.is_dir():
                 write_card(folder, finished)
         tracker.close(finished)
     if signum:
         saved = plan.config.checkpoint_every != 0
-        then = "go on with --resume auto" if saved else "checkpoint_every=0: nothing was saved"
-        display.say(f"interrupted at step {trainer.step} of {trainer.num_steps}; {then}")
+        what = f"interrupted at step {trainer.step} of {trainer.num_steps}"
+        if saved:
+            words, command = commands.to_continue(plan)
+            display.commands(f"{what}; {words}", command)
+        else:
+            display.say(f"{what}; checkpoint_every=0: nothing was saved")
     engine.close()
     dist.barrier()
     watch.end()

@@ -16,7 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from tqdm import tqdm
 
+from distributed_training.plan.data import AUTO_SAMPLES, peek_data
+from distributed_training.predict.predict import this_machine
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, last_part, short_path
 from distributed_training.records.tables import MEASURED, NOTHING, Comparison, Layout, differing
+from distributed_training.run import prepare
 from distributed_training.run.launch import requested_processes
-from distributed_training.run.ranks import handling
+from distributed_training.run.ranks import beside, handling
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import expand_home, load_json, parse_as
@@ -42,6 +45,8 @@ QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
 # What is to be done; the step's size is work, though not marked as such.
 WORK = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
 RECORDS = f"[!l]*/{records.RECORD_FILE}"  # not through the link "latest"
+# To start a run and to end it, roughly (results/records/first-minute).
+START_S = {"cpu": 8.0, "cuda": 15.0}
 PATIENCE_S = 30.0  # for a run that was told to stop
 SAID = ("tokens/s", "peak GPU memory", "peak host memory", "validation loss")  # of each run
 Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
@@ -69,8 +74,6 @@ class Run:
     record: records.Record | None = None  # None: not started
     why: str = ""  # it did not start, or end well
     seconds: float = 0.0
-    verdict: str = ""  # parity's, and by how much it differs: what -> where -> share
-    apart: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -101,6 +104,11 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     if arguments.dry_run:
         print_settings(runs)
         return 0
+    left = [(run.config, run.num_processes) for run in runs if run.config and run.status == "left"]
+    if left:
+        on_gpus = detect_machine().num_gpus > 0
+        seconds = predicted_s(left, run_s=START_S["cuda" if on_gpus else "cpu"])
+        print(f"{records.plural(len(left), 'run')} to do: {duration(seconds)}")
     code = 0
     try:
         train_each(runs, out, lambda run: keep(run, out, arguments.git_commit))
@@ -113,6 +121,43 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
 
 def count(runs: Sequence[Run], status: str) -> int:
     return sum(run.status == status for run in runs)
+
+
+def predicted_s(runs: Sequence[tuple[RunConfig, int]], run_s: float) -> float | None:
+    """The seconds that `plan` predicts for all runs, (CONFIG, number of processes) each, and
+    `run_s` per run for starting and ending; None if that is not known for one of them."""
+
+    def predict() -> str:  # in another process: tokenizers begin threads
+        machine = detect_machine()
+        found: list[float | None] = []
+        for config, count in runs:
+            try:
+                plan = prepare.make_plan(config, this_machine(machine, count, count), peek_data)
+            except UserError:  # it says so when its turn comes
+                found.append(0.0)
+                continue
+            steps = plan.num_steps
+            wanted = AUTO_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
+            if steps is None and wanted > 0:  # at most
+                steps = config.epochs * -(-wanted // plan.batch.global_batch_size)
+            if config.max_steps > 0:
+                steps = min(steps or config.max_steps, config.max_steps)
+            step_s = (plan.prediction or {}).get("step_time_s")
+            found.append(run_s + steps * step_s if steps and step_s else None)
+        return json.dumps(found)
+
+    seconds = json.loads(beside(predict)())
+    return None if None in seconds else sum(seconds)
+
+
+def duration(seconds: float | None) -> str:
+    """A predicted time, rounded, in words."""
+    if seconds is None:
+        return "time unknown"
+    if seconds < 90:
+        return f"about {seconds:.0f} s"
+    minutes = seconds / 60
+    return f"about {minutes:.0f} minutes" if minutes < 90 else f"about {minutes / 60:.1f} hours"
 
 
 def plan_runs(

@@ -20,6 +20,8 @@ from distributed_training.run.saving import export, resume
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 
+MERGED = "merged"  # in a run's folder, the whole model of a LoRA run
+
 
 def find_weights(given: str, kind: str) -> tuple[ModelSpec, Path]:
     """(model, folder of weights and tokenizer) of a run, its last or best, or of such a folder."""
@@ -126,14 +128,22 @@ def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
 
 
 def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False) -> int:
-    """Write a checkpoint's weights, or those of a run's newest one, to `to` (None: its hf/); with
-    `merge` the whole model where these are adapters."""
-    checkpoint = resume.newest_checkpoint(given_path(given).resolve())
+    """Write a checkpoint's weights, or those of a run's newest one, to `to` (None: its hf/, or
+    merged/ if that exists); with `merge`, write the whole model instead of adapters, which may also
+    come from hf/."""
+    run = given_path(given).resolve()
+    checkpoint = resume.newest_checkpoint(run)
+    exported = run if run.name == LAST else run / LAST
+    if checkpoint is None and merge and (exported / peft.CONFIG_FILE).is_file():
+        return merge_exported(exported, to)
     if checkpoint is None:
         what = "holds no checkpoint" if given_path(given).exists() else "does not exist"
         fix = "give a run's folder, such as runs/latest, or a folder of its checkpoints/"
         raise UserError(f"{given} {what}", fix=fix)
-    folder = checkpoint.parents[1] / LAST if to is None else Path(to).expanduser()
+    folder = checkpoint.parents[1] / LAST
+    if merge and folder.exists():
+        folder = folder.with_name(MERGED)
+    folder = folder if to is None else Path(to).expanduser()
     if folder.exists():
         raise UserError(f"{folder} is there already", fix="name another folder with --to")
     plan, record, meta, state = read_checkpoint(checkpoint)
@@ -142,6 +152,20 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
     export.write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder, merge=merge)
     export.write_card(folder, record.model_copy(update={"step": meta.step}))
     print(f"exported {short_path(folder)} (Hugging Face's format, after step {meta.step})")
+    return 0
+
+
+def merge_exported(exported: Path, to: str | None) -> int:
+    """Write the whole model of a run's exported adapters to `to`, or merged/ of the run."""
+    folder = exported.with_name(MERGED) if to is None else Path(to).expanduser()
+    if folder.exists():
+        raise UserError(f"{folder} is there already", fix="name another folder with --to")
+    model, tokenizer, chat = load_model(str(exported), LAST)
+    spec, _ = find_weights(str(exported), LAST)
+    export.save_whole(model, spec, tokenizer, chat, folder)
+    if (exported.parent / RECORD_FILE).is_file():
+        export.write_card(folder, load_record(exported.parent))
+    print(f"exported {short_path(folder)} (Hugging Face's format, adapters merged)")
     return 0
 
 

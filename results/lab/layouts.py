@@ -40,8 +40,8 @@ from distributed_training.predict.orders import find_orders
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 from distributed_training.records.record import start_record, timestamp
 from distributed_training.run.worker import describe_run
+from distributed_training.tools import harness
 from distributed_training.tools.overlap import length, union
-from results.lab import harness
 from results.lab.analysis.bubble import bubble, explain
 from results.lab.runs import Measured, Runs, collect, read_plan
 

@@ -31,8 +31,8 @@ from distributed_training.records.record import provenance, write_json
 from distributed_training.run.profiling import SILENT
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
+from distributed_training.tools import harness
 from distributed_training.tools.overlap import STEP, Rank, Spans, clip, read_trace, union
-from results.lab import harness
 from results.lab.runs import read_plan
 
 NUM_WARMUP = NUM_EAGER_STEPS + 2  # the first replay of a graph included

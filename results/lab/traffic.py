@@ -32,7 +32,7 @@ from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.keys import Parser
-from results.lab.harness import Run, every_run, open_group
+from distributed_training.tools.harness import Run, every_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")
 DEEPER = ", 12 blocks"  # ends the name of a case's second row: the difference is what blocks send

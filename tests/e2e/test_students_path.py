@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import struct
 import subprocess
 import termios
@@ -99,18 +100,23 @@ def test_from_a_text_to_answers(tmp_path):
     after = [line for line in said if "epoch" not in line and "perplexity" not in line]
     assert len(after) <= 5, after
     assert any("saved" in line for line in after)
-    assert any("--resume auto" in line for line in after)
+    lines = iter(after)
+    next(line for line in lines if line.endswith("to continue, type"))
+    continuing = shlex.split(" ".join(line.removesuffix("\\") for line in lines))
     (run,) = run_folders(repository / "runs")
     stopped = json.loads((run / "record.json").read_text())
     assert 0 < stopped["step"] < stopped["num_steps"]
 
-    said = type_in(repository, [*first, "--resume", "auto"])
+    said = type_in(repository, continuing)
     assert_readable(said)
     assert f"checkpoints/step-{stopped['step']:08}" in said  # resumed from
     record = only_record(repository / "runs")
     assert record["status"] == "ok"
     perplexities = [row["perplexity"] for row in record["evaluations"]]
     assert perplexities[-1] < perplexities[0] / 2
+
+    proposed = said.replace("\r", "").partition("next, for example:")[2].splitlines()
+    assert [line.split()[2] for line in proposed if "python" in line][:2] == ["generate", "report"]
 
     report = type_in(repository, printed(GUIDE, "python real_model_example.py report"))
     assert_readable(report)

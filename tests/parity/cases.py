@@ -1,4 +1,4 @@
-"""What the processes of a parity test do: each case is a run of results/lab/harness.py.
+"""What the processes of a parity test do: each case is a run of tools/harness.py.
 
 Every function but the last takes {"cases": {name: CONFIG values}, ...} and returns
 {name: what was found}, as tests.pool calls it on every rank of one process group.
@@ -29,8 +29,8 @@ from distributed_training.run.loop import learning_rate
 from distributed_training.run.ranks import current_process
 from distributed_training.run.saving.checkpoint import load_checkpoint, load_own, own_parts
 from distributed_training.settings.config import build_config
+from distributed_training.tools.harness import Run, every_run, open_group
 from results.lab import traffic
-from results.lab.harness import Run, every_run, open_group
 from tests.support import save_now, started
 
 # Vocabulary, blocks and width of models that are deep enough to be cut into stages of unequal

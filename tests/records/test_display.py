@@ -15,6 +15,8 @@ def test_header_says_what_runs():
     assert rows["precision"] == f"{precision}; compiled (the first step takes a while)"
     assert rows["batch"] == ("global 32 = 4 replicas x 2 micro-batches x 4; 16,384 tokens a step")
     assert "1000 samples of 512 tokens (87.5% real), 200 to validate" in rows["data"]
+    sparse = header(data__real_token_share=0.049)["data"]
+    assert "(only 4.9% real: --pack auto or a smaller --max_length pads less)" in sparse
     assert rows["steps"] == "64 = 32 an epoch; learning rate 5e-05 (cosine, warm-up 10)"
     assert rows["run"] == "runs/x"
     assert rows["pipeline"] == rows["options"] == header()["defaults"] == ""
@@ -25,7 +27,7 @@ def test_summary_says_what_came_out():
         "perplexity": "33.12 before, 20.06 after 64 steps",
         "throughput": "131,072 tokens/s, 125.0 ms a step (median of 59), MFU 31.4%",
         "GPU memory": "peak 10.00 GiB allocated, 12.00 GiB reserved",
-        "host memory": "peak 5.00 GiB a process",
+        "RAM": "peak 5.00 GiB per process",
         "record": "runs/x/record.json",
     }
 
@@ -88,3 +90,14 @@ def test_a_log_file_gets_a_line_now_and_then_and_the_last(capsys, monkeypatch):
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
     assert lines[0] == "step      1/100  epoch 1  loss 2.0000  lr 3.0e-03  first step 0.5 s"
     assert lines[1].endswith("loss 2.0000  lr 3.0e-03  2,468 tok/s  0:48 left")
+
+
+def test_memory_on_a_gpu_and_on_a_cpu_has_its_own_name():
+    predicted = {
+        "peak_bytes": 2**30, "host_bytes": 2**31, "step_time_s": 0.5, "likely_s": [0.4, 0.6],
+        "bound_by": "memory",
+    }  # fmt: skip
+    on_gpu = header(prediction=predicted)["predicted"]
+    assert on_gpu.startswith("1.00 GiB of GPU memory and 2.00 GiB of RAM per process; 0.5 s per")
+    on_cpu = header(prediction=predicted, machine__gpu_name=None)["predicted"]
+    assert on_cpu.startswith("1.00 GiB of tensors and 2.00 GiB of RAM per process")

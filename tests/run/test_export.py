@@ -185,3 +185,22 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
         assert other[name].shape == weight.shape
         assert not torch.equal(other[name], weight), name
     assert_refused(command("export", tmp_path), "holds no checkpoint", "runs/latest")
+
+
+def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
+    """As PEFT merges them."""
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    base = run_dir / "hf"
+    values = {"model": str(base), "weights": str(base), "lora_rank": 4, "learning_rate": 0.05}
+    values |= {"max_steps": 2, "checkpoint_every": 0, "output_dir": str(tmp_path)}
+    assert_ok(train({**SMALL, **values}))
+    made = Path(only_record(tmp_path)["run_dir"])
+    assert_ok(command("export", made, "--merge"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    merged = peft.PeftModel.from_pretrained(model, made / "hf").merge_and_unload()
+    ours = transformers.AutoModelForCausalLM.from_pretrained(made / "merged").state_dict()
+    for name, weight in merged.state_dict().items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
+    assert_refused(command("export", made / "hf", "--merge"), "merged is there already", "--to")

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from distributed_training.data.corpus import WIKITEXT
 from distributed_training.data.hub import WIKITEXT_ID
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.models import find_model
+from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill, last_part, short_path
@@ -115,6 +115,17 @@ def write_folder(
         if config.lora_rank:
             state = whole_model(state, base_fingerprint, plan).state_dict()
         plan.model.save(state, writing, eos_token_id=tokenizer.eos_id)
+    tokenizer.save(writing, chat=chat)
+    publish(writing, folder)
+
+
+def save_whole(
+    model: Decoder, spec: ModelSpec, tokenizer: Tokenizer, chat: bool, folder: Path
+) -> None:
+    """Write a whole model with its tokenizer as `folder`, all of it or nothing."""
+    writing = folder.with_name(f".writing-{folder.name}")
+    shutil.rmtree(writing, ignore_errors=True)
+    spec.save(model.state_dict(), writing, eos_token_id=tokenizer.eos_id)
     tokenizer.save(writing, chat=chat)
     publish(writing, folder)
 

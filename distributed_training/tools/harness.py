@@ -37,7 +37,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.plan.topology import Topology, limit_channels
 from distributed_training.run import worker
 from distributed_training.run.rendezvous import agree_on_plan
-from distributed_training.settings.config import build_config
+from distributed_training.settings.config import RunConfig, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from distributed_training.tools import links
@@ -128,14 +128,14 @@ class Kept:
 
 def each_run(
     group: Group,
-    runs: Mapping[str, Mapping[str, Any]],
+    runs: Mapping[str, Mapping[str, Any] | RunConfig],
     use: Callable[[Run], Any],
     *,
     deadline_s: float = float("inf"),
     kept: Kept | None = None,
 ) -> Iterator[tuple[str, list[Any] | str]]:
-    """Build each run from its CONFIG values, call `use`, free its memory; yield the name and what
-    `use` returned, by rank (JSON can say it), or why the run was refused.
+    """Build each run from its CONFIG values, or from a whole CONFIG, call `use`, free its memory;
+    yield the name and what `use` returned, by rank (JSON can say it), or why the run was refused.
 
     After `deadline_s` no further run starts, on any rank. A failure ends the process: other ranks
     wait in a collective that cannot complete, and NCCL would wait for them. `kept`: what runs
@@ -171,12 +171,15 @@ def every_run(
 
 
 def _do_run(
-    values: Mapping[str, Any], group: Group, use: Callable[[Run], Any], kept: Kept | None
+    given: Mapping[str, Any] | RunConfig, group: Group, use: Callable[[Run], Any], kept: Kept | None
 ) -> list[Any] | str:
     """Plan, data, sampler and engine as a training builds them, then `use`. Collective."""
-    values = {"output_dir": str(group.folder), **values}
     try:
-        config = build_config(values, defaults=strategy_defaults, options=strategy_options)
+        if isinstance(given, RunConfig):
+            config = given
+        else:
+            values = {"output_dir": str(group.folder), **given}
+            config = build_config(values, defaults=strategy_defaults, options=strategy_options)
         plan = agree_on_plan(config, group.process, gather)
         topology = worker.build_topology(plan, group.process, group.device)
         model = None

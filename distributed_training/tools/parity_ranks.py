@@ -1,0 +1,210 @@
+"""One process group of `parity`: trains under one layout after the other and compares each with the
+reference, which a group of one process has trained before.
+
+A job file is JSON: {"runs": {key: {CONFIG key: value}}, "names": {key: name}, "out": folder,
+"place": [runs before these, runs in all]}. For each run, rank 0 adds a line {"began": key} to the
+results file before it starts and a line {"key": key, ...} once it has ended, so that the launching
+process knows at which run a group was lost."""
+
+import json
+import math
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from distributed_training.parallel.tensor_files import TensorFiles
+from distributed_training.records import metrics
+from distributed_training.records.display import WIDTH, Display
+from distributed_training.records.tables import differing
+from distributed_training.run.loop import Trainer
+from distributed_training.run.saving import claims
+from distributed_training.run.saving.resume import list_checkpoints
+from distributed_training.settings.config import RunConfig
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.machine import threads_per_process
+from distributed_training.tools import harness
+
+# Relative differences that sums in another order cause in fp32, with a margin.
+LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
+SPREADS = 4
+STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # of a checkpoint
+OK = "ok"
+REFERENCE, AGAIN = "reference", "rounding"  # keys and verdicts of the runs of one process
+JOBS, RESULTS, LOG, RUNS = "jobs.json", "results.jsonl", "log.txt", "runs"
+Values = dict[str, Any]
+Build = Callable[[Sequence[str]], RunConfig]
+Apart = dict[str, dict[str, float]]  # quantity -> step or tensor -> relative difference
+
+
+@dataclass(frozen=True)
+class Rows(metrics.Tracker):
+    """A tracker that keeps the rows of all steps."""
+
+    steps: list[Values] = field(default_factory=list)
+
+    def log_step(self, row: Values) -> None:
+        self.steps.append(row)
+
+
+def train_all(file: Path, build: Build) -> int:
+    """Do the jobs of a file as one rank of this process's group; return the exit code.
+    Collective."""
+    jobs = json.loads(file.read_text(encoding="utf-8"))
+    out = Path(jobs["out"])
+    screen = os.fdopen(os.dup(1), "w")
+    log = os.open(out / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):  # libraries print there
+        os.dup2(log, stream)
+    configs = {key: build(as_texts(values)) for key, values in jobs["runs"].items()}
+    known = {config.gradient_compression for config in configs.values()}
+    with harness.open_group_for({kind: {"gradient_compression": kind} for kind in known}) as group:
+        torch.set_num_threads(threads_per_process(group.process.local_world_size))
+        first = group.process.rank == 0
+        kept = harness.Kept()
+        for number, (key, config) in enumerate(configs.items(), jobs["place"][0] + 1):
+            line = f"{number:>3}/{jobs['place'][1]}  {jobs['names'][key]}"
+            began = time.monotonic()
+            if first:
+                note(out, began=key)
+                print(f"\n{line}", flush=True)  # into the log
+            for _, found in harness.each_run(group, {key: config}, _train, kept=kept):
+                if first:
+                    result = conclude(key, found, out)
+                    seconds = time.monotonic() - began
+                    note(out, key=key, seconds=seconds, **result)
+                    show(screen, f"{line}: {in_words(result)}, {seconds:.0f} s")
+    return 0
+
+
+def as_texts(values: Values) -> list[str]:
+    """`key=value` texts, as the command line takes them."""
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def show(screen: TextIO, line: str) -> None:
+    """Print one line about a run, wrapped below its name."""
+    print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 9), file=screen, flush=True)
+
+
+def in_words(result: Values) -> str:
+    """Verdict and reason."""
+    return f"{result['verdict']} because {result['why']}" if result["why"] else result["verdict"]
+
+
+def note(out: Path, **line: Any) -> None:
+    """Add a line to the results."""
+    with open(out / RESULTS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _train(run: harness.Run) -> Values:
+    """Train with the loop of every training, whose last step saves a checkpoint; return losses,
+    gradient norms and the checkpoint's folder. Collective."""
+    rows = Rows()
+    trainer = Trainer(
+        run.engine, run.plan, run.topology, run.data, run.sampler, Display(enabled=False),
+        tracker=rows,
+    )  # fmt: skip
+    why = ""
+    try:
+        signum = trainer.run()
+    except UserError as error:  # raised on every rank: not finite, say
+        signum, why = 0, str(error)
+    if run.topology.rank == 0:
+        claims.release(run.plan.run_dir)
+    if signum:
+        sys.exit(128 + signum)
+    losses = {f"loss of step {row['step']}": row["loss"] for row in rows.steps}
+    for row in trainer.history.evaluations:
+        losses[f"loss of the evaluation after step {row['step']}"] = row["loss"]
+    norms = {f"gradient norm of step {row['step']}": row["grad_norm"] for row in rows.steps}
+    plan = run.plan
+    return {
+        "why": why, "mesh": plan.mesh, "figures": [losses, norms], "run_dir": str(plan.run_dir),
+        "work": {**plan.work, "data_fingerprint": run.data.fingerprint},
+        "config": plan.config.to_user_words(), "num_steps": plan.num_steps,
+        "global_batch_size": plan.batch.global_batch_size,
+    }  # fmt: skip
+
+
+def conclude(key: str, found: list[Any] | str, out: Path) -> Values:
+    """Compare a run with the reference and remove its folder; return its part of parity.json."""
+    if isinstance(found, str):
+        return {"verdict": "skipped", "why": found, "apart": {}, "mesh": None}
+    mine = found[0]
+    file = out / RUNS / f"{REFERENCE}.json"
+    if key == REFERENCE and not mine["why"]:  # its folder stays until all runs have ended
+        file.write_text(json.dumps({REFERENCE: mine, AGAIN: {}}), encoding="utf-8")
+        return {"verdict": REFERENCE, "why": "", "apart": {}, **mine}
+    result = {"verdict": "failed", "why": mine["why"], "apart": {}, "mesh": mine["mesh"]}
+    if not mine["why"]:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        result["apart"] = compare(mine, known[REFERENCE])
+        result["verdict"], result["why"] = AGAIN, ""
+        if key == AGAIN:
+            file.write_text(json.dumps({**known, AGAIN: result["apart"]}), encoding="utf-8")
+        elif other := differing([mine["work"], known[REFERENCE]["work"]]):
+            result["verdict"] = "other work"
+            result["why"] = f"{', '.join(other)} are its own"
+        else:
+            result["verdict"], result["why"] = judge(result["apart"], known[AGAIN])
+    shutil.rmtree(mine["run_dir"], ignore_errors=True)
+    return result
+
+
+def compare(mine: Values, reference: Values) -> Apart:
+    """Return the relative differences between two runs: losses, gradient norms, tensors."""
+    apart = {}
+    for what, ours, theirs in zip(LIMITS, mine["figures"], reference["figures"], strict=False):
+        apart[what] = {w: _apart(ours.get(w), theirs.get(w)) for w in ours | theirs}
+    apart["weights"] = _apart_in_state(Path(mine["run_dir"]), Path(reference["run_dir"]))
+    return apart
+
+
+def judge(apart: Apart, again: Apart) -> tuple[str, str]:
+    """Return the verdict and the reason for differences from one process; `again`: its differences
+    from itself."""
+    beyond = []
+    for what, least in LIMITS.items():
+        sizes = apart[what]
+        rounding: Mapping[str, float] = again[what]
+        if what != "weights":  # one step rounds as another does
+            rounding = dict.fromkeys(sizes, max(again[what].values()))
+        limits = {where: max(least, SPREADS * rounding.get(where, 0.0)) for where in sizes}
+        worst = max(sizes, key=lambda where: sizes[where] / limits[where])
+        if sizes[worst] > limits[worst]:
+            text = f"{worst} by {sizes[worst]:.1e}; rounding explains at most {limits[worst]:.1e}"
+            beyond.append(text)
+    return ("differs" if beyond else OK), "; ".join(beyond)
+
+
+def _apart(one: float | None, other: float | None) -> float:
+    """Relative difference; infinite unless both are finite."""
+    if one is not None and other:
+        return abs(one - other) / other
+    return 0.0 if one == other else math.inf
+
+
+def _apart_in_state(ours_dir: Path, theirs_dir: Path) -> dict[str, float]:
+    """Relative difference, by norm, of each tensor of the last checkpoints, whatever layout saved
+    it: weights and, as Adam's steps hardly depend on a gradient's size, Adam's moments."""
+    files = []
+    for run_dir in (ours_dir, theirs_dir):
+        (folder,) = list_checkpoints(run_dir)
+        files.append(TensorFiles(sorted(folder.glob("*.safetensors"))))
+    ours, theirs = files
+    names = sorted(ours.stored.keys() | theirs.stored.keys())
+    found = {name: math.inf for name in names if name.startswith(STATE)}  # unless both have it
+    for name in found.keys() & ours.stored.keys() & theirs.stored.keys():
+        other = theirs.whole(name)
+        size = max(float(torch.linalg.vector_norm(other)), 1e-30)  # to divide by
+        found[name] = float(torch.linalg.vector_norm(ours.whole(name) - other)) / size
+    return found
