@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from distributed_training.data import hub
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean, load_json, shown
+from distributed_training.settings.files import did_you_mean, folder_label, load_json, shown
 from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def find_model(name: str) -> ModelSpec:
             what = f"model={shown(name)} has model_type {shown(kind)}"
             raise UserError(what, f"this suite trains {', '.join(kinds)}")
         (size,) = _load(kinds[kind]).sizes(folder).values()
-        label = name.rpartition("/")[2] if hub_id else folder.name
+        label = name.rpartition("/")[2] if hub_id else folder_label(folder)
         weights_dir = None if hub_id else folder
         return ModelSpec(
             label=label, family=kinds[kind], size=size, hub_id=hub_id, weights_dir=weights_dir

@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from distributed_training.records.record import BEST, Record
+from distributed_training.settings.files import folder_label
 from distributed_training.settings.machine import GIB
 
 MUCH_PADDING = 0.5  # below this share of real tokens, the header says what to set
@@ -35,7 +36,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """A choice that was made for the user and why."""
-        self.say(textwrap.fill(f"note: {text}", WIDTH, subsequent_indent=6 * " "))
+        self.say(fold(f"note: {text}", indent=6))
 
     def sample(self, title: str, text: str) -> None:
         """A generated text; characters that would move the cursor are spaces."""
@@ -93,6 +94,13 @@ class Display:
             self._bar = None
 
 
+def fold(text: str, width: int = WIDTH, indent: int = 0) -> str:
+    """Text in lines of `width`, those below indented; addresses and paths stay whole."""
+    return textwrap.fill(
+        text, width, subsequent_indent=indent * " ", break_long_words=False, break_on_hyphens=False
+    )
+
+
 def pasteable(command: str) -> str:
     """The command, indented; a long one goes on below after a backslash."""
     lines = [" "]
@@ -109,6 +117,16 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+def duration(seconds: float | None) -> str:
+    """A predicted time, rounded, in words."""
+    if seconds is None:
+        return "time unknown"
+    if seconds < 90:
+        return f"about {seconds:.0f} s"
+    minutes = seconds / 60
+    return f"about {minutes:.0f} minutes" if minutes < 90 else f"about {minutes / 60:.1f} hours"
+
+
 def short_path(path: str | Path) -> str:
     """From where one stands, unless that lies elsewhere."""
     near = os.path.relpath(path)
@@ -117,7 +135,7 @@ def short_path(path: str | Path) -> str:
 
 def last_part(source: str) -> str:
     """A dataset or weights by name; a path by its last part."""
-    return source.rstrip("/").rpartition("/")[2] or source
+    return folder_label(Path(source.rstrip("/"))) or source
 
 
 def fill(template: str, **values: Any) -> str:

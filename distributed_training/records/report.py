@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from distributed_training.records.display import WIDTH, fill, short_path
+from distributed_training.records.display import WIDTH, fill, fold, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import MEASURED, Comparison, Layout, Table, group_by_work
 from distributed_training.settings.errors import UserError
@@ -35,23 +35,28 @@ WORDS = {"run", "strategy", "layout", "status", "verdict", "mostly"}  # columns 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    title: str
+    title: str  # all that its runs have in common, on one line for a terminal
     notes: Sequence[str]
     tables: Sequence[Table]
     plots: Mapping[str, bytes] = field(default_factory=dict)  # name -> PNG
+    heading: str = ""  # of a page; below it, `settings` as a small table
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
     """Notes, tables and plots of each; the plots' names are numbered where there are several."""
     found = []
     for number, each in enumerate(comparisons, 1):
-        suffix = f"-{number}" if len(comparisons) > 1 else ""
+        several = len(comparisons) > 1
         plots = {}
         for name, figure in build_figures(each).items():
             file = io.BytesIO()
             figure.savefig(file, dpi=130, metadata={"Software": None})  # equal runs, equal files
-            plots[name + suffix] = file.getvalue()
-        found.append(Section(each.title, each.notes, each.tables(), plots))
+            plots[f"{name}-{number}" if several else name] = file.getvalue()
+        named = each.settings.get("model") or each.work or "Runs"
+        heading = f"{number}. {named}" if several else named
+        section = Section(each.title, each.notes, each.tables(), plots, heading, each.settings)
+        found.append(section)
     return found
 
 
@@ -146,8 +151,8 @@ def terminal(section: Section) -> str:
         )  # fmt: skip
         if max(map(len, text.splitlines())) <= width:
             break
-    notes = [textwrap.fill(note, width) for note in section.notes]
-    return "\n".join([textwrap.fill(section.title, width), text, *notes])
+    notes = [fold(note, width) for note in section.notes]
+    return "\n".join([fold(section.title, width), text, *notes])
 
 
 def _align(headers: Iterable[str]) -> list[str]:
@@ -164,10 +169,20 @@ def save_plots(sections: Sequence[Section], folder: Path) -> list[str]:
 
 
 def page(form: str, title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
-    """As Markdown, plots beside it; as HTML, one file: no network or script, light or dark."""
+    """As Markdown, plots beside it; as HTML, one file: no network or script, light or dark. What
+    the runs of all sections have in common stands above them, once."""
+    shared: dict[str, str] = {}
+    if len(sections) > 1:
+        common = set.intersection(*({*section.settings.items()} for section in sections))
+        shared = dict(item for item in sections[0].settings.items() if item in common)
+
+    def own_settings(section: Section) -> dict[str, str]:
+        return {name: text for name, text in section.settings.items() if name not in shared}
+
     return fill(
         f"page.{form}.jinja", title=title, heading=heading, sections=sections, note=note,
-        tabulate=tabulate, align=_align, b64encode=base64.b64encode,
+        shared=shared, own_settings=own_settings, tabulate=tabulate, align=_align,
+        b64encode=base64.b64encode,
     )  # fmt: skip
 
 

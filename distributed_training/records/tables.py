@@ -3,7 +3,7 @@
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def _milliseconds(seconds: float) -> str:
 
 # What tells the settings of runs apart, besides the strategy.
 SETTINGS: dict[str, Callable[..., str]] = {
-    "model": lambda r: r.config["model"],
+    "model": lambda r: last_part(r.config["model"]),
     "processes": lambda r: str(r.world_size),
     "batch": lambda r: f"{r.batch.micro_batch_size} x {r.config['max_length']}",
     "precision": lambda r: r.config["precision"],
@@ -142,7 +142,8 @@ class Comparison:
     """Layouts that did the same work."""
 
     layouts: list[Layout]
-    work: str = ""  # what was asked for, or how it differs from others' work, in words
+    work: str = ""  # what was asked for, in words, where there are no records
+    differs: dict[str, str] = field(default_factory=dict)  # keys of the work, unlike in others'
     rows: str = "strategy"  # what a row is
 
     @property
@@ -154,13 +155,23 @@ class Comparison:
         return [layout for layout in self.layouts if layout.done]
 
     @property
-    def title(self) -> str:
-        """What all runs have in common."""
+    def settings(self) -> dict[str, str]:
+        """What all runs have in common, by heading."""
         if not self.records:
-            return self.work
-        common = [f"{name} {value}, " for name, value in common_settings(self.records).items()]
-        text = f"{''.join(common)}on {self.records[0].machine['gpu_name'] or 'CPU'}"
-        return f"{text}; {self.work}" if self.work else text
+            return {}
+        found = common_settings(self.records)
+        found["device"] = self.records[0].machine["gpu_name"] or "CPU"
+        return found | self.differs
+
+    @property
+    def title(self) -> str:
+        """What all runs have in common, on one line."""
+        settings = self.settings
+        device = settings.pop("device", "")
+        other = [f"{name} {settings.pop(name)}" for name in self.differs]
+        common = [f"{name} {value}" for name, value in settings.items()]
+        text = ", ".join(filter(None, [*common, device and f"on {device}"]))
+        return "; ".join(filter(None, [text, self.work, ", ".join(other)]))
 
     @property
     def notes(self) -> list[str]:
@@ -232,8 +243,8 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
             words += [f"{key} {cell(r)}" for key, cell in SETTINGS.items() if key not in common]
             layouts.append(Layout(name=", ".join(words), records=[r]))
         first = group[0][1].work
-        differs = ", ".join(f"{key} {last_part(str(first.get(key)))[:12]}" for key in said)
-        found.append(Comparison(layouts=layouts, work=differs, rows="run"))
+        differs = {key: last_part(str(first.get(key)))[:12] for key in said}
+        found.append(Comparison(layouts=layouts, differs=differs, rows="run"))
     return found
 
 

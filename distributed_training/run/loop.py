@@ -196,7 +196,7 @@ class Trainer:
             if epoch_ends:
                 self._end_epoch()
             if save:
-                if not evaluate:
+                if not (evaluate or stop or last):
                     self._say("saving")
                 self._save(says_saved=bool(stop) or last)
             if stop:

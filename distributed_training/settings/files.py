@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
@@ -130,3 +131,11 @@ def shown(value: object) -> str:
     """repr(value) for an error, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:200]} ... ({len(text)} characters)"
+
+
+def folder_label(folder: Path) -> str:
+    """Return a short name of a model's folder: its own or, in a run's folder, the run's model."""
+    if folder.name not in ("hf", "best", "merged"):
+        return folder.name
+    run = re.sub(r"^\d{8}-\d{6}-[^-]+-|-x\d+(-\d+)?$", "", folder.parent.name)
+    return f"{run}-{folder.name}" if run else folder.name

@@ -28,7 +28,7 @@ from distributed_training.plan.data import AUTO_SAMPLES, peek_data
 from distributed_training.predict.predict import this_machine
 from distributed_training.records import record as records
 from distributed_training.records import report
-from distributed_training.records.display import WIDTH, last_part, short_path
+from distributed_training.records.display import WIDTH, duration, last_part, short_path
 from distributed_training.records.tables import MEASURED, NOTHING, Comparison, Layout, differing
 from distributed_training.run import prepare
 from distributed_training.run.launch import requested_processes
@@ -100,15 +100,17 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     kept = count(runs, "ok")
     processes = records.plural(runs[0].num_processes, "process")
     about = f"{records.plural(len(runs), 'run')} with {processes} each, in {short_path(out)}"
-    print(f"{about}; {kept} are there already" if kept else about)
-    if arguments.dry_run:
-        print_settings(runs)
-        return 0
     left = [(run.config, run.num_processes) for run in runs if run.config and run.status == "left"]
+    if kept:
+        about += f"; {kept} are there already"
     if left:
         on_gpus = detect_machine().num_gpus > 0
         seconds = predicted_s(left, run_s=START_S["cuda" if on_gpus else "cpu"])
-        print(f"{records.plural(len(left), 'run')} to do: {duration(seconds)}")
+        about += f"; {len(left)} to do, {duration(seconds)}"
+    print(about, flush=True)
+    if arguments.dry_run:
+        print_settings(runs)
+        return 0
     code = 0
     try:
         train_each(runs, out, lambda run: keep(run, out, arguments.git_commit))
@@ -148,16 +150,6 @@ def predicted_s(runs: Sequence[tuple[RunConfig, int]], run_s: float) -> float | 
 
     seconds = json.loads(beside(predict)())
     return None if None in seconds else sum(seconds)
-
-
-def duration(seconds: float | None) -> str:
-    """A predicted time, rounded, in words."""
-    if seconds is None:
-        return "time unknown"
-    if seconds < 90:
-        return f"about {seconds:.0f} s"
-    minutes = seconds / 60
-    return f"about {minutes:.0f} minutes" if minutes < 90 else f"about {minutes / 60:.1f} hours"
 
 
 def plan_runs(

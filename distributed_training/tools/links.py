@@ -25,7 +25,7 @@ from torch.utils.benchmark import Timer
 from distributed_training.parallel.agree import gather
 from distributed_training.plan.topology import process_group, show_axes
 from distributed_training.predict.traffic import TURNS, sent_bytes
-from distributed_training.records.display import short_path
+from distributed_training.records.display import duration, short_path
 from distributed_training.records.record import plural, provenance, write_json
 from distributed_training.run import launch, worker
 from distributed_training.run.ranks import Process, current_process, single_process
@@ -197,6 +197,9 @@ def main(options: argparse.Namespace) -> int:
             members["all"] = None
         largest = (options.largest or LARGEST_MIB[kind]) * 2**20
         sizes = [4**power for power in range(5, 30) if 4**power <= largest]
+        if process.rank == 0:
+            num_figures = len(members) * len(sizes) * len(TURNS)
+            print(f"{num_figures} figures: {duration(num_figures * group.budget_s)}", flush=True)
         for axis, those in members.items():
             entries = time_group(group, those, sizes, TURNS)
             groups[axis] = {"members": entries[0]["members"], "operations": summarise(entries)}

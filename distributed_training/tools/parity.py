@@ -26,7 +26,7 @@ from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.layouts import OPEN
 from distributed_training.records import report
-from distributed_training.records.display import WIDTH, short_path
+from distributed_training.records.display import WIDTH, duration, last_part, short_path
 from distributed_training.records.record import plural, provenance, write_json
 from distributed_training.records.tables import NOTHING, Table
 from distributed_training.run import launch
@@ -175,7 +175,7 @@ def say_how_long(
     seconds = compare.predicted_s(steps, run_s=LAYOUT_S)
     print(
         f"{plural(len(layouts), 'layout')} of {plural(processes, 'process')} against one process: "
-        f"{compare.duration(seconds)}; libraries' output goes to {short_path(out)}/log.txt",
+        f"{duration(seconds)}; libraries' output goes to {short_path(out)}/log.txt",
         flush=True,
     )
 
@@ -300,7 +300,14 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
     about = provenance(shlex.join(["python", *sys.argv]))
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     source = f"{about['command']}; {about['made_at']}; commit {about['git_commit']}; {versions}"
-    section = report.Section(title, notes, [table])
+    settings = {
+        "dataset": last_part(config["dataset"]), "precision": config["precision"],
+        "steps": f"{reference['num_steps']} of {reference['global_batch_size']} x "
+                 f"{config['max_length']} tokens",
+        "processes": str(layouts[0].num_processes), "device": machine.gpu_name or "CPU",
+    }  # fmt: skip
+    model = last_part(config["model"])
+    section = report.Section(title, notes, [table], heading=model, settings=settings)
     text = report.page("html", "Parity of layouts", heading, [section], source)
     (out / "parity.html").write_text(text, encoding="utf-8")
     found = [

@@ -57,8 +57,8 @@ def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_diffe
         made_record(run_dir="a-4", started_at="2026-01-02", work=dict(reversed(work.items()))),
     ]
     newest, oldest = group_by_work(records)
-    assert newest.work == "seed 7, global_batch_size 64"
-    assert oldest.work == "seed 42, global_batch_size 32"
+    assert newest.differs == {"seed": "7", "global_batch_size": "64"}
+    assert oldest.differs == {"seed": "42", "global_batch_size": "32"}
     # What all share stands above, what differs in the names.
     assert oldest.title.startswith("model gpt2-medium, processes 4, batch 4 x 512, compile yes, ")
     rows = rows_of(oldest)
@@ -67,7 +67,7 @@ def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_diffe
     assert rows[names[0]]["peak GPU memory"] == "12.00 GiB"
     other = made_record(work={**work, "data_fingerprint": "0123456789abcdef"}, started_at="2027")
     first, _ = group_by_work([made_record(), other])
-    assert first.work == "data_fingerprint 0123456789ab"
+    assert first.differs == {"data_fingerprint": "0123456789ab"}
 
 
 def test_a_run_that_did_not_end_says_how_far_it_came():

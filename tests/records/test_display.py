@@ -101,3 +101,9 @@ def test_memory_on_a_gpu_and_on_a_cpu_has_its_own_name():
     assert on_gpu.startswith("1.00 GiB of GPU memory and 2.00 GiB of RAM per process; 0.5 s per")
     on_cpu = header(prediction=predicted, machine__gpu_name=None)["predicted"]
     assert on_cpu.startswith("1.00 GiB of tensors and 2.00 GiB of RAM per process")
+
+
+def test_a_note_does_not_break_an_address(capsys):
+    address = "https://huggingface.co/some-organization/" + "a-name-with-hyphens-" * 4
+    Display(enabled=True).note(f"the weights of {address} are not available here, so they are random")
+    assert address in capsys.readouterr().out

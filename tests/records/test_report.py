@@ -119,6 +119,10 @@ def test_the_page_has_the_records_figures_and_asks_no_network():
     sections = build_sections(group_by_work(records))
     text = page("html", "Training runs", "4 runs: runs/<run>...", sections, "left out")
     assert "http" not in text
+    settings = re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", text)
+    assert ("precision", "bf16") in settings  # of all runs, once
+    assert settings[-2:] == [("seed", "7"), ("seed", "42")]  # what differs, at each heading
+    assert len(settings) == len(dict(settings)) + 1
     newest, oldest = tables_of(text)
     assert [dict(zip(oldest[0], row, strict=True)) for row in oldest[1:]] == [
         {"run": run, "tokens/s": speed, "ms a step": "125.0", "MFU": "31.4%",
