@@ -105,5 +105,5 @@ def test_memory_on_a_gpu_and_on_a_cpu_has_its_own_name():
 
 def test_a_note_does_not_break_an_address(capsys):
     address = "https://huggingface.co/some-organization/" + "a-name-with-hyphens-" * 4
-    Display(enabled=True).note(f"the weights of {address} are not available here, so they are random")
+    Display(enabled=True).note(f"the weights of {address} are not available here")
     assert address in capsys.readouterr().out

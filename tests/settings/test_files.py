@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import pytest
 
 from distributed_training.settings.config import PATHS, build_config
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import expand_home, load_json, shown
+from distributed_training.settings.files import expand_home, folder_label, load_json, shown
 from tests.support import refused
 
 
@@ -43,3 +45,13 @@ def test_errors_are_one_line_of_a_bearable_length():
     assert str(error) == "a is wrong; because of b; type c"
     assert shown([1, None]) == "[1, None]"
     assert shown("a" * 300) == f"'{'a' * 199} ... (302 characters)"
+
+
+def test_a_run_s_folder_lends_its_model_s_name():
+    label = {
+        "weights/qwen": "qwen",
+        "runs/20261125-032748-dp-gpt2-tiny-x2/hf": "gpt2-tiny-hf",
+        "runs/20261125-032748-local_sgd-Qwen3-0.6B-x16-3/best": "Qwen3-0.6B-best",
+        "made/mine/hf": "mine-hf",
+    }
+    assert {name: folder_label(Path(name)) for name in label} == label
