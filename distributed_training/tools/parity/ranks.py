@@ -31,14 +31,13 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.tools import harness
+from distributed_training.tools.parity.trials import AGAIN, OK, REFERENCE
 
 # Relative differences that sums in another order cause in fp32, with a margin.
 LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
 SPREADS = 4
 STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # of a checkpoint
-OK = "ok"
-REFERENCE, AGAIN = "reference", "rounding"  # keys and verdicts of the runs of one process
-JOBS, RESULTS, LOG, RUNS = "jobs.json", "results.jsonl", "log.txt", "runs"
+RESULTS, LOG, RUNS = "runs/results.jsonl", "log.txt", "runs"
 Values = dict[str, Any]
 Build = Callable[[Sequence[str]], RunConfig]
 Apart = dict[str, dict[str, float]]  # quantity -> step or tensor -> relative difference

@@ -1,0 +1,86 @@
+"""The result of `parity`: on the screen, as a page, and as JSON."""
+
+import math
+import shlex
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from distributed_training.records import report
+from distributed_training.records.display import WIDTH, last_part, short_path
+from distributed_training.records.record import plural, provenance, write_json
+from distributed_training.records.tables import NOTHING, Table
+from distributed_training.settings.machine import Machine
+from distributed_training.tools.parity.ranks import LIMITS, SPREADS
+from distributed_training.tools.parity.trials import OK, Trial
+
+
+def summary(trials: Sequence[Trial]) -> list[str]:
+    """The result in a sentence, then a line with the reason of each layout that does not agree."""
+    names: dict[str, list[str]] = {}
+    for trial in trials:
+        names.setdefault(trial.verdict, []).append(trial.name)
+    text = f"{len(names.get(OK, ()))} of {plural(len(trials), 'layout')} agree with one process"
+    for verdict, words in (
+        ("differs", "differing"), ("failed", "failed"), ("skipped", "skipped"),
+        ("other work", "not comparable by design"),
+    ):  # fmt: skip
+        if found := names.get(verdict):
+            text += f", {len(found)} {words} ({', '.join(found)})"
+    return [f"{text}.", *(f"{trial.name} {in_words(trial)}" for trial in trials if trial.why)]
+
+
+def in_words(trial: Trial) -> str:
+    """Verdict and reason."""
+    return f"{trial.verdict} because {trial.why}" if trial.why else trial.verdict
+
+
+def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
+    """parity.json, parity.html, and the table on the screen."""
+    reference, layouts = trials[0].about, trials[2:]
+    config = reference["config"]
+    heading, *notes = summary(layouts)
+    title = (
+        f"model {config['model']}, dataset {config['dataset']}, precision {config['precision']}; "
+        f"{reference['num_steps']} steps of {reference['global_batch_size']} x "
+        f"{config['max_length']} tokens; {layouts[0].num_processes} processes on "
+        f"{machine.gpu_name or 'CPU'}"
+    )
+    least = ", ".join(f"{limit:g} for {what}" for what, limit in LIMITS.items())
+    rule = (
+        "Largest relative difference from one process over all steps and over all tensors of "
+        "weights and of AdamW's state. Tolerance: the larger of a fixed limit "
+        f"({least}) and {SPREADS} times the difference between the two runs of one process."
+    )
+    columns = {"layout": [trial.name for trial in trials]}
+    for what in LIMITS:
+        sizes = [max(trial.apart.get(what, {}).values(), default=math.inf) for trial in trials]
+        columns[what] = [f"{size:.1e}" if size < math.inf else NOTHING for size in sizes]
+    columns["seconds"] = [f"{trial.seconds:.0f}" for trial in trials]
+    columns["verdict"] = [trial.verdict for trial in trials]
+    table = Table(title="Differences", about=rule, columns=columns)
+    about = provenance(shlex.join(["python", *sys.argv]))
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    source = f"{about['command']}; {about['made_at']}; commit {about['git_commit']}; {versions}"
+    settings = {
+        "dataset": last_part(config["dataset"]), "precision": config["precision"],
+        "steps": f"{reference['num_steps']} of {reference['global_batch_size']} x "
+                 f"{config['max_length']} tokens",
+        "processes": str(layouts[0].num_processes), "device": machine.gpu_name or "CPU",
+    }  # fmt: skip
+    model = last_part(config["model"])
+    section = report.Section(title, notes, [table], heading=model, settings=settings)
+    text = report.page("html", "Parity of layouts", heading, [section], source)
+    (out / "parity.html").write_text(text, encoding="utf-8")
+    found = [
+        {"name": trial.name, "set": trial.values, "verdict": trial.verdict, "why": trial.why,
+         "mesh": trial.mesh, "seconds": trial.seconds, "apart": trial.apart}
+        for trial in trials
+    ]  # fmt: skip
+    about |= {"heading": heading, "rule": rule, "config": config}
+    about |= {"machine": machine, "limits": LIMITS, "spreads": SPREADS}
+    write_json(out / "parity.json", {**about, "runs": found})
+    print(f"\n{report.terminal(section)}\n{textwrap.fill(rule, WIDTH)}")
+    print(textwrap.fill(heading, WIDTH))
+    print(f"wrote {short_path(out)}/parity.html and parity.json")
