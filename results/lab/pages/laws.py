@@ -2,10 +2,13 @@
 
 import contextlib
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from distributed_training.advise.make import draft_plan
+from distributed_training.models.llama import SIZES
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.predict.memory import STATE, Held, estimate_state
@@ -30,33 +33,53 @@ def plan_of(strategy: str, num_processes: int, **config: Any) -> Plan:
     return draft_plan(built, parse_cluster(f"{num_processes}xH200"))
 
 
-# Nvidia's figures for the Ada generation's smallest.
-SMALL = {
-    "memory_gib": 7.6, "tflops": 30.2, "fp32_tflops": 15.1, "memory_gb_s": 272.0, "num_sms": 24,
-    "name": "RTX-4060",
+# GiB that programs can use of each GPU size; RTX 4060, 4070, 4080, 4090 and H100, for example.
+GPU_SIZES = {"8 GB": 7.6, "12 GB": 11.6, "16 GB": 15.6, "24 GB": 23.5, "80 GB": 79.1}
+RECIPE = {"strategy": "dp", "precision": "bf16", "max_length": 1024, "loss_chunk_tokens": 1024}
+# What the published config.json of each has other than that of Qwen3-0.6B.
+QWEN3: dict[str, dict[str, Any]] = {
+    "0.6B": {},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+           "num_attention_heads": 32},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+           "num_attention_heads": 32, "tie_word_embeddings": False},
 }  # fmt: skip
-RECIPES = (  # label, GPU, model, batch_size
-    ("8 GB", json.dumps(SMALL), "gpt2", 8),
-    ("16 GB", "T4", "gpt2-medium", 8),
-    ("24 GB", "RTX-4090", "gpt2-large", 8),
-    ("80 GB", "H100-80GB", "gpt2-xl", 16),
-)
+BATCH_SIZES = (16, 8, 4, 2, 1)
+MODES = ("none", "selective", "full")
 
 
 def recipes() -> str:
-    """What a GPU of each size can train, as `plan` predicts: memory, minutes of two epochs."""
+    """For each Qwen3 and GPU size, how `plan` predicts that it fits: `batch_size` and
+    `activation_checkpointing`."""
+    first = SIZES["Qwen3-0.6B"].config.model_dump(mode="json")
     rows = []
-    for label, gpu, model, batch_size in RECIPES:
-        cluster = parse_cluster("1", gpu)
-        built = build_config({"strategy": "dp", "model": model, "batch_size": batch_size})
-        prediction = predict(lay_out_on(cluster, built), cluster.rates)
-        tokens = 2 * 1000 * built.max_length
-        assert prediction.tokens_per_s is not None
-        minutes = tokens / prediction.tokens_per_s / 60
-        options = f"`--model {model} --batch_size {batch_size}`"
-        needed = f"{prediction.memory.needed_bytes / GIB:.1f} GiB"
-        rows.append([label, str(cluster.machine.gpu_name), options, needed, f"{minutes:.1f}"])
-    return markdown_table(rows, ["GPU memory", "such as", "options", "needs", "minutes"])
+    with tempfile.TemporaryDirectory() as name:
+        for lora_rank in (16, 0):
+            for label, changes in QWEN3.items():
+                folder = Path(name) / label
+                folder.mkdir(exist_ok=True)
+                (folder / "config.json").write_text(json.dumps({**first, **changes}))
+                config = {**RECIPE, "model": str(folder), "lora_rank": lora_rank}
+                cells = [_what_fits(config, size) for size in GPU_SIZES.values()]
+                rows.append([f"Qwen3-{label}", "LoRA" if lora_rank else "all weights", *cells])
+    return markdown_table(rows, ["model", "trains", *GPU_SIZES])
+
+
+def _what_fits(config: Mapping[str, Any], memory_gib: float) -> str:
+    """The largest batch with the least recomputation under which four samples fit, or fewer."""
+    gpu = {"memory_gib": memory_gib, "tflops": 100.0, "memory_gb_s": 1000.0, "name": "GPU"}
+    cluster = parse_cluster("1", json.dumps(gpu))
+    found = []
+    for mode in MODES:
+        for size in BATCH_SIZES:
+            built = build_config({**config, "batch_size": size, "activation_checkpointing": mode})
+            if predict(lay_out_on(cluster, built), cluster.rates).room_on_gpu == "yes":
+                found.append((size, mode))
+                break
+    enough = [pair for pair in found if pair[0] >= 4]
+    best = next(iter(enough), max(found, default=None))
+    return NONE if best is None else f"{best[0]}, {best[1]}"
 
 
 def state(counts: Sequence[int] = (2, 4, 8)) -> str:
