@@ -157,6 +157,23 @@ def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
     assert done[-1] == "finished"
 
 
+def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_told(monkeypatch, capsys):
+    def finish(saver):
+        saver.ending = None
+        return Path("checkpoints/step"), {"copied": True}
+
+    monkeypatch.setattr(checkpoint.Saver, "finish", finish)
+    trainer = make_trainer(checkpoint_every=None)
+    begin = lambda saver, *_, **__: setattr(saver, "ending", Future())  # noqa: E731
+    monkeypatch.setattr(checkpoint.Saver, "begin", begin)
+    trainer.run()
+    lines = capsys.readouterr().out.splitlines()
+    evaluated = [line for line in lines if "validation" in line]
+    assert [line.endswith("; saving") for line in evaluated] == [False, *[True] * 3]
+    saves = [line for line in lines if "sav" in line and line not in evaluated]
+    assert saves == ["saved checkpoints/step"]
+
+
 @pytest.mark.parametrize(
     ("signum", "every", "steps"), [(signal.SIGINT, "signal", [7]), (signal.SIGTERM, 0, [])]
 )
