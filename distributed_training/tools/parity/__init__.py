@@ -102,11 +102,9 @@ def say_how_long(trials: Sequence[Trial], build: compare.Build, out: Path) -> No
     steps = [(build(compare.texts(trial.values)), trial.num_processes) for trial in trials
              if not trial.verdict]  # fmt: skip
     seconds = compare.predicted_s(steps, run_s=LAYOUT_S)
-    print(
-        f"{plural(len(layouts), 'layout')} of {plural(processes, 'process')} against one process: "
-        f"{duration(seconds)}; libraries' output goes to {short_path(out)}/log.txt",
-        flush=True,
-    )
+    what = f"{plural(len(layouts), 'layout')} of {plural(processes, 'process')} against one process"
+    print(fold(f"{what}: {duration(seconds)}; output of libraries: {short_path(out)}/log.txt"))
+    sys.stdout.flush()
 
 
 def train_group(

@@ -79,7 +79,8 @@ def train_all(file: Path, build: Build) -> int:
                     result = conclude(key, found, out)
                     seconds = time.monotonic() - began
                     note(out, key=key, seconds=seconds, **result)
-                    show(screen, f"{line}: {in_words(result)}, {seconds:.0f} s")
+                    took = "" if result["verdict"] == "skipped" else f", {seconds:.0f} s"
+                    show(screen, f"{line}: {in_words(result)}{took}")
     return 0
 
 
