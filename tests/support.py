@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import json
 import os
 import random
 import tempfile
@@ -60,7 +61,24 @@ def small_text() -> Path:
         " ".join(draw.choices(words, weights, k=draw.choice((3, 6, 12, 24, 48)))).capitalize()
         for _ in range(3000)
     )
-    text = ".\n".join(lines) + ".\n"
+    return _write_once(file, ".\n".join(lines) + ".\n")
+
+
+@functools.cache
+def small_records() -> Path:
+    """A file of 400 questions and answers, most of a few words, the same on every machine."""
+    file = Path(tempfile.gettempdir()) / f"small-records-of-tests-{os.getuid()}.jsonl"
+    draw = random.Random(0)
+    words = _WORDS.split()
+    rows = []
+    for _ in range(400):
+        prompt = " ".join(draw.choices(words, k=draw.choice((1, 2, 3, 5, 8))))
+        answer = " ".join(draw.choices(words, k=draw.choice((1, 1, 2, 4, 9, 40))))
+        rows.append(json.dumps({"prompt": f"{prompt}?", "completion": f" {answer}"}) + "\n")
+    return _write_once(file, "".join(rows))
+
+
+def _write_once(file: Path, text: str) -> Path:
     if not file.exists() or file.read_text() != text:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
             new.write(text)

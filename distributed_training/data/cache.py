@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 def tokenise(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Path:
     """The folder below `cache_dir` with the ids of `corpus`; of several processes one fills it and
     the others wait. Raises UserError for texts that cannot be read, or a disk that is full."""
-    settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, config.pack]
+    settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, config.pack is not False]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
     if is_whole(folder):  # so that a cache that is there may be read-only
         return folder
@@ -92,7 +92,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, len(os.sched_getaffinity(0)))))
     if num_bytes > _LONG:
         print(f"tokenising {config.dataset}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
-    read = partial(Source.read, by_line=not config.pack, chat=tokenizer.chat)
+    read = partial(Source.read, by_line=config.pack is False, chat=tokenizer.chat)
     # All is parsed before anything is tokenised, which takes much longer.
     sizes = [sum(len(piece.text) for piece in read(source)) for source in corpus.values()]
     if not sizes[0]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from distributed_training.data.cache import load_tokens
-from distributed_training.data.pieces import RUNNING
+from distributed_training.data.packing import pack_records
+from distributed_training.data.pieces import RUNNING, TEXT
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -22,23 +23,28 @@ HELD_OUT = 0.05  # share kept for validation where the source has no split of it
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Sample i is `tokens[starts[i] : starts[i] + lengths[i] + 1]`: inputs, and as targets the same
-    shifted by one. Packed blocks overlap by one token: each but the first is a target once."""
+    """Part i of a text is `tokens[starts[i] : starts[i] + lengths[i] + 1]`: inputs, and as targets
+    the same shifted by one. Blocks of running text overlap by one token: each token but the first
+    is a target once. A sample is one part, or a block of several, each a record."""
 
     tokens: np.ndarray  # ids of all texts in a row
-    starts: np.ndarray  # where each sample starts, [num_samples]
-    lengths: np.ndarray  # tokens of each sample, [num_samples]
+    starts: np.ndarray  # where each part starts, [num_parts]
+    lengths: np.ndarray  # tokens of each part, [num_parts]
     seq_len: int  # tokens of a sample as the model sees it, padding included
     padding_id: int
-    # Of each sample, [num_samples], at least 1: neither padding nor outside of answers.
+    # Of each part, [num_parts], at least 1: neither padding nor outside of answers.
     num_targets: np.ndarray
     loss_mask: np.ndarray | None = None  # whether each of `tokens` is learnt; None: all are
+    # The first part of each block, and the end, [num_samples + 1]; None: a sample is one part.
+    firsts: np.ndarray | None = None
+    max_documents: int = 0  # of the block that has most, and one for padding
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.starts if self.firsts is None else self.firsts[1:])
 
     def take(self, first: int, last: int) -> "Samples":
-        """Samples first..last-1, without copying tokens."""
+        """Parts first..last-1, before they are packed, without copying tokens."""
+        assert self.firsts is None
         return replace(
             self,
             starts=self.starts[first:last],
@@ -46,19 +52,60 @@ class Samples:
             num_targets=self.num_targets[first:last],
         )
 
-    def batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets), each int64 [len(indices), seq_len]; targets are what is learnt."""
-        inputs = np.full((len(indices), self.seq_len), self.padding_id, dtype=np.int64)
+    def packed(self) -> "Samples":
+        """The parts in blocks: each is kept whole, and does not see the others of its block."""
+        order, firsts = pack_records(self.lengths, self.seq_len)
+        return replace(
+            self,
+            starts=self.starts[order],
+            lengths=self.lengths[order],
+            num_targets=self.num_targets[order],
+            firsts=firsts,
+            max_documents=int(np.diff(firsts).max()) + 1,
+        )
+
+    def parts_of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(numbers of the parts of some samples, the row of each). EMPTY has none."""
+        rows = np.flatnonzero(indices != EMPTY)
+        real = indices[rows]
+        if self.firsts is None:
+            return real, rows
+        counts = self.firsts[real + 1] - self.firsts[real]
+        parts = np.repeat(self.firsts[real], counts) + _count_up(counts)
+        return parts, np.repeat(rows, counts)
+
+    def batch(self, indices: np.ndarray) -> tuple[np.ndarray, ...]:
+        """(inputs, targets), each int64 [len(indices), seq_len]; targets are what is learnt. Of
+        packed records also their positions, of the same shape, and the ends of each block's
+        documents, int64 [len(indices), max_documents], of which padding is the last; after it
+        seq_len is repeated."""
+        shape = (len(indices), self.seq_len)
+        parts, rows = self.parts_of(indices)
+        lengths = self.lengths[parts]
+        ends = _running_sum(lengths, rows)  # in the row
+        within = _count_up(lengths)
+        source = np.repeat(self.starts[parts], lengths) + within
+        place = np.repeat(rows * self.seq_len + ends - lengths, lengths) + within
+        inputs = np.full(shape, self.padding_id, dtype=np.int64)
         targets = np.full_like(inputs, IGNORE_INDEX)
-        for row, index in enumerate(indices):
-            if index != EMPTY:
-                start = self.starts[index]
-                length = self.lengths[index]
-                after = slice(start + 1, start + length + 1)
-                inputs[row, :length] = self.tokens[start : start + length]
-                mask = True if self.loss_mask is None else self.loss_mask[after]
-                np.copyto(targets[row, :length], self.tokens[after], where=mask)
-        return inputs, targets
+        inputs.flat[place] = self.tokens[source]
+        after = self.tokens[source + 1].astype(np.int64)
+        if self.loss_mask is not None:
+            after = np.where(self.loss_mask[source + 1], after, IGNORE_INDEX)
+        targets.flat[place] = after
+        if self.firsts is None:
+            return inputs, targets
+        sizes = np.bincount(rows, weights=lengths, minlength=len(indices)).astype(np.int64)
+        positions = np.arange(self.seq_len) - sizes[:, None]  # of padding
+        positions.flat[place] = within
+        documents = np.full((len(indices), self.max_documents), self.seq_len, dtype=np.int64)
+        documents[rows, _running_sum(np.ones_like(rows), rows) - 1] = ends
+        return inputs, targets, positions, documents
+
+    def count(self, indices: np.ndarray) -> tuple[int, int]:
+        """(targets, tokens) of some samples."""
+        parts, _ = self.parts_of(indices)
+        return int(self.num_targets[parts].sum()), int(self.lengths[parts].sum())
 
     @property
     def real_share(self) -> float:
@@ -76,23 +123,36 @@ class Data:
     tokenizer: Tokenizer  # whose tokens they are
     cache: str = ""  # name of its folder in the token cache
     form: str = RUNNING  # of the training texts, as in data/pieces.py
+    packs: bool = True  # whether samples are full blocks, or packed records, rather than padded
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """One replica's share of one optimizer step."""
 
-    # (inputs, targets), each int64 [micro_batch_size, seq_len]; `num_microbatches` pairs
-    micro_batches: list[tuple[np.ndarray, np.ndarray]]
+    micro_batches: list[tuple[np.ndarray, ...]]  # `num_microbatches` times `Samples.batch`
     num_targets: int  # real ones of the global batch, over all replicas and micro-batches
     num_tokens: int  # likewise, prompts included
 
 
-def cut_samples(folder: Path, tokenizer: Tokenizer, config: RunConfig) -> Data:
-    """The samples of a folder of the cache; UserError where they are fewer than asked for."""
+def cut_samples(
+    folder: Path, tokenizer: Tokenizer, config: RunConfig, *, can_pack: bool = True
+) -> Data:
+    """The samples of a folder of the cache; UserError where they are fewer than asked for.
+    `can_pack`: whether the engine keeps packed records apart."""
     form, splits = load_tokens(folder)
+    packs = config.pack is not False and (form == RUNNING or can_pack)
+    if config.pack is True and not packs:
+        what = f"pack=True does not go with strategy={config.strategy!r}"
+        raise UserError(what, "its engine does not keep packed records apart", "set pack to auto")
+    as_blocks = packs and form == RUNNING
     seq_len = config.max_length
-    train, *rest = (_cut(split, config, tokenizer.eos_id) for split in splits)
+    cut = functools.partial(_cut, seq_len=seq_len, padding_id=tokenizer.eos_id)
+    if as_blocks:
+        train, *rest = (cut(split, _find_blocks(split, seq_len)) for split in splits)
+    else:
+        whole = packs and form == TEXT
+        train, *rest = (cut(split, _find_records(split, seq_len, whole)) for split in splits)
     if rest:
         validation = rest[0]
     else:
@@ -115,32 +175,65 @@ def cut_samples(folder: Path, tokenizer: Tokenizer, config: RunConfig) -> Data:
         train = train.take(0, wanted)
     if config.eval_samples != -1:
         validation = validation.take(0, config.eval_samples)
-    fingerprint = hashlib.sha256(f"{folder.name} {seq_len} {len(train)}".encode()).hexdigest()[:16]
-    return Data(train, validation, fingerprint, tokenizer, cache=folder.name, form=form)
+    identity = f"{folder.name} {seq_len} {len(train)}"
+    if packs and not as_blocks:
+        train = train.packed()
+        validation = validation.packed()
+        identity += f" in {len(train)} blocks"
+    fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return Data(train, validation, fingerprint, tokenizer, folder.name, form, packs)
 
 
-def _cut(split: dict[str, np.ndarray], config: RunConfig, padding_id: int) -> Samples:
-    """A split as blocks without padding, or as one sample per text; those in which nothing is
-    learnt, such as a prompt that fills the whole sample, are left out."""
+Parts = tuple[np.ndarray, np.ndarray]  # starts and lengths, as in Samples
+
+
+def _find_blocks(split: dict[str, np.ndarray], seq_len: int) -> Parts:
+    """Blocks of running text; what does not fill the last is left out."""
+    starts = np.arange(0, max(0, len(split["ids"]) - seq_len), seq_len)
+    return starts, np.broadcast_to(np.int64(seq_len), len(starts))
+
+
+def _find_records(split: dict[str, np.ndarray], seq_len: int, whole: bool) -> Parts:
+    """One part per text, its first `seq_len` tokens; `whole`: as many as a longer one fills."""
+    starts = split["starts"][:-1]
+    lengths = np.diff(split["starts"]) - 1
+    if whole:
+        counts = -(-lengths // seq_len)
+        before = _count_up(counts) * seq_len
+        starts = np.repeat(starts, counts) + before
+        lengths = np.repeat(lengths, counts) - before
+    kept = lengths > 0
+    return starts[kept], np.minimum(lengths[kept], seq_len)
+
+
+def _cut(split: dict[str, np.ndarray], parts: Parts, *, seq_len: int, padding_id: int) -> Samples:
+    """A split as samples of one part each; parts in which nothing is learnt, such as a prompt that
+    fills the whole sample, are left out."""
     ids = split["ids"]
+    starts, lengths = parts
     loss_mask = split.get("loss_mask")
-    seq_len = config.max_length
-    if config.pack:  # what does not fill a block is left out
-        starts = np.arange(0, max(0, len(ids) - seq_len), seq_len)
-        lengths = np.broadcast_to(np.int64(seq_len), len(starts))
-    else:
-        lengths = np.minimum(np.diff(split["starts"]) - 1, seq_len)
-        starts = split["starts"][:-1][lengths > 0]
-        lengths = lengths[lengths > 0]
     if loss_mask is None or len(starts) == 0:
         return Samples(ids, starts, lengths, seq_len, padding_id, lengths)
-    # Targets of sample i are ids[starts[i] + 1 : starts[i] + lengths[i] + 1].
+    # Targets of part i are ids[starts[i] + 1 : starts[i] + lengths[i] + 1].
     edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
     if edges[-1] == len(ids):
         edges = edges[:-1]
     learnt = np.add.reduceat(loss_mask, edges, dtype=np.int64)[::2]
     kept = learnt > 0
     return Samples(ids, starts[kept], lengths[kept], seq_len, padding_id, learnt[kept], loss_mask)
+
+
+def _count_up(counts: np.ndarray) -> np.ndarray:
+    """0 .. counts[0] - 1, 0 .. counts[1] - 1, ..."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+def _running_sum(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The sum of the values so far within each row; `rows` ascend."""
+    sums = np.cumsum(values)
+    first = np.searchsorted(rows, rows)  # of the same row
+    return sums - (sums[first] - values[first])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,9 +267,7 @@ class Sampler:
         """This replica's micro-batches of optimizer step `step`."""
         indices = self.step_indices(step)
         own = [samples.batch(micro_batch) for micro_batch in indices[:, self.replica]]
-        real = indices[indices != EMPTY]
-        num_targets = int(samples.num_targets[real].sum())
-        return StepBatch(own, num_targets, int(samples.lengths[real].sum()))
+        return StepBatch(own, *samples.count(indices.ravel()))
 
     def is_full(self, step: int) -> bool:
         """Whether the step has a sample in every place of its batch."""

@@ -50,8 +50,8 @@ class Engine(abc.ABC):
         that of (sum of token losses of the global batch) / `batch.num_targets`."""
 
     @abc.abstractmethod
-    def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
-        """Summed loss of this rank's [batch, seq_len] arrays, fp32 scalar, no gradient."""
+    def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
+        """Summed loss of this rank's `Samples.batch`, fp32 scalar, no gradient."""
 
     @abc.abstractmethod
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:

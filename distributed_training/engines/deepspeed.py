@@ -6,7 +6,8 @@ import contextlib
 import io
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -22,7 +23,8 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.graphs import to_device
-from distributed_training.models.decoder import Decoder, Past, parameter_groups
+from distributed_training.models.attention import Documents
+from distributed_training.models.decoder import Block, Decoder, Past, parameter_groups
 from distributed_training.parallel import blocks, private
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import Part, TensorFiles
@@ -99,9 +101,9 @@ class DeepSpeedEngine(base.Engine):
             loss_sum += loss.detach()
         return loss_sum
 
-    def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
+    def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
         with base.evaluating(self.engine):
-            return self.engine(*to_device(self.topology.device, inputs, targets))
+            return self.engine(*to_device(self.topology.device, *arrays))
 
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         with base.evaluating(self.engine):
@@ -225,6 +227,27 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
         # It prints what it was given, and broadcasts the embedding, which is no part of training.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(layers, topology=grid, loss_fn=self.head)
+        # (positions, ends) of micro-batches of packed records, in the order in which all stages
+        # compute them. Each process has its own: nothing is sent.
+        self.to_come = deque[Sequence[torch.Tensor]]()
+        self.documents: Documents | None = None  # of the micro-batch that is computed
+        self.describe = model.describe
+        for layer in self.forward_funcs:
+            if isinstance(layer, Decoder | Block):
+                layer.register_forward_pre_hook(self._hand_over, with_kwargs=True)
+
+    def forward(self, forward_input: torch.Tensor) -> torch.Tensor:
+        """What this stage makes of the next micro-batch."""
+        self.documents = self.describe(*self.to_come.popleft()) if self.to_come else None
+        return super().forward(forward_input)
+
+    def _hand_over(self, layer: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
+        """Tell a layer the documents, if records are packed."""
+        if self.documents is not None and isinstance(layer, Decoder):
+            options = {**options, "positions": self.documents.positions}
+        elif self.documents is not None:
+            options = {**options, "documents": self.documents}
+        return arguments, options
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
         """DeepSpeed's loss function: `scale` times the summed loss, or logits [B, T, V]."""
@@ -250,13 +273,14 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         micro_batches = [to_device(device, *arrays) for arrays in batch.micro_batches]
         self._expect(micro_batches[0][0].shape)
         self.model.scale = scale
-        self.engine.train_batch(iter(micro_batches))
+        self.model.to_come.extend(documents for _, _, *documents in micro_batches if documents)
+        self.engine.train_batch(iter([(ids, targets) for ids, targets, *_ in micro_batches]))
         last = self.engine.is_last_stage()
         return self.engine.total_loss / scale if last else torch.zeros((), device=device)
 
-    def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
+    def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
         device = self.topology.device
-        loss = self._evaluate(*to_device(device, inputs, targets))
+        loss = self._evaluate(*to_device(device, *arrays))
         return torch.zeros((), device=device) if loss is None else loss
 
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
@@ -271,9 +295,13 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         dist.broadcast(logits, last, group=grid.get_pipe_parallel_group())
         return logits
 
-    def _evaluate(self, ids: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor | None:
+    def _evaluate(
+        self, ids: torch.Tensor, targets: torch.Tensor | None, *documents: torch.Tensor
+    ) -> torch.Tensor | None:
         """What `head` makes of one batch [B, T], on the last stage; None elsewhere."""
         self._expect(ids.shape)
+        if documents:
+            self.model.to_come.append(documents)
         self.model.scale = 1.0
         self.engine.total_loss = None  # DeepSpeed adds to it whatever the last batch returned
         with base.evaluating(self.model):

@@ -138,8 +138,12 @@ class NativeEngine(base.Engine):
         are no moments yet, and the peak stays what later steps need."""
         shape = (self.plan.batch.micro_batch_size, self.config.max_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
+        documents = []
+        if packing := self.plan.packing:  # one document per block
+            ends = torch.full_like(ids[:, :1], shape[1]).repeat(1, packing.max_documents)
+            documents = [torch.arange(shape[1], device=ids.device).repeat(shape[0], 1), ends]
         module.train()
-        module(ids, ids).backward()
+        module(ids, ids, *documents).backward()
         module.zero_grad()
         if self.topology.device_type == "cuda":
             torch.cuda.synchronize()
@@ -160,16 +164,15 @@ class NativeEngine(base.Engine):
         skipped = norm.isfinite().logical_not() if self.fp16 else False
         return base.StepResult(loss_sum, norm, skipped, each)
 
-    def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _step(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """This rank's summed loss, and the norms that `global_norm` finds, of one optimizer step
-        over inputs and targets, [m, B, T] each."""
+        over the tensors of `Samples.batch` for m micro-batches, [m, B, ...] each."""
         if self.pipeline is None:
-            loss_sum = self._accumulate(inputs, targets)
+            loss_sum = self._accumulate(*tensors)
         else:
             with self.rounded:
-                loss_sum = self.pipeline.forward_backward(
-                    inputs.flatten(0, 1), targets.flatten(0, 1), self.scale
-                )
+                flat = [tensor.flatten(0, 1) for tensor in tensors]
+                loss_sum = self.pipeline.forward_backward(self.scale, *flat)
         gradients.match_layouts(self.parameters)
         if self.terms:
             gradients.add_up([local_part(each.grad) for each in self.terms], self.tp_group)
@@ -179,11 +182,11 @@ class NativeEngine(base.Engine):
         own_sum = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
         return own_sum, *self.update()
 
-    def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _accumulate(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Forward and backward of one micro-batch after the other; their summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
-        for index, micro_batch in enumerate(zip(inputs, targets, strict=True), start=1):
-            last = index == len(inputs)
+        for index, micro_batch in enumerate(zip(*tensors, strict=True), start=1):
+            last = index == len(tensors[0])
             # DDP averages once a step. FSDP reduce-scatters every micro-batch, and adds up the
             # shards of copies once a step.
             if isinstance(self.module, FSDPModule):
@@ -229,10 +232,10 @@ class NativeEngine(base.Engine):
         self._good_steps.copy_(good)
         self.loss_scale.copy_(scale.clamp(min=1.0))
 
-    def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
+    def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
         total = torch.zeros((), device=self.topology.device)
         with base.evaluating(self.parts), self.step.memory():
-            loss = self._forward(*to_device(self.topology.device, inputs, targets))
+            loss = self._forward(*to_device(self.topology.device, *arrays))
             if loss is not None and self.topology.tp_rank == 0:
                 total += loss.sum()
         return total

@@ -3,6 +3,7 @@ Letters in the shape comments: B batch, T tokens, D hidden, V vocabulary, P padd
 
 import copy
 import fnmatch
+import functools
 import itertools
 import math
 import zlib
@@ -16,11 +17,14 @@ import torch.nn.functional as F
 
 from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models import ModelSize
+from distributed_training.models.attention import Documents, attend, describe_documents
 
 Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
 """What tensor parallelism makes of a module: split by its output; split by its input (outputs are
 terms of a sum); held whole and used by each process on its own tokens, or on its own heads; the
 same for a table that is indexed by position; rows dealt out by token."""
+Positions = int | torch.Tensor
+"""Where tokens are: the position of the first, which others follow, or of each of them, [B, T]."""
 _ROLES: dict[str, Role] = {
     "token_embedding": "vocabulary",
     "blocks.*.norm_[12]": "whole",
@@ -82,7 +86,7 @@ class Block(nn.Module):
     norm_1: nn.Module
     attention_out: Linear
     norm_2: nn.Module
-    # x [B, T, D], position of its first token -> q, k, v, each [B, H, T, K]; k, v with H or fewer.
+    # x [B, T, D], `Positions` -> q, k, v, each [B, H, T, K]; k, v with H or fewer.
     heads: Callable[..., Sequence[torch.Tensor]]
     mlp: Callable[..., torch.Tensor]  # [B, T, D] -> [B, T, D]
 
@@ -90,22 +94,25 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = dropout
 
-    def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, past: Past | None = None, documents: Documents | None = None
+    ) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]."""
-        x = x + F.dropout(self.attention(self.norm_1(x), past), self.dropout, self.training)
+        y = self.attention(self.norm_1(x), past, documents)
+        x = x + F.dropout(y, self.dropout, self.training)
         return x + F.dropout(self.mlp(self.norm_2(x)), self.dropout, self.training)
 
-    def attention(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        """Causal self-attention, [B, T, D] -> [B, T, D]."""
+    def attention(
+        self, x: torch.Tensor, past: Past | None = None, documents: Documents | None = None
+    ) -> torch.Tensor:
+        """Causal self-attention, [B, T, D] -> [B, T, D]; of packed records, within `documents`."""
         start = past.length if past is not None else 0
-        q, k, v = self.heads(x, start)
+        q, k, v = self.heads(x, start if documents is None else documents.positions)
         if past is not None:
             k, v = past.add(self, k, v)
         rate = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=start == 0, dropout_p=rate, enable_gqa=k.shape[1] < q.shape[1]
-        )
-        return self.attention_out(y.transpose(1, 2).flatten(2))
+        y = attend(q, k, v, documents, is_causal=start == 0, dropout=rate)
+        return self.attention_out(y.flatten(2))
 
 
 class Decoder(nn.Module):
@@ -133,29 +140,54 @@ class Decoder(nn.Module):
         self.project: Callable[..., torch.Tensor] = project_to_vocabulary
 
     def forward(
-        self, x: torch.Tensor, targets: torch.Tensor | None = None, past: Past | None = None
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
+        past: Past | None = None,
     ) -> torch.Tensor:
         """Token ids [B, T] -> logits [B, T, V]; with targets [B, T], of which targets[:, t] follows
         input_ids[:, t], the fp32 sum of the loss over those other than IGNORE_INDEX. The ids follow
-        those of the `past`, if any, and become part of it. Stages but the first take hidden states
-        [B, T, D], and stages but the last return them."""
-        x = self.hidden(x, past)
+        those of the `past`, if any, and become part of it. `positions` and `ends`: those of packed
+        records, as in `Samples.batch`. Stages but the first take hidden states [B, T, D], and
+        stages but the last return them."""
+        x = self.hidden(x, positions, ends, past)
         return self.leave(x, targets) if self.is_last else x
 
-    def hidden(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+    def hidden(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
+        past: Past | None = None,
+    ) -> torch.Tensor:
         """Token ids, or hidden states, of a stage -> what its last block returns, [B, T, D]."""
-        words = {} if past is None else {"past": past}
+        options: dict[str, Any] = {} if past is None else {"past": past}
         if self.is_first:
-            x = self.enter(x, past.length if past else 0)
+            start = past.length if past else 0
+            x = self.enter(x, start if positions is None else positions)
+        if positions is not None and ends is not None:
+            options["documents"] = self.describe(positions, ends)
         for block in self.blocks.values():
-            x = block(x, **words)
+            x = block(x, **options)
         if past is not None:
             past.length += x.shape[1]
         return x
 
-    def enter(self, ids: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """What precedes the blocks, [B, T] -> [B, T, D], of tokens from position `start` on."""
-        return self.place(self.token_embedding(ids), start)
+    @property
+    def describe(self) -> Callable[[torch.Tensor, torch.Tensor], Documents]:
+        """What describes documents as this model's attention reads them."""
+        return functools.partial(
+            describe_documents,
+            dtype=self.compute_dtype or torch.float32,
+            head_size=self.size.attention_width // self.size.num_heads,
+            dropout=self.dropout,
+        )
+
+    def enter(self, ids: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
+        """What precedes the blocks, [B, T] -> [B, T, D], of tokens at `positions`."""
+        return self.place(self.token_embedding(ids), positions)
 
     def leave(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """What follows the blocks, [B, T, D] -> logits [B, T, V], or the summed loss."""
@@ -165,8 +197,8 @@ class Decoder(nn.Module):
             return self.project(x, weight, self.size.vocab_size)
         return self.loss(x, weight, targets, self.size.vocab_size)
 
-    def place(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """What follows the lookup, [B, T, D] -> [B, T, D], of tokens from position `start` on."""
+    def place(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
+        """What follows the lookup, [B, T, D] -> [B, T, D], of tokens at `positions`."""
         return F.dropout(x.to(self.compute_dtype or x.dtype), self.dropout, self.training)
 
     @property

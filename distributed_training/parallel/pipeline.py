@@ -82,7 +82,11 @@ class Pipeline:
         )
 
     def forward_backward(
-        self, inputs: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor
+        self,
+        scale: torch.Tensor,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        *documents: torch.Tensor,
     ) -> torch.Tensor:
         """All micro-batches, [m B, T] each, for gradients of `scale` times the loss. Returns the
         summed loss where the last stage is, zero elsewhere."""
@@ -91,20 +95,23 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         # `target` is what torch hands to loss_fn; the stage itself needs them, too.
         words = {"targets": targets, "target": targets, "losses": losses}
+        words |= dict(zip(("positions", "ends"), documents, strict=False))
         self.schedule.step(*arguments, return_outputs=False, **words)
         if self.last is None:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum().detach() / scale
 
     @torch.no_grad()
-    def relay(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor | None:
+    def relay(
+        self, ids: torch.Tensor, targets: torch.Tensor | None = None, *documents: torch.Tensor
+    ) -> torch.Tensor | None:
         """What the last stage makes of one batch [B, T], there; None elsewhere. Forward only."""
         out = ids
         for index, stage in self.stages.items():
             if not stage.is_first and index - 1 not in self.stages:
                 out = self._empty_hidden(ids.shape, self.device)
                 dist.recv(out, group=self.group, group_src=self.ranks[index - 1])
-            out = stage(out, targets)
+            out = stage(out, targets, *documents)
             if not stage.is_last and index + 1 not in self.stages:
                 dist.send(out.contiguous(), group=self.group, group_dst=self.ranks[index + 1])
         return out if self.last is not None else None

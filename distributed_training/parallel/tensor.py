@@ -34,15 +34,14 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
     DTensors, and between split layers tensors are local, of `parts` of the samples and tokens.
     Returns the names of parameters that each process uses on its own tokens: their gradients are
     still to be summed over `mesh` (gradients.add_up)."""
-    samples, tokens = parts
     sequence_parallel = max(parts) > 1
-    between: Placement = Shard(0 if samples > 1 else 1) if sequence_parallel else Replicate()
+    between: Placement = Shard(0 if parts[0] > 1 else 1) if sequence_parallel else Replicate()
     styles: dict[Role, parallel.ParallelStyle] = {
         "column": parallel.ColwiseParallel(input_layouts=between),
         "row": _Layer(Shard(-1), between, dim=1),
         "whole": _Layer(),
         "heads": _Layer(),
-        "positions": _Layer(shift=tokens > 1),
+        "positions": _Layer(parts=parts),
         "vocabulary": _Layer(Replicate(), between, dim=0),
     }
     roles = model.find_roles()
@@ -78,7 +77,8 @@ class _Layer(parallel.ParallelStyle):
     given: Placement = field(default_factory=Replicate)  # of the input
     between: Placement = field(default_factory=Replicate)  # of the output
     dim: int | None = None
-    shift: bool = False  # the input is positions counted from the process's first token, [T / R]
+    # The input is positions: counted from the process's first token, [T / R], or of all, [B, T].
+    parts: tuple[int, int] = (1, 1)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split(_name: str, layer: Any, mesh: DeviceMesh) -> None:
@@ -89,8 +89,7 @@ class _Layer(parallel.ParallelStyle):
 
         def enter(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             (x,) = inputs
-            if self.shift:
-                x = x + mesh.get_local_rank() * x.shape[0]
+            x = _own_positions(x, self.parts, mesh.get_local_rank())
             return DTensor.from_local(x, mesh, [self.given], run_check=False)
 
         def leave(layer: Any, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
@@ -99,6 +98,16 @@ class _Layer(parallel.ParallelStyle):
             return y if bias is None else y + bias.to_local().to(y.dtype)
 
         return distribute_module(module, device_mesh, split, enter, leave)
+
+
+def _own_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.Tensor:
+    """The positions of a process's own `parts` of samples and tokens."""
+    for dim, count in enumerate(parts):
+        if count > 1 and x.dim() == 2:
+            x = x.chunk(count, dim)[rank]
+        elif count > 1 and dim == 1:
+            x = x + rank * x.shape[0]
+    return x
 
 
 def _pad_rows(table: Any, multiple: int) -> None:

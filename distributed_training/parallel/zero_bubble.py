@@ -48,10 +48,14 @@ class WeightGradients:
         return functools.partial(_add_weight_gradients, products)
 
     def _forward(
-        self, linears: list[Any], forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+        self,
+        linears: list[Any],
+        forward: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        **options: Any,
     ) -> torch.Tensor:
         if not torch.is_grad_enabled():
-            return forward(x)
+            return forward(x, **options)
         samples, tokens = self.tp_parts
         whole = (x.shape[0] * samples, x.shape[1] * tokens)
         shapes = [(*whole, local_part(linear.weight).shape[0]) for linear in linears]
@@ -63,7 +67,7 @@ class WeightGradients:
         taps = _Taps.apply(self.start, shapes, keep)
         for linear, tap in zip(linears, taps, strict=True):
             linear.tap = tap
-        out = forward(x)
+        out = forward(x, **options)
         for linear in linears:
             inputs.append(linear.seen)
             linear.tap = linear.seen = None

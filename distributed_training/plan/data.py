@@ -13,7 +13,7 @@ from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, weight_files
 from distributed_training.models.gpt2 import HUB_IDS
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Packing, Plan
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 
@@ -76,7 +76,8 @@ def peek_data(plan: Plan) -> Data | None:
         return None
     with TemporaryDirectory() as folder:
         tokenizer = Tokenizer(plan.tokenizer_dir)
-        return cut_samples(tokenise(corpus, tokenizer, config, Path(folder)), tokenizer, config)
+        folder_of_ids = tokenise(corpus, tokenizer, config, Path(folder))
+        return _cut(folder_of_ids, tokenizer, plan)
 
 
 def cut_data(plan: Plan) -> Data:
@@ -90,21 +91,37 @@ def cut_data(plan: Plan) -> Data:
     else:
         corpus = read_corpus(config.dataset, config.validation_dataset)
         folder = tokenise(corpus, tokenizer, config, cache_dir)
-    return cut_samples(folder, tokenizer, config)
+    return _cut(folder, tokenizer, plan)
+
+
+def _cut(folder: Path, tokenizer: Tokenizer, plan: Plan) -> Data:
+    can_pack = plan.strategy.traits.packs_records
+    return cut_samples(folder, tokenizer, plan.config, can_pack=can_pack)
 
 
 def fit_to_data(plan: Plan, data: Data) -> Plan:
     """The number of samples and of steps, and no more warm-up than there are."""
     config = plan.config
     notes = plan.notes
-    num_samples = len(data.train)
-    if config.num_samples == AUTO and num_samples < AUTO_SAMPLES:
-        notes.append(f"the text has {num_samples} samples to train on, not {AUTO_SAMPLES}")
+    train = data.train
+    num_parts = len(train.starts)
+    if config.num_samples == AUTO and num_parts < AUTO_SAMPLES:
+        notes.append(f"the text has {num_parts} samples to train on, not {AUTO_SAMPLES}")
+    packing = None
+    if train.firsts is not None:
+        lengths = train.lengths.astype(float)
+        mean_length = float(lengths @ lengths / lengths.sum())
+        packing = Packing(max_documents=train.max_documents, mean_length=mean_length)
+    if not data.packs and config.pack == AUTO:
+        note = (
+            f"records are padded: the engine of {config.strategy} does not keep packed ones apart"
+        )
+        notes.append(note)
     if data.train.loss_mask is not None:
         learnt = data.train.num_targets.sum() / data.train.lengths.sum()
         share = f"{100 * learnt:.1f}% of the tokens"
         notes.append(f"only the answers are learnt and count in the loss: {share}")
-    num_steps = config.epochs * math.ceil(num_samples / plan.batch.global_batch_size)
+    num_steps = config.epochs * math.ceil(len(train) / plan.batch.global_batch_size)
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps)
     if config.profile >= num_steps:
@@ -114,9 +131,9 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
     if warmup_steps >= num_steps:
         warmup_steps = num_steps // 2
         notes.append(f"warm-up is {warmup_steps} of {num_steps} steps, not {config.warmup_steps}")
-    decided = {"num_samples": num_samples} if config.num_samples == AUTO else {}
-    config = with_values(config, warmup_steps=warmup_steps, **decided)
-    return replace(plan, config=config, num_steps=num_steps, cache=data.cache)
+    decided = {"num_samples": num_parts} if config.num_samples == AUTO else {}
+    config = with_values(config, warmup_steps=warmup_steps, pack=data.packs, **decided)
+    return replace(plan, config=config, num_steps=num_steps, cache=data.cache, packing=packing)
 
 
 def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:

@@ -22,6 +22,14 @@ PLAN_FILE = "plan.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How records are packed into blocks."""
+
+    max_documents: int  # of the training block that has most, and one for padding
+    mean_length: float  # tokens of the document that a token is in, on average
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A run that has passed every check which needs no process group."""
 
@@ -53,6 +61,7 @@ class Plan:
     launchers: list[str] = field(default_factory=list)
     orders: FoundOrders | None = None  # where a search found them (predict/orders.py)
     num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
+    packing: Packing | None = None  # of records; None as above, and where they are not packed
 
     @property
     def model(self) -> ModelSpec:

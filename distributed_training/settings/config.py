@@ -61,12 +61,15 @@ class RunConfig(Options):
     weights: Text = data(AUTO)
     """pretrained, random, a folder in Hugging Face's format; auto: pretrained where possible"""
     num_samples: CountOrAll | Auto = data(AUTO)
-    """samples to train on, the first so many; -1: all; auto: at most 1000"""
+    """the first samples to train on, blocks of running text or records; -1: all; auto: at most
+    1000"""
     max_length: Annotated[int, Field(ge=2, le=2**20)] = data(512,
         aliases=("seq_len", "max_seq_length", "block_size"))
     """tokens per sample, up to the model's positions (1024)"""
-    pack: bool = data(True)
-    """True: full blocks of running text; False: one padded line a sample"""
+    pack: bool | Auto = data(AUTO)
+    """True: full blocks of max_length tokens, of running text or of whole records that do not see
+    each other; False: one padded line or record per sample; auto: True wherever the strategy's
+    engine keeps records apart"""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data(42)
     """initial weights, order of the data, dropout, the generated sample"""
     # Not work: the global batch size is.

@@ -36,6 +36,7 @@ class Traits:
     package: str | None = None  # what it needs besides torch
     leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
     replays_steps: bool = False  # whether it can launch a step as one CUDA graph
+    packs_records: bool = False  # whether it passes on where packed records begin and end
     # Whether PyTorch's DDP averages gradients of copies, and its FSDP divides state.
     uses_ddp_and_fsdp: bool = False
     takes_deepspeed_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
@@ -55,6 +56,7 @@ _DEEPSPEED = Traits(
     build="distributed_training.engines.deepspeed:DeepSpeedEngine",
     axes=("dp_shard",),
     package="deepspeed",
+    packs_records=True,
     takes_deepspeed_json=True,
     rounded_weights=True,
 )
@@ -64,6 +66,7 @@ ENGINES: dict[str, Traits] = {
         schedules=PIPELINE_SCHEDULES,
         leaves_out_updates=True,
         replays_steps=True,
+        packs_records=True,
         uses_ddp_and_fsdp=True,
     ),
     "deepspeed": _DEEPSPEED,

@@ -7,7 +7,7 @@ from pydantic import Field
 from distributed_training.settings.keys import Options, key
 from distributed_training.settings.strategies import Traits
 
-TRAITS = Traits(build="local_sgd.py:LocalSGD", axes=("dp_replicate",))
+TRAITS = Traits(build="local_sgd.py:LocalSGD", axes=("dp_replicate",), packs_records=True)
 
 
 class OPTIONS(Options):

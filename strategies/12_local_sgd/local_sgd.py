@@ -77,9 +77,9 @@ class LocalSGD(NativeEngine):
             for start, mean in zip(self.starts, self.parameters, strict=True):
                 mean.copy_(start)
 
-    def eval_step(self, inputs: np.ndarray, targets: np.ndarray) -> torch.Tensor:
+    def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
         self._take_mean()
-        return super().eval_step(inputs, targets)
+        return super().eval_step(*arrays)
 
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         self._take_mean()

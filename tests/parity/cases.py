@@ -6,18 +6,22 @@ Every function but the last takes {"cases": {name: CONFIG values}, ...} and retu
 
 import functools
 import hashlib
+import itertools
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed_training.data.samples import IGNORE_INDEX, StepBatch
 from distributed_training.engines.base import Engine
-from distributed_training.models import decoder, llama
+from distributed_training.models import attention, decoder, llama
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel import lora
 from distributed_training.parallel.agree import gather
@@ -83,12 +87,34 @@ def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
     return train(arguments)
 
 
-def _train(run: Run, num_steps: int, steps: range | None = None) -> dict[str, Any]:
-    """`steps`, or all, of a run of `num_steps`."""
+def train_apart(arguments: dict[str, Any]) -> dict[str, Any]:
+    """As `train`, each record of the packed blocks being a padded sample of its own."""
+    return _all_cases(arguments, lambda run: _train(run, arguments["steps"], take=_take_apart))
+
+
+def _take_apart(run: Run, batch: StepBatch) -> StepBatch:
+    """A step's records, each in a row of its own, in as many micro-batches."""
+    micro_batches = []
+    for inputs, targets, _, ends in batch.micro_batches:
+        rows = []
+        for block in zip(inputs, targets, ends, strict=True):
+            for start, end in itertools.pairwise([0, *np.unique(block[2]).tolist()]):
+                row = np.full((2, run.plan.config.max_length), IGNORE_INDEX)
+                row[:, : end - start] = [part[start:end] for part in block[:2]]
+                row[0, end - start :] = run.data.tokenizer.eos_id
+                rows.append(row)
+        micro_batches.append(tuple(np.stack(rows, axis=1)))
+    return replace(batch, micro_batches=micro_batches)
+
+
+def _train(
+    run: Run, num_steps: int, steps: range | None = None, take: Any = lambda _run, batch: batch
+) -> dict[str, Any]:
+    """`steps`, or all, of a run of `num_steps`, of what `take` makes of each step's samples."""
     losses, norms, answers = [], [], {}
     for step in range(num_steps) if steps is None else steps:
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
-        batch = run.batch(step)
+        batch = take(run, run.batch(step))
         if step == num_steps // 2:
             answers = _ask(run.engine, batch)
         result = run.engine.train_step(batch)
@@ -244,7 +270,7 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     generator's states before every dropout of one training step, as hashes. Equal states draw equal
     masks."""
     seen: dict[str, list[str]] = {}
-    decoder.F = _watched(seen, DRAWING)
+    attention.F = decoder.F = _watched(seen, DRAWING)
     lora.F = _watched(seen, {"dropout": "adapter"})
 
     def step(run: Run) -> list[Any]:

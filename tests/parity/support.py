@@ -88,15 +88,17 @@ def small_infinity(**zero: int) -> dict[str, str]:
     return {"strategy": "infinity", "deepspeed_config": str(file)}
 
 
-def reference(values: dict[str, Any], *, steps: int = NUM_STEPS) -> dict[str, Any]:
+def reference(
+    values: dict[str, Any], *, steps: int = NUM_STEPS, what: str = "train"
+) -> dict[str, Any]:
     """What one process computes on its own with the whole batch at once (unless `values` cut it),
     run when first asked for."""
-    return _reference(json.dumps({"strategy": "dp", **cut(1), **values}), steps)
+    return _reference(json.dumps({"strategy": "dp", **cut(1), **values}), steps, what)
 
 
 @functools.cache
-def _reference(values: str, steps: int) -> dict[str, Any]:
-    return run_cases({"one": json.loads(values)}, 1, steps=steps)["one"]
+def _reference(values: str, steps: int, what: str) -> dict[str, Any]:
+    return run_cases({"one": json.loads(values)}, 1, steps=steps, what=what)["one"]
 
 
 def assert_same_bits(

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
-from distributed_training.models.decoder import Block, Decoder, Linear
+from distributed_training.models.decoder import Block, Decoder, Linear, Positions
 
 
 class LayerNorm(nn.LayerNorm):
@@ -34,7 +34,7 @@ class GPT2Block(Block):
         self.mlp_in = Linear(d, 4 * d)
         self.mlp_out = Linear(4 * d, d)
 
-    def heads(self, x: torch.Tensor, start: int) -> Sequence[torch.Tensor]:
+    def heads(self, x: torch.Tensor, positions: Positions) -> Sequence[torch.Tensor]:
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # (B, T, H, 3, K)
         return qkv.permute(3, 0, 2, 1, 4).unbind(0)
 
@@ -56,7 +56,8 @@ class GPT2(Decoder):
         self.blocks = nn.ModuleDict(blocks)
         self.norm_out = LayerNorm(d)
 
-    def place(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
+    def place(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
         """Add positions, [B, T, D] -> [B, T, D]."""
-        positions = torch.arange(start, start + x.shape[1], device=x.device)
+        if isinstance(positions, int):
+            positions = torch.arange(positions, positions + x.shape[1], device=x.device)
         return super().place(x + self.position_embedding(positions))

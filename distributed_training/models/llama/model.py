@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
-from distributed_training.models.decoder import Block, Decoder, Linear
+from distributed_training.models.decoder import Block, Decoder, Linear, Positions
 from distributed_training.models.llama import Config, Rope, unit_size
 
 
@@ -35,10 +35,14 @@ class Rotary(nn.Module):
         self.settings = (rope, positions, head_size)
         self.register_buffer("table", angles(*self.settings), persistent=False)
 
-    def forward(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Turn pairs of numbers half a head apart in x [B, T, ..., K], from position `start` on."""
-        table = self.table[:, start : start + x.shape[1]]
-        cos, sin = table.view(2, x.shape[1], *[1] * (x.dim() - 3), -1).unbind(0)
+    def forward(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
+        """Turn pairs of numbers half a head apart in x [B, T, ..., K], of tokens at `positions`."""
+        if isinstance(positions, int):
+            table = self.table[:, None, positions : positions + x.shape[1]]
+        else:
+            table = self.table[:, positions]
+        # [2, B or 1, T, K / 2], the same for all heads.
+        cos, sin = table.unflatten(-1, (*[1] * (x.dim() - 3), -1)).unbind(0)
         one, other = x.chunk(2, dim=-1)
         return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).to(x.dtype)
 
@@ -89,15 +93,11 @@ class LlamaBlock(Block):
         self.mlp_in = Linear(d, 2 * hidden, bias=False)
         self.mlp_out = Linear(hidden, d, bias=False)
 
-    def heads(self, x: torch.Tensor, start: int) -> Sequence[torch.Tensor]:
+    def heads(self, x: torch.Tensor, positions: Positions) -> Sequence[torch.Tensor]:
         rows = self.qkv(x).unflatten(-1, (-1, self.queries + 2, self.head_size))
         q, k, v = rows.split([self.queries, 1, 1], dim=-2)  # (B, T, G, H / G, K), (B, T, G, 1, K)
-        q = self.rotary(self.norm_q(q), start)
-        k = self.rotary(self.norm_k(k), start)
-        # Kernels for fp32 on GPUs, and those of older ones, have a head of k and v for each of q.
-        if x.is_cuda and x.dtype is not torch.bfloat16:
-            k = k.expand_as(q)
-            v = v.expand_as(q)
+        q = self.rotary(self.norm_q(q), positions)
+        k = self.rotary(self.norm_k(k), positions)
         return [each.flatten(2, 3).transpose(1, 2) for each in (q, k, v)]
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,86 @@
+"""Packed records under every strategy: the losses, gradients and weights of the same records one by
+one, each in a row of its own."""
+
+import functools
+
+import pytest
+
+from tests.parity.support import BASE, DEEP, assert_equal_runs, cut, reference, run_cases, split
+from tests.parity.test_layouts import (
+    CHUNKED,
+    COMPILED,
+    FULL,
+    HYBRID,
+    INTERLEAVED,
+    LORA,
+    SELECTIVE,
+    TIED,
+    UNTIED,
+    WHOLE_NORMS,
+    ZB_V,
+)
+from tests.support import small_records
+
+PACKED = {"dataset": str(small_records()), "pack": "auto", "num_samples": 200, "eval_samples": 10}
+MODELS = {
+    "gpt2": {**BASE, **PACKED},
+    "deep": {**DEEP, **PACKED},
+    "tied": {**BASE, **TIED, **PACKED},
+    "untied": {**BASE, **UNTIED, **PACKED},
+    "lora": {**BASE, **LORA, **PACKED},
+}
+CASES = {
+    1: {"gpt2/whole": {"strategy": "dp", **cut(2), "compile": "whole"}},
+    2: {
+        "gpt2/dp": {"strategy": "dp", **cut(2), **FULL},
+        "gpt2/fsdp": {"strategy": "fsdp", **cut(1), **SELECTIVE},
+        "gpt2/zero2": {"strategy": "zero2", **cut(2)},
+        "gpt2/zero3": {"strategy": "zero3", **cut(2), **CHUNKED},
+        "gpt2/offload": {"strategy": "offload", **cut(1)},
+        # By samples, by tokens, and not at all between the split layers.
+        "gpt2/tp2": {**split(tp=2), **cut(2)},
+        "gpt2/tp2-by-tokens": {**split(tp=2), **cut(8)},
+        "gpt2/tp2-whole-norms": {**split(tp=2), **cut(2), **WHOLE_NORMS},
+        "deep/pp2-1f1b": {**split(pp=2), **cut(4), **FULL},
+        "deep/pp2-interleaved": {**split(pp=2), **cut(4), **INTERLEAVED},
+        "deep/pp2-zb-v": {**split(pp=2), **cut(4), **ZB_V},
+        "deep/hybrid": {**HYBRID, **cut(4), **SELECTIVE},
+        "tied/fsdp-traced": {"strategy": "fsdp", **cut(2), **COMPILED},
+        "tied/tp2": {**split(tp=2), **cut(8)},
+        "untied/pp2-zb-v": {**split(pp=2), **cut(4), **ZB_V, **COMPILED},
+        "untied/hybrid": {**HYBRID, **cut(4)},
+        "lora/zero2": {"strategy": "zero2", **cut(2)},
+        "lora/fsdp": {"strategy": "fsdp", **cut(2), **FULL},
+        "gpt2/local-sgd": {"strategy": "local-sgd", **cut(1), "local_steps": 1},
+    },
+    4: {
+        "untied/tp2-pp2": {**split(tp=2, pp=2), **cut(8)},
+        "deep/shard2-pp2": {**split(dp_shard=2, pp=2), **cut(2)},
+    },
+}  # fmt: skip
+NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def results(request):
+    """What those cases of so many processes compute that are to be tested, when first asked for."""
+    chosen = {item.name for item in request.session.items}
+
+    @functools.cache
+    def run(count):
+        cases = {
+            name: {**MODELS[name.split("/")[0]], **values}
+            for name, values in CASES[count].items()
+            if any(f"[{count}-{name}]" in item for item in chosen)
+        }
+        return run_cases(cases, count, what="train_without_code")
+
+    return run
+
+
+@pytest.mark.parametrize(("count", "name"), NAMED)
+def test_packed_records_are_what_each_of_them_is_alone(count, name, results):
+    alone = reference(MODELS[name.split("/")[0]], what="train_apart")
+    found = results(count)[name]
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert_equal_runs(found, alone)
