@@ -1,0 +1,351 @@
+"""Packed records against padded ones on one GPU: speed, losses, and a CUDA graph replayed.
+
+    python results/lab/packing.py --out FOLDER [--tiny]
+
+Records are made of Python's own library: a function's source is the prompt and its docstring the
+answer, as in CodeSearchNet, so that their lengths are real and no download is needed. Models have
+random weights and train in bf16. --tiny is a smoke test for CPUs. FOLDER/packing.json has
+everything; a table is printed.
+"""
+
+import ast
+import functools
+import itertools
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkout
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from distributed_training.data.corpus import read_embedded
+from distributed_training.data.samples import IGNORE_INDEX, StepBatch
+from distributed_training.engines.graphs import NUM_EAGER_STEPS
+from distributed_training.models import attention
+from distributed_training.records.record import provenance, write_json
+from distributed_training.settings.keys import Parser
+from results.lab.harness import Group, Run, each_run, open_group
+
+COMMON: dict[str, Any] = {
+    "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "tokenizer": "embedded",
+    "weights": "random", "num_samples": -1, "eval_samples": 8, "checkpoint_every": 0,
+}  # fmt: skip
+MODELS = (("gpt2-medium", 32, 1024), ("Qwen3-0.6B", 8, 1024))  # sequences, tokens of each
+TINY = (("gpt2-tiny", 4, 128), ("tests/models/grouped", 4, 128))
+TIMED_STEPS = 20
+NUM_LOSSES = 20
+ROWS = 16  # records in a micro-batch, where each has a row of its own
+DEADLINE_S = 280.0
+# Heads, numbers per head, blocks, tokens per block of attention by itself
+SHAPES = ((16, 64, 8, 1024), (16, 128, 8, 1024), (16, 128, 2, 4096))
+
+
+def write_records(file: Path) -> None:
+    """Write prompt and completion of every documented function of the standard library."""
+    with file.open("w") as out:
+        for text in read_embedded():
+            try:
+                tree = ast.parse(text)
+            except (SyntaxError, ValueError):  # a help topic
+                continue
+            lines = text.splitlines(keepends=True)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef) and (answer := ast.get_docstring(node)):
+                    first = node.body[0]
+                    source = lines[node.lineno - 1 : first.lineno - 1]
+                    source += lines[first.end_lineno or first.lineno : node.end_lineno]
+                    row = {"prompt": "".join(source), "completion": f'    """{answer}"""\n'}
+                    out.write(json.dumps(row) + "\n")
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure_speed(run: Run) -> dict[str, Any]:
+    """Real tokens per second after the step is captured; and the losses of all steps."""
+    batches = [run.batch(step) for step in range(NUM_EAGER_STEPS + 3 + TIMED_STEPS)]
+    losses = []
+    seconds = []
+    for batch in batches:
+        synchronize()
+        began = time.perf_counter()
+        result = run.engine.train_step(batch)
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+        losses.append(float(result.loss_sum) / batch.num_targets)
+    timed = seconds[-TIMED_STEPS:]
+    tokens = sum(batch.num_tokens for batch in batches[-TIMED_STEPS:])
+    packing = run.plan.packing
+    train = run.data.train
+    found = {
+        "real_tokens_per_s": tokens / sum(timed),
+        "step_time_s": statistics.median(timed),
+        "real_share": train.real_share,
+        "records_per_block": len(train.starts) / len(train),
+        "mean_length": packing and packing.mean_length,
+        "graph": run.engine.step.graph is not None,  # type: ignore[attr-defined]
+        "losses": losses,
+    }
+    if torch.cuda.is_available():
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def measure_with_mask(run: Run) -> dict[str, Any]:
+    """As `measure_speed`, with a mask in place of the kernel for documents."""
+    largest = attention._LARGEST_HEAD
+    attention._LARGEST_HEAD = 0
+    try:
+        return measure_speed(run)
+    finally:
+        attention._LARGEST_HEAD = largest
+
+
+def take_apart(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
+    """A step's records, each in a row of its own, ROWS of them in a micro-batch."""
+    rows = []
+    for inputs, targets, _, ends in batch.micro_batches:
+        for block in zip(inputs, targets, ends, strict=True):
+            bounds = [0, *np.unique(block[2]).tolist()]
+            for start, end in itertools.pairwise(bounds):
+                row = np.full((2, run.plan.config.max_length), IGNORE_INDEX)
+                row[0] = run.data.tokenizer.eos_id
+                row[:, : end - start] = [part[start:end] for part in block[:2]]
+                if (row[1] != IGNORE_INDEX).any():
+                    rows.append(row)
+    empty = np.stack([np.full_like(rows[0][0], run.data.tokenizer.eos_id), rows[0][1] * 0 - 100])
+    rows += [empty] * (-len(rows) % ROWS)
+    if backwards:
+        rows.reverse()
+    groups = [rows[first : first + ROWS] for first in range(0, len(rows), ROWS)]
+    return replace(batch, micro_batches=[tuple(np.stack(group, axis=1)) for group in groups])
+
+
+def measure_losses(run: Run, take: Callable[[Run, StepBatch], StepBatch]) -> dict[str, Any]:
+    """Losses and gradient norms of the first steps, of what `take` makes of their samples."""
+    found: dict[str, list[float]] = {"losses": [], "grad_norms": []}
+    for step in range(NUM_LOSSES):
+        batch = take(run, run.batch(step))
+        result = run.engine.train_step(batch)
+        found["losses"].append(float(result.loss_sum) / batch.num_targets)
+        found["grad_norms"].append(float(result.grad_norm or 0.0))
+    return found
+
+
+def time_attention(lengths: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Seconds of both passes of one layer's attention by itself, replayed as a CUDA graph."""
+    for heads, head_size, batch, seq_len in SHAPES:
+        shape = (batch, heads, seq_len, head_size)
+        q, k, v = (
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).contiguous()
+            .transpose(1, 2).requires_grad_() for _ in range(3)
+        )  # fmt: skip
+        cases: dict[str, Any] = {"causal": None}
+        for name, length in (("whole", seq_len), ("300", 300), ("60", 60), ("data", None)):
+            positions, ends = lay_out(batch, seq_len, length, lengths)
+            options: dict[str, Any] = {"dtype": q.dtype, "head_size": head_size, "dropout": 0.0}
+            cases[f"varlen {name}"] = attention.describe_documents(positions, ends, **options)
+            if name == "data":
+                cases["mask"] = attention.describe_documents(
+                    positions, ends, **{**options, "dropout": 1.0}
+                )
+        for name, documents in cases.items():
+
+            def both(documents: Any = documents, q: Any = q, k: Any = k, v: Any = v) -> Any:
+                y = attention.attend(q, k, v, documents)
+                return torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
+
+            yield {
+                "heads": heads, "head_size": head_size, "blocks": batch, "seq_len": seq_len,
+                "attention": name, "seconds": time_replayed(both),
+            }  # fmt: skip
+
+
+def lay_out(
+    batch: int, seq_len: int, length: int | None, lengths: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and ends of blocks full of documents of one length, or of the lengths of data."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for _ in range(batch):
+        sizes = draw.choice(lengths, seq_len) if length is None else np.full(seq_len, length)
+        ends = np.minimum(np.cumsum(sizes), seq_len)
+        rows.append(np.append(ends[ends < seq_len], seq_len))
+    width = max(map(len, rows))
+    ends = torch.tensor(np.stack([np.pad(row, (0, width - len(row)), "edge") for row in rows]))
+    starts = F.pad(ends, (1, 0))
+    places = torch.arange(seq_len).expand(batch, seq_len).contiguous()
+    number = torch.searchsorted(ends, places, right=True)
+    return (places - starts.gather(1, number)).cuda(), ends.cuda()
+
+
+def time_replayed(function: Callable[[], Any], times: int = 20) -> float:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = function()
+    graph.replay()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(times):
+        graph.replay()
+    torch.cuda.synchronize()
+    del kept
+    return (time.perf_counter() - began) / times
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """Largest relative difference of two runs' losses."""
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=False))
+
+
+class Results:
+    """What has been measured, on disk after every run."""
+
+    def __init__(self, folder: Path, tiny: bool) -> None:
+        self.file = folder / "packing.json"
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        command = shlex.join(["python", "results/lab/packing.py", "--out", "FOLDER"])
+        self.values: dict[str, Any] = {
+            **provenance(command + " --tiny" * tiny), "gpu": gpu, "tiny": tiny,
+            "records": {}, "speed": {}, "losses": {}, "graph": {}, "attention": [],
+        }  # fmt: skip
+
+    def add(self, part: str, name: str, found: Any) -> None:
+        self.values[part][name] = found
+        self.write()
+
+    def write(self) -> None:
+        write_json(self.file, self.values)
+
+
+def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
+    """All runs, the most wanted first, and lines of the table."""
+    began = time.monotonic()
+
+    def do(values: dict[str, Any], use: Callable[[Run], Any]) -> Any:
+        left = DEADLINE_S - (time.monotonic() - began)
+        for _, found in each_run(group, {"run": {**values}}, use, deadline_s=left):
+            if isinstance(found, str):
+                print(f"refused: {found}", file=sys.stderr)
+                return None
+            return found[0]
+        print("no time left for a run", file=sys.stderr)
+        return None
+
+    def config(model: str, batch: int, length: int) -> dict[str, Any]:
+        named = {"dataset": str(dataset), "model": model}
+        return {**COMMON, **named, "batch_size": batch, "max_length": length}
+
+    def compare_speed(way: str, changes: dict[str, Any], use: Callable[[Run], Any]) -> None:
+        for model, batch, length in models:
+            if found := do({**config(model, batch, length), **changes}, use):
+                results.add("speed", f"{model} {batch} x {length}, {way}", found)
+                peak = found.get("peak_bytes", 0) / 2**30
+                print(
+                    f"{model:<12} {batch:>2} x {length}  {way:<13}"
+                    f"{found['real_tokens_per_s']:>10,.0f} real tokens/s  "
+                    f"{1000 * found['step_time_s']:7.1f} ms  {100 * found['real_share']:5.1f}% real"
+                    f"  {found['records_per_block']:5.1f} records per block  {peak:5.1f} GiB"
+                    f"  graph {found['graph']}",
+                    flush=True,
+                )
+
+    compare_speed("packed", {}, measure_speed)
+    compare_speed("padded", {"pack": False}, measure_speed)
+    for model, _, length in models:
+        values = {**config(model, 4, length), "cuda_graphs": False, "compile": False}
+        takes: dict[str, Any] = {
+            "packed": lambda _run, batch: batch,
+            "packed again": lambda _run, batch: batch,
+            "one by one": functools.partial(take_apart, backwards=False),
+            "one by one, backwards": functools.partial(take_apart, backwards=True),
+        }
+        found = {
+            name: do(values, functools.partial(measure_losses, take=take))
+            for name, take in takes.items()
+        }
+        if all(found.values()):
+            losses = {name: each["losses"] for name, each in found.items()}
+            alone = losses["one by one"]
+            gaps = {
+                "packed against one by one": apart(losses["packed"], alone),
+                "packed twice": apart(losses["packed"], losses["packed again"]),
+                "one by one in two orders": apart(losses["one by one, backwards"], alone),
+            }
+            results.add("losses", model, {**found, "apart": gaps})
+            said = "; ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
+            print(f"{model}: largest relative difference of {NUM_LOSSES} losses: {said}")
+    # A graph replayed with other documents, against the same steps launched op by op, twice.
+    model, batch, length = models[0]
+    values = {**config(model, batch, length), "cuda_graphs": False}
+    launched = [do(values, measure_speed) for _ in range(2)]
+    replayed = results.values["speed"].get(f"{model} {batch} x {length}, packed")
+    if all(launched) and replayed:
+        runs = [found["losses"][NUM_EAGER_STEPS:] for found in (replayed, *launched)]
+        gaps = {
+            "replayed against launched": apart(runs[0], runs[1]),
+            "launched twice": apart(runs[2], runs[1]),
+        }
+        names = ("replayed", "launched", "launched again")
+        results.add("graph", model, {**dict(zip(names, runs, strict=True)), "apart": gaps})
+        said = "; ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
+        print(f"{model}: largest relative difference of {len(runs[0])} losses: {said}")
+    compare_speed("packed, mask", {}, measure_with_mask)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description="Compare packed records with padded ones.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args(argv)
+    began = time.monotonic()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results = Results(arguments.out, arguments.tiny)
+    models = TINY if arguments.tiny else MODELS
+    with tempfile.TemporaryDirectory() as folder, open_group() as group:
+        dataset = Path(folder, "functions.jsonl")
+        write_records(dataset)
+        lengths = np.array([])
+
+        def look(run: Run) -> dict[str, Any]:
+            nonlocal lengths
+            lengths = run.data.train.lengths
+            quantiles = np.quantile(lengths, [0.1, 0.5, 0.9, 0.99]).tolist()
+            return {"count": len(lengths), "mean": float(lengths.mean()), "quantiles": quantiles}
+
+        values = {**COMMON, "model": "gpt2-tiny", "dataset": str(dataset), "max_length": 1024}
+        for _, found in each_run(group, {"look": values}, look):
+            results.values["records"] = found[0]
+            print(f"records: {found[0]}")
+        results.write()
+        if torch.cuda.is_available():
+            for row in time_attention(lengths):
+                results.values["attention"].append(row)
+                print("  ".join(f"{value}" for value in row.values()), flush=True)
+            results.write()
+        measure(group, results, models, dataset)
+    results.values["seconds"] = time.monotonic() - began
+    results.write()
+    print(f"{results.values['seconds']:.0f} s; wrote {results.file}")
+    return 0
+
+
+if __name__ == "__main__":
+    checkout.run(main)
