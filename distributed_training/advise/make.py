@@ -59,8 +59,8 @@ def decide_plan(config: RunConfig, cluster: Cluster, cut: Callable[[Plan], Data 
     data = cut(plan)
     if data is not None:
         plan = fit_to_data(plan, data)
-    if plan.cache in known:
-        prediction = predict(plan, cluster.rates, tokenised=True)
+    if plan.cache in known or plan.packing is not None:
+        prediction = predict(plan, cluster.rates, tokenised=plan.cache in known)
     if plan.strategy.traits.takes_deepspeed_json:
         from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 

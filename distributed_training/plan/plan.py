@@ -72,6 +72,11 @@ class Plan:
         return self.model.size
 
     @property
+    def attended(self) -> int:
+        """Tokens of the text that a token is in: of a sample, or on average of a packed record."""
+        return round(self.packing.mean_length) if self.packing else self.config.max_length
+
+    @property
     def work(self) -> dict[str, Any]:
         """What must agree before two runs may be compared."""
         return {**self.config.work, "global_batch_size": self.batch.global_batch_size}

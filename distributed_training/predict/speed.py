@@ -201,8 +201,8 @@ class Work(Shapes):
         return 2 * tiled(m, k, n, rates.num_sms) / flops * ARITHMETIC
 
     def _attention(self) -> Cost:
-        """Causal attention of one block, forward."""
-        length = self.config.max_length
+        """Causal attention of one block, forward; in packed records no token sees others."""
+        length = self.plan.attended
         rate = self.rates.attention_flops * length / (length + FITTED.attention_half)
         if self.width == 4:  # the kernel for fp32 is bound by arithmetic at any length
             rate = self.rates.fp32_gemm_flops / 2

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from distributed_training.records.record import BEST, Record
+from distributed_training.records.record import BEST, Record, plural
 from distributed_training.settings.files import folder_label
 from distributed_training.settings.machine import GIB
 
@@ -166,6 +166,13 @@ def header_rows(r: Record) -> dict[str, str]:
     filled = "" if real == 1 else f" ({100 * real:.1f}% real)"
     if real < MUCH_PADDING:
         filled = f" (only {100 * real:.1f}% real: --pack auto or a smaller --max_length pads less)"
+    samples = f"{data['num_train_samples']} samples of {length} tokens{filled}"
+    validation = data["num_validation_samples"]
+    if records := data.get("num_train_records"):
+        blocks = data["num_train_samples"]
+        samples = f"{records} records in {plural(blocks, 'block')} of {length} tokens "
+        samples += f"({records / blocks:.1f} records per block, {100 * real:.0f}% real)"
+        validation = data["num_validation_records"]
     pipeline = ""
     if cut := r.pipeline:
         blocks = ", ".join(map(str, cut["blocks_per_stage"]))
@@ -186,8 +193,7 @@ def header_rows(r: Record) -> dict[str, str]:
         ),
         "precision": _precision(r),
         "batch": f"{r.batch.describe()}; {tokens:,} tokens a step",
-        "data": f"{last_part(config['dataset'])}: {data['num_train_samples']} samples of {length} "
-                f"tokens{filled}, {data['num_validation_samples']} to validate",
+        "data": f"{last_part(config['dataset'])}: {samples}, {validation} to validate",
         "steps": f"{r.num_steps} = {data['steps_per_epoch']} an epoch; learning rate "
                  f"{config['learning_rate']:g} ({config['lr_schedule']}, warm-up "
                  f"{config['warmup_steps']})",

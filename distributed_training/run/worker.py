@@ -300,6 +300,10 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
             "num_train_samples": len(data.train),
             "num_validation_samples": len(data.validation),
             "real_token_share": data.train.real_share,
+            # With packed records a sample is a block of some of them.
+            "num_train_records": len(data.train.starts) if plan.packing else None,
+            "num_validation_records": len(data.validation.starts) if plan.packing else None,
+            "mean_document_tokens": plan.packing and plan.packing.mean_length,
             "steps_per_epoch": sampler.steps_per_epoch,
         },
         "num_steps": plan.num_steps,
@@ -319,7 +323,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     performance = metrics.summarise_performance(
         full or [seconds for _, seconds in timed],
         tokens_per_step=samples * config.max_length * trainer.data.train.real_share,
-        flops_per_token=plan.size.flops_per_token(config.max_length, frozen=config.lora_rank > 0),
+        flops_per_token=plan.size.flops_per_token(plan.attended, frozen=config.lora_rank > 0),
         world_size=plan.num_processes,
         device_name=plan.machine.gpu_name,
     )

@@ -1,3 +1,4 @@
+import itertools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,27 @@ def all_rows(samples):
     return samples.batch(np.arange(len(samples)))
 
 
+def records_in(samples):
+    """[(id, target), ...] of each record in packed blocks, whose positions are checked."""
+    found = []
+    for inputs, targets, positions, ends in zip(*all_rows(samples), strict=True):
+        assert ends[-1] == samples.seq_len
+        assert (np.diff(ends) >= 0).all()
+        for start, end in itertools.pairwise([0, *np.unique(ends).tolist()]):
+            np.testing.assert_array_equal(positions[start:end], np.arange(end - start))
+            row = list(zip(inputs[start:end].tolist(), targets[start:end].tolist(), strict=True))
+            if any(target != IGNORE_INDEX for _, target in row):  # not padding
+                found.append(row)
+    return found
+
+
+def without_padding(row):
+    """A row up to its last target: what follows an answer is padding."""
+    while row[-1][1] == IGNORE_INDEX:
+        row = row[:-1]
+    return row
+
+
 def jsonl(folder, rows):
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return read_corpus(str(folder))
@@ -82,10 +104,12 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
         for text, learnt in record:
             block += [(i, learnt) for i in tokenizer.encode_batch([text])[0].tolist()]
         blocks.append([*block, (tokenizer.eos_id, True)])
-    if pack:  # what does not fill a block is left out
+    if pack and form == "running":  # what does not fill a block is left out
         stream = [pair for block in blocks for pair in block]
         starts = range(0, len(stream) - seq_len, seq_len)
         blocks = [stream[start : start + seq_len + 1] for start in starts]
+    elif pack and form == "text":  # a longer text is several records
+        blocks = [b[at : at + seq_len + 1] for b in blocks for at in range(0, len(b) - 1, seq_len)]
     expected = []
     lengths = []
     for block in blocks:
@@ -96,11 +120,18 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
             lengths.append(len(row))
 
     data = prepare(tmp_path / "cache", tokenizer, corpus, max_length=seq_len, pack=pack)
-    assert len(data.validation) == max(1, round(0.05 * len(expected)))
-    parts = zip(all_rows(data.train), all_rows(data.validation), strict=True)
-    found = np.stack([np.concatenate(part) for part in parts], axis=-1)
-    np.testing.assert_array_equal(found, expected)
-    num_tokens = sum(lengths[: len(data.train)])
+    num_left = len(expected) - max(1, round(0.05 * len(expected)))
+    num_tokens = sum(lengths[:num_left])
+    if pack and form != "running":
+        for samples, wanted in (
+            (data.train, expected[:num_left]), (data.validation, expected[num_left:]),
+        ):  # fmt: skip
+            assert sorted(records_in(samples)) == sorted(map(without_padding, wanted))
+    else:
+        parts = zip(all_rows(data.train), all_rows(data.validation), strict=True)
+        found = np.stack([np.concatenate(part) for part in parts], axis=-1)
+        np.testing.assert_array_equal(found, expected)
+        assert len(data.train) == num_left
     assert data.train.real_share == pytest.approx(num_tokens / (len(data.train) * seq_len))
     num_targets = (all_rows(data.train)[1] != IGNORE_INDEX).sum()
     assert data.train.num_targets.sum() == num_targets
