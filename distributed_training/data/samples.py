@@ -267,7 +267,8 @@ class Sampler:
         """This replica's micro-batches of optimizer step `step`."""
         indices = self.step_indices(step)
         own = [samples.batch(micro_batch) for micro_batch in indices[:, self.replica]]
-        return StepBatch(own, *samples.count(indices.ravel()))
+        num_targets, num_tokens = samples.count(indices.ravel())
+        return StepBatch(own, num_targets, num_tokens)
 
     def is_full(self, step: int) -> bool:
         """Whether the step has a sample in every place of its batch."""

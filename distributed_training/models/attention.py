@@ -13,6 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 _PARAMETERS = inspect.signature(varlen_attn).parameters
 _GROUPS = "enable_gqa" in _PARAMETERS  # torch 2.11 has as many heads of keys as of queries
+_WINDOWS = "window_size" in _PARAMETERS  # in place of is_causal
 # Multiples of 8 numbers per head, up to this, are what FlashAttention's kernels are compiled for.
 _LARGEST_HEAD = 256
 
@@ -81,7 +82,7 @@ def _attend_in_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
     batch, _, seq_len, _ = q.shape
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+    options: dict[str, Any] = {"window_size": (-1, 0)} if _WINDOWS else {"is_causal": True}
     if k.shape[1] < q.shape[1]:
         if _GROUPS:
             options["enable_gqa"] = True
