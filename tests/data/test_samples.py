@@ -11,7 +11,7 @@ from distributed_training.data.corpus import Source, read_corpus
 from distributed_training.data.pieces import RUNNING
 from distributed_training.data.samples import IGNORE_INDEX, cut_samples
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.settings.config import build_config
+from distributed_training.settings.config import build_config, with_values
 from tests.support import refused
 
 WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "called", "by", "name"]
@@ -224,3 +224,22 @@ def test_two_runs_make_one_cache(tokenizer, tmp_path, monkeypatch):
     np.testing.assert_array_equal(first, second)
     assert len(calls) == 2, "one run tokenised the two splits"
     assert len(cache_folders(tmp_path)) == 1
+
+
+def test_records_are_packed_unless_the_engine_cannot_keep_them_apart(tokenizer, tmp_path):
+    corpus = jsonl(tmp_path, QUESTIONS)
+    settings = build_config({"dataset": "made", "max_length": 64, "eval_samples": -1})
+    folder = cache.tokenise(corpus, tokenizer, settings, tmp_path / "cache")
+    packed = cut_samples(folder, tokenizer, settings)
+    padded = cut_samples(folder, tokenizer, settings, can_pack=False)
+    assert (packed.packs, padded.packs) == (True, False)
+    assert packed.fingerprint != padded.fingerprint
+    assert len(packed.train) < len(padded.train) == len(packed.train.starts)
+    assert packed.train.real_share > padded.train.real_share
+    # The same tokens and targets, and every step's counts are those of its records.
+    assert packed.train.num_targets.sum() == padded.train.num_targets.sum()
+    every = np.arange(len(packed.train))
+    assert packed.train.count(every) == (padded.train.num_targets.sum(), padded.train.lengths.sum())
+    forced = with_values(settings, pack=True)
+    with refused("pack=True", "strategy=", "set pack to auto"):
+        cut_samples(folder, tokenizer, forced, can_pack=False)
