@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from distributed_training.models.attention import attend, describe_documents
 from tests.conftest import assert_ok, only_record, run_command, settings
 from tests.parity.support import (
     BASE,
@@ -22,6 +23,7 @@ from tests.parity.support import (
     split,
 )
 from tests.parity.test_layouts import CASES as LAYOUTS
+from tests.parity.test_packing import PACKED
 from tests.pool import SCRIPT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -72,6 +74,28 @@ def test_layouts_on_several_gpus_equal_one(count, data):
         assert_equal_runs(values, reference)
 
 
+@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_kernel_for_documents_does_what_the_mask_does(groups, compiled):
+    ends = torch.tensor([[5, 70, 128, 128], [128, 128, 128, 128]], device="cuda")
+    positions = torch.tensor([[*range(5), *range(65), *range(58)], [*range(128)]], device="cuda")
+    shapes = [(2, heads, 128, 64) for heads in (8, groups, groups)]
+    torch.manual_seed(0)
+    tensors = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    found = []
+    for dropout in (0.0, 0.1):  # a model that drops has a mask
+        documents = describe_documents(
+            positions, ends, dtype=torch.bfloat16, head_size=64, dropout=dropout
+        )
+        assert (documents.mask is None) == (dropout == 0)
+        own = [tensor.clone().requires_grad_() for tensor in tensors]
+        function = torch.compile(attend) if compiled else attend
+        y = function(*own, documents)
+        found.append([y, *torch.autograd.grad(y.square().sum(), own)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.03, atol=0.03)
+
+
 NUM_REPLAYED = 30  # half-way, after the capture, cases.py evaluates
 # A step as one CUDA graph against the same launched op by op. DeepSpeed's have none.
 DROPPING = {"dropout": 0.2}
@@ -83,6 +107,7 @@ REPLAYED = {
         "dp whole, chunked": {
             "strategy": "dp", **cut(1), "compile": "whole", "loss_chunk_tokens": 100,
         },
+        "dp records": {"strategy": "dp", **cut(2), **PACKED},
     },
     2: {
         "fsdp": {"strategy": "fsdp", **cut(2), **DROPPING},
@@ -91,6 +116,8 @@ REPLAYED = {
         "tp2": {**split(tp=2), **cut(2)},
         "pp2-zb-v": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-v"},
         "pp2-zb-auto": {**split(pp=2), **cut(8), "pipeline_schedule": "zb-auto"},
+        "fsdp records": {"strategy": "fsdp", **cut(2), **PACKED},
+        "pp2-zb-v records": {**split(pp=2), **cut(4), "pipeline_schedule": "zb-v", **PACKED},
     },
     4: {
         "hsdp2x2": {"strategy": "fsdp", "dp_replicate": 2, **cut(2)},
