@@ -149,7 +149,7 @@ def test_any_config_on_any_machine_resolves_or_explains(scratch, config, machine
         return
     words = plan.config.to_user_words()
     # A path, a prompt that may be any text, and what the data decide (test_make.py).
-    kept_auto = {"resume", "generate", "num_samples"}
+    kept_auto = {"resume", "generate", "num_samples", "pack"}
     assert [key for key in words if words[key] == "auto" and key not in kept_auto] == []
     assert plan.config.compile in (True, False, "whole")
     assert isinstance(plan.config.learning_rate, float)
