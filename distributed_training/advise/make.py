@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from distributed_training.data.cache import token_cache
 from distributed_training.data.hub import check_push
 from distributed_training.data.samples import Data
 from distributed_training.plan.choose import choose_model
@@ -55,7 +56,7 @@ def decide_plan(config: RunConfig, cluster: Cluster, cut: Callable[[Plan], Data 
     plan = find_sources(plan)
     if plan.weights_dir is not None:
         plan.model.check_weights(plan.weights_dir)
-    known = {path.name for path in (plan.output_dir / ".cache" / "tokens").glob("*")}
+    known = {path.name for path in token_cache().glob("*")}
     data = cut(plan)
     if data is not None:
         plan = fit_to_data(plan, data)

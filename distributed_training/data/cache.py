@@ -22,15 +22,17 @@ from tqdm import tqdm
 from distributed_training.data.corpus import Corpus, Source, fingerprint
 from distributed_training.data.pieces import ANSWERS, Piece
 from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.settings.cache import CACHE, private_folder
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import crc32, publish
+from distributed_training.settings.files import publish
 
-_VERSION = 4
+_VERSION = 5
 _META = "meta.json"
-_CHECKSUM = "checksum"  # of all other files
+_CHECKSUM = "sha256"  # of all other files
 _BATCH = 2**21  # characters that are tokenised at a time, spread over all cores
 _AHEAD = 2  # batches in work while one is written
+_READ = 16 * 2**20  # bytes that are read at a time
 _LONG = 20_000_000  # bytes that are worth a line
 _THREADS = 64  # of the tokenizer at most; with so many it takes 0.7 GiB
 logger = logging.getLogger(__name__)
@@ -52,24 +54,42 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir:
                 _fill(folder, corpus, tokenizer, config)
     except OSError as error:
         what = f"the token cache {cache_dir} cannot be written"
-        raise UserError(what, str(error), "set output_dir elsewhere") from None
+        raise UserError(what, str(error), f"set {CACHE} to another folder") from None
+    return folder
+
+
+def token_cache() -> Path:
+    """Return this user's folder of token caches. In a run's output_dir others could put tokens that
+    are not of the text. Raises UserError if it cannot be used."""
+    folder, why = private_folder("tokens")
+    if why:
+        fix = f"set {CACHE} to a folder of your own"
+        raise UserError(f"the token cache {folder} cannot be used", why, fix)
     return folder
 
 
 def is_whole(folder: Path) -> bool:
     """Whether a folder of the cache is there, as it was written."""
     try:
-        return (folder / _CHECKSUM).read_bytes() == _checksum(folder)
+        return digest_of(folder) == _checksum(folder).decode()
     except OSError:
         return False
 
 
+def digest_of(folder: Path) -> str:
+    """Return the SHA-256 of the tokens in a folder that is whole, and of how they are split."""
+    return (folder / _CHECKSUM).read_text()
+
+
 def _checksum(folder: Path) -> bytes:
-    found = 0
+    digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.name != _CHECKSUM:
-            found = crc32(file, found)
-    return str(found).encode()
+            digest.update(f"{file.name} {file.stat().st_size} ".encode())
+            with open(file, "rb", buffering=0) as stream:
+                while chunk := stream.read(_READ):
+                    digest.update(chunk)
+    return digest.hexdigest().encode()
 
 
 def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:

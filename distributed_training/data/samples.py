@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distributed_training.data.cache import load_tokens
+from distributed_training.data.cache import digest_of, load_tokens
 from distributed_training.data.packing import pack_records
 from distributed_training.data.pieces import RUNNING, TEXT
 from distributed_training.data.tokenizer import Tokenizer
@@ -175,7 +175,7 @@ def cut_samples(
         train = train.take(0, wanted)
     if config.eval_samples != -1:
         validation = validation.take(0, config.eval_samples)
-    identity = f"{folder.name} {seq_len} {len(train)}"
+    identity = f"{digest_of(folder)} {config.pack} {seq_len} {len(train)}"
     if packs and not as_blocks:
         train = train.packed()
         validation = validation.packed()

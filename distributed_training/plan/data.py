@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from distributed_training.data import hub
-from distributed_training.data.cache import is_whole, tokenise
+from distributed_training.data.cache import is_whole, token_cache, tokenise
 from distributed_training.data.corpus import EMBEDDED, WIKITEXT, is_hub_name, read_corpus
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
@@ -85,7 +85,7 @@ def cut_data(plan: Plan) -> Data:
     is none, as there, and on a machine with a disk of its own."""
     config = plan.config
     tokenizer = Tokenizer(plan.tokenizer_dir)
-    cache_dir = plan.output_dir / ".cache" / "tokens"
+    cache_dir = token_cache()
     if plan.cache and is_whole(cache_dir / plan.cache):
         folder = cache_dir / plan.cache
     else:

@@ -42,7 +42,7 @@ def keep_bytecode() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if compiled.is_file() or written:
         return
-    folder, why = _make_private("bytecode")
+    folder, why = private_folder("bytecode")
     if why:  # `use_private_caches` says so
         return
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
@@ -67,9 +67,11 @@ def use_private_caches() -> None:
 
     from distributed_training.settings.errors import UserError
 
-    temporary = _temporary_folder()
     if not os.path.isabs(os.path.expanduser("~")):  # else libraries make a folder called ~ here
-        os.environ["HOME"] = str(temporary)
+        home, why = private_folder("home", _temporary_folder())
+        if why:
+            raise UserError(f"{home} cannot be this user's home folder", why, "set HOME")
+        os.environ["HOME"] = str(home)
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     for variable, name in {
         "TORCHINDUCTOR_CACHE_DIR": "inductor",  # Triton's is below it
@@ -81,7 +83,7 @@ def use_private_caches() -> None:
             folder = Path(given).resolve()  # a link could lead elsewhere by the time it is used
             why = _unsafe(folder)
         elif name:
-            folder, why = _make_private(name)
+            folder, why = private_folder(name)
         else:
             continue
         if why:
@@ -90,10 +92,11 @@ def use_private_caches() -> None:
         os.environ[variable] = str(folder)
 
 
-def _make_private(name: str) -> tuple[Path, str]:
-    """Make a folder of mode 0700 below this user's; return it, and why it cannot be used, if so."""
+def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
+    """Make a folder of mode 0700 below the first of `roots` that allows it (by default this user's);
+    return it, and why it cannot be used, if so."""
     why = ""
-    for root in (cache_folder().resolve(), _temporary_folder()):
+    for root in roots or (cache_folder().resolve(), _temporary_folder()):
         folder = root
         try:
             root.mkdir(PRIVATE, parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from distributed_training.advise import make
+from distributed_training.data.cache import token_cache
 from distributed_training.plan import data
 from distributed_training.plan.data import cut_data, peek_data
 from distributed_training.predict.predict import parse_cluster, this_machine
@@ -68,8 +69,10 @@ def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_pat
         patch.setattr(data, "read_corpus", None)
         found = cut_data(plan).train
     np.testing.assert_array_equal(found.tokens, expected.tokens)
+    # Others may write to output_dir: tokens are not read from there.
+    assert not (tmp_path / "runs" / ".cache").exists()
     # A machine with a disk of its own has no such cache, and reads its own text.
-    shutil.rmtree(tmp_path / "runs" / ".cache")
+    shutil.rmtree(token_cache() / plan.cache)
     assert cut_data(plan).cache != plan.cache
 
 

@@ -10,6 +10,9 @@ import pytest
 
 from distributed_training.data import cache
 from distributed_training.data.corpus import read_corpus
+from distributed_training.data.samples import cut_samples
+from distributed_training.settings.cache import CACHE
+from distributed_training.settings.config import RunConfig
 from tests.data.test_samples import all_rows, cache_folders, make_corpus, prepare
 from tests.support import refused, small_text
 
@@ -62,8 +65,24 @@ def test_a_cache_that_is_there_may_be_read_only(tokenizer, tmp_path, monkeypatch
     denied = PermissionError(13, "Permission denied")
     monkeypatch.setattr(cache, "FileLock", Mock(side_effect=denied))
     assert prepare(tmp_path, tokenizer).fingerprint == first.fingerprint
-    with refused("token cache", "cannot be written", "Permission denied", "output_dir"):
+    with refused("token cache", "cannot be written", "Permission denied", CACHE):
         prepare(tmp_path, tokenizer, make_corpus(seed=1))
+
+
+def test_the_fingerprint_is_of_the_tokens(tokenizer, tmp_path):
+    first = prepare(tmp_path, tokenizer)
+    (folder,) = cache_folders(tmp_path)
+    config = RunConfig(
+        max_length=first.train.seq_len, eval_samples=-1, num_samples=len(first.train)
+    )
+    moved = folder.rename(tmp_path / "another-name")
+    assert cut_samples(moved, tokenizer, config).fingerprint == first.fingerprint
+    ids = (moved / "train-ids.bin").read_bytes()
+    (moved / "train-ids.bin").write_bytes(ids[2:4] + ids[2:])
+    assert not cache.is_whole(moved)
+    (moved / "sha256").write_bytes(cache._checksum(moved))  # by whoever wrote other tokens there
+    assert cache.is_whole(moved)
+    assert cut_samples(moved, tokenizer, config).fingerprint != first.fingerprint
 
 
 def test_all_records_are_parsed_before_any_is_tokenised(tokenizer, tmp_path, monkeypatch):

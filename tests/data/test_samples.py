@@ -190,7 +190,8 @@ def test_cache_and_fingerprint_are_of_content_and_settings(tokenizer, tmp_path, 
         prepare(cache, Tokenizer(file.parent)),
     ]
     assert len(cache_folders(cache)) == 1 + len(others)
-    assert len({data.fingerprint for data in (first, *cut_anew, *others)}) == 7
+    assert others[-1].fingerprint == first.fingerprint, "a merge that the text does not need"
+    assert len({data.fingerprint for data in (first, *cut_anew, *others)}) == 6
 
 
 @pytest.mark.parametrize("name", ["train-ids.bin", "validation-starts.bin", "meta.json"])
