@@ -93,8 +93,8 @@ def use_private_caches() -> None:
 
 
 def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
-    """Make a folder of mode 0700 below the first of `roots` that allows it (by default this user's);
-    return it, and why it cannot be used, if so."""
+    """Make a folder of mode 0700 below the first of `roots` that allows it, by default this user's.
+    Return it, and why it cannot be used, if so."""
     why = ""
     for root in roots or (cache_folder().resolve(), _temporary_folder()):
         folder = root
