@@ -26,7 +26,6 @@ import checkout
 import numpy as np
 import torch
 import torch.nn.functional as F
-from results.lab.harness import Group, Run, each_run, open_group
 
 from distributed_training.data.corpus import read_embedded
 from distributed_training.data.samples import IGNORE_INDEX, StepBatch
@@ -34,6 +33,7 @@ from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import attention
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.keys import Parser
+from distributed_training.tools.harness import Group, Run, each_run, open_group
 
 COMMON: dict[str, Any] = {
     "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "tokenizer": "embedded",
