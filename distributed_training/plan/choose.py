@@ -9,6 +9,7 @@ from typing import Any
 
 from distributed_training.models import find_model
 from distributed_training.plan import layouts
+from distributed_training.plan.deepspeed_sections import fill_sizes
 from distributed_training.plan.layouts import Candidate
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
@@ -76,6 +77,8 @@ def lay_out(
     notes = list[str]()
     strategy = load_strategy(given)
     model = find_model(given.model)
+    document = fill_sizes(strategy.document, model.size.hidden_size)
+    strategy = replace(strategy, document=document)
     asked = Candidate(config=given, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
     if mesh is None:
         mesh = layouts.fill_mesh(asked, num_processes)

@@ -3,18 +3,33 @@
 import copy
 from typing import Any
 
+from distributed_training.plan.deepspeed_sections import ask_deepspeed, check_sections
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
+# What every strategy's AdamW has; values that a JSON may repeat.
+OPTIMIZER: dict[str, tuple[Any, ...]] = {
+    "betas": ([0.9, 0.999],),
+    "eps": (1e-8,),
+    "adam_w_mode": (True,),
+    "bias_correction": (True,),
+    "amsgrad": (False,),
+    "torch_adam": (True, False),
+}
+# DeepSpeed's schedulers -> CONFIG's lr_schedule of that shape.
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
 
 def fill_deepspeed_json(plan: Plan) -> dict[str, Any]:
-    """The strategy's JSON with CONFIG's values for "auto"; UserError where it has others."""
+    """The strategy's JSON with CONFIG's values for "auto"; UserError where it has others, or what
+    this suite does not run as written."""
     config = plan.config
     batch = plan.batch
     document = copy.deepcopy(dict(plan.strategy.document))
     source = plan.strategy.source
+    unusual = check_sections(document, str(source))
     decided = {
         "train_micro_batch_size_per_gpu": ("micro_batch_size", batch.micro_batch_size),
         "gradient_accumulation_steps": ("num_microbatches", batch.num_microbatches),
@@ -40,14 +55,26 @@ def fill_deepspeed_json(plan: Plan) -> dict[str, Any]:
         what = f"{source}: train_batch_size={shown(written)} is not {batch.describe()}"
         raise UserError(what, fix='write "auto" in the JSON')
     for name, value in document.pop("optimizer")["params"].items():  # the same for every engine
-        if name not in ("lr", "weight_decay") and value != AUTO:
-            what = f"{source}: optimizer.params.{name}={shown(value)} is not what every strategy"
-            raise UserError(f"{what} takes", fix='write "auto" in the JSON')
+        if name in ("lr", "weight_decay") or value in (AUTO, *OPTIMIZER.get(name, ())):
+            continue
+        what = f"{source}: optimizer.params.{name}={shown(value)} is not what every strategy takes"
+        usual = OPTIMIZER.get(name)
+        raise UserError(what, fix=f"write {usual[0]!r}" if usual else "remove it")
+    scheduler = document.pop("scheduler", None)
     unwanted = [f"pipeline.{key}" for key in document.get("pipeline", {}) if key != "stages"]
-    unwanted += ["scheduler"] if document.pop("scheduler", None) else []
     if unwanted:
-        why = "lr_schedule, pipeline_cut and activation_checkpointing in CONFIG decide it"
+        why = "pipeline_cut and activation_checkpointing in CONFIG decide it"
         raise UserError(f"{source}: {unwanted[0]} is not for the JSON", why, "remove it")
+    if scheduler:
+        # Even if all its values are "auto": DeepSpeed warms up logarithmically, we linearly.
+        kind = scheduler.get("type") if isinstance(scheduler, dict) else None
+        same = SCHEDULES.get(str(kind), "linear, cosine or constant")
+        why = "lr_schedule and warmup_steps in CONFIG decide it for every strategy"
+        fix = f"remove it and set lr_schedule to {same}"
+        raise UserError(f"{source}: scheduler is not for the JSON", why, fix)
+    zero = document.get("zero_optimization", {})
+    if zero.get("stage") == 3:  # its own linear layer is slower when blocks are compiled
+        zero.setdefault("memory_efficient_linear", False)
     for part in ("offload_optimizer", "offload_param"):
         section = document.get("zero_optimization", {}).get(part) or {}
         if section.get("nvme_path") == AUTO:
@@ -55,6 +82,10 @@ def fill_deepspeed_json(plan: Plan) -> dict[str, Any]:
     left = ", ".join(_auto_paths(document))
     if left:
         raise UserError(f'{source}: "auto" is not understood at {left}', fix="write a value")
+    if unusual:
+        ask_deepspeed(document, str(source))
+        names = ", ".join(unusual)
+        plan.notes.append(f"{names} in {source.name}: DeepSpeed accepts it, and it is not planned")
     return document
 
 

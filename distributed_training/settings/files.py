@@ -85,7 +85,24 @@ def load_json(path: Path, what: str) -> Any:
         fix = f"did you mean {near}.json?" if near else f"there are {', '.join(others) or 'none'}"
         raise UserError(f"{what} {path} does not exist", fix=fix) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{what} {path} cannot be read as JSON", str(error)) from None
+        why = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            why = _json_fault(error)
+        raise UserError(f"{what} {path} cannot be read as JSON", why) from None
+
+
+def _json_fault(error: json.JSONDecodeError) -> str:
+    """Say what stands where JSON ends, if it is a habit of other formats."""
+    rest = error.doc[error.pos :].lstrip()
+    line = error.doc.count("\n", 0, len(error.doc) - len(rest)) + 1
+    before = error.doc[: error.pos].rstrip()
+    if rest.startswith(("//", "#", "/*")):
+        return (
+            f"line {line} has a comment, which JSON does not allow: {shown(rest.splitlines()[0])}"
+        )
+    if rest.startswith(("}", "]")) and before.endswith(","):
+        return f"line {line} has a comma before {rest[0]}, which JSON does not allow"
+    return str(error)
 
 
 def crc32(file: Path, before: int = 0) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PrivateAttr
+from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from distributed_training.settings import files, own_code
 from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, RunConfig
@@ -98,12 +98,21 @@ class _Offload(BaseModel, strict=True):
 
 
 class _Zero(BaseModel, strict=True):
+    """What is read before the model is known; sizes that say "auto" follow from its hidden size."""
+
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     reduce_bucket_size: float = 5e8  # DeepSpeed's defaults here, too
     stage3_max_live_parameters: float = 1e9
     stage3_max_reuse_distance: float = 1e9
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_open(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if value != AUTO or key == "stage"}
 
 
 class _Pipeline(BaseModel, strict=True):
@@ -176,6 +185,16 @@ class Strategy:
         if section is None or section.device != "nvme":
             return 0
         return int(section.buffer_count * section.buffer_size)
+
+    @property
+    def form(self) -> str:
+        """What tells this strategy's DeepSpeed JSONs from another's: each takes all of one form."""
+        if self.mesh["pp"] != 1:
+            return "a pipeline"
+        for place in ("nvme", "cpu"):
+            if place in self.offload.values():
+                return f"state kept on {place}"
+        return f"ZeRO stage {self.zero.stage}"
 
     @property
     def sharding(self) -> str:
@@ -282,10 +301,19 @@ def load_strategy(config: RunConfig) -> Strategy:
         traits=traits,
     )
     if other is not None:
-        own = load_strategy(config.model_copy(update={"deepspeed_config": None}))
-        if strategy.sharding != own.sharding:
+        forms = {
+            name: load_strategy(
+                config.model_copy(update={"deepspeed_config": None, "strategy": name})
+            )
+            for name, each in list_strategies().items()
+            if each.deepspeed is not None
+        }
+        own = forms[folder.name]
+        if strategy.form != own.form:
+            fits = next((name for name, each in forms.items() if each.form == strategy.form), None)
             what = f"{strategy.source} means {strategy.sharding!r} but {named} means "
-            raise UserError(f"{what}{own.sharding!r}", fix="change one of them")
+            fix = f"set strategy to {fits}, or change the JSON" if fits else "change the JSON"
+            raise UserError(f"{what}{own.sharding!r}", fix=fix)
     return strategy
 
 

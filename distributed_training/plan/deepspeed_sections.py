@@ -1,0 +1,197 @@
+"""Which parts of a user's DeepSpeed JSON run as written, and which are refused. No torch import.
+
+A section that DeepSpeed acts on without changing the arithmetic is passed on. One that would change
+the arithmetic, memory or speed behind the record's back is refused, as is one that nobody acts on:
+each is a key of CONFIG, or nothing here. DeepSpeed's own classes check unusual values, in a child
+process, because importing them takes seconds."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import did_you_mean, shown
+
+# Sections that CONFIG decides: name -> what to set instead.
+INSTEAD = {
+    "activation_checkpointing": "remove it and set activation_checkpointing in CONFIG",
+    "amp": "remove it and set precision in CONFIG",
+    "autotuning": "remove it and type plan, which ranks layouts and batch sizes",
+    "bfloat16": "rename it to bf16",
+    "checkpoint": "remove it and set resume and checkpoint_every in CONFIG",
+    "comet": "remove it and set log_to in CONFIG",
+    "compile": "remove it and set compile in CONFIG",
+    "csv_monitor": "remove it and read metrics.jsonl in the run's folder",
+    "elasticity": "remove it and set batch_size and grad_accum_steps in CONFIG",
+    "flops_profiler": "remove it and set profile in CONFIG; the summary has the MFU",
+    "tensorboard": "remove it and set log_to in CONFIG",
+    "tensor_parallel": "remove it and set strategy to tp or 3d",
+    "torch_autocast": "remove it and set precision in CONFIG",
+    "wandb": "remove it and set log_to in CONFIG",
+}
+# Other sections and values that would change the training of a run: no strategy here has them.
+CHANGING = {
+    "compression_training", "curriculum_learning", "data_efficiency", "data_types", "datastates",
+    "eigenvalue", "expert_parallel", "hybrid_engine", "managed_gradient_accumulation", "nebula",
+    "progressive_layer_drop", "quantize_training", "sparse_attention", "weight_quantization",
+    "use_data_before_expert_parallelism",
+}  # fmt: skip
+# Values that change nothing; others would change sums, batches or what is sent.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "communication_data_type": (None,),
+    "seq_parallel_communication_data_type": (None, "fp32"),
+    "prescale_gradients": (False,),
+    "gradient_predivide_factor": (1.0,),
+    "gradient_allreduce_op": ("mean", "avg"),
+    "fp32_allreduce": (False,),
+    "sparse_gradients": (False,),
+    "disable_allgather": (False,),
+    "dataloader_drop_last": (False,),
+    "managed_gradient_accumulation": (True,),
+    "vocabulary_size": (None,),
+}
+# What DeepSpeed prints, times or reads from disks with.
+PASSED_ON = {
+    "aio", "comms_logger", "disable_python_gc", "dump_state", "log_level", "memory_breakdown",
+    "steps_per_print", "timers", "wall_clock_breakdown", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+}  # fmt: skip
+FILLED = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "gradient_clipping", "bf16", "fp16", "optimizer", "scheduler", "pipeline", "zero_optimization",
+}  # fmt: skip
+KNOWN = {*INSTEAD, *CHANGING, *HARMLESS, *PASSED_ON, *FILLED}
+# Of ZeRO, fp16 and bf16: whole numbers, True or False, that decide how state is moved.
+NUMBERS = {
+    "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "buffer_count", "buffer_size",
+    "max_in_cpu", "stage", "stage3_module_granularity_threshold", "loss_scale",
+    "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "block_size",
+    "queue_depth", "intra_op_parallelism", "thread_count", "steps_per_print",
+}  # fmt: skip
+SWITCHES = {
+    "contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce", "enabled",
+    "allgather_partitions", "overlap_comm", "load_from_fp32_weights", "round_robin_gradients",
+    "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+    "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "pin_memory",
+    "ignore_unused_parameters", "parameter_alignment", "memory_efficient_linear", "fast_init",
+    "pipeline_read", "pipeline_write", "log_trace_cache_warnings", "consecutive_hysteresis",
+    "enable_sanity_checks", "override_module_apply", "synchronized", "single_submit",
+    "overlap_events", "use_gds", *PASSED_ON.difference({"aio", "comms_logger", "timers"}),
+}  # fmt: skip
+_WORDS = {"device", "nvme_path"}
+_JUDGED = {"zero_optimization", "bf16", "fp16", *PASSED_ON}
+# Their default alone keeps arithmetic, memory and traffic as the plan has them.
+DEFAULTS: dict[str, Any] = {
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+    "zeropp_loco_param": None,
+    "zero_hpz_partition_size": 1,
+    "mics_shard_size": -1,
+    "mics_hierarchical_params_gather": False,
+    "zenflow": None,
+    "compute_grad_norm": True,
+    "elastic_checkpoint": False,
+    "legacy_stage1": False,
+    "ratio": 1.0,
+    "super_offload": False,
+    "auto_cast": False,
+    "fp16_master_weights_and_grads": False,
+    "bf16_master_weights_and_grads": False,
+    "bf16_optimizer_states": False,
+    "leaf_module": {},
+}
+# As DeepSpeed's Trainer fills "auto", from the hidden size d.
+SIZES = {
+    "reduce_bucket_size": lambda d: d * d,
+    "stage3_prefetch_bucket_size": lambda d: int(0.9 * d * d),
+    "stage3_param_persistence_threshold": lambda d: 10 * d,
+}
+_ASK = """
+import json, os, sys
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+answer = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what importing prints
+from deepspeed.runtime.config import DeepSpeedConfig
+try:
+    DeepSpeedConfig(json.load(sys.stdin))
+except Exception as error:
+    first = error.errors()[0] if hasattr(error, "errors") else {"loc": (), "msg": str(error)}
+    print(json.dumps([".".join(map(str, first["loc"])), first["msg"]]), file=answer)
+"""
+ASK_LIMIT_S = 120
+
+
+def fill_sizes(document: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Return a JSON in which ZeRO's sizes that say "auto" are those of Hugging Face's Trainer."""
+    zero = document.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return dict(document)
+    sizes = {name: size(hidden_size) for name, size in SIZES.items() if zero.get(name) == "auto"}
+    return {**document, "zero_optimization": {**zero, **sizes}} if sizes else dict(document)
+
+
+def check_sections(document: dict[str, Any], source: str) -> list[str]:
+    """Drop the sections that are switched off; raise UserError for one that this suite does not run
+    as written. Return the dotted names that only DeepSpeed can judge."""
+    for name, section in list(document.items()):
+        in_braces = isinstance(section, dict)
+        off = in_braces and (section.get("enabled") is False or not any(section.values()))
+        if name not in FILLED and (off or section in HARMLESS.get(name, ())):
+            del document[name]
+            continue
+        shown_name = name if in_braces else f"{name}={shown(section)}"
+        if name in ("offload_optimizer", "offload_param"):
+            what = f"{source}: {name} outside of zero_optimization does nothing"
+            raise UserError(what, fix="move it into zero_optimization")
+        if name not in KNOWN:
+            what = f"{source}: neither DeepSpeed nor this suite acts on {name}"
+            raise UserError(what, fix=did_you_mean(name, KNOWN, "remove it"))
+        if name in INSTEAD:
+            raise UserError(f"{source}: {name} is not for the JSON", fix=INSTEAD[name])
+        if name in CHANGING or name in HARMLESS:
+            what = f"{source}: {shown_name} would change what is computed"
+            raise UserError(what, "every strategy does the same work", "remove it")
+    unusual = []
+    for path, value in _leaves(document):
+        section, _, name = path.rpartition(".")
+        if name in DEFAULTS and value != DEFAULTS[name]:
+            what = f"{source}: {path}={shown(value)} would change what is computed, kept or sent"
+            raise UserError(what, "neither plan nor record would show it", "remove it")
+        whole = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        usual = name in DEFAULTS or (name in _WORDS and isinstance(value, str))
+        usual |= name in NUMBERS and whole and value == int(value)
+        usual |= name in SWITCHES and isinstance(value, bool)
+        usual |= value in (None, "auto") and name in {*NUMBERS, *SWITCHES, *_WORDS}
+        if not usual and path.partition(".")[0] in _JUDGED:
+            unusual.append(path)
+    return unusual
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, node
+
+
+def ask_deepspeed(document: Mapping[str, Any], source: str) -> None:
+    """Raise UserError if DeepSpeed's own classes do not accept a filled JSON. Takes seconds; says
+    nothing if DeepSpeed is not installed here."""
+    ask = [sys.executable, "-c", _ASK]
+    text = json.dumps(document)
+    try:
+        answer = subprocess.run(
+            ask, input=text, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=False
+        ).stdout
+    except subprocess.TimeoutExpired:
+        return
+    if answer.strip():
+        name, message = json.loads(answer.splitlines()[-1])
+        what = f"{source}: DeepSpeed does not accept {name}" if name else f"{source}: not accepted"
+        raise UserError(what, message, "see https://www.deepspeed.ai/docs/config-json")
