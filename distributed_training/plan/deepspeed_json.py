@@ -18,6 +18,8 @@ OPTIMIZER: dict[str, tuple[Any, ...]] = {
     "amsgrad": (False,),
     "torch_adam": (True, False),
 }
+# A loss scale with which fp16 skips the same steps under every strategy.
+FP16 = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
 # DeepSpeed's schedulers -> CONFIG's lr_schedule of that shape.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
@@ -72,6 +74,13 @@ def fill_deepspeed_json(plan: Plan) -> dict[str, Any]:
         why = "lr_schedule and warmup_steps in CONFIG decide it for every strategy"
         fix = f"remove it and set lr_schedule to {same}"
         raise UserError(f"{source}: scheduler is not for the JSON", why, fix)
+    if config.precision == "fp16":
+        scale = document["fp16"] = {**FP16, **document["fp16"]}
+        own = [f"fp16.{name}={scale[name]}" for name in FP16 if scale[name] != FP16[name]]
+        own += [f"fp16.loss_scale={scale['loss_scale']}"] if scale.get("loss_scale") else []
+        if own:
+            said = f"{', '.join(own)} in {source.name}: this run may skip other steps than "
+            plan.notes.append(f"{said}other strategies do")
     zero = document.get("zero_optimization", {})
     if zero.get("stage") == 3:  # its own linear layer is slower when blocks are compiled
         zero.setdefault("memory_efficient_linear", False)

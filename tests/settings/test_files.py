@@ -25,7 +25,10 @@ def test_paths_that_the_system_refuses(text):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a", b'{\n "epochs": 2,\n}', ["cannot be read as JSON", "line 3 column 1"]),
+        ("a", b'{\n "epochs" 2\n}', ["cannot be read as JSON", "line 2 column 11"]),
+        ("a", b'{\n "epochs": 2,\n}', ["line 3 has a comma before }"]),
+        ("a", b'{\n  // two\n "epochs": 2}', ["line 2 has a comment", "'// two'"]),
+        ("a", b'{"epochs": 2, # two\n "seed": 2}', ["line 1 has a comment", "'# two'"]),
         ("a", b"\xef\xbb\xbf{}", ["BOM"]),
         ("a", b'{"model": "\xff"}', ["cannot be read", "0xff"]),
         ("a", b"[" * 100_000, ["nested too deeply"]),

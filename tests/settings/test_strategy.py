@@ -40,7 +40,7 @@ def test_strategies_in_the_folders_order_mean_what_they_say():
         ("zero2", [], ("is not a JSON object",)),
         ("zero2", {"zero_optimization": {"stage": 4}}, ("stage=4", "less than or equal to 3")),
         ("zero2", {"zero_optimization": {"offload_param": {"device": "gpu"}}}, ("offload_param",)),
-        ("zero2", own_json(zero_optimization={"reduce_bucket_size": "auto"}), ("'auto' is not",)),
+        ("zero2", own_json(zero_optimization={"stage": "auto"}), ("stage='auto' is not",)),
     ],
 )
 def test_json_of_another_strategy_or_of_none(strategy, document, words, tmp_path):
