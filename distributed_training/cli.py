@@ -266,7 +266,7 @@ def calibrate(add: Add, program: Program) -> Act:
 
 COMMANDS: dict[str, Callable[[Sequence[str], Program], int]] = {
     "train": train,
-    **{name: partial(over_config, name) for name in ("plan", "compare", "parity")},
+    **{name: partial(over_config, name) for name in ("plan", "compare", "parity", "data")},
     "report": lambda argv, program: _load("records.report").main(argv, program.output_dir),
     **{
         command.__name__: partial(own_options, command)

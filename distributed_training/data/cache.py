@@ -12,15 +12,18 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
+from distributed_training.data.chats.prepare import Counts, check_records, read_pieces
 from distributed_training.data.corpus import Corpus, Source, fingerprint
-from distributed_training.data.pieces import ANSWERS, Piece
+from distributed_training.data.pieces import ANSWERS, RUNNING, Piece
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import CACHE, private_folder
 from distributed_training.settings.config import RunConfig
@@ -38,23 +41,29 @@ _THREADS = 64  # of the tokenizer at most; with so many it takes 0.7 GiB
 logger = logging.getLogger(__name__)
 
 
-def tokenise(corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path) -> Path:
+def tokenise(
+    corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path, *, rows: int = 2**31
+) -> Path:
     """The folder below `cache_dir` with the ids of `corpus`; of several processes one fills it and
-    the others wait. Raises UserError for texts that cannot be read, or a disk that is full."""
-    settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, config.pack is not False]
+    the others wait. Raises UserError for texts that cannot be read, a disk that is full, or a
+    tokenizer with more tokens than a model has `rows` for."""
+    by_line = config.pack is False
+    settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, by_line]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
-    if is_whole(folder):  # so that a cache that is there may be read-only
-        return folder
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not is_whole(folder):
-                if folder.is_dir():
-                    logger.warning("rebuilding the token cache %s, which is damaged", folder)
-                _fill(folder, corpus, tokenizer, config)
-    except OSError as error:
-        what = f"the token cache {cache_dir} cannot be written"
-        raise UserError(what, str(error), f"set {CACHE} to another folder") from None
+    if not is_whole(folder):  # a cache that is there may be read-only
+        tokenizer.facts.check_rows(rows, config.model)
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if not is_whole(folder):
+                    if folder.is_dir():
+                        logger.warning("rebuilding the token cache %s, which is damaged", folder)
+                    _fill(folder, corpus, tokenizer, config)
+        except OSError as error:
+            what = f"the token cache {cache_dir} cannot be written"
+            raise UserError(what, str(error), f"set {CACHE} to another folder") from None
+    tokenizer.recall(read_meta(folder)["tokenizer"])
+    tokenizer.facts.check_rows(rows, config.model)
     return folder
 
 
@@ -66,6 +75,12 @@ def token_cache() -> Path:
         fix = f"set {CACHE} to a folder of your own"
         raise UserError(f"the token cache {folder} cannot be used", why, fix)
     return folder
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What is said about the tokens in a folder that is whole: `form`, `splits`, `counts` of each
+    split (see Counts), and `tokenizer` (see Facts)."""
+    return json.loads((folder / _META).read_bytes())
 
 
 def is_whole(folder: Path) -> bool:
@@ -96,7 +111,7 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
     """(form of the texts, splits) of a folder that is whole. A split has `ids` of all texts in a
     row, end-of-text after each; `starts` of texts, and the end, int64 [num_texts + 1]; and
     `loss_mask`, whether each id is learnt, where not all are."""
-    meta = json.loads((folder / _META).read_bytes())
+    meta = read_meta(folder)
     splits: list[dict[str, np.ndarray]] = []
     for split, dtypes in meta["splits"].items():
         splits.append({})
@@ -112,9 +127,9 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, len(os.sched_getaffinity(0)))))
     if num_bytes > _LONG:
         print(f"tokenising {config.dataset}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
-    read = partial(Source.read, by_line=config.pack is False, chat=tokenizer.chat)
+    by_line = config.pack is False
     # All is parsed before anything is tokenised, which takes much longer.
-    sizes = [sum(len(piece.text) for piece in read(source)) for source in corpus.values()]
+    sizes = [_measure(source, tokenizer, by_line) for source in corpus.values()]
     if not sizes[0]:
         raise UserError(f"dataset={config.dataset!r} contains no text")
     building = folder.with_name(f"{folder.name}.partial")
@@ -122,6 +137,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     building.mkdir()
     ids_dtype = "uint16" if tokenizer.num_tokens <= 2**16 else "int32"
     splits = {}
+    counts = {split: Counts() for split in corpus}
     with tqdm(
         desc="tokenising", total=sum(sizes), unit="B", unit_scale=True, disable=None, leave=False
     ) as bar:
@@ -130,44 +146,71 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
             if source.form in ANSWERS:
                 dtypes["loss_mask"] = "bool"
             splits[split] = dtypes
-            for arrays in _tokenise_split(source, read(source), tokenizer, bar):
+            read = read_pieces(source, tokenizer, by_line=by_line, counts=counts[split])
+            for arrays in _tokenise_split(read, tokenizer, counts[split], bar):
                 for part in dtypes.keys() & arrays.keys():
                     with open(building / f"{split}-{part}.bin", "ab") as file:
                         file.write(arrays[part].astype(dtypes[part]).tobytes())
-    (building / _META).write_text(json.dumps({"form": corpus["train"].form, "splits": splits}))
+    meta = {
+        "form": corpus["train"].form, "splits": splits, "tokenizer": asdict(tokenizer.facts),
+        "counts": {split: found.as_dict() for split, found in counts.items()},
+    }  # fmt: skip
+    (building / _META).write_text(json.dumps(meta))
     (building / _CHECKSUM).write_bytes(_checksum(building))
     publish(building, folder)  # over one that was damaged, if any
 
 
+def _measure(source: Source, tokenizer: Tokenizer, by_line: bool) -> int:
+    """Characters of a split, about. Raises UserError for what cannot be read."""
+    if source.form == RUNNING:
+        return sum(len(piece.text) for piece in source.read_texts(by_line=by_line))
+    size = 0
+    for item in check_records(source, tokenizer, Counts()):
+        if isinstance(item, list):
+            size += sum(len(piece.text) for piece in item)
+        else:
+            size += sum(len(str(message["content"])) for message in item[1].messages)
+    return size
+
+
 def _tokenise_split(
-    source: Source, pieces: Iterator[Piece], tokenizer: Tokenizer, bar: tqdm
+    pieces: Iterator[Piece], tokenizer: Tokenizer, counts: Counts, bar: tqdm
 ) -> Iterator[dict[str, np.ndarray]]:
     """What follows in each file of a split, by part; the next batches are in work meanwhile."""
     yield {"starts": np.zeros(1)}
-    templated = source.form in ANSWERS and tokenizer.chat is not None  # has its marks
-    bos = [] if templated else tokenizer.bos_ids
-    begins = True
     length = 0
+    is_special = np.zeros(tokenizer.num_tokens, bool)
+    is_special[tokenizer.special_ids] = True
+    at_ends = sum(map(len, tokenizer.ends))
+    marked = 0  # special tokens in the pieces of the text so far
     with ThreadPoolExecutor(_AHEAD) as pool:
         batches = iter(partial(_take_batch, pieces), [])
-        encode = partial(tokenizer.encode_batch, marks=templated)
-        work = ((batch, pool.submit(encode, [piece.text for piece in batch])) for batch in batches)
+        work = ((batch, pool.submit(tokenizer.encode, batch)) for batch in batches)
         queue = deque(itertools.islice(work, _AHEAD))
         while queue:
             batch, future = queue.popleft()
             queue.extend(itertools.islice(work, 1))
             rows = []
-            for piece, row in zip(batch, future.result(), strict=True):
-                whole = np.append(bos, row) if begins and bos else row
-                rows.append(np.append(whole, tokenizer.eos_id) if piece.eos else whole)
-                begins = piece.ends
+            masks = []
+            for piece, (row, mask) in zip(batch, future.result(), strict=True):
+                if piece.eos:
+                    marked = marked * (not piece.begins) + int(is_special[row].sum())
+                    if piece.ends:
+                        counts.notes["special tokens in a text"] += marked > at_ends
+                if mask is None:
+                    mask = np.ones(len(row), bool)
+                if piece.eos and piece.ends and row[-1:] != [tokenizer.eos_id]:
+                    row = np.append(row, tokenizer.eos_id)
+                    mask = np.append(mask, True)
+                rows.append(row)
+                masks.append(mask)
             sizes = [len(row) for row in rows]
             ends = length + np.cumsum(sizes)
             length = ends[-1]
             yield {
                 "ids": np.concatenate(rows),
                 "starts": ends[[piece.ends for piece in batch]],
-                "loss_mask": np.repeat([piece.in_loss for piece in batch], sizes),
+                "loss_mask": np.concatenate(masks),
             }
             bar.update(sum(len(piece.text) for piece in batch))
 

@@ -18,6 +18,8 @@ TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
 TOKENIZER_JSON = "tokenizer.json"
 INDEX = "model.safetensors.index.json"  # of weights in several files
+# Words in the names of files that tokenizers read.
+_TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
 _COPY = "then copy ~/.cache/huggingface here"
 
 
@@ -93,6 +95,11 @@ def fetch_tokenizer(repo_id: str) -> Path:
     with contextlib.suppress(OSError):  # many have it in the settings
         fetch_folder(repo_id, ("chat_template.jinja",))
     return folder
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a tokenizer may read a file of this name in its folder."""
+    return any(word in name for word in _TOKENIZER_WORDS) and not name.endswith(".py")
 
 
 def cannot_fetch(key: str, value: str, error: OSError, command: str) -> UserError:

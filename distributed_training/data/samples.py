@@ -10,7 +10,7 @@ import numpy as np
 
 from distributed_training.data.cache import digest_of, load_tokens
 from distributed_training.data.packing import pack_records
-from distributed_training.data.pieces import RUNNING, TEXT
+from distributed_training.data.pieces import ANSWERS, RUNNING, TEXT
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -148,11 +148,8 @@ def cut_samples(
     as_blocks = packs and form == RUNNING
     seq_len = config.max_length
     cut = functools.partial(_cut, seq_len=seq_len, padding_id=tokenizer.eos_id)
-    if as_blocks:
-        train, *rest = (cut(split, _find_blocks(split, seq_len)) for split in splits)
-    else:
-        whole = packs and form == TEXT
-        train, *rest = (cut(split, _find_records(split, seq_len, whole)) for split in splits)
+    parts = functools.partial(find_parts, form=form, config=config, packs=packs)
+    train, *rest = (cut(split, parts(split)) for split in splits)
     if rest:
         validation = rest[0]
     else:
@@ -164,7 +161,12 @@ def cut_samples(
     if len(train) == 0 or len(validation) == 0:
         own = config.validation_dataset if len(train) else None
         what = f"validation_dataset={own!r}" if own else f"dataset={config.dataset!r}"
-        raise UserError(f"{what} is too short", why, "use a longer text or a smaller max_length")
+        fix = "use a longer text or a smaller max_length"
+        if form in ANSWERS:
+            what += " has too few records whose answer is seen"
+            fix = "give more records, or set a larger max_length if prompts fill it"
+            raise UserError(what, why, fix)
+        raise UserError(f"{what} is too short", why, fix)
     asked = config.num_samples
     wanted = min(AUTO_SAMPLES, len(train)) if isinstance(asked, str) else asked
     if wanted > len(train):
@@ -184,7 +186,30 @@ def cut_samples(
     return Data(train, validation, fingerprint, tokenizer, folder.name, form, packs)
 
 
+def real_share(folder: Path, config: RunConfig) -> float:
+    """Share of the positions of all samples of a folder of the cache that hold a token."""
+    form, splits = load_tokens(folder)
+    samples = _cut(
+        splits[0], find_parts(splits[0], form, config), seq_len=config.max_length, padding_id=0
+    )
+    if len(samples) == 0:
+        return 0.0
+    return (
+        samples.packed() if config.pack is not False and form != RUNNING else samples
+    ).real_share
+
+
 Parts = tuple[np.ndarray, np.ndarray]  # starts and lengths, as in Samples
+
+
+def find_parts(
+    split: dict[str, np.ndarray], form: str, config: RunConfig, packs: bool | None = None
+) -> Parts:
+    """The parts that a split is cut into, also those in which nothing is learnt."""
+    packs = config.pack is not False if packs is None else packs
+    if packs and form == RUNNING:
+        return _find_blocks(split, config.max_length)
+    return _find_records(split, config.max_length, packs and form == TEXT)
 
 
 def _find_blocks(split: dict[str, np.ndarray], seq_len: int) -> Parts:

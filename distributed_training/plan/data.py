@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from distributed_training.data import hub
-from distributed_training.data.cache import is_whole, token_cache, tokenise
+from distributed_training.data.cache import is_whole, read_meta, token_cache, tokenise
 from distributed_training.data.corpus import EMBEDDED, WIKITEXT, is_hub_name, read_corpus
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
@@ -25,27 +25,14 @@ def find_sources(plan: Plan) -> Plan:
     config = plan.config
     spec = plan.model
     notes = plan.notes
-    tokenizer, tokenizer_dir = _choose_tokenizer(config, spec, notes)
-    num_tokens = Tokenizer(tokenizer_dir).num_tokens
-    if num_tokens > spec.size.vocab_size:
-        what = f"tokenizer={tokenizer!r} has {num_tokens} tokens"
-        why = f"{config.model} knows {spec.size.vocab_size}"
-        raise UserError(what, why, 'set tokenizer to "embedded" or choose a larger model')
+    tokenizer, tokenizer_dir = choose_tokenizer(config, spec, notes)
+    opened = Tokenizer(tokenizer_dir)
+    if opened.loads_fast:  # others are checked before they tokenize
+        opened.facts.check_rows(spec.size.vocab_size, config.model)
     weights, weights_dir = _choose_weights(config, spec, tokenizer, notes)
     if config.lora_rank and weights_dir is None:
         notes.append("adapters beside random weights learn little; lora_rank=0 trains the weights")
-    dataset = config.dataset
-    if dataset == AUTO:
-        try:
-            hub.fetch_wikitext()
-            dataset = WIKITEXT
-        except OSError as error:
-            if config.strict:
-                command = hub.WIKITEXT_COMMAND
-                raise hub.cannot_fetch("dataset", WIKITEXT, error, command) from None
-            note = f"WikiText-2 is not available ({error}): training on the embedded corpus, "
-            notes.append(f"{note}the sources and help topics of this Python")
-            dataset = EMBEDDED
+    dataset = choose_dataset(config, notes)
     rate = config.learning_rate
     if rate == AUTO:
         rate = 3e-4
@@ -71,13 +58,14 @@ def peek_data(plan: Plan) -> Data | None:
         hub.ask_for_dataset(key, name, download=False)
     if on_hub:
         return None
-    corpus = read_corpus(config.dataset, config.validation_dataset)
+    corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
     if sum(source.num_bytes for source in corpus.values()) > QUICKLY_CUT:
         return None
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as cache_dir:
         tokenizer = Tokenizer(plan.tokenizer_dir)
-        folder_of_ids = tokenise(corpus, tokenizer, config, Path(folder))
-        return _cut(folder_of_ids, tokenizer, plan)
+        rows = plan.model.size.vocab_size
+        folder = tokenise(corpus, tokenizer, config, Path(cache_dir), rows=rows)
+        return _cut(folder, tokenizer, plan)
 
 
 def cut_data(plan: Plan) -> Data:
@@ -88,9 +76,11 @@ def cut_data(plan: Plan) -> Data:
     cache_dir = token_cache()
     if plan.cache and is_whole(cache_dir / plan.cache):
         folder = cache_dir / plan.cache
+        tokenizer.recall(read_meta(folder)["tokenizer"])
     else:
-        corpus = read_corpus(config.dataset, config.validation_dataset)
-        folder = tokenise(corpus, tokenizer, config, cache_dir)
+        corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
+        rows = plan.model.size.vocab_size
+        folder = tokenise(corpus, tokenizer, config, cache_dir, rows=rows)
     return _cut(folder, tokenizer, plan)
 
 
@@ -136,12 +126,33 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
     return replace(plan, config=config, num_steps=num_steps, cache=data.cache, packing=packing)
 
 
-def _choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:
+def choose_dataset(config: RunConfig, notes: list[str]) -> str:
+    """The dataset's name, with "auto" decided."""
+    if config.dataset != AUTO:
+        return config.dataset
+    try:
+        hub.fetch_wikitext()
+        return WIKITEXT
+    except OSError as error:
+        if config.strict:
+            command = hub.WIKITEXT_COMMAND
+            raise hub.cannot_fetch("dataset", WIKITEXT, error, command) from None
+        note = f"WikiText-2 is not available ({error}): training on the embedded corpus, "
+        notes.append(f"{note}the sources and help topics of this Python")
+        return EMBEDDED
+
+
+def choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:
+    """(name, folder) of the tokenizer: of a model in a folder its own, whatever its files are."""
     asked = config.tokenizer
     own = spec.weights_dir
-    files = (hub.TOKENIZER_JSON, hub.TOKENIZER_FILES[0])
-    if asked == AUTO and own is not None and any((own / name).is_file() for name in files):
-        return str(own), own
+    if asked == AUTO and own is not None:
+        if any(hub.is_tokenizer_file(file.name) for file in own.iterdir()):
+            return str(own), own
+        if weight_files(own):
+            what = f"model={config.model!r} has no tokenizer"
+            fix = "copy the tokenizer's files there, or name another folder as tokenizer"
+            raise UserError(what, "its weights mean nothing with another one", fix)
     if asked == EMBEDDED or (asked == AUTO and config.model.startswith("gpt2-tiny")):
         return EMBEDDED, EMBEDDED_DIR
     folder = Path(asked)

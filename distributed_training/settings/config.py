@@ -55,6 +55,8 @@ class RunConfig(Options):
     wikitext-2, embedded, embedded-prose; auto: wikitext-2 where available, else embedded"""
     validation_dataset: Text | None = data(None, aliases=("validation_file", "eval_dataset"))
     """likewise, to evaluate on; None: dataset's validation split, or its last 5%"""
+    columns: Text | None = data(None)
+    """names of a dataset's columns, such as prompt=question,completion=answer; None: as they are"""
     tokenizer: Text = data(AUTO)
     """gpt2, embedded, a folder with tokenizer.json or vocab.json and merges.txt, a model's name on
     the Hub; auto: by model"""

@@ -67,7 +67,7 @@ def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
         if base != folder:
             peft.load_adapters(model, spec, folder)
         tokenizer = Tokenizer(folder)
-        chat = is_chat(folder) or tokenizer.chat is not None
+        chat = is_chat(folder) or tokenizer.is_templated
         if (folder.parent / RECORD_FILE).is_file():
             chat = tokenizer.talks(load_record(folder.parent).data.get("form"))
         return model, tokenizer, chat

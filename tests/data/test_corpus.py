@@ -1,3 +1,5 @@
+"""What is found in files and folders, and in this Python."""
+
 import sysconfig
 from pathlib import Path
 
@@ -6,8 +8,10 @@ import pyarrow.parquet
 import pytest
 
 from distributed_training.data import hub
+from distributed_training.data.chats.prepare import Counts, read_pieces
 from distributed_training.data.corpus import Source, fingerprint, read_corpus
 from distributed_training.data.pieces import RUNNING, TEXT
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from tests.support import refused
 
 ROWS = ["", " = Robert Boulter = \n", "", " An English film , television and theatre actor . \n"]
@@ -15,12 +19,16 @@ ROWS += [" = = Career = = \n", " = = = 2000 to 2005 = = = \n", " In 2000 = a yea
 ROWS += [" = Du Fu = \n", " Du Fu was a Chinese poet . \n"]
 
 
+def pieces_of(source, *, by_line=False):
+    return read_pieces(source, Tokenizer(EMBEDDED_DIR), by_line=by_line, counts=Counts())
+
+
 def texts_of(source, *, by_line=False):
     """Its texts, whole."""
     texts, parts = [], []
-    for piece in source.read(by_line=by_line):
-        assert piece.in_loss
-        assert piece.eos == piece.ends
+    for piece in pieces_of(source, by_line=by_line):
+        assert piece.spans is None
+        assert piece.eos
         parts.append(piece.text)
         if piece.ends:
             texts.append("".join(parts))
@@ -59,7 +67,7 @@ def test_folder_is_read_in_the_order_of_its_names(tmp_path):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"a.png": b"x"}, ["no .txt or .md or"]),
+        ({"a.png": b"x"}, ["found .png", "give .txt"]),
         ({"a.jsonl": b" \n\n\t\n"}, ["contains no text"]),
         ({"a.jsonl": b'{"text": "a"}\n\n[]'}, ["line 3", 'no "text" string', '{"text": "..."}']),
         ({"a.txt": b"one", "b.jsonl": b'{"text": "two"}'}, [".jsonl, .txt", "not both"]),

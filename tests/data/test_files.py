@@ -9,12 +9,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from distributed_training.data import corpus
-from distributed_training.data.corpus import read_corpus, read_text
+from distributed_training.data import files
+from distributed_training.data.corpus import read_corpus
+from distributed_training.data.files import read_text
 from distributed_training.data.pieces import PROMPT
 from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
 from distributed_training.settings.errors import UserError
-from tests.data.test_corpus import texts_of
+from tests.data.test_corpus import pieces_of, texts_of
 from tests.plan.helpers import plan_for
 from tests.support import refused
 
@@ -29,7 +30,7 @@ def test_encodings_with_their_mark_and_windows_lines(newline, encoding, tmp_path
     text = mark + STORY.replace("\n", newline) + "\r"
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     for block in (1, 3, 2**20):
-        monkeypatch.setattr(corpus, "_BLOCK", block)
+        monkeypatch.setattr(files, "BLOCK", block)
         for by_line in (False, True):
             assert "".join(read_text(tmp_path / "a.txt", by_line=by_line)) == STORY + "\r"
 
@@ -74,9 +75,9 @@ def test_records_of_every_kind_give_the_same_pieces(tmp_path):
         write_rows(tmp_path / name, rows)
     source = read_corpus(str(tmp_path))["train"]
     assert source.form == PROMPT
-    expected = [[(row["prompt"], False), (row["completion"], True)] for row in rows]
-    found = [(piece.text, piece.in_loss) for piece in source.read(by_line=False)]
-    assert found == 3 * [pair for pairs in expected for pair in pairs]
+    found = [piece.text for piece in pieces_of(source)]
+    assert found == 3 * [row["prompt"] + row["completion"] for row in rows]
+    assert {piece.spans[0][0] for piece in pieces_of(source)} == {len(rows[0]["prompt"])}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_records_of_every_kind_give_the_same_pieces(tmp_path):
     [
         ("a.csv", b"text;label\nabc;1\n", "'text;label'"),
         ("a.csv", b'text\n"abc\n', "line 2 is not CSV"),
-        ("a.csv", b'prompt,completion\n"abc"\n', 'no "completion" string'),
+        ("a.csv", b'prompt,completion\n"abc"\n', "fewer fields than the heading; no 'completion'"),
         ("a.csv", b"text,label\none,1\none, two,1\n", "line 3 has more fields than the heading"),
         ("a.parquet", b"PAR1 cut off", "is not a parquet file"),
         ("a.jsonl", b'\n{"text": "\\ud83d"}', "line 2 cannot be read; half a surrogate pair"),
@@ -99,7 +100,7 @@ def test_records_that_cannot_be_used_say_why(name, content, words, tmp_path):
 
 
 def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "_ROWS", 10)
+    monkeypatch.setattr(files, "_ROWS", 10)
     path = tmp_path / "a.parquet"
     write_rows(path, [{"text": str(n)} for n in range(40)])
     column = pyarrow.parquet.ParquetFile(path).metadata.row_group(15).column(1)
@@ -107,7 +108,7 @@ def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
     first = column.dictionary_page_offset
     content[first : first + column.total_compressed_size] = bytes(column.total_compressed_size)
     path.write_bytes(content)  # row 31 cannot be read any more
-    rows = corpus.read_records(path)
+    rows = files.read_records(path, columns=["text"])
     assert next(rows) == (f"{path} row 1", {"text": "0"})
     with refused("a.parquet "):
         list(rows)

@@ -2,6 +2,7 @@ import itertools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -156,16 +157,18 @@ def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_p
 )
 def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path):
     with refused("dataset='made' is too short", "16 tokens", " 0 for ", "smaller max_length"):
-        prepare(tmp_path, tokenizer, in_memory(train, validation), pack=pack)
+        prepare(tmp_path / "cache", tokenizer, in_memory(train, validation), pack=pack)
     unseen = [{"prompt": "so long " * 50, "completion": " yes"}] * 9
-    with refused("too short", "gives 0 for training"):
-        prepare(tmp_path / "cache", tokenizer, jsonl(tmp_path, unseen), pack=False)
+    (tmp_path / "rows").mkdir()
+    with refused("too few records", "gives 0 for training", "a larger max_length"):
+        prepare(tmp_path / "cache", tokenizer, jsonl(tmp_path / "rows", unseen), pack=False)
 
 
 def test_ids_beyond_16_bits_survive(tokenizer, tmp_path, monkeypatch):
     ids = [np.full(40, 69_999, np.int32)]
-    monkeypatch.setattr(tokenizer, "num_tokens", 70_000)
-    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts, marks: ids * len(texts))
+    many = replace(tokenizer.facts, num_tokens=70_000)
+    monkeypatch.setattr(tokenizer, "_known", many)
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts, special: ids * len(texts))
     assert (all_rows(prepare(tmp_path, tokenizer).train)[0] == 69_999).any()
 
 
@@ -214,10 +217,10 @@ def test_two_runs_make_one_cache(tokenizer, tmp_path, monkeypatch):
     calls = []
     encode = tokenizer.encode_batch
 
-    def slowly(texts, *, marks):
+    def slowly(texts, *, special):
         calls.append(texts)
         time.sleep(0.2)
-        return encode(texts, marks=marks)
+        return encode(texts, special=special)
 
     monkeypatch.setattr(tokenizer, "encode_batch", slowly)
     with ThreadPoolExecutor(2) as pool:

@@ -11,7 +11,6 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from distributed_training.data.corpus import read_prose
-from distributed_training.data.pieces import ChatTemplate
 from distributed_training.data.tokenizer import END_OF_TEXT, Tokenizer
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
@@ -66,37 +65,8 @@ def test_ids_are_those_of_transformers(folder):
     asked = theirs.apply_chat_template(SAID[:3], add_generation_prompt=True)["input_ids"]
     assert ours.ask(SAID[:3]) == asked
     assert ours.end_of_answer == theirs.convert_tokens_to_ids("<|end|>")
-    (ids,) = ours.encode_batch(["a<|end|>b"])
-    assert ours.end_of_answer not in ids, "a text that mentions a mark has not the token"
-
-
-def learnt(pieces):
-    return [piece.text for piece in pieces if piece.in_loss]
-
-
-def test_of_a_conversation_the_answers_are_learnt():
-    template = ChatTemplate(PLAIN, "<|stop|>", "<|begin|>")
-    pieces = template.cut([*SAID, {"role": "user", "content": "Thanks"}], "here")
-    assert learnt(pieces) == ["A sequence <|end|><|end|>\n", "Another one<|end|>\n"]
-    assert "".join(piece.text for piece in pieces) == template.render(SAID)
-    assert [piece.ends for piece in pieces] == [False, False, False, True]
-    assert [piece.eos for piece in pieces] == [False, False, False, True]
-    assert not ChatTemplate(PLAIN, "<|end|>", "").cut(SAID, "here")[-1].eos, "ends with it already"
-    assert template.cut(SAID[:1], "here") == []
-
-    # Where the template rewrites earlier answers the last is learnt.
-    template = ChatTemplate(FORGETFUL, "<|stop|>", "")
-    pieces = template.cut(SAID, "here")
-    assert learnt(pieces) == ["<none>\nAnother one<|end|>\n"]
-    assert "".join(piece.text for piece in pieces) == template.render(SAID)
-
-
-def test_what_a_template_may_not_do_and_what_it_refuses():
-    with refused("a.jsonl line 3", "chat template", "no such role"):
-        said = [{"role": "refused", "content": ""}, *SAID]
-        ChatTemplate(PLAIN, "", "").cut(said, "a.jsonl line 3")
-    with refused("here", "unsafe"):
-        ChatTemplate("{{ messages.__class__.__mro__ }}", "", "").cut(SAID, "here")
+    for text in ("a<|end|>b", "", " a"):
+        assert ours.encode_batch([text], special=True)[0].tolist() == theirs(text)["input_ids"]
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt", "text"])
@@ -111,11 +81,11 @@ def test_samples(form, folder, tmp_path):
     assert tokenizer.talks(data.form) == (form != "text")
     theirs = AutoTokenizer.from_pretrained(folder)
     whole = theirs("A list.") if form == "text" else theirs.apply_chat_template(said)
-    expected = [*whole["input_ids"], tokenizer.eos_id]
+    expected = whole["input_ids"] + [tokenizer.eos_id] * (form == "text")
     inputs, targets = (rows[0].tolist() for rows in data.train.batch(np.array([0])))
     assert inputs[: len(expected) - 1] == expected[:-1]
     answer = [i for i in targets if i != -100]
-    assert answer[-1] == tokenizer.eos_id
+    assert answer[-1] == expected[-1]
     assert (len(answer) == len(expected) - 1) == (form == "text")
     assert tokenizer.decode(answer).endswith("A list." if form == "text" else "\n")
 
@@ -139,17 +109,17 @@ SAMPLES = [
 @settings(max_examples=100, deadline=None)
 @given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=4))
 def test_any_text_comes_back(texts, tokenizer):
-    batch = tokenizer.encode_batch([*texts, f"a{END_OF_TEXT}b"])  # a mention is not the token
+    batch = tokenizer.encode_batch(texts)
     assert {ids.dtype for ids in batch} == {np.dtype(np.int32)}
-    assert [tokenizer.decode(ids.tolist()) for ids in batch[:-1]] == texts
+    assert [tokenizer.decode(ids.tolist()) for ids in batch] == texts
     assert all((ids < tokenizer.num_tokens).all() for ids in batch)
-    assert all(tokenizer.eos_id not in ids for ids in batch)
 
 
 def test_a_saved_folder_gives_the_same_ids_in_transformers(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new" / "folder")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "new" / "folder")
-    for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
+    texts = [*SAMPLES, f"a{END_OF_TEXT}b"]
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert ids.tolist() == theirs(text)["input_ids"]
     assert (theirs.eos_token, theirs.eos_token_id) == (END_OF_TEXT, tokenizer.eos_id)
     assert tokenizer.num_tokens == len(theirs)
@@ -167,4 +137,4 @@ def test_unusable_files_are_refused(vocabulary, merges, words, tmp_path):
     (tmp_path / "vocab.json").write_text(vocabulary)
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
     with refused(str(tmp_path), words):
-        Tokenizer(tmp_path)
+        assert Tokenizer(tmp_path).facts

@@ -8,7 +8,7 @@ from pathlib import Path
 import transformers
 
 from tests.conftest import ROOT, SCRIPT, assert_ok, clean_environment, only_record, train
-from tests.data.test_pieces import CHAT
+from tests.data.test_records import CHAT
 from tests.e2e.support import metrics
 from tests.run.test_export import command
 

@@ -1,0 +1,107 @@
+"""Records -> what is tokenized, with what is left out of them, counted."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distributed_training.data import pieces
+from distributed_training.data.chats.render import Conversation
+from distributed_training.data.corpus import Source
+from distributed_training.data.files import has_added_nulls
+from distributed_training.data.pieces import Piece
+from distributed_training.data.tokenizer import Tokenizer
+
+_AT_ONCE = 64  # conversations that are rendered at a time
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the records of a split."""
+
+    records: int = 0  # read; of running text, its texts or lines
+    left_out: Counter[str] = field(default_factory=Counter)  # records, by reason
+    notes: Counter[str] = field(default_factory=Counter)  # other things worth a line
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "records": self.records,
+            "used": self.records - self.left_out.total(),
+            "left_out": dict(self.left_out),
+            "notes": dict(self.notes),
+        }
+
+
+def read_pieces(
+    source: Source, tokenizer: Tokenizer, *, by_line: bool, counts: Counts
+) -> Iterator[Piece]:
+    """What is tokenized of a source, in its order."""
+    if source.form == pieces.RUNNING:
+        for piece in source.read_texts(by_line=by_line, can_cut=tokenizer.can_cut):
+            counts.records += piece.begins
+            yield piece
+        return
+    batch = list[tuple[str, Conversation]]()
+    for item in check_records(source, tokenizer, counts):
+        if isinstance(item, tuple):
+            batch.append(item)
+            if len(batch) == _AT_ONCE:
+                yield from _rendered(batch, tokenizer, counts)
+                batch = []
+        else:
+            yield from item
+    yield from _rendered(batch, tokenizer, counts)
+
+
+def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Iterator[Any]:
+    """A list of pieces for each record that is text, (where, conversation) for others; what needs
+    no template is checked and counted."""
+    shape = source.shape
+    assert shape is not None
+    talks = tokenizer.talks(source.form)
+    for where, record in source.read_records():
+        counts.records += 1
+        if talks:
+            drop_nulls = (
+                has_added_nulls(Path(where.rpartition(" row ")[0])) if " row " in where else False
+            )
+            found = shape.conversation(record, where, counts.notes, drop_nulls=drop_nulls)
+            answers = [i for i, m in enumerate(found.messages) if m["role"] == pieces.ASSISTANT]
+            if not set(answers).difference(found.skip):
+                counts.left_out["no answer"] += 1
+            else:
+                yield where, found
+        elif source.form == pieces.TEXT:
+            text = shape.text(record, where)
+            if text.strip():
+                yield list(pieces.cut_text([text], can_cut=tokenizer.can_cut))
+            else:
+                counts.left_out["no text"] += 1
+        else:
+            prompt, completion = shape.pair(record, where)
+            if completion.strip():
+                spans = [(len(prompt), len(prompt) + len(completion))]
+                yield [Piece(prompt + completion, spans)]
+            else:
+                counts.left_out["no answer"] += 1
+
+
+def _rendered(
+    batch: list[tuple[str, Conversation]], tokenizer: Tokenizer, counts: Counts
+) -> Iterator[Piece]:
+    if not batch:
+        return
+    templated = tokenizer.is_templated
+    for (_, conversation), samples in zip(batch, tokenizer.align(batch), strict=True):
+        if not samples:
+            counts.left_out["no answer"] += 1
+        contents = (message.get("content") for message in conversation.messages)
+        said = "\n".join(content for content in contents if isinstance(content, str))
+        if tokenizer.special_pattern.search(said):
+            counts.notes["special tokens in a text"] += 1
+        for sample in samples:
+            counts.notes["thoughts removed"] += sample.thoughts_removed
+            counts.notes["answers without an end"] += sample.unended
+            yield Piece(sample.text, sample.spans, templated=templated, eos=False)

@@ -1,0 +1,98 @@
+"""What is trained on: the first samples, the part in the loss marked, and what is left out."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from distributed_training.data import report
+from distributed_training.data.cache import tokenise
+from distributed_training.data.corpus import read_corpus
+from distributed_training.data.samples import real_share
+from distributed_training.data.tokenizer import Tokenizer
+from distributed_training.models import find_model
+from distributed_training.plan.choose import choose_model
+from distributed_training.plan.data import choose_dataset, choose_tokenizer
+from distributed_training.settings.config import RunConfig, with_values
+from distributed_training.settings.keys import at_least
+from distributed_training.settings.machine import detect_machine
+
+_COLORS = ("\033[32m", "\033[0m")
+_QUOTES = ("«", "»")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `data` beside CONFIG's keys."""
+    shown = "samples to show (default 3)"
+    parser.add_argument("--show", metavar="N", type=at_least(0), default=3, help=shown)
+    parser.add_argument("--json", action="store_true", help="samples and counts, for programs")
+
+
+def run(
+    arguments: argparse.Namespace, configure: Callable[[Sequence[str]], RunConfig], script: Path
+) -> int:
+    """Tokenize the dataset as a run would, into the same cache, and show it."""
+    notes = list[str]()
+    config = choose_model(configure(arguments.overrides), detect_machine(), 1, notes)
+    spec = find_model(config.model)
+    config = with_values(config, dataset=choose_dataset(config, notes))
+    tokenizer = Tokenizer(choose_tokenizer(config, spec, notes)[1])
+    corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
+    cache_dir = Path(config.output_dir) / ".cache" / "tokens"
+    folder = tokenise(corpus, tokenizer, config, cache_dir, rows=spec.size.vocab_size)
+    counts = report.summarise(folder, config)
+    counts["real_share"] = real_share(folder, config)
+    counts["tokenizer"] = tokenizer.facts.kind
+    counts["special_tokens"] = tokenizer.facts.special
+    samples = list(report.read_samples(folder, config, arguments.show))
+    if arguments.json:
+        found = [
+            {
+                "ids": ids.tolist(),
+                "loss_mask": mask.tolist(),
+                "text": tokenizer.decode(ids.tolist(), special=True),
+            }
+            for ids, mask in samples
+        ]
+        print(json.dumps({"samples": found, "counts": counts}, indent=1))
+        return 0
+    marks = _COLORS if sys.stdout.isatty() else _QUOTES
+    for number, (ids, mask) in enumerate(samples, 1):
+        print(f"--- sample {number}: {len(ids)} tokens, {mask.sum()} of them in the loss")
+        print(_marked(tokenizer, ids.tolist(), mask.tolist(), marks))
+    print(tabulate(_rows(counts, config), tablefmt="plain", disable_numparse=True))
+    for note in [*notes, *report.describe(counts, config.max_length)]:
+        print(f"note: {note}")
+    return 0
+
+
+def _marked(tokenizer: Tokenizer, ids: list[int], mask: list[bool], marks: tuple[str, str]) -> str:
+    """The text of a sample, with marks around each part that is in the loss."""
+    text = ""
+    first = 0
+    for last in range(1, len(ids) + 1):
+        if last == len(ids) or mask[last] != mask[first]:
+            part = tokenizer.decode(ids[first:last], special=True)
+            text += f"{marks[0]}{part}{marks[1]}" if mask[first] else part
+            first = last
+    return text
+
+
+def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
+    left_out = [f"{count:,} {reason}" for reason, count in counts["left_out"].items()]
+    tokens = ", ".join(f"{name} {count:,}" for name, count in counts["tokens"].items())
+    special = ", ".join(f"{name} {token}" for name, token in counts["special_tokens"].items())
+    return [
+        ("records", f"{counts['records']:,} read, {counts['used']:,} used"),
+        ("left out", "; ".join(left_out) or "none"),
+        ("samples", f"{counts['samples']:,}, {counts['cut']:,} of them cut at {config.max_length}"),
+        ("tokens per record", tokens),
+        ("in the loss", f"{100 * counts['loss_share']:.1f}% of the tokens"),
+        ("real tokens", f"{100 * counts['real_share']:.1f}% of the positions"),
+        ("tokenizer", counts["tokenizer"]),
+        ("special tokens", special),
+    ]

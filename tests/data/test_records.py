@@ -1,0 +1,142 @@
+"""Records in the shapes people have."""
+
+from collections import Counter
+
+import pytest
+
+from distributed_training.data.chats.records import Shape
+from tests.support import refused
+
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "3 + 3?"},
+        {"role": "assistant", "content": "6"},
+        {"role": "user", "content": "Thanks"},
+    ]
+}
+
+
+USER = {"role": "user", "content": "2+2="}
+ANSWER = {"role": "assistant", "content": "4"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def conversation_of(record, columns=(), **options):
+    """(messages, which of them are not trained on, notes)."""
+    notes = Counter()
+    shape = Shape(record, "here", dict(columns))
+    assert shape.form in ("messages", "prompt")
+    found = shape.conversation(record, "here", notes, **options)
+    return found.messages, found.skip, dict(notes)
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"messages": [USER, ANSWER], "id": 7}, [USER, ANSWER]),
+        (
+            {"conversations": [
+                {"from": "system", "value": "s"}, {"from": "human", "value": "2+2="},
+                {"from": "gpt", "value": "4"},
+            ]},
+            [{"role": "system", "content": "s"}, USER, ANSWER],
+        ),
+        (
+            {"conversations": [
+                {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                {"from": "observation", "value": "4"},
+            ]},
+            [
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": "4"},
+            ],
+        ),
+        ({"prompt": "2+2=", "completion": "4"}, [USER, ANSWER]),
+        ({"prompt": "2+2=", "response": "4"}, [USER, ANSWER]),
+        ({"question": "2+2=", "answer": "4"}, [USER, ANSWER]),
+        ({"instruction": "2+2=", "output": "4"}, [USER, ANSWER]),
+        (
+            {"instruction": "Add.", "input": "2, 2", "output": "4", "system": "s"},
+            [
+                {"role": "system", "content": "s"}, {"role": "user", "content": "Add.\n2, 2"},
+                ANSWER,
+            ],
+        ),
+        (
+            {"instruction": "2+2=", "input": "", "output": "4", "history": [["1", "2"]]},
+            [
+                {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"},
+                USER, ANSWER,
+            ],
+        ),
+        ({"messages": [USER, {"role": "bot", "content": "4"}]}, [USER, ANSWER]),
+        ({"messages": [USER, {"role": "model", "content": "4"}]}, [USER, ANSWER]),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+            [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
+        ),
+        ({"messages": '[{"role": "user", "content": "2+2="}]'}, [USER]),
+    ],
+)  # fmt: skip
+def test_conversations_in_every_shape(record, messages):
+    assert conversation_of(record)[0] == messages
+
+
+def test_what_is_not_trained_on():
+    quiet = {**ANSWER, "weight": 0}
+    untrained = {**ANSWER, "train": False}
+    messages = [USER, quiet, USER, {**ANSWER, "weight": 1}, USER, untrained]
+    assert conversation_of({"messages": messages})[1] == [1, 5]
+    pair = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "system": "s"}
+    assert conversation_of(pair)[1] == [0, 1, 2, 3]
+    assert conversation_of({"messages": [{"role": "critic", "content": "no"}]})[2] == {
+        "messages of the unknown role 'critic'": 1
+    }
+
+
+def test_tables_add_nulls_that_are_left_out():
+    call = {"name": "f", "arguments": {"x": 1, "y": None}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call], "name": None}
+    kept = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"name": "f", "arguments": {"x": 1}}],
+    }
+    assert conversation_of({"messages": [message]}, drop_nulls=True)[0] == [kept]
+    assert conversation_of({"messages": [message]})[0] == [message]
+
+
+def test_columns_are_renamed():
+    columns = {"prompt": "q", "completion": "a"}
+    shape = Shape({"q": "2+2=", "a": "4", "prompt": "other"}, "here", columns)
+    assert shape.pair({"q": "2+2=", "a": "4", "prompt": "other"}, "here") == ("2+2=", "4")
+    with refused("columns names 'a', which here has not"):
+        Shape({"q": "2+2="}, "here", columns)
+
+
+def test_form_of_a_record():
+    record = {"prompt": "2+2=", "completion": "4", "id": 7}
+    forms = [record, {**record, "messages": []}, {**record, "text": ""}, {**CHAT, "prompt": ""}]
+    found = [Shape(each, "here", {}).form for each in forms]
+    assert found == ["prompt", "prompt", "text", "messages"]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"prompt": 1}, ['no "prompt" string', '"completion": "..."']),
+        ({"messages": ["a"]}, ['a message has no "role" string']),
+        ({"messages": [{"role": "user", "content": 1}]}, ['no "content" string']),
+        ({"messages": [{"role": "user"}]}, ['no "content" string']),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["is no text"]),
+        ({"messages": 7}, ['no "messages" list']),
+        ({"conversations": [{"from": "function_call", "value": "oops"}]}, ["no JSON object"]),
+    ],
+)
+def test_a_record_of_another_form_is_refused(record, words):
+    with refused("a.jsonl line 3", *words):
+        shape = Shape(record, "a.jsonl line 3", {})
+        shape.conversation(record, "a.jsonl line 3", Counter())
