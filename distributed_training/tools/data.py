@@ -10,7 +10,7 @@ from typing import Any
 from tabulate import tabulate
 
 from distributed_training.data import report
-from distributed_training.data.cache import tokenise
+from distributed_training.data.cache import token_cache, tokenise
 from distributed_training.data.corpus import read_corpus
 from distributed_training.data.samples import real_share
 from distributed_training.data.tokenizer import Tokenizer
@@ -42,8 +42,7 @@ def run(
     config = with_values(config, dataset=choose_dataset(config, notes))
     tokenizer = Tokenizer(choose_tokenizer(config, spec, notes)[1])
     corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
-    cache_dir = Path(config.output_dir) / ".cache" / "tokens"
-    folder = tokenise(corpus, tokenizer, config, cache_dir, rows=spec.size.vocab_size)
+    folder = tokenise(corpus, tokenizer, config, token_cache(), rows=spec.size.vocab_size)
     counts = report.summarise(folder, config)
     counts["real_share"] = real_share(folder, config)
     counts["tokenizer"] = tokenizer.facts.kind
