@@ -30,7 +30,7 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
 
-_VERSION = 5
+_VERSION = 6
 _META = "meta.json"
 _CHECKSUM = "sha256"  # of all other files
 _BATCH = 2**21  # characters that are tokenised at a time, spread over all cores

@@ -25,8 +25,8 @@ from real_model_example import CONFIG
 from tests.support import refused
 
 WORK = {
-    "model", "epochs", "max_length", "num_samples", "seed", "dataset", "columns", "validation_dataset",
-    "tokenizer", "weights", "precision", "learning_rate", "lr_schedule", "warmup_steps",
+    "model", "epochs", "max_length", "num_samples", "seed", "dataset", "validation_dataset",
+    "columns", "tokenizer", "weights", "precision", "learning_rate", "lr_schedule", "warmup_steps",
     "weight_decay", "max_grad_norm", "dropout", "pack", "max_steps", "gradient_compression",
     "compression_rank", "compression_k", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
 }  # fmt: skip
