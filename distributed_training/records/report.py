@@ -137,8 +137,13 @@ def _speeds(layouts: Sequence[Layout]) -> Figure | None:
     return figure
 
 
-def terminal(section: Section) -> str:
-    """Title, first table and notes; what a terminal has no room for are the least columns."""
+def terminal(section: Section, shared: Mapping[str, str] | None = None) -> str:
+    """Title (without settings that are `shared`, and said), first table and notes; what a terminal
+    has no room for are the least columns."""
+    title = section.title
+    if shared:
+        own = {name: text for name, text in section.settings.items() if name not in shared}
+        title = ": ".join(filter(None, [section.heading, in_words(own)]))
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     columns = section.tables[0].columns
     for least in ("", *LEAST):
@@ -152,7 +157,7 @@ def terminal(section: Section) -> str:
         if max(map(len, text.splitlines())) <= width:
             break
     notes = [fold(note, width) for note in section.notes]
-    return "\n".join([fold(section.title, width), text, *notes])
+    return "\n".join([fold(title, width), text, *notes])
 
 
 def _align(headers: Iterable[str]) -> list[str]:
@@ -168,13 +173,23 @@ def save_plots(sections: Sequence[Section], folder: Path) -> list[str]:
     return list(plots)
 
 
+def shared_settings(sections: Sequence[Section]) -> dict[str, str]:
+    """Return what the runs of several sections have in common; nothing for one section."""
+    if len(sections) < 2:
+        return {}
+    common = set.intersection(*({*section.settings.items()} for section in sections))
+    return dict(item for item in sections[0].settings.items() if item in common)
+
+
+def in_words(settings: Mapping[str, str]) -> str:
+    """Settings on one line."""
+    return ", ".join(f"{name} {text}" for name, text in settings.items())
+
+
 def page(form: str, title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
     """As Markdown, plots beside it; as HTML, one file: no network or script, light or dark. What
     the runs of all sections have in common stands above them, once."""
-    shared: dict[str, str] = {}
-    if len(sections) > 1:
-        common = set.intersection(*({*section.settings.items()} for section in sections))
-        shared = dict(item for item in sections[0].settings.items() if item in common)
+    shared = shared_settings(sections)
 
     def own_settings(section: Section) -> dict[str, str]:
         return {name: text for name, text in section.settings.items() if name not in shared}
@@ -228,7 +243,10 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
         about = f"{len(records)} runs in {about}"
     left = len(records) - sum(len(comparison.records) for comparison in comparisons)
     note = f"left out: {left} older runs of other work; --all shows them" if left else ""
-    print("\n\n".join(filter(None, [about, *map(terminal, sections), note])), flush=True)
+    shared = shared_settings(sections)
+    above = "\n".join(filter(None, [about, fold(in_words(shared))]))
+    texts = [above, *(terminal(section, shared) for section in sections), note]
+    print("\n\n".join(filter(None, texts)), flush=True)
     place = arguments.html or arguments.plots
     wrote = short_path(place)
     try:

@@ -70,11 +70,14 @@ def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
     for seed in range(4):
         write_run(runs / f"20260102-00000{seed}-dp-x", work__seed=seed)
     text = "\n".join(printed(capsys, runs))
-    assert text.count("\nmodel ") == 3
+    assert re.findall(r"^(\d. [\w-]+): seed (\d+)", text, re.M) == [
+        (f"{number}. gpt2-medium", str(seed)) for number, seed in enumerate((3, 2, 1), 1)
+    ]
+    assert text.count("model gpt2-medium, ") == 1  # said once for all
     assert "left out: 4 older runs of other work; --all shows them" in text
     assert "loss-3.png," in text
     text = "\n".join(printed(capsys, runs, "--all"))
-    assert text.count("\nmodel ") == 5
+    assert len(re.findall(r"^\d. gpt2-medium: seed", text, re.M)) == 5
     assert "left out" not in text
 
 
