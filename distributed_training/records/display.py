@@ -52,7 +52,9 @@ class Display:
         width = max(map(len, rows))
         for name, value in rows.items():
             first = f"  {name:<{width}}  "
-            wrap = textwrap.TextWrapper(WIDTH, first, " " * len(first), break_long_words=False)
+            wrap = textwrap.TextWrapper(
+                WIDTH, first, " " * len(first), break_long_words=False, break_on_hyphens=False
+            )
             self.say(wrap.fill(value))
 
     def commands(self, title: str, *commands: str) -> None:
