@@ -166,8 +166,6 @@ def header_rows(r: Record) -> dict[str, str]:
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     real = data["real_token_share"]
     filled = "" if real == 1 else f" ({100 * real:.1f}% real)"
-    if real < MUCH_PADDING:
-        filled = f" (only {100 * real:.1f}% real: --pack auto or a smaller --max_length pads less)"
     samples = f"{data['num_train_samples']} samples of {length} tokens{filled}"
     validation = data["num_validation_samples"]
     if records := data.get("num_train_records"):
@@ -175,6 +173,10 @@ def header_rows(r: Record) -> dict[str, str]:
         samples = f"{records} records in {plural(blocks, 'block')} of {length} tokens "
         samples += f"({records / blocks:.1f} records per block, {100 * real:.0f}% real)"
         validation = data["num_validation_records"]
+    advice = ""
+    if real < MUCH_PADDING:
+        fix = "a smaller --max_length" if records else "--pack auto or a smaller --max_length"
+        advice = f"; {fix} pads less"
     pipeline = ""
     if cut := r.pipeline:
         blocks = ", ".join(map(str, cut["blocks_per_stage"]))
@@ -195,7 +197,8 @@ def header_rows(r: Record) -> dict[str, str]:
         ),
         "precision": _precision(r),
         "batch": f"{r.batch.describe()}; {tokens:,} tokens a step",
-        "data": f"{last_part(config['dataset'])}: {samples}, {validation} to validate",
+        "data": f"{last_part(config['dataset'])}: {samples}, {validation} to validate"
+                f"{advice}",
         "steps": f"{r.num_steps} = {data['steps_per_epoch']} an epoch; learning rate "
                  f"{config['learning_rate']:g} ({config['lr_schedule']}, warm-up "
                  f"{config['warmup_steps']})",

@@ -16,7 +16,7 @@ def test_header_says_what_runs():
     assert rows["batch"] == ("global 32 = 4 replicas x 2 micro-batches x 4; 16,384 tokens a step")
     assert "1000 samples of 512 tokens (87.5% real), 200 to validate" in rows["data"]
     sparse = header(data__real_token_share=0.049)["data"]
-    assert "(only 4.9% real: --pack auto or a smaller --max_length pads less)" in sparse
+    assert sparse.endswith("to validate; --pack auto or a smaller --max_length pads less")
     assert rows["steps"] == "64 = 32 an epoch; learning rate 5e-05 (cosine, warm-up 10)"
     assert rows["run"] == "runs/x"
     assert rows["pipeline"] == rows["options"] == header()["defaults"] == ""
