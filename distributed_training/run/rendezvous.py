@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,12 +31,16 @@ from distributed_training.run.ranks import LOOPBACK, STORE_SOCKET, Process, numb
 from distributed_training.run.saving import resume
 from distributed_training.settings.config import RunConfig, with_values
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import shown
 from distributed_training.settings.machine import detect_machine
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 RETRY_S = 0.2
 SHARED_WITHIN_S = 10.0  # in which a network disk shows a new folder to other machines
 _AS_RANK_0_IS_SEEN = "address of rank 0"  # a key of the store
 _HOST = "host of rank {}"
+_READERS = "ranks that have read all hosts"
 
 
 def meet(process: Process, limit_s: float) -> dist.Store:
@@ -67,13 +71,24 @@ def meet(process: Process, limit_s: float) -> dist.Store:
         if process.rank and not process.local_rank:  # what rank 0 raises, the command line prints
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise
-    if locate(process, store).on_one_machine:
-        address = LOOPBACK
-    elif _is_loopback(address) and store.check([_AS_RANK_0_IS_SEEN]):  # by other machines
+    keys = [_HOST.format(rank) for rank in range(process.world_size)]
+    places = [json.loads(place) for place in store.multi_get(keys)]
+    num_readers = store.add(_READERS, 1)
+    try:
+        process = locate(process, places)
+    except UserError:  # which all ranks raise, once they have read why
+        while process.rank == 0 and num_readers < process.world_size and time.monotonic() < end:
+            time.sleep(RETRY_S)
+            num_readers = store.add(_READERS, 0)
+        raise
+    if process.on_one_machine:
+        use_loopback()
+        return store
+    if _is_loopback(address) and store.check([_AS_RANK_0_IS_SEEN]):  # by other machines
         address = store.get(_AS_RANK_0_IS_SEEN).decode()
     if name := _interface(address):  # unless the user has named one
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # or eth1 is eth10, too
+        os.environ.setdefault(GLOO_INTERFACE, name)
+        os.environ.setdefault(NCCL_INTERFACE, f"={name}")  # or eth1 is eth10, too
     return store
 
 
@@ -133,16 +148,20 @@ def _connect(host: str, port: int, who: str, end: float, limit_s: float) -> tupl
 def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> None:
     """Raise UserError naming who has not come by `end`, and who has."""
     keys = [_HOST.format(rank) for rank in range(process.world_size)]
-    told = os.environ.get("LOCAL_RANK", "")
-    place = [socket.gethostname(), *_machine(), told, process.local_world_size]
+    place = {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "local_rank": os.environ.get("LOCAL_RANK", ""),
+        "local_world_size": process.local_world_size,
+        "wrong_interface": find_wrong_interface(list(psutil.net_if_addrs())),
+    }
     store.set(keys[process.rank], json.dumps(place))
     with contextlib.suppress(dist.DistStoreError):  # the time is over
         store.wait(keys, timedelta(seconds=max(1.0, end - time.monotonic())))
     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     if missing:
-        places = [json.loads(store.get(keys[rank])) for rank in range(process.world_size)
-                  if rank not in missing]  # fmt: skip
-        why = f"{', '.join(dict.fromkeys(place[0] for place in places))} is here"
+        present = [json.loads(store.get(key)) for i, key in enumerate(keys) if i not in missing]
+        why = f"{', '.join(dict.fromkeys(place['host'] for place in present))} is here"
         if here := process.local_world_size:
             away = sorted({rank // here for rank in missing})
             why = f"{numbered('node', away)} of {process.world_size // here} is missing, {why}"
@@ -151,15 +170,16 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
         raise UserError(what, why, "type there what you typed here, or read what it printed")
 
 
-def locate(process: Process, store: dist.Store) -> Process:
-    """Return the process with its local numbers, which ranks on one machine work out from one
-    another's hosts if their launcher told none. Raises UserError, on all ranks, unless every
-    machine has as many ranks, which follow one another. All have come (`_wait_for_all`)."""
-    keys = [_HOST.format(rank) for rank in range(process.world_size)]
-    places = [json.loads(place) for place in store.multi_get(keys)]
-    machines = [tuple(machine) for *machine, _, _ in places]
-    here = places[0][-1] or machines.count(machines[0])
-    for rank, (host, *_, local_rank, told) in enumerate(places):
+def locate(process: Process, places: Sequence[Mapping[str, Any]]) -> Process:
+    """Return the process with its local numbers, for the environment, too; if the launcher told
+    none they follow from the `places` of all ranks. Raises UserError, on all ranks, unless every
+    machine has as many ranks, which follow one another, and the network interfaces it names."""
+    machines = [place["machine"] for place in places]
+    here = places[0]["local_world_size"] or machines.count(machines[0])
+    for rank, place in enumerate(places):
+        host = place["host"]
+        local_rank = place["local_rank"]
+        told = place["local_world_size"]
         first = rank // here * here
         together = machines[first : first + here].count(machines[rank])
         alone = together == here == machines.count(machines[rank])
@@ -169,12 +189,41 @@ def locate(process: Process, store: dist.Store) -> Process:
         elif local_rank not in ("", str(rank % here)):
             what = f"rank {rank} on {host} has LOCAL_RANK={local_rank} instead of {rank % here}"
         if what:
-            hosts = ", ".join(dict.fromkeys(place[0] for place in places))
+            hosts = ", ".join(dict.fromkeys(place["host"] for place in places))
             why = "each machine needs as many ranks as the others, and they follow one another"
             raise UserError(what, f"{why} (here: {hosts})", "start it so, or with torchrun")
     local = {"local_rank": process.rank % here, "local_world_size": here}
     os.environ.update({name.upper(): str(number) for name, number in local.items()})
+    wrong = next(filter(None, (place["wrong_interface"] for place in places)), "")
+    if wrong and here < process.world_size:  # one machine needs none of them
+        raise UserError(wrong, fix="name one of these, or unset it")
     return replace(process, **local)
+
+
+def find_wrong_interface(present: Sequence[str]) -> str:
+    """Return what is wrong with the interfaces that the environment names for gloo and NCCL on a
+    machine where these are `present`; "" if nothing is. gloo takes names, NCCL their beginnings,
+    after "=" the names, and after "^" those to leave out."""
+    for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
+        given = os.environ.get(variable, "")
+        names = [name.partition(":")[0] for name in given.lstrip("=^").split(",")]
+        if variable == GLOO_INTERFACE:
+            right = set(given.split(",")).issubset(present)
+        elif given.startswith("="):
+            right = bool(set(names).intersection(present))
+        else:
+            matching = {name for name in present if name.startswith(tuple(names))}
+            right = bool(set(present) - matching if given.startswith("^") else matching)
+        if given and not right:
+            host = socket.gethostname()
+            return f"{variable}={shown(given)} names no interface of {host}: {', '.join(present)}"
+    return ""
+
+
+def use_loopback() -> None:
+    """Let gloo and NCCL connect the processes of one machine, whatever the environment names."""
+    if name := _interface(LOOPBACK):
+        os.environ.update({GLOO_INTERFACE: name, NCCL_INTERFACE: f"={name}"})
 
 
 def _machine() -> tuple[str, int]:

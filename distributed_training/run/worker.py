@@ -31,7 +31,7 @@ from distributed_training.records.display import Display, header_rows, short_pat
 from distributed_training.run import commands, rendezvous
 from distributed_training.run.ending import end_failed
 from distributed_training.run.loop import Trainer
-from distributed_training.run.ranks import Process, Startup, handling
+from distributed_training.run.ranks import Process, Startup, current_process, handling
 from distributed_training.run.saving import claims, resume
 from distributed_training.run.saving.checkpoint import seed_dropout
 from distributed_training.run.saving.export import push_folder, write_card
@@ -158,7 +158,7 @@ def join(
     device = prepare(num_gpus, process) if located else torch.device("cpu")
     store = open_store(process, limit_s)
     if not located:
-        process = rendezvous.locate(process, store)
+        process = current_process() or process
         device = prepare(num_gpus, process)
     return process, device, store
 
@@ -167,8 +167,7 @@ def open_store(process: Process, limit_s: float) -> dist.Store:
     """The one that all processes share, as `meet` gives it; a process alone has nobody to meet."""
     if process.world_size > 1:
         return rendezvous.meet(process, limit_s)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both listen all the same
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+    rendezvous.use_loopback()  # gloo and NCCL listen all the same
     return dist.HashStore()
 
 

@@ -81,7 +81,8 @@ def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
 
 def on_each_node(job: dict[str, Any]) -> None:
     """The script on each node, as `launcher` (torchrun) starts it, but for a `missing` one, where
-    nothing is typed; with `ends_at`, that step sends the first node the signal `signum`."""
+    nothing is typed; with `ends_at`, SIGTERM comes to the first in that step; `interface` is what
+    the second has in GLOO_SOCKET_IFNAME."""
     rendezvous.SHARED_WITHIN_S = 1.0
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):
@@ -92,6 +93,8 @@ def on_each_node(job: dict[str, Any]) -> None:
         del os.environ[name]
     os.environ.update(launched_by(job.get("launcher", "torchrun"), *told.values()))
     os.environ["MASTER_ADDR"] = job["nodes"][0].name
+    if rank == 1 and "interface" in job:
+        os.environ["GLOO_SOCKET_IFNAME"] = job["interface"]
     right = Trainer._update
 
     def update(self: Trainer) -> None:

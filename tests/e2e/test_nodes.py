@@ -91,6 +91,14 @@ def test_a_node_that_does_not_come_is_named(nodes, missing, words, tmp_path):
     assert said.count("error: ") == 1
 
 
+def test_an_interface_that_a_node_lacks_is_refused_at_once_on_all(nodes, tmp_path):
+    values = {**SMALL, "output_dir": tmp_path / "runs"}
+    said = run_on(nodes, values, interface="=eth0", launcher="by hand")
+    assert "exit codes [2, 2]" in said
+    assert said.count("error: ") == 1
+    assert "error: GLOO_SOCKET_IFNAME='=eth0' names no interface of node1: lo, eth0" in said
+
+
 def test_machines_that_share_no_disk_are_refused_before_training(nodes):
     own = nodes[0].own / "runs"
     said = run_on(nodes, {**VALUES, "output_dir": own}, launcher="PyTorchJob")

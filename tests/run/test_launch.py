@@ -124,7 +124,7 @@ def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
 
 
 def test_one_process_is_a_launchers_only_one(monkeypatch):
-    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "eth7"})
     process = single_process()
     assert process == current_process()
     store = worker.open_store(process, 60)
@@ -155,15 +155,42 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
 )
 def test_ranks_find_out_how_many_are_on_their_machine(machines, local_ranks, words, monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    store = torch.distributed.HashStore()
-    for rank, (host, local_rank) in enumerate(zip(machines, local_ranks, strict=True)):
-        store.set(f"host of rank {rank}", json.dumps([host, "boot", 1, local_rank, 0]))
+    told = {"local_world_size": 0, "wrong_interface": ""}
+    places = [
+        {"host": host, "machine": host, "local_rank": local_rank, **told}
+        for host, local_rank in zip(machines, local_ranks, strict=True)
+    ]
     process = Process(rank=3, world_size=4, local_rank=0, local_world_size=0)
     with refused(words) if words else contextlib.nullcontext():
-        assert rendezvous.locate(process, store) == Process(
+        assert rendezvous.locate(process, places) == Process(
             rank=3, world_size=4, local_rank=1, local_world_size=2
         )
         assert os.environ == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("gloo", "nccl", "wrong"),
+    [
+        ("", "", ""),
+        ("eth0", "=eth0", ""),
+        ("eth0,lo", "eth,ib", ""),
+        ("lo", "^docker", ""),
+        ("lo", "=eth1,=eth0:5000", ""),
+        ("=eth0", "", "GLOO_SOCKET_IFNAME='=eth0' names no interface of "),
+        ("eth", "", "GLOO_SOCKET_IFNAME='eth' names"),
+        ("eth0,eth1", "", "GLOO_SOCKET_IFNAME='eth0,eth1' names"),
+        ("", "=eth", "NCCL_SOCKET_IFNAME='=eth' names"),
+        ("", "enp", "NCCL_SOCKET_IFNAME='enp' names"),
+        ("", "^lo,eth", "NCCL_SOCKET_IFNAME='^lo,eth' names"),
+    ],
+)
+def test_interfaces_that_are_not_there_are_named(gloo, nccl, wrong, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
+    found = rendezvous.find_wrong_interface(["lo", "eth0"])
+    assert found.startswith(wrong)
+    assert bool(found) == bool(wrong)
+    assert not wrong or found.endswith(": lo, eth0")
 
 
 def run_without_planning(run_dir):
