@@ -22,7 +22,14 @@ from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import UserError, exit_code
 from distributed_training.settings.files import did_you_mean, shown
-from distributed_training.settings.keys import Key, Parser, at_least, nearest_key, read_keys
+from distributed_training.settings.keys import (
+    Key,
+    Parser,
+    at_least,
+    foreign_key,
+    nearest_key,
+    read_keys,
+)
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import name_families, refuse_unnamed_family
 from distributed_training.settings.streams import LastingStream, fill_closed
@@ -111,6 +118,7 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
         is_option = unknown[0].startswith("--")
         hint = nearest_key(word, keys.values(), OWN_OPTIONS) if is_option else None
         fix = f"did you mean --{hint}?" if hint else "see --help"
+        fix = (foreign_key(word) if is_option else None) or fix
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
     pairs = (text.partition("=") for text in arguments.overrides)
     name_families(value for key, _, value in pairs if key.strip() in MODEL_NAMES)

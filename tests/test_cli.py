@@ -1,5 +1,7 @@
 """The command line: every key as an option, commands, hints; who plans, who prints, who trains."""
 
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from distributed_training.run import launch
 from distributed_training.run.ranks import Process
 from distributed_training.settings.config import KEYS
 from distributed_training.settings.strategies import list_strategies
-from tests.conftest import light_pool
+from tests.conftest import ROOT, light_pool
 from tests.settings.test_config import OTHER
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_text
 
@@ -42,6 +44,11 @@ def test_the_command_lines_order_is_kept():
     [
         (["--stratgy", "dp"], ["'--stratgy'", "did you mean --strategy?"]),
         (["--dryrun"], ["did you mean --dry-run?"]),
+        (["--batch", "8"], ["did you mean --batch_size?"]),
+        (["--temperature", "1"], ["'--temperature' is not an option; see --help"]),
+        (["--gradient-checkpointing"], ["type --activation_checkpointing full"]),
+        (["--fp16"], ["'--fp16' is not an option; type --precision fp16"]),
+        (["--logging_steps=10"], ["leave it out: metrics.jsonl has every step"]),
         (["--zzzz"], ["see --help"]),
         (["--seed"], ["--seed", "see --help"]),
         (["--seed", "1", "extra"], ["'extra'", "see --help"]),
@@ -50,6 +57,17 @@ def test_the_command_lines_order_is_kept():
 def test_unknown_options_are_refused_with_the_nearest(argv, words):
     with refused(*words):
         cli.parse(argv, PROGRAM)
+
+
+def test_foreign_options_are_none_of_ours_and_their_advice_can_be_typed():
+    table = json.loads((ROOT / "distributed_training/settings/foreign.json").read_text())
+    assert list(table) == sorted(table)
+    ours = {name for key in KEYS.values() for name in (key.name, *key.aliases)}
+    assert not ours.intersection(table)
+    for advice in table.values():
+        named = re.findall(r"--(\w+)", advice)
+        assert set(named) <= {*ours, "num_gpus"}
+        assert named or advice.startswith(("leave it out: ", "hide the GPUs", "type generate"))
 
 
 def test_help_is_complete_grouped_and_narrow():

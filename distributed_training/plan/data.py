@@ -111,9 +111,13 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
         learnt = data.train.num_targets.sum() / data.train.lengths.sum()
         share = f"{100 * learnt:.1f}% of the tokens"
         notes.append(f"only the answers are learnt and count in the loss: {share}")
-    num_steps = config.epochs * math.ceil(len(train) / plan.batch.global_batch_size)
+    steps_per_epoch = math.ceil(len(train) / plan.batch.global_batch_size)
+    num_steps = config.epochs * steps_per_epoch
+    if config.max_steps > num_steps:
+        passes = math.ceil(config.max_steps / steps_per_epoch)
+        notes.append(f"max_steps={config.max_steps}: {passes} passes over the data, not epochs")
     if config.max_steps != -1:
-        num_steps = min(num_steps, config.max_steps)
+        num_steps = config.max_steps
     if config.profile >= num_steps:
         what = f"profile={config.profile} does not fit into the {num_steps} steps of this run"
         raise UserError(what, "the first is never traced", "lower profile, or train more steps")

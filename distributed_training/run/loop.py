@@ -29,7 +29,8 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
 
 FLUSH_EVERY_S = 1.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that stop a run
+# Signals that stop a run
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PATIENCE_S = 10.0  # after the first, further ones count only when this has passed
 SKIPS_IN_A_ROW = 10  # with on_nonfinite=skip; where more follow, no single batch is at fault
 
@@ -193,6 +194,10 @@ class Trainer:
             self.memory.end()
             if evaluate:
                 self._evaluate("; saving" if save else "")
+                if self._stops_early() and not last:
+                    self.num_steps = self.step
+                    epoch_ends = True
+                    save = every != 0
             if epoch_ends:
                 self._end_epoch()
             if save:
@@ -303,6 +308,18 @@ class Trainer:
             self.at(f"exporting step {self.step}")
             if written := self._export(self.plan.run_dir / records.BEST, {}):
                 written.result()
+
+    def _stops_early(self) -> bool:
+        """Return whether the last `stop_after` evaluations were not below those before them."""
+        count = self.plan.config.stop_after
+        losses = [row["loss"] for row in self.history.evaluations]
+        losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
+        if not count or len(losses) <= count or min(losses[-count:]) < min(losses[:-count]):
+            return False
+        lowest = min(losses)
+        best = self.history.evaluations[losses.index(lowest)]["step"]
+        self._say(f"stopping early: no loss below the {lowest:.4f} of step {best} (stop_after)")
+        return True
 
     def _end_epoch(self) -> None:
         """The epoch of the last step is over and has been evaluated."""

@@ -38,7 +38,10 @@ PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
 POLL_S = 0.05
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+STOPS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
+    signal.SIGUSR1, signal.SIGUSR2,  # of SLURM before a time limit: --signal=USR1@90
+)  # fmt: skip
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent ends
 Command = Sequence[str]  # a script with its arguments
 Body = Callable[[], int]  # what a fork does; returns the exit code

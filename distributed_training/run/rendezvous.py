@@ -206,7 +206,7 @@ def find_wrong_interface(present: Sequence[str]) -> str:
     after "=" the names, and after "^" those to leave out."""
     for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
         given = os.environ.get(variable, "")
-        names = [name.partition(":")[0] for name in given.lstrip("=^").split(",")]
+        names = [name.lstrip("=").partition(":")[0] for name in given.lstrip("^").split(",")]
         if variable == GLOO_INTERFACE:
             right = set(given.split(",")).issubset(present)
         elif given.startswith("="):

@@ -82,7 +82,8 @@ class RunConfig(Options):
     epochs: Count = learning(2, aliases=("num_epochs", "num_train_epochs"))
     """passes over the training samples"""
     max_steps: Count | Literal[-1] = learning(-1)
-    """stop, and end the schedule, after so many optimizer steps; -1: whole epochs"""
+    """stop, and end the schedule, after so many optimizer steps, repeating the data if necessary;
+    -1: whole epochs"""
     learning_rate: Rate | Auto = learning(AUTO, aliases=("lr",))
     """peak; auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random, 3e-3 for
     gpt2-tiny"""
@@ -160,6 +161,8 @@ class RunConfig(Options):
     """steps between evaluations; 0: at epochs' ends only"""
     eval_samples: CountOrAll = watching(200)
     """validation samples used, the first so many; -1: all; model auto without a GPU: 50"""
+    stop_after: CountOrZero = watching(0, aliases=("early_stopping_patience",))
+    """stop early, after this many evaluations in a row without a lower validation loss; 0: never"""
     generate: Text | None = watching("The value of")
     """prompt of the samples before and after training; None: none"""
     log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = watching(None,

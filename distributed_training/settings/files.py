@@ -132,9 +132,11 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word closest to `word`, or None when nothing is close."""
+    """The known word that begins with `word`, or is closest to it; None when nothing is close."""
     lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.55)
+    if begun := [name for name in lower if len(word) > 3 and name.startswith(word.lower())]:
+        return lower[min(begun, key=len)]
+    close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.7)
     return lower[close[0]] if close else None
 
 

@@ -6,12 +6,13 @@ import argparse
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import nearest, shown
+from distributed_training.settings.files import load_json, nearest, shown
 
 Number = TypeVar("Number", int, float)
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
@@ -124,13 +125,22 @@ def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str
     for name, value in pairs:
         if name not in known:
             hint = nearest_key(str(name), keys.values())
-            fix = f"did you mean {hint!r}?" if hint else f"the keys are {', '.join(keys)}"
+            near = f"did you mean {hint!r}?" if hint else f"the keys are {', '.join(keys)}"
+            fix = foreign_key(str(name)) or near
             raise UserError(f"{where} has the unknown key {shown(name)}", fix=fix)
         own = known[name]
         if names.setdefault(own, name) != name:
             raise UserError(f"{where} has {own} twice, as {names[own]} and {name}", fix="give one")
         found[own] = value
     return found
+
+
+def foreign_key(name: str) -> str | None:
+    """Return how to ask for an option of transformers' Trainer, accelerate or a launcher here; None
+    for a name that none of them has."""
+    table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
+    advice: str | None = table.get(name.lower().replace("-", "_"))
+    return advice
 
 
 def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:

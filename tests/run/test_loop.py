@@ -176,7 +176,13 @@ def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_told(monke
 
 
 @pytest.mark.parametrize(
-    ("signum", "every", "steps"), [(signal.SIGINT, "signal", [7]), (signal.SIGTERM, 0, [])]
+    ("signum", "every", "steps"),
+    [
+        (signal.SIGINT, "signal", [7]),
+        (signal.SIGTERM, 0, []),
+        (signal.SIGUSR1, None, [5, 7]),
+        (signal.SIGUSR2, 100, [7]),
+    ],
 )
 def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, every, steps, saved):
     engine = CountingEngine(at_step=lambda step: step == 7 and os.kill(os.getpid(), signum))
@@ -185,6 +191,34 @@ def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, ev
     assert engine.step == 7
     assert saved == steps
     assert signal.getsignal(signum) == before
+
+
+@pytest.mark.parametrize(
+    ("losses", "stop_after", "steps"),
+    [
+        ([5, 4, 3, 2, 1, 0, 0], 0, 12),
+        ([5, 4, 3, 2, 1, 0, 0], 1, 12),
+        ([5, 4, 4, 3, 3.5, 3, 2], 2, 10),  # equal is not lower
+        ([5, 4, 4, 3, 3.5, 3, 2], 1, 4),
+        ([5, 4, math.nan, math.nan, 1, 1, 1], 2, 6),
+        ([5, 6, 7, 8, 9, 9, 9], 12, 12),
+    ],
+)
+def test_a_run_stops_where_the_loss_has_stopped_falling(losses, stop_after, steps, saved):
+    trainer = make_trainer(
+        CountingEngine(), eval_every=2, checkpoint_every=3, stop_after=stop_after
+    )
+    found = iter(losses)
+
+    def evaluate(*_):
+        trainer.history.evaluations.append({"step": trainer.step, "loss": next(found)})
+
+    trainer._evaluate = evaluate
+    trainer._end_epoch = lambda: None
+    trainer.sampler = SimpleNamespace(steps_per_epoch=100, step_batch=trainer.sampler.step_batch)
+    assert trainer.run() == 0
+    assert (trainer.step, trainer.num_steps) == (steps, steps)
+    assert saved[-1] == steps
 
 
 def test_a_signal_that_comes_later_ends_the_process(monkeypatch):

@@ -80,7 +80,7 @@ def test_who_does_not_end_is_killed(ranks, monkeypatch):
     assert ranks(f"if rank == 1: sys.exit(3)\n{deaf}\n{WAIT}").codes == {1: 3}
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_passed_on(signum, ranks, tmp_path):
     def stop():
         while len(list(tmp_path.glob("ready-*"))) < 2:

@@ -131,6 +131,7 @@ def test_an_engine_adds_keys_of_its_own(tmp_path):
         ({"lr": 0.1, "learning_rate": 0.1}, ("learning_rate twice", "lr", "give one")),
         ({"qqqq": 1}, ("'qqqq'", "the keys are model, dataset")),
         ({"epoch": 1}, ("'epoch'", "did you mean 'epochs'?")),
+        ({"fp16": True}, ("unknown key 'fp16'", "type --precision fp16")),
     ],
 )
 def test_names_that_are_none_or_two_are_refused(config, words):
