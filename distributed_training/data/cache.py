@@ -29,6 +29,7 @@ from distributed_training.settings.cache import CACHE, private_folder
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
+from distributed_training.settings.machine import available_cpus
 
 _VERSION = 6
 _META = "meta.json"
@@ -124,7 +125,7 @@ def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
 
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig) -> None:
     num_bytes = sum(source.num_bytes for source in corpus.values())
-    os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, len(os.sched_getaffinity(0)))))
+    os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, available_cpus())))
     if num_bytes > _LONG:
         print(f"tokenising {config.dataset}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
     by_line = config.pack is False

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -23,6 +24,13 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import did_you_mean, load_json, parse_as, shown
 
 GIB = 2**30
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+# By version: the limit and what is used
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
+}
 ADAPTER_BYTES_PER_S = 50e9  # of a GPU between nodes: one 400 Gbit/s adapter each
 Positive = Annotated[float, Field(gt=0)]
 _EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
@@ -51,13 +59,13 @@ def detect_machine() -> Machine:
         compute_capability=min((gpu.capability for gpu in gpus), default=(0, 0)),
         power_w=min((gpu.power_w for gpu in gpus if gpu.power_w), default=None),
         ram_bytes=available_ram_bytes(),
-        num_cpus=len(os.sched_getaffinity(0)),
+        num_cpus=available_cpus(),
     )
 
 
 def threads_per_process(processes_here: int) -> int:
     """An equal share of the cores, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // processes_here)
+    return max(1, available_cpus() // processes_here)
 
 
 class _Visible(NamedTuple):
@@ -102,22 +110,61 @@ def _visible_gpus() -> list[_Visible]:
 
 
 def available_ram_bytes() -> int:
-    """Bytes that can be allocated before the kernel or the cgroup starts killing."""
+    """Return the bytes that can be allocated before the kernel or a cgroup starts killing."""
     available = psutil.virtual_memory().available
-    # This process's cgroup (version 2) and all above it: a job's limit may be on any of them.
-    root = Path("/sys/fs/cgroup")
-    own = Path("/proc/self/cgroup")
-    lines = own.read_text().splitlines() if own.exists() else []
-    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), "")
-    for group in (root / path, *(root / path).parents):
-        limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
-        if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-            fields = dict(line.split() for line in stat.read_text().splitlines())
-            # The cache of files is counted as used, but given back when it is needed.
-            cache = int(fields["active_file"]) + int(fields["inactive_file"])
-            room = int(limit.read_text()) - int(used.read_text()) + cache
-            available = min(available, max(room, 0))
+    for group, version in _control_groups("memory"):
+        limit_file, used_file = _MEMORY_FILES[version]
+        limit = _read_numbers(group / limit_file)
+        used = _read_numbers(group / used_file)
+        if limit and used:
+            lines = (group / "memory.stat").read_text().splitlines()
+            fields = {name: int(value) for name, value in map(str.split, lines)}
+            # The cache of files is counted as used, but given back when it is needed. Version 1
+            # counts that of groups below separately.
+            total = "total_" if "total_active_file" in fields else ""
+            cache = fields[f"{total}active_file"] + fields[f"{total}inactive_file"]
+            available = min(available, max(limit[0] - used[0] + cache, 0))
     return available
+
+
+def available_cpus() -> int:
+    """Return the cores that this process may use at a time: those it may run on, and no more than
+    the quota of a container grants; at least one."""
+    cpus = len(os.sched_getaffinity(0))
+    for group, version in _control_groups("cpu"):
+        if version == 1:
+            quota = _read_numbers(group / "cpu.cfs_quota_us")
+            quota += _read_numbers(group / "cpu.cfs_period_us")
+        else:
+            quota = _read_numbers(group / "cpu.max")
+        if len(quota) == 2 and min(quota) > 0:
+            cpus = min(cpus, max(1, quota[0] // quota[1]))
+    return cpus
+
+
+def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield (folder, version) of the cgroups that this process is in, and of those above them: a
+    job's limit may be on any. In a container the paths may be the host's; the root is its own."""
+    lines = _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUPS / controller if controllers else _CGROUPS
+        folder = root / path.lstrip("/")
+        while True:
+            yield folder, 1 if controllers else 2
+            if folder in (root, folder.parent):
+                break
+            folder = folder.parent
+
+
+def _read_numbers(file: Path) -> list[int]:
+    """Return the numbers of a cgroup's file; [] if it is not there or sets no limit ("max")."""
+    try:
+        return [int(word) for word in file.read_text().split()]
+    except (OSError, ValueError):
+        return []
 
 
 class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):

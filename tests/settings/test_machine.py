@@ -1,5 +1,8 @@
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from distributed_training.settings import machine as machines
@@ -74,3 +77,56 @@ def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
     machine = machines.detect_machine()
     assert (machine.num_gpus, machine.compute_capability) == (1, (12, 1))
     assert machine.gpu_memory_bytes == machine.ram_bytes == 99 * MIB
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "ram", "cpus"),
+    [
+        # Version 2: the limit of a job is on a group above this process's.
+        (
+            "0::/job/step",
+            {
+                "job/memory.max": "1000", "job/memory.current": "700",
+                "job/memory.stat": "active_file 100\ninactive_file 50\nanon 550",
+                "job/step/memory.max": "max", "job/step/memory.current": "700",
+                "job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000",
+            },
+            450, 2,
+        ),
+        # Version 1, in a container: its paths are the host's, its own limits are at the root.
+        (
+            "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc",
+            {
+                "memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "900",
+                "memory/memory.stat": "active_file 1\ninactive_file 1\n"
+                "total_active_file 20\ntotal_inactive_file 30",
+                "cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000",
+            },
+            150, 1,
+        ),
+        (
+            "5:memory:/\n4:cpu,cpuacct:/",
+            {
+                "memory/memory.limit_in_bytes": str(2**63 - 4096),
+                "memory/memory.usage_in_bytes": "900",
+                "memory/memory.stat": "total_active_file 20\ntotal_inactive_file 30",
+                "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000",
+            },
+            10**6, 8,
+        ),
+        ("", {}, 10**6, 8),
+    ],
+)  # fmt: skip
+def test_limits_of_a_container_count(groups, files, ram, cpus, tmp_path, monkeypatch):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    own = tmp_path / "own"
+    own.write_text(groups)
+    monkeypatch.setattr(machines, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machines, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**6))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert machines.available_ram_bytes() == ram
+    assert machines.available_cpus() == cpus
+    assert machines.threads_per_process(2) == max(1, cpus // 2)
