@@ -2,9 +2,11 @@
 
 import importlib
 import itertools
+import json
 import math
 import resource
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +16,12 @@ import numpy as np
 import psutil
 import torch
 
-from distributed_training.records.record import Record
+from distributed_training.records.record import Record, write_json
 from distributed_training.settings.machine import GIB, find_gpu
 
 MAX_WARMUP_STEPS = 5
 PROJECT = "distributed-training"
+TRACKERS_FILE = ".trackers.json"  # in a run's folder: tracker -> the run's id there
 
 
 class StepTimer:
@@ -155,33 +158,57 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def build_tracker(log_to: str | None, run_dir: Path, about: dict[str, Any]) -> Tracker:
+def build_tracker(
+    log_to: str | None, run_dir: Path, about: dict[str, Any], step: int = 0
+) -> Tracker:
     """The tracker that CONFIG's `log_to` names, told `about` the run: TensorBoard
     (`tensorboard --logdir runs`), MLflow (MLFLOW_TRACKING_URI says where), wandb
-    (WANDB_MODE=offline applies), trackio (`trackio show`; TRACKIO_SPACE_ID names a Space)."""
+    (WANDB_MODE=offline applies), trackio (`trackio show`; TRACKIO_SPACE_ID names a Space). A run
+    that goes on after `step` goes on in the tracker, too, by the id in its folder."""
     if log_to is None:
         return Tracker()
     if log_to == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(run_dir / "tensorboard"))
-        kinds = (bool, int, float, str)
-        hparams = {k: v if isinstance(v, kinds) else str(v) for k, v in about.items()}
-
-        def send(values: dict[str, float], step: int | None = None) -> None:
-            if step is None:
-                writer.add_hparams(hparams, values, run_name=".")  # in the same folder
-            else:
-                for name, value in values.items():
-                    writer.add_scalar(name, value, step)
-
-        return Tracker(send, writer.close)
+        return _build_tensorboard(run_dir, about, step)
     module = importlib.import_module(log_to)
+    file = run_dir / TRACKERS_FILE
+    ids: dict[str, str] = json.loads(file.read_bytes()) if step and file.is_file() else {}
+    begun = log_to in ids
     if log_to == "mlflow":
         module.set_experiment(PROJECT)
-        module.start_run(run_name=run_dir.name)
-        module.log_params(about)
-        return Tracker(module.log_metrics, module.end_run)
-    own = {"dir": str(run_dir)} if log_to == "wandb" else {}  # trackio has wandb's interface
-    module.init(project=PROJECT, name=run_dir.name, config=about, **own)
-    return Tracker(module.log, module.finish)
+        if begun:
+            module.start_run(run_id=ids[log_to])
+        else:
+            ids[log_to] = module.start_run(run_name=run_dir.name).info.run_id
+            module.log_params(about)
+        tracker = Tracker(module.log_metrics, module.end_run)
+    elif log_to == "wandb":
+        ids.setdefault(log_to, uuid.uuid4().hex)
+        own = {"dir": str(run_dir), "id": ids[log_to], "resume": "allow"}
+        module.init(project=PROJECT, name=run_dir.name, config=about, **own)
+        tracker = Tracker(module.log, module.finish)
+    else:  # trackio has wandb's interface, and knows a run by its name
+        ids.setdefault(log_to, run_dir.name)
+        module.init(project=PROJECT, name=ids[log_to], config=about, resume="allow")
+        tracker = Tracker(module.log, module.finish)
+    if not begun:
+        write_json(file, ids)
+    return tracker
+
+
+def _build_tensorboard(run_dir: Path, about: dict[str, Any], step: int) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # Readers drop what an earlier process of the run wrote of later steps.
+    purge = {"purge_step": step + 1} if step else {}
+    writer = SummaryWriter(str(run_dir / "tensorboard"), **purge)
+    kinds = (bool, int, float, str)
+    hparams = {k: v if isinstance(v, kinds) else str(v) for k, v in about.items()}
+
+    def send(values: dict[str, float], step: int | None = None) -> None:
+        if step is None:
+            writer.add_hparams(hparams, values, run_name=".")  # in the same folder
+        else:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+    return Tracker(send, writer.close)

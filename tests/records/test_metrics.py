@@ -5,12 +5,13 @@ import math
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from distributed_training.records import metrics
 from distributed_training.records.metrics import (
     PeakMemory,
     StepTimer,
@@ -96,9 +97,9 @@ FINAL = {
 }  # fmt: skip
 
 
-def track(log_to, folder):
-    """A short run under this tracker."""
-    tracker = build_tracker(log_to, folder, ABOUT)
+def track(log_to, folder, step=0):
+    """A short run under this tracker, which goes on after `step`."""
+    tracker = build_tracker(log_to, folder, ABOUT, step)
     tracker.log_step(ROW)
     tracker.log_evaluation(EVALUATION, PEAKS)
     tracker.close(made_record())
@@ -125,11 +126,25 @@ def test_tensorboard_shows_the_numbers_in_groups(tmp_path):
         assert word in hparams
 
 
+def test_tensorboard_has_each_step_once_where_a_killed_run_goes_on(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last in ((0, 10), (5, 12)):  # the checkpoint is of step 5
+        tracker = build_tracker("tensorboard", tmp_path, ABOUT, first)
+        for step in range(first + 1, last + 1):
+            tracker.log_step({**ROW, "step": step, "loss": float(first)})
+        tracker.end()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert found == [(step, 0.0 if step < 6 else 5.0) for step in range(1, 13)]
+
+
 # wandb 0.31, mlflow 3.17's fluent interface, trackio 0.43
-BEGUN = {"project": "distributed-training", "name": "run", "config": ABOUT}
+BEGUN = {"project": "distributed-training", "name": "run", "config": ABOUT, "resume": "allow"}
 ROWS = [("log", STEP, 7), ("log", EVALUATED, 8), ("log", FINAL), ("finish",)]
 CALLS = {
-    "wandb": [("init", {**BEGUN, "dir": "run"}), *ROWS],
+    "wandb": [("init", {**BEGUN, "dir": "run", "id": "id-1"}), *ROWS],
     "trackio": [("init", BEGUN), *ROWS],
     "mlflow": [
         ("set_experiment", "distributed-training"), ("start_run", {"run_name": "run"}),
@@ -140,18 +155,34 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_packages_are_called_by_their_own_interfaces(name, tmp_path, monkeypatch):
-    """Which are not installed: what is called of them, in order, by the names of keywords."""
+    """Which are not installed: what is called of them, in order, by the names of keywords. A run
+    that goes on does so in the tracker."""
     calls = []
 
     def answer(method):
         def call(*values, **named):
             calls.append((method, *values, *([named] if named else [])))
+            return SimpleNamespace(info=SimpleNamespace(run_id="id-2"))
 
         return call
 
     fake = ModuleType(name)
     fake.__getattr__ = answer
     monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr(metrics.uuid, "uuid4", lambda: SimpleNamespace(hex="id-1"))
     monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
     track(name, Path("run"))
     assert calls == CALLS[name]
+    calls.clear()
+    monkeypatch.setattr(metrics.uuid, "uuid4", lambda: SimpleNamespace(hex="id-3"))
+    Path("run").rename("copy")
+    track(name, Path("copy"), step=5)
+    goes_on = {
+        "wandb": {**BEGUN, "name": "copy", "dir": "copy", "id": "id-1"},
+        "trackio": BEGUN,
+        "mlflow": {"run_id": "id-2"},
+    }[name]
+    begins = [call for call in calls if call[0] in ("init", "start_run")]
+    assert [call[-1] for call in begins] == [goes_on]
+    assert ("log_params", ABOUT) not in calls
