@@ -16,6 +16,7 @@ from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Packing, Plan
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import sample_file
 
 QUICKLY_CUT = 4_000_000  # bytes
 
@@ -46,7 +47,13 @@ def find_sources(plan: Plan) -> Plan:
     if spec.weights_dir is not None:  # runs/latest is another run's from now on
         decided["model"] = str(spec.weights_dir)
     config = with_values(config, learning_rate=rate, **decided)
-    return replace(plan, config=config, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir)
+    sources = dict[str, str]()
+    if weights_dir is not None:
+        sources["weights"] = " ".join(map(sample_file, weight_files(weights_dir)))
+    if spec.weights_dir is not None:
+        sources["model"] = sample_file(spec.weights_dir / "config.json")
+    plan = replace(plan, config=config, sources=sources)
+    return replace(plan, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir)
 
 
 def peek_data(plan: Plan) -> Data | None:
@@ -127,7 +134,8 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
         notes.append(f"warm-up is {warmup_steps} of {num_steps} steps, not {config.warmup_steps}")
     decided = {"num_samples": num_parts} if config.num_samples == AUTO else {}
     config = with_values(config, warmup_steps=warmup_steps, pack=data.packs, **decided)
-    return replace(plan, config=config, num_steps=num_steps, cache=data.cache, packing=packing)
+    plan = replace(plan, cache=data.cache, data_fingerprint=data.fingerprint)
+    return replace(plan, config=config, num_steps=num_steps, packing=packing)
 
 
 def choose_dataset(config: RunConfig, notes: list[str]) -> str:

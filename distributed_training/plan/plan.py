@@ -1,7 +1,7 @@
 """A run, planned once (advise/make.py): everything that will happen, as plain data in
 <run>/plan.json. A dry run prints it, every process reads it, the record repeats it. No torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,9 @@ class Plan:
     weights_dir: Path | None = None  # Hugging Face folder of the initial weights; None: random
     checkpoint: Path | None = None  # where to resume from; None to start afresh
     cache: str | None = None  # name of the samples' folder in the token cache; None as below
+    # Key -> what tells the files that `weights` and `model` name from others, wherever they are
+    sources: dict[str, str] = field(default_factory=dict)
+    data_fingerprint: str = ""  # of the samples (data/samples.py); "" as below
     # Memory and time of a step before it ran (predict/predict.py); None in a draft
     prediction: dict[str, Any] | None = None
     # Agents of torchrun that started the processes: what one of them starts again goes on.
@@ -126,7 +129,8 @@ def load_plan(run_dir: Path) -> Plan:
     """The plan that the launching process wrote for this run; UserError where it is damaged."""
     file = run_dir / PLAN_FILE
     try:
-        return PLAN_AS_JSON.validate_json(file.read_bytes())
+        # A run's folder may have been copied or moved.
+        return replace(PLAN_AS_JSON.validate_json(file.read_bytes()), run_dir=run_dir.resolve())
     except OSError as error:
         why = str(error.strerror)
     except ValidationError as error:

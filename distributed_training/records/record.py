@@ -188,7 +188,17 @@ def load_record(path: Path) -> Record:
     file = path / RECORD_FILE if path.is_dir() else path
     fix = "give a folder under runs/, or use the commit that the record names"
     what = f"{file} is not a run record that this code reads"
-    return parse_as(Record, load_json(file, "record"), what, fix)
+    record = parse_as(Record, load_json(file, "record"), what, fix)
+    if path.is_dir():  # which may have been copied or moved since
+        return record.model_copy(update={"run_dir": str(path.resolve())})
+    return record
+
+
+def has_finished(run_dir: Path) -> bool:
+    """Return whether a run's record says that it has ended well."""
+    with contextlib.suppress(OSError, ValueError):
+        return bool(json.loads((run_dir / RECORD_FILE).read_bytes())["status"] == "ok")
+    return False
 
 
 def is_alive(r: Record) -> bool:

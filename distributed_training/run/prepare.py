@@ -48,6 +48,8 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
     own = [f"{name}={decided[name]!r}" for name in open_keys if words.get(name) != asked.get(name)]
     notes = [f"as in the run: {', '.join(own)}"] if own else []
     taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
+    if "dataset" in config.typed:  # from which these were decided, unless they were asked for
+        taken |= {name: asked[name] for name in ("num_samples", "pack") if name in taken}
     if "strategy" in taken:
         taken |= defaults_for(config, before.strategy.name)
     if taken.get("strategy", config.strategy) == before.strategy.name:

@@ -21,6 +21,8 @@ _WRONG = {
     "extra_forbidden": "is not one of its keys", "missing": "is missing",
 }  # fmt: skip
 _CHUNK_BYTES = 16 * 2**20
+_NUM_PARTS = 64
+_PART_BYTES = 64 * 1024
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -113,6 +115,21 @@ def crc32(file: Path, before: int = 0) -> int:
     return before
 
 
+def sample_file(file: Path) -> str:
+    """Return a file's size and the CRC-32 of 64 parts of it, the first and the last among them;
+    all of a large file takes long to read. "" if it cannot be read."""
+    checksum = 0
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as stream:
+            for part in range(_NUM_PARTS):
+                stream.seek(max(0, size - _PART_BYTES) * part // (_NUM_PARTS - 1))
+                checksum = zlib.crc32(stream.read(_PART_BYTES), checksum)
+    except OSError:  # whoever needs its contents says so
+        return ""
+    return f"{size}-{checksum:08x}"
+
+
 def crc32_of(values: Mapping[str, Any]) -> int:
     """CRC-32 of what JSON can say."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
@@ -131,12 +148,12 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
     raise UserError(f"{source}: {name}={shown(first['input'])} is not accepted", rule, fix)
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.55) -> str | None:
     """The known word that begins with `word`, or is closest to it; None when nothing is close."""
     lower = {name.lower(): name for name in known}
     if begun := [name for name in lower if len(word) > 3 and name.startswith(word.lower())]:
         return lower[min(begun, key=len)]
-    close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=cutoff)
     return lower[close[0]] if close else None
 
 

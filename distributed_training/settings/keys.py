@@ -146,7 +146,7 @@ def foreign_key(name: str) -> str | None:
 def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:
     """The key (or one of `others`) of which a name is close to `word`; None for nothing close."""
     names = _all_names(keys) | {name: name for name in others}
-    close = nearest(word, names)
+    close = nearest(word, names, cutoff=0.7)  # a far-fetched hint sends people off
     return names[close] if close else None
 
 

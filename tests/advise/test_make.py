@@ -47,6 +47,12 @@ def test_two_samples_are_enough(tmp_path):
         plan_for(tmp_path, 31)
 
 
+def test_more_steps_than_epochs_have_repeat_the_data(tmp_path):
+    plan = plan_for(tmp_path, 32, max_steps=9)
+    assert plan.num_steps == 9
+    assert "max_steps=9: 9 passes over the data, not epochs" in plan.notes
+
+
 def test_a_trace_needs_a_step_before_it(tmp_path):
     assert plan_for(tmp_path, 2000, max_steps=4, profile=3).num_steps == 4
     with refused("profile=4", "4 steps", "lower profile"):

@@ -56,11 +56,12 @@ class FakeEngine(Engine):
 
 
 def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
-    config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True)
+    config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True, typed=())
     strategy = SimpleNamespace(name=spread["strategy"], swaps_to_disk=False, steps_on_host=False)
     return SimpleNamespace(
         config=config, run_dir=run_dir, work=work, spread=spread, checkpoint=None,
         processes_here=1, strategy=strategy, notes=[], own_disks=False,
+        sources={}, data_fingerprint="",
     )  # fmt: skip
 
 
@@ -301,8 +302,29 @@ def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
         ({**WORK, "new": 1}, "new was None and is 1"),
         ({}, "seed was 42 and is None"),
     ):
-        with refused("is of another run", said, "hf/"):
+        with refused("is of another run", said, f"type export {os.path.relpath(run_dir)}, then"):
             find_resume(str(run_dir), tmp_path, work)
+    (run_dir / "hf").mkdir()
+    with refused(f"from its weights: --weights {os.path.relpath(run_dir)}/hf"):
+        find_resume(str(run_dir), tmp_path, {})
+
+
+def test_files_are_known_by_their_contents(tmp_path):
+    """The run saved its texts as "tokens", and has a folder of weights."""
+    work = {**WORK, "dataset": "./a.txt", "tokenizer": "tok", "weights": "w", "model": "m"}
+    saved = plan_of(tmp_path / "a", work=work)
+    saved.sources = {"weights": "8-1234", "model": "9-5678"}
+    save_now(FakeEngine(1), saved, TOPOLOGY, step=1, data_fingerprint="tokens")
+    meta = read_meta(list_checkpoints(tmp_path / "a")[0])
+    moved = dict.fromkeys(("dataset", "validation_dataset", "tokenizer"), "/moved")
+    plan = plan_of(None, work={**work, **moved, "weights": "/v", "model": "/n"})
+    plan.data_fingerprint, plan.sources = "tokens", {"weights": "8-1234", "model": "9-5678"}
+    assert resume._differences(meta, plan) == ""
+    plan.sources["weights"] = "8-4321"
+    assert resume._differences(meta, plan) == "weights was 'w' and is '/v'"
+    plan.data_fingerprint = "others"
+    plan.config.typed = ("dataset",)
+    assert resume._differences(meta, plan) == "dataset was './a.txt' and is '/moved'", "as typed"
 
 
 @pytest.mark.parametrize("content", [b'{"schema_version": 0}', b"{", None])

@@ -91,6 +91,7 @@ class Saver:
             step=step, work=self.plan.work, spread=self.plan.spread,
             data_fingerprint=data_fingerprint, base_fingerprint=engine.base_fingerprint,
             counters=engine.counters(), files={}, checksums={},
+            sources=self.plan.sources,
         )  # fmt: skip
         self._row = {"step": step, "copied": self.memory is not None}
         self.ending = self._pool.submit(self._write, writing, parts, meta)

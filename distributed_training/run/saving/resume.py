@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from distributed_training.plan.plan import Plan
-from distributed_training.records.record import RECORD_FILE, Record, load_record, write_json
+from distributed_training.records.record import LAST, RECORD_FILE, Record, load_record, write_json
 from distributed_training.run.saving import claims
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
@@ -46,6 +46,7 @@ class Meta(BaseModel, strict=True):
     spread: dict[str, Any]  # `Plan.spread`
     data_fingerprint: str = ""
     base_fingerprint: int = 0  # of the weights that adapters belong to (Engine)
+    sources: dict[str, str] = {}  # `Plan.sources` of the run
     counters: dict[str, float]  # of the engine (engines/base.py)
     files: dict[str, int]  # name -> bytes
     checksums: dict[str, int]  # CRC-32 of each
@@ -173,7 +174,7 @@ def find_resume(plan: Plan) -> tuple[Path, Meta] | None:
     checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
     if differences := _differences(meta, plan):
-        fix = "set these back, or start from its hf/ folder with weights=<run>/hf"
+        fix = f"set these back, or start a new run from its weights: {_start_from(checkpoint)}"
         if "global_batch_size" in differences:
             fix += "; global_batch_size is batch_size x grad_accum_steps x processes"
         raise UserError(f"resume={shown(resume)} is of another run", differences, fix)
@@ -185,6 +186,13 @@ def find_resume(plan: Plan) -> tuple[Path, Meta] | None:
         steps = f"steps {meta.step + 1} to {run.step}"
         plan.notes.append(f"{run_dir.name} has finished: its {steps} are done again")
     return checkpoint, meta
+
+
+def _start_from(checkpoint: Path) -> str:
+    """Return what to type for a new run that begins with a checkpoint's weights."""
+    run_dir = os.path.relpath(checkpoint.parents[1])
+    option = f"--weights {os.path.join(run_dir, LAST)}"
+    return option if Path(run_dir, LAST).is_dir() else f"type export {run_dir}, then {option}"
 
 
 def named_checkpoint(resume: str) -> Path:
@@ -270,7 +278,21 @@ def _differences(meta: Meta, plan: Plan) -> str:
     if before != now and saved.keys() != work.keys():  # keys of an engine's own
         found = [f"strategy was {before} and is {now}, which computes something else"]
         names = [name for name in work if name in saved]
-    for key in names:
-        if saved.get(key) != work.get(key):
-            found.append(f"{key} was {shown(saved.get(key))} and is {shown(work.get(key))}")
+    names = [name for name in names if saved.get(name) != work.get(name)]
+    same = _same_contents(meta, plan) if names else set()
+    names = [name for name in names if name not in same]
+    # What follows from keys that were typed, as the number of samples from a text, is no news.
+    batch = {"batch_size", "grad_accum_steps"}.intersection(plan.config.typed)
+    typed = {*plan.config.typed, *({"global_batch_size"} if batch else ())}
+    for key in [name for name in names if name in typed] or names:
+        found.append(f"{key} was {shown(saved.get(key))} and is {shown(work.get(key))}")
     return "; ".join(found)
+
+
+def _same_contents(meta: Meta, plan: Plan) -> set[str]:
+    """Return the keys that name, elsewhere or in another spelling, the same texts, tokenizer,
+    weights or model as in the run that saved the checkpoint."""
+    same = {key for key, known in meta.sources.items() if plan.sources.get(key) == known}
+    if meta.data_fingerprint and meta.data_fingerprint == plan.data_fingerprint:
+        same |= {"dataset", "validation_dataset", "tokenizer"}
+    return same
