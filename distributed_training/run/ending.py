@@ -46,6 +46,10 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         what = f"{rank}: the disk of {short_path(plan.run_dir)} is full"
         error = RunError(what, found, "make room, then go on with --resume auto")
     first_line = str(error).strip().partition("\n")[0]
+    if not plan.run_dir.is_dir():
+        what = f"{plan.run_dir} was removed or renamed while the run was going on"
+        error = RunError(what, "checkpoints and metrics are written there", "start the run again")
+        first_line = str(error)
     status = "failed"
     lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
     each_finds_it = isinstance(error, (UserError, KeyboardInterrupt))
@@ -78,7 +82,8 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         try:
             first = records.mark_stopped(plan.run_dir, status, reason, consequence=lost)
         finally:  # even where the disk is full
-            if first or not each_finds_it:
+            gone = not plan.run_dir.is_dir() and topology.rank > 0  # rank 0 says it
+            if (first or not each_finds_it) and not gone:
                 print(said.rstrip(), file=sys.stderr, flush=True)
         if status == "failed" and not (lost or each_finds_it):
             get_error_handler().record_exception(error)  # torchrun prints it last

@@ -255,8 +255,9 @@ def spawn(
     if state.status == "interrupted" and code < 128:  # only the processes were told to
         return 128 + signal.SIGINT
     # Nothing was left to do, unless it was being sent to the Hub.
-    if state.status == "ok" and reason and not ended.signum and plan.config.push is None:
-        print(f"note: {reason}, after the run had finished", file=sys.stderr)
+    if state.status == "ok" and code and not ended.signum and plan.config.push is None:
+        what = reason or "a process ended with an error"
+        print(f"note: {what}, after the run had finished", file=sys.stderr)
         return 0
     return code
 

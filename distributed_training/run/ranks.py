@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ STORE_SOCKET = "RANKS_STORE_SOCKET"  # rank 0's file descriptor
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
+STILL_S = 60.0  # without computing, once another rank has ended well
 POLL_S = 0.05
 STOPS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
@@ -223,12 +224,31 @@ def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "
                     pipe.write(f"{line}\n".encode())
             if told:  # before all were there
                 _send(ranks, told[-1])
+            moved_at = time.monotonic()
+            cpu_s: dict[int, float] = {}
             while not (told or any(codes.values()) or len(codes) == len(ranks)):
-                gone, _ = psutil.wait_procs(ranks, POLL_S)
+                gone, alive = psutil.wait_procs(ranks, POLL_S)
                 codes = {ranks.index(process): process.returncode for process in gone}
+                if not codes or (now_s := _cpu_seconds(alive)) != cpu_s:
+                    moved_at = time.monotonic()
+                    cpu_s = now_s if codes else {}
+                elif time.monotonic() - moved_at > STILL_S:  # nobody watches it any more
+                    still = [ranks.index(process) for process in alive]
+                    print(f"note: {numbered('rank', still)}: still after the others have ended; "
+                          "ended, too", file=sys.stderr, flush=True)  # fmt: skip
+                    break
         finally:
             _end(ranks, told=bool(told))
     return Ended(signum=told[0] if told else 0, codes=codes)
+
+
+def _cpu_seconds(processes: Iterable[psutil.Process]) -> dict[int, float]:
+    """Return how long each process has been computing."""
+    found = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found[process.pid] = sum(process.cpu_times()[:2])
+    return found
 
 
 def _start(ranks: list[psutil.Process], what: Command | Body, count: int) -> None:

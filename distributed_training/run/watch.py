@@ -26,12 +26,13 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from distributed_training.records.record import mark_stopped
+from distributed_training.records.record import has_finished, mark_stopped
 from distributed_training.run.ranks import LAUNCHER, Process
 from distributed_training.run.saving import claims
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
 
+THE_END = "the end"  # where each rank is once the model is written
 BEAT_S = 2.0
 LEAST_S = 60.0  # that a step may take, or 20 times what steps take
 UNKNOWN_S = 600.0  # what else may take
@@ -96,6 +97,11 @@ class Watch:
         self._place = place
         self._since = self._clock
         self._count += 1
+
+    @property
+    def place(self) -> str:
+        """Where the main thread is."""
+        return self._place
 
     @property
     def limit_s(self) -> float:
@@ -215,11 +221,13 @@ class Watch:
         with contextlib.suppress(OSError):  # a full disk
             mark_stopped(self.run_dir, "failed", reason, ago_s=ago_s)
             get_error_handler().record_exception(RunError(reason))
-        print(f"error: {reason}", file=sys.stderr, flush=True)
+        finished = self._place == THE_END and has_finished(self.run_dir)
+        word = "note: after the run had finished" if finished else "error"
+        print(f"{word}: {reason}", file=sys.stderr, flush=True)
         for pid in others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        os._exit(1)
+        os._exit(0 if finished else 1)
 
 
 def find_launchers() -> list[psutil.Process]:

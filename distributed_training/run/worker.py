@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from distributed_training.run.ranks import Process, Startup, current_process, ha
 from distributed_training.run.saving import claims, resume
 from distributed_training.run.saving.checkpoint import seed_dropout
 from distributed_training.run.saving.export import push_folder, write_card
-from distributed_training.run.watch import Watch
+from distributed_training.run.watch import THE_END, Watch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import threads_per_process
@@ -65,9 +66,17 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
         leave = functools.partial(end_failed, given, topology, KeyboardInterrupt(), store)
         with handling({signal.SIGINT: lambda *_: leave()}):
             try:
-                return _train(given, topology, watch, ask, startup)
+                code = _train(given, topology, watch, ask, startup)
             except BaseException as error:  # others may wait in a collective that never completes
+                if watch.place == THE_END and records.has_finished(given.run_dir):
+                    what = f"{type(error).__name__}: {error}"
+                    print(f"note: after the run had finished, {what}", file=sys.stderr, flush=True)
+                    os._exit(0)
                 end_failed(given, topology, error, store)
+    watch.end()  # once nobody can be waited for any more
+    if code == 0 and given.config.push is not None and process.rank == 0:
+        return push(given.run_dir, given.config.push)
+    return code
 
 
 def _train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup: Startup) -> int:
@@ -93,7 +102,9 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup
         values = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **values)
     about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
-    tracker = metrics.build_tracker(plan.config.log_to if first else None, plan.run_dir, about)
+    log_to = plan.config.log_to if first else None
+    going_on = resume.read_meta(plan.checkpoint).step if plan.checkpoint and first else 0
+    tracker = metrics.build_tracker(log_to, plan.run_dir, about, going_on)
     history = records.History(**agree.from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     if record is not None:
@@ -108,7 +119,7 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup
         display.say(f"resumed from {short_path(plan.checkpoint)}")
     startup.end("model")
     signum = trainer.run()
-    watch.at("the end")
+    watch.at(THE_END)
     results = collect_results(trainer)
     if record is not None:
         status = "interrupted" if signum else "ok"
@@ -131,20 +142,20 @@ def _train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup
             display.say(f"{what}; checkpoint_every=0: nothing was saved")
     engine.close()
     dist.barrier()
-    watch.end()
     if first:
         claims.release(plan.run_dir)
     if plan.offload_dir is not None and topology.local_rank == 0:
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
-    if signum:
-        return 128 + signum
-    if plan.config.push is not None and first:
-        try:
-            address = push_folder(plan.run_dir / records.LAST, plan.config.push)
-            print(f"pushed {address}", flush=True)
-        except UserError as error:  # the run is finished all the same
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return 1
+    return 128 + signum if signum else 0
+
+
+def push(run_dir: Path, name: str) -> int:
+    """Send a finished run's model to the Hub; return the exit code."""
+    try:
+        print(f"pushed {push_folder(run_dir / records.LAST, name)}", flush=True)
+    except UserError as error:  # the run is finished all the same
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 

@@ -5,6 +5,7 @@ tests.pool calls these on every rank; each ends with the script's exit code.
 
 import os
 import resource
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -77,6 +78,35 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
         return right(self, batch)
 
     native.NativeEngine.train_step = train_step
+    run_script(*job["arguments"])
+
+
+def with_rank_1_frozen_at_the_end(job: dict[str, Any]) -> None:
+    """Once the model is written and the record says so."""
+    watch.BEAT_S, watch.LOST_S = 0.5, 10.0
+    right = worker._train
+
+    def train(*arguments: Any) -> int:
+        code = right(*arguments)
+        if os.environ["RANK"] == "1":
+            time.sleep(2)  # for a sign of life from here
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return code
+
+    worker._train = train
+    run_script(*job["arguments"])
+
+
+def without_its_folder(job: dict[str, Any]) -> None:
+    """Somebody removes it in step 5."""
+    right = Trainer._update
+
+    def update(self: Trainer) -> None:
+        if self.step == 4 and self.topology.rank == 0:
+            shutil.rmtree(self.plan.run_dir)
+        right(self)
+
+    Trainer._update = update
     run_script(*job["arguments"])
 
 

@@ -50,6 +50,24 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
         assert re.search(words, said)
 
 
+def test_a_rank_that_freezes_once_the_run_has_finished_is_ended(tmp_path):
+    values = {**SMALL, "strategy": "dp", "max_steps": 2, "output_dir": tmp_path}
+    said = run_case("fault_cases:with_rank_1_frozen_at_the_end", values)
+    assert "exit codes [0, -9]" in said
+    assert "note: after the run had finished: lost rank 1 on " in said
+    assert only_record(tmp_path)["status"] == "ok"
+
+
+def test_a_run_whose_folder_is_removed_says_so(tmp_path):
+    values = {**LONG, "checkpoint_every": 6, "output_dir": tmp_path}
+    said = run_case("fault_cases:without_its_folder", values)
+    assert "exit codes [1, 1]" in said
+    assert f"error: {tmp_path}/" in said
+    assert "was removed or renamed while the run was going on" in said
+    assert said.count("error: ") == 1
+    assert "Traceback" not in said
+
+
 def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
     log, output_dir = tmp_path / "log", tmp_path / "runs"
     values = {**LONG, "output_dir": output_dir, "resume": "auto"}

@@ -96,7 +96,7 @@ def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
         ("interrupted", {0: 143, 1: 1}, 130, ""),
         ("ok", WHOLE, 0, ""),
         ("ok", KILLED, 0, "note: rank 1: killed by SIGKILL"),
-        ("ok", {0: 1}, 1, ""),
+        ("ok", {0: 1}, 0, "note: a process ended with an error, after the run had finished"),
     ],
 )
 def test_the_record_and_how_the_ranks_ended(status, codes, code, said, spawn, tmp_path, capsys):
@@ -256,6 +256,12 @@ def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(tmp_path, monkey
     ):
         monkeypatch.setattr(launch, "detect_machine", lambda on=on: on)
         config = build_config({**values, "strategy": strategy, "num_samples": 4})
-        words = {"num_gpus": num_gpus, "dry_run": False, "max_restarts": 0, "cluster": None}
+        words = {
+            "num_gpus": num_gpus,
+            "dry_run": False,
+            "max_restarts": 0,
+            "cluster": None,
+            "gpu": None,
+        }
         assert launch.start(config, SCRIPT, [], SimpleNamespace(**words)) == 0
     assert begun == [1, 2]

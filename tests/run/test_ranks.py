@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from distributed_training.run import ranks as ranks_module
 from distributed_training.run.ranks import PATIENCE, Startup, beside, fork, run_ranks, starting
 from distributed_training.settings.errors import RunError, exit_code
 from tests.conftest import clean_environment
@@ -78,6 +79,14 @@ def test_who_does_not_end_is_killed(ranks, monkeypatch):
     monkeypatch.setenv(PATIENCE, "0.5")
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     assert ranks(f"if rank == 1: sys.exit(3)\n{deaf}\n{WAIT}").codes == {1: 3}
+
+
+def test_who_is_frozen_once_another_has_ended_is_killed(ranks, monkeypatch, capfd):
+    monkeypatch.setattr(ranks_module, "STILL_S", 1.0)
+    monkeypatch.setattr(ranks_module, "FAILED_S", 0.5)
+    ended = ranks("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)")
+    assert (ended.exit_code, ended.codes) == (0, {0: 0})
+    assert "note: rank 1: still after the others have ended; ended, too\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
