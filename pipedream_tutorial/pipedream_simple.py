@@ -3,15 +3,18 @@
     python pipedream_simple.py
     python pipedream_simple.py --set schedule=zb-h1 --set weight_gradient=1/2
 
-Read it from top to bottom: the operations, the order in which each rank runs them, the clock, costs
-and what is printed. The package takes the orders from here, reads the options, and runs the rest.
+Read it from top to bottom: the operations, the order in which each rank runs them, the clock, the
+costs and what is printed. The file runs alone. Beside the folder `pipedream/`, it also takes the
+options of `python -m pipedream`.
 """
 
 import itertools
 import math
-from collections import defaultdict
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, NamedTuple
 
@@ -25,6 +28,7 @@ CONFIG: dict[str, Any] = {
     "communication": 0,  # time from one rank to the next; occupies neither
     "chunks": 2,  # v: stages a rank under interleaved 1F1B
     "num_batches": 4,  # batches in a row, where schedules without a flush show what they save
+    "columns": None,  # of the table, such as time,bubble; None: all
     "steps": 0,  # batches to train on: python -m pipedream does that
 }
 DURATIONS = ("forward", "input_gradient", "weight_gradient", "communication")
@@ -54,10 +58,10 @@ def need(op: Op, last_stage: int) -> Op | None:
 
 
 def in_turn(forwards: Sequence[Any], backwards: Sequence[Any], ahead: int) -> list[Any]:
-    """`ahead` forwards, then one forward and one backward in turn, then the backwards left over."""
+    """`ahead` forwards, then one backward and one forward in turn, then the remaining backwards."""
     steps = list(forwards[:ahead])
     for place, backward in enumerate(backwards, ahead):
-        steps += [*forwards[place : place + 1], backward]
+        steps += [backward, *forwards[place : place + 1]]
     return steps
 
 
@@ -67,38 +71,26 @@ def zero_bubble(m: int, ahead: int, delay: int) -> str:
     return "".join(in_turn("F" * m, ["I"] * delay + ["IW"] * (m - delay), ahead)) + "W" * delay
 
 
-def zb_v(r: int, p: int, m: int) -> str:
-    """Two stages a rank in a V. No idle time within a rank's span if F = I = W, in 1F1B's memory.
-
-    Written for 2p - 1 microbatches or more; with fewer, those not there are left out.
-    """
-    count = max(m, 2 * p - 1)
-    word = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
-    word += "FIWfiw" * (count - (2 * p - 1 - r))  # until all have gone down
-    word += "IWfiw" * (p - 1 - r)
-    return word + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r
-
-
 SCHEDULES: dict[str, tuple[str, Callable[[int, int, int], Iterable[str]] | None]] = {
     # One microbatch in the pipeline at a time: all ranks but one are idle.
     "naive": ("Naive", lambda r, p, m: "FB" * m),
     # All forwards, then all backwards: every rank holds the activations of m microbatches.
     "gpipe": ("GPipe", lambda r, p, m: "F" * m + "B" * m),
-    # A backward as early as possible: p - 1 - r forwards, and the first of those in turn; rank r
-    # never holds more than p - r microbatches.
-    "1f1b": ("1F1B with flush", lambda r, p, m: in_turn("F" * m, "B" * m, p - 1 - r)),
+    # A backward as early as possible: rank r starts with p - r forwards, and never holds the
+    # activations of more than p - r microbatches.
+    "1f1b": ("1F1B with flush", lambda r, p, m: in_turn("F" * m, "B" * m, p - r)),
     # The same order on and on, without a flush between batches.
-    "pipedream": ("PipeDream", lambda r, p, m: in_turn("F" * m, "B" * m, p - 1 - r)),
+    "pipedream": ("PipeDream", lambda r, p, m: in_turn("F" * m, "B" * m, p - r)),
     "interleaved": ("Interleaved 1F1B", None),  # no word: rank r has v stages
-    # W waits until the rank would idle: rank r puts it off by r microbatches, so that all hold as
-    # many activations as rank 0.
-    "zb-h1": ("ZB-H1", lambda r, p, m: zero_bubble(m, p - 1 - r, r)),
+    # W waits until the rank would idle: rank r delays it by r microbatches, so that all ranks hold
+    # as many activations as rank 0.
+    "zb-h1": ("ZB-H1", lambda r, p, m: zero_bubble(m, p - r, r)),
     # Twice as far ahead, in twice the memory: with 2p - 1 microbatches and F = I = W no rank idles
     # once it has begun.
-    "zb-h2": ("ZB-H2", lambda r, p, m: zero_bubble(m, 2 * (p - 1 - r), 2 * r)),
-    "zb-v": ("ZB-V", zb_v),
+    "zb-h2": ("ZB-H2", lambda r, p, m: zero_bubble(m, 2 * (p - r) - 1, 2 * r)),
+    "zb-v": ("ZB-V", None),  # no word: it depends on the durations
 }
-"""Title, and the word of rank r of p: what it does with m microbatches, a letter an operation."""
+"""Title, and the word of rank r of p: what it does with m microbatches, a letter per operation."""
 
 
 def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
@@ -106,16 +98,18 @@ def from_words(words: Sequence[Iterable[str]]) -> list[Order]:
     orders = []
     for r, word in enumerate(words):
         second = 2 * len(words) - 1 - r
-        word = list(word)
-        step = {x: (x.upper(), r if x.isupper() else second) for x in set(word)}
-        orders.append(numbered(step[x] for x in word))
+        orders.append(numbered((x.upper(), r if x.isupper() else second) for x in word))
     return orders
 
 
 def numbered(steps: Iterable[tuple[str, int]]) -> Order:
     """Operations from (kind, stage): each kind takes a stage's microbatches in turn."""
-    turn: dict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
-    return [(*step, next(turn[step])) for step in steps]
+    done: Counter[tuple[str, int]] = Counter()
+    order = []
+    for step in steps:
+        order.append((*step, done[step]))
+        done[step] += 1
+    return order
 
 
 def interleaved(p: int, m: int, v: int) -> list[Order]:
@@ -132,18 +126,23 @@ def interleaved(p: int, m: int, v: int) -> list[Order]:
     for r in range(p):
         forwards = [("F", chunk * p + r) for chunk in chunks]
         backwards = [("B", (v - 1 - chunk) * p + r) for chunk in chunks]
-        # Before its first backward: all its stages but the last, and 2 a rank from here to the end.
-        orders.append(numbered(in_turn(forwards, backwards, (v - 1) * size + 2 * (p - 1 - r))))
+        # Before its first backward: all its stages but the last, and 2 per rank behind it, and 1.
+        orders.append(numbered(in_turn(forwards, backwards, (v - 1) * size + 2 * (p - 1 - r) + 1)))
     return orders
 
 
-def build(name: str, p: int, m: int, v: int = 2) -> list[Order]:
-    """Every rank's order; v: stages a rank of the interleaved one."""
+EVEN = {"F": 1, "I": 1, "W": 1, "send": 0}
+
+
+def build(
+    name: str, p: int, m: int, v: int = 2, duration: dict[str, int] | None = None
+) -> list[Order]:
+    """Every rank's order. v: stages per rank of the interleaved one; `duration`: by kind, for ZB-V,
+    F = I = W by default."""
     _, word = SCHEDULES[name]
-    if word is None:
-        return interleaved(p, m, v)
-    orders = from_words([word(r, p, m) for r in range(p)])
-    return [[op for op in order if op[2] < m] for order in orders]  # zb_v's may be more
+    if word is not None:
+        return from_words([word(r, p, m) for r in range(p)])
+    return interleaved(p, m, v) if name == "interleaved" else zb_v(p, m, duration or EVEN)
 
 
 # --- The clock -------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ def measure(name: str, config: dict[str, Any]) -> Row:
     count = config["num_batches"]
     v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
     duration, tick = in_ticks(config, v)
-    orders = build(name, p, m, v)
+    orders = build(name, p, m, v, duration)
     times, ends = simulate(orders, duration)
     makespan = max(ends)
     spans = sum(ends) - sum(times[order[0]][0] for order in orders)
@@ -270,16 +269,131 @@ def stashed_versions(order: Order) -> tuple[int, int]:
     return most, behind
 
 
+# --- ZB-V, whose order depends on the durations: skip it at first ---------------------------
+
+
+def zb_v(p: int, m: int, duration: dict[str, int]) -> list[Order]:
+    """The order of ZB-V's authors (arXiv 2401.10241): of several fillings of the V the one whose
+    ranks idle least. A filling shows which ranks may idle longer in the next one."""
+    best: list[Order] = []
+    least = math.inf
+    for more in ("iFf", "i", "Ff", ""):
+        allowed = [0] * p
+        before = math.inf
+        while least:
+            orders, idle = fill_v(p, m, duration, allowed, more)
+            if max(idle) < least:
+                best, least = orders, max(idle)
+            if max(idle) >= before:
+                break
+            before = max(idle)
+            allowed = [before - own for own in idle]
+    return best
+
+
+def fill_v(
+    p: int, m: int, duration: dict[str, int], allowed: Sequence[int], more: str
+) -> tuple[list[Order], list[int]]:
+    """Every rank's order, and how long it idles after its first F. F and I follow a pattern, and W
+    fills the time for which a rank would wait. A step on the way down is F or I, on the way up f or
+    i. `allowed`: how much longer than others a rank may idle; `more`: steps that W may delay."""
+    orders: list[Order] = [[] for _ in range(p)]
+    late: list[Order] = [[] for _ in range(p)]  # W whose I has been run
+    done: list[Counter[str]] = [Counter() for _ in range(p)]
+    ends: dict[tuple[str, int, int], int] = {}  # step, rank, microbatch
+    clock, idle, held = [0] * p, [0] * p, [0] * p  # held: stages' activations
+
+    def arrival(r: int, step: str) -> int:
+        """When the step's next input comes from the rank before or after, 0 if from neither."""
+        source = r - 1 if step in "Fi" else r + 1
+        return ends[step, source, done[r][step]] + duration["send"] if 0 <= source < p else 0
+
+    def run(r: int, step: str) -> None:
+        op = (step.upper(), r if step in "FI" else 2 * p - 1 - r, done[r][step])
+        start = max(clock[r], arrival(r, step))
+        if done[r]["F"]:
+            idle[r] += start - clock[r]
+        ends[step, r, done[r][step]] = clock[r] = start + duration[op[0]]
+        done[r][step] += 1
+        orders[r].append(op)
+        if step in "Ff":
+            held[r] += 1
+        else:
+            late[r].append(("W", *op[1:]))
+
+    def run_weights(r: int) -> None:
+        orders[r].append(late[r].pop(0))
+        clock[r] += duration["W"]
+        held[r] -= 1
+
+    def run_after_weights(r: int, step: str) -> None:
+        """Each W that ends before the step's input arrives; one more if the rank would otherwise
+        have idled longer than others; the step."""
+        while late[r] and arrival(r, step) >= clock[r] + duration["W"]:
+            run_weights(r)
+        spare = max(*idle, allowed[r]) - idle[r]
+        if late[r] and (step == "I" or step in more) and arrival(r, step) - clock[r] > spare:
+            run_weights(r)
+        run(r, step)
+
+    # Microbatch 0 goes down the V and up again; what arrives late leaves time for further F.
+    for r in range(p):
+        run(r, "F")
+    for r in reversed(range(p)):
+        up = arrival(r, "f")
+        room = 2 * (p - 1 - r)
+        while held[r] <= room and clock[r] + duration["F"] <= up and done[r]["F"] < m:
+            for rank in range(r + 1):
+                run(rank, "F")
+        run(r, "f")
+    # Each rank catches up with the rank before it, F and f in turn.
+    turns = 0
+    for r in range(1, p):
+        ahead = done[r - 1]
+        while done[r].total() < ahead.total() or done[r]["f"] <= ahead["f"] < m:
+            step = "Ff"[turns % 2]
+            turns += 1
+            for rank in reversed(range(r, p)):
+                if done[rank][step] < m:
+                    run(rank, step)
+    # From now on one backward and one forward in turn on each rank.
+    for _ in range(2 * m):
+        down, up_again = [], []
+        for r in range(p):
+            arrived = r == p - 1 or done[r]["I"] < done[r + 1]["I"] or done[r]["i"] == m
+            (down if done[r]["I"] < done[r]["i"] and arrived else up_again).append(r)
+        for r in reversed(down):
+            run_after_weights(r, "I")
+        for r in up_again:
+            run_after_weights(r, "i")
+        for r in range(p):
+            first, second = done[r]["F"], done[r]["f"]
+            if second < first and (r == p - 1 or second < done[r + 1]["f"]):
+                step = "f"
+            elif first < m and (second == first or r == 0 or first < done[r - 1]["F"]):
+                step = "F"
+            else:
+                continue
+            while held[r] == 2 * p:  # no more than 1F1B's rank 0 holds
+                run_weights(r)
+            run_after_weights(r, step)
+    for r in range(p):
+        while late[r]:
+            run_weights(r)
+    return orders, idle
+
+
 # --- What is printed -------------------------------------------------------------------------
 
-NOTES = (
-    "bubble: idle share until the last rank ends; span: within each rank's own span; used: busy "
-    "share.",
-    "In a row: after a flush a rank starts the next batch once its own work is done; others never "
-    "pause.",
-    "At most, on any rank or stage: activ., microbatches whose activations it holds; weights, "
-    "copies of\nits parameters; stale, updates between the weights a microbatch saw and its own.",
-)
+NOTES = {
+    "one batch": "bubble: idle share until the last rank ends; span: within each rank's own span.",
+    "in a row": "In a row: after a flush a rank starts the next batch once its own work is done; "
+    "others never\npause; used: busy share.",
+    "at most": "At most, on any rank or stage: activ., microbatches whose activations it holds; "
+    "weights, copies of\nits parameters; stale, updates between the weights a microbatch saw and "
+    "its own.",
+}
+"""By group of COLUMNS."""
 LEGEND = """\
 F forward; B backward, or its halves I (the input's gradient) and W (the weights'); number:
 microbatch; - goes on; . idle; times are rounded to columns; f, b, i, w: on a stage of the rank that
@@ -297,18 +411,45 @@ def percent(share: Fraction) -> str:
     return f"{float(100 * share):.1f}%"
 
 
-def table_head(num_batches: int) -> str:
-    return f"""{"":<24}{"one batch":^20}{f"{num_batches} in a row":^15}{"at most":>14}
-{"":<24}  time bubble   span    time   used activ. weights stale"""
+# Of the table: a name, what stands over it, how wide it is, and a Row's figure as text; of figures
+# by rank or stage the largest.
+COLUMNS: dict[str, tuple[str, int, Callable[[Any], str]]] = {
+    "time": ("one batch", 6, number),
+    "bubble": ("one batch", 7, percent),
+    "span": ("one batch", 7, percent),
+    "in-a-row": ("in a row", 8, number),
+    "used": ("in a row", 7, lambda idle: percent(1 - idle)),
+    "activ.": ("at most", 7, lambda held: number(max(held))),
+    "weights": ("at most", 8, lambda kept: number(max(kept))),
+    "stale": ("at most", 6, lambda behind: number(max(behind))),
+}
 
 
-def table_line(title: str, *figures: Any) -> str:
-    """A Row's figures, from its makespan on; of those by rank or stage the largest."""
-    makespan, idle, span_idle, stream, stream_idle, activations, versions, staleness = figures
-    cells = f"{number(makespan):>6}{percent(idle):>7}{percent(span_idle):>7}"
-    cells += f" {number(stream):>7}{percent(1 - stream_idle):>7}"
-    cells += f"{number(max(activations)):>7}{number(max(versions)):>8}{max(staleness):>5}"
-    return f"{title:<24}{cells}"
+def table_head(num_batches: int, shown: Sequence[str] | None = None) -> str:
+    groups: Counter[str] = Counter()
+    for name in shown or COLUMNS:
+        group, width, _ = COLUMNS[name]
+        groups[group] += width
+    titles = {"in a row": f"{num_batches} in a row"}
+    over = "".join(f"{titles.get(group, group):^{width}}" for group, width in groups.items())
+    names = {"in-a-row": "time"}
+    heads = "".join(f"{names.get(name, name):>{COLUMNS[name][1]}}" for name in shown or COLUMNS)
+    return f"{'':<24}{over.rstrip()}\n{'':<24}{heads}"
+
+
+def notes(shown: Sequence[str] | None) -> list[str]:
+    """What the columns are."""
+    groups = dict.fromkeys(COLUMNS[name][0] for name in shown or COLUMNS)
+    return [NOTES[group] for group in groups]
+
+
+def table_line(title: str, figures: Iterable[Any], shown: Sequence[str] | None = None) -> str:
+    """A Row's figures, from its makespan on, those whose columns are shown."""
+    line = f"{title:<24}"
+    for (name, (_, width, text)), figure in zip(COLUMNS.items(), figures, strict=True):
+        if not shown or name in shown:
+            line += f"{text(figure):>{width}}"
+    return line
 
 
 def cells(row: Row) -> Iterator[Cell]:
@@ -371,18 +512,47 @@ def main(config: dict[str, Any]) -> None:
         title, _ = SCHEDULES[names[0]]
         count = f", {config['num_batches']} batches in a row" * (names == ["pipedream"])
         print(LEGEND, "", title + count, timeline, "", sep="\n")
-    print(table_head(config["num_batches"]))
+    print(table_head(config["num_batches"], config["columns"]))
     for name in names:
         title, _ = SCHEDULES[name]
         try:
-            line = table_line(title, *measure(name, config)[3:])
+            line = table_line(title, measure(name, config)[3:], config["columns"])
         except ValueError as error:
             line = f"{title:<24}not possible: {error}"
         print(line, flush=True)  # each as soon as it is there
-    print(*NOTES, "More schedules, search, training: python -m pipedream", sep="\n")
+    print(
+        *notes(config["columns"]), "More schedules, search, training: python -m pipedream", sep="\n"
+    )
+
+
+def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """CONFIG with each `--set key=value`; exits with a line for what is not accepted."""
+    config = dict(CONFIG)
+    for change in arguments:
+        key, _, value = change.partition("=")
+        if change == "--set":
+            continue
+        try:
+            if key == "schedule":
+                accepted = value in ("all", *SCHEDULES)
+                config[key] = value
+            elif key == "columns":
+                config[key] = value.split(",")
+                accepted = set(config[key]) <= COLUMNS.keys()
+            else:
+                config[key] = Fraction(value) if key in DURATIONS else int(value)
+                least = 0 if key in ("weight_gradient", "communication", "steps") else 1e-9
+                accepted = key in CONFIG and config[key] >= least
+        except ValueError:
+            accepted = False
+        if not accepted:
+            sys.exit(f"error: {change} is not accepted; give --set key=value, with a CONFIG key")
+    return config
 
 
 if __name__ == "__main__":
-    from pipedream.__main__ import run_script
+    if Path(__file__).with_name("pipedream").is_dir():
+        from pipedream.__main__ import run_script
 
-    run_script(main, CONFIG)  # reads the options, and runs what this file does not know
+        run_script(main, CONFIG)  # reads the options, and runs what this file does not know
+    main(read_arguments(sys.argv[1:]))

@@ -38,9 +38,10 @@ class TwoWayStage(PipelineStage):
 
 
 class GivenOrder(schedules._PipelineScheduleRuntime):
-    """Processes that work in planned orders, of forward passes and halves of backward ones. Where
-    these were searched for, messages are sent and awaited in the order in which they are expected:
-    torch's own assumes equal durations, and a receive that comes too early holds up what is ready.
+    """Processes that work in planned orders, of forward passes and halves of backward ones. If the
+    orders were made for durations, messages are sent and awaited in the order in which they are
+    expected: torch's own assumes equal durations, and a receive that comes too early holds up what
+    is ready.
     """
 
     def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
@@ -50,7 +51,7 @@ class GivenOrder(schedules._PipelineScheduleRuntime):
             for rank, order in enumerate(find_orders(plan))
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
-        if plan.schedule.searched:
+        if plan.orders is not None:
             spans = expect_spans(plan)
             self.pipeline_order_with_comms = {
                 rank: _in_order_of_messages(actions, spans)

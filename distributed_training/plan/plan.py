@@ -62,7 +62,7 @@ class Plan:
     prediction: dict[str, Any] | None = None
     # Agents of torchrun that started the processes: what one of them starts again goes on.
     launchers: list[str] = field(default_factory=list)
-    orders: FoundOrders | None = None  # where a search found them (predict/orders.py)
+    orders: FoundOrders | None = None  # if they depend on durations (predict/orders.py)
     num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
     packing: Packing | None = None  # of records; None as above, and where they are not packed
 

@@ -21,7 +21,8 @@ class Schedule:
     stages_per_rank: int = 1  # or 2
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     splits_backward: bool = False  # gradients of inputs and of weights at different times
-    searched: bool = False  # an order for what this model's operations take (predict/orders.py)
+    timed: bool = False  # an order for what this model's operations take (predict/orders.py)
+    searched: bool = False  # which takes a second or two to find
     # Whether m micro-batches can be run over p processes
     takes: Callable[[int, int], bool] = lambda p, m: True
 
@@ -38,7 +39,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundOrders:
-    """What a search found for a pipeline, and the durations in seconds that it went by."""
+    """What was found for a pipeline, and the durations in seconds that it was found for."""
 
     by_place: tuple[str, ...]  # what each process along pp does, as predict/orders.py writes it
     stage_s: tuple[tuple[float, float, float], ...]  # of each stage's F, I and W
@@ -71,6 +72,7 @@ SCHEDULES: dict[str, Schedule] = {
         stages_per_rank=2,
         v_shaped=True,
         splits_backward=True,
+        timed=True,
     ),
 }
 # Where operations take equally long, no order is shorter than zb-v's.

@@ -1,8 +1,9 @@
 """In which order each process of a pipeline works, and how long that takes. No torch import.
 
-Orders are those of torch.distributed.pipelining (schedules.py of 2.11 to 2.13). An operation is
-(kind, stage, micro-batch): "F" forward, "B" backward, "I" backward for inputs only, "W" backward
-for weights only."""
+Orders are those of torch.distributed.pipelining (schedules.py of 2.11 to 2.13), but for `zb-v`,
+which is its authors' (zb_v.py), and `zb-auto`, which is searched for. An operation is (kind, stage,
+micro-batch): "F" forward, "B" backward, "I" backward for inputs only, "W" backward for weights
+only."""
 
 import functools
 import itertools
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES, FoundOrders
+from distributed_training.predict.zb_v import build_words, mid_durations
 
 Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each other
 Operation = tuple[str, int, int]
@@ -28,10 +30,10 @@ HEAT = 0.16  # of a mean operation, by which the first changes may make a step l
 
 
 def find_orders(plan: Plan) -> tuple[Order, ...]:
-    """What each process along pp does: as the schedule says, or as a search found (`zb-auto`)."""
-    if plan.schedule.searched:
-        assert plan.orders is not None, "lay_out_on searches"
+    """What each process along pp does: as the schedule says, or as was found for the durations."""
+    if plan.orders is not None:
         return tuple(map(read_order, plan.orders.by_place))
+    assert not plan.schedule.searched, "lay_out_on searches"
     schedule = plan.config.pipeline_schedule
     return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)
 
@@ -41,8 +43,9 @@ def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     """What each of `p` processes does for `m` micro-batches."""
     if p == 1:  # one after the other
         schedule = "1f1b"
-    build = _zb_v if schedule == "zb-v" else functools.partial(_one_f_one_b, schedule)
-    return tuple(build(p, m, rank) for rank in range(p))
+    if schedule == "zb-v":
+        return tuple(_in_a_v(word, p, rank) for rank, word in enumerate(build_words(p, m)))
+    return tuple(_one_f_one_b(schedule, p, m, rank) for rank in range(p))
 
 
 def read_order(text: str) -> Order:
@@ -88,20 +91,38 @@ def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
     return _numbered((kind, at * p + rank) for kind, at in order)
 
 
-def _zb_v(p: int, m: int, rank: int) -> Order:
-    """Zero bubble over a V; what torch would do for more micro-batches is left out."""
+def _in_a_v(word: str, p: int, rank: int) -> Order:
+    """The order of a word, whose small letters are operations of the process's second stage."""
+    second = 2 * p - 1 - rank
+    return _numbered((x.upper(), rank if x.isupper() else second) for x in word)
+
+
+def fixed_zb_v(p: int, m: int) -> tuple[Order, ...]:
+    """torch's ZB-V: one order for all durations. Runs of `zb-v` before 25 November 2026 ran it, and
+    `zb-auto` may start from it. What torch would do for more micro-batches is left out."""
     number = max(2 * p - 1, m)
-    # Kinds and halves of the V.
-    words = "F0 " * (2 * (p - rank) - 1) + "F1 F0 " * rank + "F1 I1 W1 " * (p - rank)
-    while words.count("F1") < words.count("F0") or words.count("F0") < number:
-        if words.count("F0") < number:
-            words += "F0 "
-        words += "I0 W0 F1 I1 W1 "
-    words += "I0 I1 " * rank + "I0 W0 " * (p - rank)
-    for half in "10":
-        words += f"W{half} " * (words.count(f"I{half}") - words.count(f"W{half}"))
-    stages = (rank, 2 * p - 1 - rank)
-    return tuple((kind, stages[half], i) for kind, half, i in read_order(words) if i < m)
+    orders = []
+    for rank in range(p):
+        word = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
+        word += "FIWfiw" * (number - (2 * p - 1 - rank)) + "IWfiw" * (p - 1 - rank)
+        word += "Ii" * rank + "IW" * (p - rank) + "w" * rank + "W" * rank
+        orders.append(tuple(step for step in _in_a_v(word, p, rank) if step[2] < m))
+    return tuple(orders)
+
+
+def time_orders(
+    seconds: tuple[tuple[float, float, float], ...], m: int, message_s: float
+) -> FoundOrders:
+    """What each process does for `m` micro-batches under `zb-v`, for F, I and W of each stage."""
+    p = len(seconds) // 2
+    words = build_words(p, m, *mid_durations(seconds), message_s)
+    orders = [_in_a_v(word, p, rank) for rank, word in enumerate(words)]
+    return FoundOrders(by_place=write_orders(orders), stage_s=seconds, message_s=message_s)
+
+
+def write_orders(orders: Iterable[Iterable[Step | Operation]]) -> tuple[str, ...]:
+    """Such as "F0 F0 I7 W7", as `read_order` reads it."""
+    return tuple(" ".join(f"{step[0]}{step[1]}" for step in order) for order in orders)
 
 
 def flow(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
@@ -189,9 +210,9 @@ def search_orders(
     from F to W; process r has stages r and 2 p - 1 - r. What a stage makes is there `message_s`
     later on another process.
 
-    `zb-v` idles least where all operations take equally long. They do not: the last stage also
-    computes the loss, and a backward pass is not two forward ones. So its order is improved by
-    simulated annealing, with random thresholds, on estimated durations. Equal arguments give equal
+    `zb-v` takes stages to be equal. They are not: the last stage also computes the loss. So its
+    order, or torch's if that is shorter, is improved by simulated annealing, with random
+    thresholds, on estimated durations. Equal arguments give equal
     orders on any machine: only additions, products and comparisons of floats decide, and
     `random()`, which Python keeps as it is."""
     last = len(blocks) - 1
@@ -200,12 +221,16 @@ def search_orders(
     # The loss goes backward at once, before there are logits of another micro-batch.
     at_once = ("I", last)
     took["F", last] += took[at_once]
-    best: list[list[Step]] = [
-        [(kind, stage) for kind, stage, _ in order if (kind, stage) != at_once]
-        for order in build_orders("zb-v", p, m)
-    ]
     gives = flow(SCHEDULES["zb-v"].ranks(p), message_s)
     gives["F", last] = gives.pop(at_once)
+    timed = tuple(map(read_order, time_orders(seconds, m, message_s).by_place))
+    best: list[list[Step]] = min(
+        (
+            [[step[:2] for step in order if step[:2] != at_once] for order in starts]
+            for starts in (fixed_zb_v(p, m), timed)
+        ),
+        key=lambda words: length_of(simulate(words, took, gives)),
+    )
 
     def held_by(words: list[Step]) -> int | None:
         """Blocks that a process holds activations of at most; None where an operation comes before
@@ -261,6 +286,5 @@ def search_orders(
         if now < shortest:
             shortest = now
             best = list(orders)
-    texts = [" ".join(f"{kind}{stage}" for kind, stage in words) for words in best]
-    by_place = tuple(text.replace(f"F{last}", f"F{last} I{last}") for text in texts)
+    by_place = tuple(text.replace(f"F{last}", f"F{last} I{last}") for text in write_orders(best))
     return FoundOrders(by_place=by_place, stage_s=seconds, message_s=message_s)

@@ -7,6 +7,7 @@ const LONG_PRESS_MS = 450;
 function attachHands(pane, editable) {
   const { chart } = pane;
   let pressed = null; // {place, x, y, held}; a finger holds only once it has lain still for a while
+  let tapped = false; // by a finger: what it chooses is shown after the tap, or the tap would hit that
 
   const under = ({ target }) => {
     const [rank, index] = target.dataset?.at?.split(".").map(Number) ?? [];
@@ -35,16 +36,19 @@ function attachHands(pane, editable) {
   chart.addEventListener("pointerdown", (event) => {
     letGo();
     const place = under(event);
-    focus(pane, place);
+    tapped = event.pointerType === "touch";
+    if (!tapped) focus(pane, place);
     if (!place || !editable || event.button) return;
     pressed = { place, x: event.clientX, y: event.clientY, held: false };
     const pickUp = () => {
       pressed.held = true;
       chart.setPointerCapture(event.pointerId);
     };
-    if (event.pointerType !== "touch") return pickUp();
+    if (!tapped) return pickUp();
     pressed.timer = setTimeout(() => {
+      tapped = false;
       pickUp();
+      focus(pane, place);
       aim(pane, place, place.index);
       say("Picked up: drag it along its rank.", "same");
     }, LONG_PRESS_MS);
@@ -52,6 +56,9 @@ function attachHands(pane, editable) {
   chart.addEventListener("pointerup", () => {
     letGo();
     if (pane.drag) drop(pane);
+  });
+  chart.addEventListener("click", (event) => {
+    if (tapped) focus(pane, under(event));
   });
   chart.addEventListener("pointercancel", () => {
     letGo();

@@ -77,8 +77,8 @@ function interleaved(p, m, v) {
   }));
 }
 
-// Written for 2p - 1 microbatches or more.
-function zbV(r, p, m) {
+// torch's order, whatever the durations. Written for 2p - 1 microbatches or more.
+function zbVFixed(r, p, m) {
   const count = Math.max(m, 2 * p - 1);
   let word = "F".repeat(2 * (p - r) - 1) + "fF".repeat(r) + "fiw".repeat(p - r);
   for (let i = 0; i < count - p; i++) {
@@ -323,9 +323,14 @@ const SCHEDULES = {
     says: "More forward passes ahead: no rank pauses between its first and last operation, in twice the memory.",
   },
   "zb-v": {
-    build: byRank(zbV), title: "ZB-V",
+    build: zbV, title: "ZB-V",
+    idle: "(p - 1) * F / 2", when: "F === I && W > 0 && W % F === 0 && m >= 2 * p - 1",
+    says: "Two stages per rank, down the ranks and up again, and W placed by the durations: ZB-H2's density in 1F1B's memory.",
+  },
+  "zb-v-fixed": {
+    build: byRank(zbVFixed), title: "ZB-V, torch's order",
     idle: "(p - 1) * max(I - W, I / 2)", when: "m >= 2 * p - 1 && I >= F && I >= W",
-    says: "Two stages a rank, down the ranks and up again: ZB-H2's density in 1F1B's memory.",
+    says: "ZB-V as PyTorch has it: the same order for all durations.",
   },
   "v-half": {
     build: vHalf, title: "V-Half",
@@ -383,8 +388,8 @@ function aboutOf(name, chosen) {
   if (name === "search") {
     const { length, bound, tried, unit } = searchedFor(chosen);
     const [found, least] = [length, bound].map((ticks) => shortNumber(ticks * unit));
-    const proved = length === bound ? "shortest possible" : `no order takes less than ${least}`;
-    return `${says} ${found} after ${tried} tries; ${proved}.`;
+    const proved = length === bound ? "no order is shorter" : `no order takes less than ${least}`;
+    return `${says} ${found} after ${tried} tries; with one stage per rank ${proved}.`;
   }
   const { flushes } = policyOf(name);
   const even = !chosen.scale.length && [chosen.c, chosen.saving].every((value) => Number(value) === 0);

@@ -10,7 +10,7 @@ Everything printed is computed here: grids and times by simulation, losses by tr
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from statistics import median
@@ -54,6 +54,7 @@ RULES = SHARED_RULES | {
     "prove": Rule(kind=float, low=0, high=3600),
     "recompute": Rule(kind=Fraction, none=True, low=0, high=1),
     "reorder": Rule(kind=bool),
+    "columns": Rule(kind=str, many=True, none=True, choices=tuple(simple.COLUMNS)),
     "num_batches": Rule(kind=int, low=2, high=64),
     "learning_rate": Rule(kind=float, low=LEAST, high=100),
     "steps": Rule(kind=int, low=0, high=10000),
@@ -62,6 +63,14 @@ RULES = SHARED_RULES | {
     "trace": Rule(kind=str, none=True),
 }
 OUTPUTS = ("csv", "trace")
+OPEN = ("all", "search")
+USED_BY = {
+    "memory": ("search",),
+    "prove": ("search",),
+    "chunks": ("interleaved", "all"),
+    "reorder": ("v-half", "v-min", "all"),
+    "overlap_saving": ("dualpipe-v", "dualpipe", "all"),
+}
 TRAINED = (
     "naive", "gpipe", "1f1b",
     "pipedream", "pipedream-no-stash", "pipedream-vertical", "pipedream-2bw",
@@ -89,9 +98,15 @@ def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) ->
 
 
 def read(config: dict[str, Any]) -> dict[str, Any]:
-    """CONFIG, with what the command line changes."""
+    """CONFIG, with what the command line changes. Refuses what the schedule would not use."""
     about = str(__doc__).split("\n\n")[0]
-    return parse_arguments(config, RULES, about, script=__file__)
+    found = parse_arguments(config, RULES, about, script=__file__)
+    for key, names in USED_BY.items():
+        named = found["schedule"] in (*SCHEDULES, *OPEN)
+        if named and found[key] != config[key] and found["schedule"] not in names:
+            what = f"{found['schedule']} does not use {key}"
+            raise UserError(what, f"leave it out, or set schedule={names[0]}")
+    return found
 
 
 def show(config: dict[str, Any]) -> None:
@@ -125,7 +140,7 @@ def show(config: dict[str, Any]) -> None:
             print()
             print_schedule(one, drawn)
         print()
-    print_comparison(rows, config["num_batches"])
+    print_comparison(rows, config["num_batches"], config["columns"])
     if config["steps"]:
         gc.enable()
         print(flush=True)
@@ -191,9 +206,10 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
         )
         least = number(row.bound)
         if row.batch.makespan == row.bound:
-            tell("shorter", f"not possible in this memory: {least} is the least")
+            tell("shorter", f"not with one stage per rank in this memory: {least} is the least")
         else:
-            tell("shorter", f"perhaps: no order in this memory takes less than {least}")
+            order = "no order with one stage per rank in this memory"
+            tell("shorter", f"perhaps: {order} takes less than {least}")
     tell("activations", f"microbatches held at most: {listed(row.peak_activations, 'rank')}")
     tell("weights", row.policy.text)
     tell(
@@ -227,24 +243,27 @@ def tell_closed_form(row: Row) -> None:
     tell("", f"{form.idle_text}; as published: {form.published} (arXiv {form.source})")
 
 
-def print_comparison(rows: Iterable[Row | Refused], num_batches: int) -> None:
+def print_comparison(
+    rows: Iterable[Row | Refused], num_batches: int, shown: Sequence[str] | None
+) -> None:
     """All schedules in one table, each as soon as it is there; for those that are not possible the
     reason."""
     mixed = False
-    print(simple.table_head(num_batches))
+    print(simple.table_head(num_batches, shown))
     for row in rows:
         if isinstance(row, Refused):
             print_wrapped(f"not possible: {row.reason}", f"{row.title:<24}")
             continue
         one = row.batch_idle
-        line = simple.table_line(
-            row.title, row.batch.makespan, one.makespan_fraction, one.span_fraction,
+        figures = (
+            row.batch.makespan, one.makespan_fraction, one.span_fraction,
             row.stream_makespan, row.stream_idle.makespan_fraction,
             row.peak_activations, row.weight_copies, row.staleness,
         )  # fmt: skip
+        line = simple.table_line(row.title, figures, shown)
         print(line + "*" * row.mixed, flush=True)
         mixed = mixed or row.mixed
-    for note in (*simple.NOTES, *([MIXED] if mixed else [])):
+    for note in (*simple.notes(shown), *([MIXED] if mixed else [])):
         print_wrapped(note)
 
 

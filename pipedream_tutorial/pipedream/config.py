@@ -127,7 +127,7 @@ def parse_arguments(
 ) -> dict[str, Any]:
     """CONFIG with what the command line changes, every value checked.
 
-    `--set key=value` may be repeated, and `--key value` is the same; the last one wins.
+    `--set key=value` takes several and may be repeated, `--key value` is the same, the last wins.
     `arguments` is sys.argv's by default. Raises UserError for an unknown key or a value that its
     rule does not accept; --help prints all keys and exits with 0.
     """
@@ -142,10 +142,12 @@ def parse_arguments(
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         prog=Path(sys.argv[0]).name.replace("__main__.py", "python -m pipedream"),
-        usage="%(prog)s [options] [--set KEY=VALUE | --KEY VALUE] ...",
+        usage="%(prog)s [options] [--set KEY=VALUE ... | --KEY VALUE] ...",
     )
-    text = "change a key of CONFIG; may be repeated"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    text = "change keys of CONFIG; may be repeated"
+    parser.add_argument(
+        "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=text
+    )
     keys = parser.add_argument_group("keys of CONFIG (--set key=value, or --key value)")
     for key, default in config.items():
         meaning = comments.get(key, "")  # none where a value was edited to be several lines

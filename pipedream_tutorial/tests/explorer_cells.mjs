@@ -56,6 +56,10 @@ const answer = {
     return judge(run(name, chosen).timeline, move, memory);
   },
 
+  hash({ hash }) {
+    return fromHash(hash).refused;
+  },
+
   trace({ text }) {
     const { group, schedule, lines, durations } = readTrace(text);
     const [starts, ends] = ["start", "end"].map((at) => lines.map((line) => line.map((cell) => cell[at])));

@@ -68,7 +68,10 @@ def test_values_are_parsed_by_the_key_s_rule(argument, value):
         ),
         (["--set", "mode=slw"], "mode=slw is not accepted; did you mean 'slow'?"),
         (["--nun_stages", "3"], "unknown argument --nun_stages; did you mean '--num_stages'?"),
-        (["--set"], "argument --set: expected one argument; --help lists what can be given"),
+        (
+            ["--set"],
+            "argument --set: expected at least one argument; --help lists what can be given",
+        ),
     ],
 )
 def test_errors_say_what_is_wrong_and_what_to_type(arguments, message):
@@ -139,4 +142,4 @@ def test_scripts_say_in_one_line_what_is_not_installed(command, code, words):
     assert done.returncode == code, done.stderr
     said = done.stderr if code else done.stdout
     assert words in " ".join(said.split())
-    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == (code > 0) + ("search" in command)  # which is said first

@@ -1,10 +1,12 @@
 """Pages and what they are about agree: links, tables, pictures. Commands: test_commands.py."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from results.lab.tutorial import website
 from results.lab.tutorial.pages import FOLDER, stale
 
 PAGES = ["README.md", "ADVANCED.md", "QUICKSTART.md", "COMPARISON.md", "TEST_RESULTS.md"]
@@ -31,8 +33,23 @@ def test_links_lead_somewhere_and_prose_is_wrapped_and_plain(page: str) -> None:
             assert path.exists(), link[0]
             assert not anchor or anchor in anchors(path), link[0]
     for line in without_blocks(page).splitlines():
-        assert len(line) <= 100 or line.startswith(("|", "![")), line
+        assert len(line) <= 100 or line.startswith(("|", "![", "[![")), line
         assert line.isascii(), line
+
+
+def test_the_site_holds_together_and_fetches_itself_in_colab(tmp_path: Path) -> None:
+    website.build_site(tmp_path / "site", "owner/name")
+    site = tmp_path / "site"
+    for page in site.glob("*.html"):
+        for target in re.findall(r'(?:href|src)="([^"#]+)', page.read_text()):
+            if not target.startswith(("https://", "data:")):
+                assert (site / target).is_file() or (site / target).is_dir(), (page.name, target)
+    index = (site / "index.html").read_text()
+    assert "colab.research.google.com/github/owner/name/blob/gh-pages/lecture.ipynb" in index
+    assert 'href="explorer.html#schedule=zb-v&amp;other=1f1b"' in index
+    assert 'id="6-what-production-runs"' in index
+    book = json.loads((site / "lecture.ipynb").read_text())
+    assert "git clone --quiet --depth 1 https://github.com/owner/name" in book["cells"][0]["source"]
 
 
 def test_every_picture_is_shown_and_every_folder_is_on_the_map() -> None:

@@ -6,6 +6,7 @@ Questions go to a node process (explorer_cells.mjs); what Python says of them is
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from measured import slices_of, write_trace
+from pipedream.config import FOLDER
 from pipedream.errors import UserError
 from pipedream.schedules.ops import save_csv, straight
 from pipedream.schedules.orders import SCHEDULES, build_schedule
@@ -142,6 +144,12 @@ def test_the_formulas_of_idle_time_are_the_simulators():
             assert simulated == [pytest.approx(formula)] * len(simulated), case
             held.add(case["name"])
     assert held == {*SCHEDULES}
+
+
+def test_links_of_the_pages_open_what_they_say():
+    links = re.findall(r"\(explorer\.html(#[^)]*)\)", (FOLDER / "README.md").read_text())
+    assert len(links) >= 9
+    assert ask([{"ask": "hash", "hash": link} for link in links]) == [[]] * len(links)
 
 
 def test_search_finds_the_proved_optimum_within_its_memory():

@@ -13,6 +13,7 @@ import torch
 from nbclient import NotebookClient
 from pipedream.config import FOLDER
 from pipedream.lecture import checks
+from pipedream.lecture.pictures import agree
 from pipedream.schedules.ops import repeat
 from pipedream.schedules.orders import build_schedule
 
@@ -26,6 +27,7 @@ CHECKS = {
     "6_in_place_update": checks.check_update,
     "7_two_halves": checks.check_halves,
     "8_place_w": checks.check_zero_bubble,
+    "9_cut": checks.check_cut,
 }
 
 
@@ -70,7 +72,7 @@ def test_answers_come_after_guesses_and_solutions_are_right(
                 cell.source = cell.source.replace("guess = None", "guess = 42")
             if {"exercise", "check"} & cell.metadata.keys() or cell in asked:
                 client.execute_cell(cell, index)
-    assert all("(your guess: 42)" in said(cell) for cell in asked)
+    assert all("(your guess: 42, not right)" in said(cell) for cell in asked)
     pictures = [out for cell in asked for out in cell.outputs if "image/png" in out.get("data", {})]
     assert len(pictures) == 4
     checked = {c.metadata["check"]: said(c) for c in book.cells if "check" in c.metadata}
@@ -160,7 +162,24 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
     ("7_two_halves", (lambda dy, y, w: (dy @ w.T, dy), lambda x, dz: x.T @ dz), "between Y and"),
     ("8_place_w", (late_weights,), "holds 8 microbatches, more than 4"),
     ("8_place_w", (lambda p, m, r: ORDER(p, m, 0),), "holds|27 would do"),
+    ("9_cut", (lambda layer_ms: len(layer_ms) // 2,), "with another cut"),
+    ("9_cut", (len,), "each stage needs a layer"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("guess", "found", "right"),
+    [
+        *((guess, Fraction(3, 4), True) for guess in (0.75, 75, "75%", "3/4")),
+        (0.25, Fraction(3, 4), False), (33, Fraction(33), True), (32, Fraction(33), False),
+        ("the same", "the same", True), ("same", "the same", True), ("close", "the same", False),
+        ([8, 4], [8, 4], True), ("8 and 4", [8, 4], True), ([4, 8], [8, 4], False),
+        ([27, 0.6], ["27.0%", "0.6%"], True), ([0, 0], ["5.9%", "0.0%"], False), (3, 3, True),
+        ([27, 5], [27], False), ("about 240", 240, True),
+    ],
+)  # fmt: skip
+def test_guesses_are_judged(guess: object, found: object, right: bool) -> None:
+    assert agree(guess, found) == right
 
 
 @pytest.mark.parametrize(("name", "answers", "said"), WRONG)

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 from measured import with_messages
-from pipedream.runtime.record import Case, MeasuredRun, build_record
+from pipedream.runtime.record import RECORD_FORMAT, Case, MeasuredRun, build_record
 from pipedream.schedules.ops import repeat
 from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES
@@ -80,7 +80,7 @@ def test_record_holds_measured_and_predicted_of_every_run():
         pretend("zb-h1", 4, 4, SPLIT),
     ]
     record = json.loads(json.dumps(build_record(runs, runs[0], {"command": "x"})))
-    assert (record["format"], record["command"], record["num_stages"]) == (1, "x", 4)
+    assert (record["format"], record["command"], record["num_stages"]) == (RECORD_FORMAT, "x", 4)
     assert record["calibration"] == {
         "schedule": "gpipe",
         "num_microbatches": 4,

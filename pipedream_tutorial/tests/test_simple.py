@@ -81,7 +81,7 @@ def test_what_the_script_does_not_know_goes_to_the_package(tmp_path, capsys, mon
 def test_a_row_is_what_the_measures_say(name):
     """Batches in a row too, whose times a row has without a simulation of all of them."""
     row, entry = measure(name, CASE), SCHEDULES[name]
-    batch = build_schedule(name, 4, 8)
+    batch = build_schedule(name, 4, 8, duration={"F": 1, "I": 2, "W": 1, "send": 0})
     stream = repeat(batch, 3) if entry.policy == "flush" else build_schedule(name, 4, 24)
     for shown, schedule, figures in (
         (row.batch, batch, row.batch_idle),
@@ -140,6 +140,7 @@ OTHER = {
     "reorder": "no",
     "stage_scale": "1,2",
     "chunks": "3",
+    "columns": "time,bubble",
     "num_batches": "3",
     "learning_rate": "0.1",
     "steps": "3",
@@ -204,6 +205,11 @@ def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
             ["--schedule=pipedream-2bw", "--csv", "a.csv"],
             "pipedream-2bw does not flush, and a CSV has no operation that updates weights; add "
             "--set schedule=1f1b, the same order with a flush",
+        ),
+        (
+            ["--schedule=pipedream-2bw", "--num_stages=8", "--num_microbatches=4"],
+            "microbatch 8 would run with version 1 before there is one; "
+            "take 7 microbatches a batch or more",
         ),
         (
             ["--schedule=1f1b", "--csv", "/missing/a.csv"],

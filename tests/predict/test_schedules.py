@@ -1,11 +1,22 @@
 """What schedules ask for and cost, against their own orders simulated."""
 
+import hashlib
 import itertools
+import json
 
 import pytest
 
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict.orders import build_orders, flow, length_of, simulate
+from distributed_training.predict.orders import (
+    build_orders,
+    flow,
+    length_of,
+    read_order,
+    simulate,
+    time_orders,
+)
+from distributed_training.predict.zb_v import mid_durations
+from distributed_training.settings.files import ROOT
 
 FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
 
@@ -55,6 +66,25 @@ def test_orders_are_whole_and_idle_and_hold_as_the_closed_forms_say(name):
             held = max(most_held(order) for order in orders)
             assert held / parts == schedule.kept(p, m), (p, m)
     assert compared > 80
+
+
+def test_zb_v_is_its_authors_order_at_any_durations():
+    """As zbv.py of sail-sg/zero-bubble-pipeline-parallelism gave it, which the tutorial keeps."""
+    file = ROOT / "pipedream_tutorial" / "tests" / "zb_v_authors.json"
+    for p, m, f, i, w, message, digest in json.loads(file.read_text())["cases"]:
+        if p == 1:  # no pipeline
+            continue
+        orders = time_orders(((f, i, w),) * 2 * p, m, message).by_place
+        cells = [[f"{s}{kind}{n}" for kind, s, n in read_order(order)] for order in orders]
+        text = ";".join(map(",".join, cells))
+        assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest, (p, m, f, i, w, message)
+
+
+def test_uneven_stages_count_as_the_middle_process():
+    """The mean of a process's two stages, of which the median, kind by kind."""
+    down = ((1.0, 2.0, 3.0), (5.0, 5.0, 5.0), (9.0, 0.0, 1.0))
+    up = ((9.0, 2.0, 1.0), (7.0, 5.0, 7.0), (3.0, 4.0, 1.0))
+    assert mid_durations((*down, *up)) == (6.0, 3.0, 2.0)
 
 
 def most_held(order):

@@ -197,15 +197,13 @@ def memory_vs_bubble(work: Work) -> Figure:
     for x, y in sorted(places):
         if not front or y < front[-1][1]:
             front.append((x, y))
-    shown = sum(map(len, places.values()))
-    best = sum(len(places[point]) for point in front)
-    title = (
-        f"Idle time against memory: for all but {best} of {shown} schedules another one is better "
-        "in one and no worse in the other"
-    )
+    best = [text.partition(" (")[0] for point in front for text in places[point]]
+    are = "are" if len(best) > 1 else "is"
+    title = f"Idle time against memory: only {', '.join(best)} {are} beaten by no other schedule"
     legend = [Line2D([], [], label="not beaten", **BEST), Line2D([], [], label="beaten", **BEATEN)]
     wrong = [row.title for row in work.found if not row.policy.stashed]
-    notes = [STEADY, f"Left out, because its gradients are wrong: {', '.join(wrong)}"]
+    size = f"A copy of a rank's weights counts as {number(weights)}"
+    notes = [STEADY, f"{size}. Left out, because its gradients are wrong: {', '.join(wrong)}"]
     figure, (ax,) = new_figure(title, [5.6], legend=legend, left=1.05, notes=notes)
     ax.set_xlim(-0.03, 1.12 * float(max(x for x, _ in places)) + 0.05)
     ax.set_ylim(0, 1.12 * float(max(y for _, y in places)) + 0.5)
@@ -214,13 +212,9 @@ def memory_vs_bubble(work: Work) -> Figure:
     ax.grid(color="#E6E6E6")
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.set_xlabel("idle share of the ranks' time, batch after batch", fontsize=TEXT)
-    ax.set_ylabel("peak memory of the fullest rank", fontsize=TEXT)
+    ax.set_ylabel("peak memory of the fullest rank, in microbatches", fontsize=TEXT)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    panel_title(
-        ax,
-        "(activations + weight copies), in one microbatch's activations on a rank; a copy of its "
-        f"weights is {number(weights)}",
-    )
+    panel_title(ax, "In brackets: microbatches whose activations are held + copies of the weights")
     labels = {(float(x), float(y)): "\n".join(names) for (x, y), names in places.items()}
     page.place_labels(ax, labels)
     return figure

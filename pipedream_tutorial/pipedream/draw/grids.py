@@ -48,8 +48,9 @@ class Work:
 
     @property
     def found(self) -> list[Row]:
-        """All schedules that this size allows."""
-        return [row for row in self._rows if isinstance(row, Row)]
+        """All schedules that this size allows; ZB-V in one order is enough for pictures."""
+        rows = [row for row in self._rows if isinstance(row, Row)]
+        return [row for row in rows if row.name != "zb-v-fixed"]
 
     @property
     def refusals(self) -> list[str]:

@@ -21,6 +21,7 @@ from pipedream.schedules.ops import Op, Schedule, repeat, straight
 from pipedream.schedules.orders import build_schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.measures import idle, peak_activations
+from pipedream.simulate.simulator import Costs, simulate
 from pipedream.train.models import build_stages, build_task
 from pipedream.train.oracle import copied, relative_difference, train
 from pipedream.train.trainer import Gradients, StageTrainer, Weights
@@ -80,6 +81,29 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
         if m > 1 and idle(run(fewer)).makespan_fraction <= limit:
             raise WrongAnswer(f"{at}: that is enough, and so are fewer.")
     return f"the simulator needs as many at {len(sizes)} sizes."
+
+
+@graded
+def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
+    """Exercise 9: the layers of stage 0 of two, for the shortest batch of 64 microbatches."""
+    for layer_ms in ([1, 1, 2], [4, 1, 1, 1, 1], [1] * 8, [2, 3, 1, 9, 1], [1, 5]):
+        cut = best_cut(layer_ms)
+        if not isinstance(cut, int) or not 0 < cut < len(layer_ms):
+            raise WrongAnswer(f"best_cut({layer_ms}) is {cut!r}: each stage needs a layer")
+
+        def batch(cut: int, layers: Sequence[int] = layer_ms) -> Fraction:
+            stages = tuple(map(Fraction, (sum(layers[:cut]), sum(layers[cut:]))))
+            third = tuple(own / 3 for own in stages)
+            costs = Costs(forward=third, input_gradient=third, weight_gradient=third)
+            return simulate(build_schedule("1f1b", 2, 64), costs).makespan
+
+        least = min(map(batch, range(1, len(layer_ms))))
+        if batch(cut) > least:
+            raise WrongAnswer(
+                f"best_cut({layer_ms}) is {cut}: 64 microbatches take {number(batch(cut))} ms, and "
+                f"{number(least)} with another cut. Which stage do all microbatches wait for?"
+            )
+    return "the slower stage sets the pace, and yours is as short as it can be."
 
 
 @graded

@@ -1,7 +1,9 @@
 """Timelines as pictures in a notebook, and as text where there is no picture."""
 
 import io
+import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pipedream.draw.grids import Panel, cost_text, lay_out
@@ -48,12 +50,49 @@ def show(title: str, *schedules: Schedule) -> Shown:
     return Shown(title, [run(schedule) for schedule in schedules])
 
 
-def tell(what: str, guess: object, found: object, *, why: str = "", picture: Any = None) -> Any:
-    """Print a run's result beside the guess, and give the picture back; nothing before a guess."""
+def tell(
+    what: str,
+    guess: object,
+    found: object,
+    *,
+    right: object = None,
+    why: str = "",
+    picture: Any = None,
+) -> Any:
+    """Print a run's result beside the guess and whether that is right, and give the picture back;
+    nothing before a guess. `right`: what a right guess says, if that is not all that was found."""
     if guess is None:
         print(f"{what}: write your guess instead of None, and run this cell again")
         return None
-    print(f"{what}: {found}   (your guess: {guess})")
+    verdict = "right" if agree(guess, found if right is None else right) else "not right"
+    print(f"{what}: {found}   (your guess: {guess}, {verdict})")
     if why:
         print(why)
     return picture
+
+
+def agree(guess: object, found: object) -> bool:
+    """Whether all numbers of a guess are those found, within 2% or half a percentage point, or its
+    words are among those found. 0.75, 75, "75%" and "3/4" are the same share."""
+    ours, theirs = numbers_in(guess), numbers_in(found)
+    if not theirs:
+        return str(guess).strip().lower() in [*str(found).lower().split(), str(found).lower()]
+    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
+
+
+def _close(guess: Fraction, found: Fraction) -> bool:
+    off = abs(guess - found)
+    if found < 1:  # a share, or a percentage
+        return min(off, abs(guess / 100 - found)) <= Fraction(1, 200)
+    return off <= found / 50
+
+
+def numbers_in(value: object) -> list[Fraction]:
+    """Numbers of a value, of a list of values, or of a text; percentages as shares."""
+    if isinstance(value, (list, tuple)):
+        return [number for one in value for number in numbers_in(one)]
+    found = []
+    for digits, sign in re.findall(r"(\d+(?:\.\d+)?(?:/[1-9]\d*)?)\s*(%?)", str(value)):
+        above, _, below = digits.partition("/")
+        found.append(Fraction(above) / Fraction(below or 1) / (100 if sign else 1))
+    return found

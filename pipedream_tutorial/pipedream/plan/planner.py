@@ -219,7 +219,7 @@ def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -
             mine = range(replica, m, count)
             forwards = [Op("F", stage, i) for i in mine]
             backwards = [Op("B", stage, i) for i in mine]
-            lines.append(in_turn(forwards, backwards, ahead - 1))
+            lines.append(in_turn(forwards, backwards, ahead))
     return straight("1f1b-rr", lines)
 
 

@@ -86,11 +86,11 @@ def save_profile(profile: Profile, path: Path) -> None:
 def measure_profile(
     layers: Sequence[tuple[str, Any]], example: Any, *, targets: Any, repeats: int
 ) -> list[Layer]:
-    """Time each layer's forward and backward pass where its weights and `example` are: names and
-    modules, and tensors.
+    """Time the forward and backward pass of each layer (its name and module), where its weights
+    and `example` are.
 
-    `example` is the first layer's input, one microbatch; each layer's output is the next one's
-    input. The last layer takes `targets` as well and returns a loss. Seconds are medians of
+    The tensor `example` is the first layer's input, one microbatch; each layer's output is the next
+    one's input. The last layer takes `targets` as well and returns a loss. Seconds are medians of
     `repeats`, before which a third as many are not counted, rounded to 0.1 us. A repeat goes
     through all layers: what else the machine does slows one of all, not all of one.
     """

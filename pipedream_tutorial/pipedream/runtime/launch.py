@@ -22,6 +22,7 @@ from pipedream.errors import UserError
 CASE = "PIPEDREAM_CASE"
 STORE = "PIPEDREAM_STORE"
 GRACE_S = 2.0
+DIFFERENT = 3  # exit code: all ran, and some weights are not those of one process
 
 
 class StageLostError(RuntimeError):
@@ -58,7 +59,8 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
 
     0 if all ended well. At the first process that did not, the others are ended and the last
     thing on stderr is one line that names the stage and says what happened: code 2 for what the
-    user can mend, 1 for the rest. The processes end with this one, on Linux however it ends.
+    user can mend, DIFFERENT for other weights, 1 for the rest. The processes end with this one, on
+    Linux however it ends.
     """
     import torch.multiprocessing as mp
 
@@ -88,7 +90,7 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
                     f"{what}; the other stages were ended",
                     file=sys.stderr,
                 )
-            return 2 if ended.exit_code == 2 else 1
+            return ended.exit_code if ended.exit_code in (2, DIFFERENT) else 1
         finally:
             for process in context.processes:
                 process.kill()
@@ -112,6 +114,8 @@ def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
     try:
         body(rank)
         code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
     except UserError as error:  # all have the same, and rank 0 says it
         code = 2
         if rank:

@@ -22,7 +22,7 @@ from pipedream.simulate.measures import idle
 from pipedream.simulate.simulator import Costs, Timeline, simulate, stage_factors
 from pipedream.simulate.trace import Slice, transfers
 
-RECORD_FORMAT = 1
+RECORD_FORMAT = 2  # 1: "zb-v" was torch's order, whatever the durations
 Record = Mapping[str, Any]
 Report = dict[str, Any]
 """What one rank brings home from a run: slices (of each thread, operation, start_ns, end_ns), pairs

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from itertools import chain, product
 from pathlib import Path
@@ -14,7 +15,7 @@ from pipedream_simple import from_words
 
 from pipedream.errors import UserError
 from pipedream.plan.profile import device_name
-from pipedream.runtime.launch import CASE
+from pipedream.runtime.launch import CASE, DIFFERENT
 from pipedream.runtime.record import Case, MeasuredRun, build_record, render, write_whole
 from pipedream.runtime.stage import Station, connection_to
 from pipedream.schedules.ops import Schedule, repeat, straight
@@ -166,6 +167,10 @@ def run_session(config: Config, command: str, rank: int) -> None:
     if config["weights"]:  # {(schedule, m): [the weights of each stage, by name]}
         named = {(run.case.name, run.case.num_microbatches): run.weights for run in runs}
         torch.save(named, config["weights"])
+    differ = [run.case.name for run in runs if run.measured["weights_equal"] is False]
+    if differ:
+        print(f"error: weights differ from one process's: {', '.join(differ)}", file=sys.stderr)
+        raise SystemExit(DIFFERENT)
 
 
 def describe(station: Station) -> str:

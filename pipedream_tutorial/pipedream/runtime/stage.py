@@ -163,12 +163,11 @@ class Station:
         loads each kernel on first use, which can wait for ever while a receive is pending.
         """
         timeout = datetime.timedelta(seconds=self.config["timeout_s"])
-        # Of gloo, for barriers and results, on a GPU as well.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             # Else they listen where the machine's name leads, to others as well.
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
         size = self.config["num_stages"]
-        # torchrun has a store of its own.
+        # Of gloo, for barriers and results, on a GPU as well. torchrun has a store of its own.
         store = dist.FileStore(os.environ[STORE], size) if STORE in os.environ else None
         dist.init_process_group("gloo", None, timeout, size, self.rank, store)
         self._connect([case.schedule for case in cases], timeout)

@@ -87,8 +87,8 @@ class ClosedForm:
     """Rank r's idle time between its own first start and its own last end, for this X."""
     idle_holds: Callable[[Case], bool] = lambda c: True  # both are exact, at sizes that it takes
     peak_activations: Callable[[Case, int], Fraction | int]
-    """Rank r's, in microbatches on its whole share; exact for all sizes the schedule takes, in
-    V-Min and without a flush for m >= p."""
+    """Rank r's, in microbatches on its whole share; exact for all sizes the schedule takes: in
+    V-Min and without a flush for m >= p, in ZB-V for F = I = W, otherwise at most so many."""
     peak_versions: Callable[[Case, int], int] = lambda c, s: 1
     """Weight versions that stage s keeps, in a run of 2 p microbatches and 3 batches or more."""
     staleness: Callable[[Case, int, int], int] = lambda c, s, microbatch: 0
@@ -167,6 +167,16 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2401.10241",
     ),
     "zb-v": ClosedForm(
+        makespan_idle=lambda c: (c.p - 1) * c.f / 2,
+        own_idle=lambda c, r, x: Fraction(0),
+        idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.f == c.i and c.w > 0 and c.w % c.f == 0,
+        peak_activations=lambda c, r: min(c.m, c.p),
+        idle_text="(p-1) F / 2, own span 0",
+        range_text="F = I, W a multiple of F, m >= 2p-1",
+        published="own span 0 if F = I = W",
+        source="2401.10241",
+    ),
+    "zb-v-fixed": ClosedForm(
         makespan_idle=lambda c: (c.p - 1) * max(c.i - c.w, c.i / 2),
         own_idle=lambda c, r, x: (c.p - 1) * (c.i - c.w) - r * (c.f + c.i - 2 * c.w) / 2,
         idle_holds=lambda c: c.m >= 2 * c.p - 1 and c.i >= c.f and c.i >= c.w,

@@ -24,8 +24,21 @@ one_f_one_b = partial(simple.build, "1f1b")
 
 def eager_1f1b(p: int, m: int) -> Orders:
     """1F1B that runs twice as far ahead, so that messages have time to arrive."""
-    words = [simple.in_turn("F" * m, "B" * m, 2 * (p - 1 - s)) for s in range(p)]
+    words = [simple.in_turn("F" * m, "B" * m, 2 * (p - s) - 1) for s in range(p)]
     return simple.from_words(words)
+
+
+def zb_v_fixed(p: int, m: int) -> Orders:
+    """ZB-V in torch's order, whatever the durations. Written for 2p - 1 microbatches or more; with
+    fewer, the missing ones are left out."""
+    count = max(m, 2 * p - 1)
+    words = []
+    for r in range(p):
+        word = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
+        word += "FIWfiw" * (count - (2 * p - 1 - r))  # until all have gone down
+        word += "IWfiw" * (p - 1 - r)
+        words.append(word + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r)
+    return [[op for op in order if op[2] < m] for order in simple.from_words(words)]
 
 
 def dualpipe_v(p: int, m: int) -> Orders:
@@ -140,7 +153,8 @@ SCHEDULES: dict[str, Entry] = {
     "interleaved": Entry("Interleaved 1F1B", partial(simple.build, "interleaved"), options=("v",)),
     "zb-h1": Entry("ZB-H1", partial(simple.build, "zb-h1")),
     "zb-h2": Entry("ZB-H2", partial(simple.build, "zb-h2")),
-    "zb-v": Entry("ZB-V", partial(simple.build, "zb-v")),
+    "zb-v": Entry("ZB-V", partial(simple.build, "zb-v"), options=("duration",)),
+    "zb-v-fixed": Entry("ZB-V, torch's order", zb_v_fixed),
     "v-half": Entry("V-Half", v_half, options=("reorder",)),
     "v-min": Entry("V-Min", v_min, options=("reorder",)),
     "dualpipe-v": Entry("DualPipeV", dualpipe_v),
@@ -152,16 +166,26 @@ FOUND = "search-"
 """Begins the name of a found order; the limit of microbatches held on a rank follows."""
 
 
-def build_schedule(name: str, p: int, m: int, v: int = 2, *, reorder: bool = True) -> Schedule:
-    """The named schedule for p ranks, m microbatches and, if it is interleaved, v chunks; `reorder`
-    is for those of building_blocks. Raises UserError for a name that is unknown and for sizes that
-    the schedule does not allow."""
+def build_schedule(
+    name: str,
+    p: int,
+    m: int,
+    v: int = 2,
+    *,
+    reorder: bool = True,
+    duration: dict[str, int] | None = None,
+) -> Schedule:
+    """Build the named schedule for p ranks, m microbatches and, if it is interleaved, v chunks.
+
+    `reorder` is for the schedules of building_blocks, `duration` (by kind and for "send") for ZB-V.
+    Raises UserError for a name that is unknown and for sizes that the schedule does not allow.
+    """
     entry = SCHEDULES.get(name)
     if entry is None:
         raise UserError(f"unknown schedule {name!r}", nearest(name, SCHEDULES))
     if min(p, m, v) < 1:
         raise UserError(f"{p} ranks, {m} microbatches, {v} chunks", "each has to be 1 or more")
-    given = {"v": v, "reorder": reorder}
+    given = {"v": v, "reorder": reorder, "duration": duration}
     try:
         orders = entry.orders(p, m, **{option: given[option] for option in entry.options})
     except ValueError as error:  # pipedream_simple.py's are no UserError

@@ -71,10 +71,10 @@ def search(
     limits = _limits(problem)
     starts = [greedy(problem, limit) for limit in limits]
     for own in limits:  # as ZB-H1 and ZB-H2, and what lies between
-        starts.append([zero_bubble(m, ahead - 1, memory - ahead) for ahead in own])
+        starts.append([zero_bubble(m, ahead, memory - ahead) for ahead in own])
     for times in (1, 2):  # and these themselves
         if memory > times * (p - 1):
-            starts.append([zero_bubble(m, times * (p - 1 - r), times * r) for r in range(p)])
+            starts.append([zero_bubble(m, times * (p - 1 - r) + 1, times * r) for r in range(p)])
     scored = partial(score, problem)
     starts.sort(key=scored)
     bound = lower_bound(problem)

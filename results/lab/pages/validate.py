@@ -8,7 +8,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -16,6 +16,7 @@ from tabulate import tabulate
 from distributed_training.advise.make import draft_plan
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.memory import estimate_memory
+from distributed_training.predict.orders import fixed_zb_v, write_orders
 from distributed_training.predict.predict import Prediction, predict, this_machine
 from distributed_training.predict.rates import cpu_rates, from_calibration, rates_of
 from distributed_training.predict.speed import estimate_step
@@ -27,6 +28,7 @@ from distributed_training.settings.strategies import strategy_options
 from results.lab.analysis import blind
 
 RECORDS = ROOT / "results" / "records"
+ZB_V_BY_DURATIONS = "2026-11-25T04"  # runs of zb-v that started before had torch's fixed order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +90,11 @@ def plan_of(record: Record) -> Plan:
     }
     built = build_config(config, options=strategy_options)
     count = record.world_size
-    return draft_plan(built, this_machine(Machine(**machine), count, count))
+    plan = draft_plan(built, this_machine(Machine(**machine), count, count))
+    if plan.orders is None or plan.schedule.searched or record.started_at > ZB_V_BY_DURATIONS:
+        return plan
+    fixed = write_orders(fixed_zb_v(plan.mesh["pp"], plan.batch.num_microbatches))
+    return replace(plan, orders=replace(plan.orders, by_place=fixed))
 
 
 @functools.cache

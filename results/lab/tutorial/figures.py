@@ -43,7 +43,8 @@ from pipedream.simulate.simulator import Timeline
 from pipedream.simulate.trace import transfers
 from pipedream_simple import number, percent
 
-from results.lab.tutorial.tables import GPU_GOAL, Record, points_error, title_of
+from results.lab.tutorial.goals import GPU_GOAL, points_error
+from results.lab.tutorial.tables import Record, title_of
 
 CURVE: dict[str, Any] = {
     "color": LINE_COLOURS[4], "marker": "D", "markersize": 6, "linewidth": 2,
@@ -52,6 +53,7 @@ CURVE: dict[str, Any] = {
 ARROW = {"arrowstyle": "-|>,head_width=0.16,head_length=0.32", "color": "black", "linewidth": 1.1,
          "shrinkA": 0, "shrinkB": 0}  # fmt: skip
 MESSAGE = Line2D([], [], color="black", marker=">", label="message a rank waits for")
+RANKS = 4  # of the records on H200s that are drawn
 FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
 
@@ -89,7 +91,10 @@ def one_f_one_b() -> Picture:
         held = ", ".join(map(number, row.peak_activations))
         text = f"{row.title}: ends at {number(row.batch.makespan)}; microbatches held at most"
         panels.append(Panel(f"{text} by rank {held}", row.batch))
-    title = "GPipe and 1F1B: the same idle time, but different numbers of microbatches in memory"
+    most = [number(max(row_of(name).peak_activations)) for name in ("gpipe", "1f1b")]
+    title = (
+        f"1F1B takes as long as GPipe, and a rank holds {most[1]} microbatches instead of {most[0]}"
+    )
     return Picture(title, panels)
 
 
@@ -117,12 +122,13 @@ def interleaving() -> Picture:
 
 def zero_bubble() -> Picture:
     panels = _batches(("1f1b", "zb-h1", "zb-h2", "zb-v"))
-    idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
-    title = (
-        "The backward pass cut in two: a rank idles for "
-        f"{', '.join(idles[1:-1])} or {idles[-1]} time units instead of {idles[0]}"
+    zero = [panel.text.partition(":")[0] for panel in panels if not any(idle(panel.timeline).span)]
+    title = f"Zero is the idle time between a rank's first and last operation: {' and '.join(zero)}"
+    notes = (
+        "It stays zero from batch to batch only if the optimizer's step does not wait for all "
+        "ranks, as clipping by the global norm does",
     )
-    return Picture(title, panels)
+    return Picture(title, panels, notes=notes)
 
 
 def two_directions() -> Picture:
@@ -223,9 +229,11 @@ def plan() -> Picture:
     rows = tuple(f"{name}   {rank}" for rank, name in enumerate(workers))
     most = max(range(len(names)), key=lambda place: found.stages[place].replicas)
     text = f"1F1B of 24 microbatches; once it is full, one every {float(found.period_s):.3f} s"
+    alone = sum(Fraction(layer.forward_s + layer.backward_s) for layer in layers)
+    speed = f"{float(alone / found.period_s):.2f}"
     title = (
-        f"A plan for GPT-2 on {len(workers)} workers at 1 Gbit/s: {names[most]} is on "
-        f"{found.stages[most].replicas} of them"
+        f"{len(workers)} workers at 1 Gbit/s train GPT-2 {speed} times as fast as one if "
+        f"{found.stages[most].replicas} of them have the {names[most]}"
     )
     return Picture(title, [Panel(text, run.timeline)], "time in seconds", notes, rows)
 
@@ -326,27 +334,29 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
     machines = list(dict.fromkeys(_machine(record) for _, record in records))
     colours = {machine: LINE_COLOURS[1 + i % 7] for i, machine in enumerate(machines)}
-    names = dict.fromkeys(case["schedule"] for _, _, case in cases)
-    markers = dict(zip(names, MARKERS, strict=False))
     predicted = [each for each in cases if not each[2]["calibrated_on"]]
     text, _, worst = max(predicted, key=lambda each: abs(points_error(each[2])))
     where = f"{title_of(worst['schedule'])}, m = {worst['num_microbatches']}, {text}"
+    within = sum(abs(points_error(case)) <= GPU_GOAL.most for _, _, case in predicted)
+    markers = {KIND_OF.get(case["schedule"], SEARCHED): "" for _, _, case in cases}
+    markers = {kind: MARKERS[place] for place, kind in enumerate(sorted(markers))}
     dot: dict[str, Any] = HOLLOW | {"markersize": 9, "linestyle": "", "color": "black"}
     legend: list[Artist] = [Patch(color=colours[machine], label=machine) for machine in colours]
-    for name, marker in markers.items():
-        legend.append(Line2D([], [], label=title_of(name), **dot | {"marker": marker}))
+    for kind, marker in markers.items():
+        legend.append(Line2D([], [], label=kind, **dot | {"marker": marker}))
     filled = dot | {"marker": "o", "markerfacecolor": "black"}
     legend.append(Line2D([], [], label="calibrated on (filled)", **filled))
     figure, (ax,) = new_figure(
-        f"Utilisation simulated and measured: at most {abs(points_error(worst)):.1f} percentage "
-        "points apart in runs that the simulator was not calibrated on",
+        f"{within} of {len(predicted)} predicted runs are within {GPU_GOAL.most:g} points of the "
+        f"measured utilisation; the worst is off by {abs(points_error(worst)):.1f}",
         [4.4], legend=legend, legend_columns=4, left=1.05,
         notes=[f"Farthest off: {where}"],
     )  # fmt: skip
     ax.axhspan(-GPU_GOAL.most, GPU_GOAL.most, color="#EFEFEF", linewidth=0, zorder=0)
     ax.axhline(0, color="black", linewidth=0.8, zorder=1)
     for _, record, case in cases:
-        style = dot | {"color": colours[_machine(record)], "marker": markers[case["schedule"]]}
+        kind = KIND_OF.get(case["schedule"], SEARCHED)
+        style = dot | {"color": colours[_machine(record)], "marker": markers[kind]}
         if case["calibrated_on"]:
             style["markerfacecolor"] = style["color"]
         ax.plot([case["measured"]["utilisation"]], [points_error(case)], **style)
@@ -362,6 +372,17 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
         fontsize=SMALL, color=GREY,
     )  # fmt: skip
     return save(figure, path, prediction_digest(records))
+
+
+SEARCHED = "order found by search"
+KIND_OF = {
+    "gpipe": "whole backward passes", "1f1b": "whole backward passes",
+    "interleaved": "whole backward passes", "pipedream": "no flush",
+    "zb-h1": "backward passes cut", "zb-h2": "backward passes cut",
+    "zb-v": "cut, in a V", "zb-v-fixed": "cut, in a V", "v-half": "cut, in a V",
+    "v-min": "cut, in a V",
+}  # fmt: skip
+"""Of a record's schedule, for prediction.png."""
 
 
 def _machine(record: Record) -> str:
@@ -382,6 +403,59 @@ def prediction_digest(records: Sequence[tuple[str, Record]]) -> str:
         for text, record in records
     ]  # fmt: skip
     return _digest(drawn)
+
+
+IN_GIB = {
+    "zb-h2": 2 * RANKS - 1, "1f1b": None, "zb-h1": RANKS, "zb-v-fixed": RANKS,
+    "v-half": RANKS // 2 + 1, "v-min": (RANKS + 4) // 3,
+}  # fmt: skip
+"""Schedule -> microbatches that every rank holds at most; None: p - r."""
+
+
+def draw_gib(record: Record, path: Path) -> Figure:
+    """Microbatches that each rank holds, beside its measured peak memory: a line per schedule."""
+    peaks = {case["schedule"]: case["measured"]["peak_memory_mib"] for case in record["cases"]}
+    gib = {name: [mib / 1024 for mib in peaks[name]] for name in IN_GIB}
+    first, last = gib["1f1b"][0], gib["1f1b"][-1]
+    figure, axes = new_figure(
+        f"What p - r is in GiB: under 1F1B rank 0 takes {first:.1f}, rank {RANKS - 1} {last:.1f}",
+        [4.2], columns=2, left=0.95, right=0.3,
+        notes=[
+            str(record["workload"]),
+            f"{_machine(record)}, m = 8; ZB-V in torch's fixed order, V-Half and V-Min as their "
+            "block repeated",
+        ],
+    )  # fmt: skip
+    ranks = range(RANKS)
+    for place, (name, held) in enumerate(IN_GIB.items()):
+        counts = [RANKS - r if held is None else held for r in ranks]
+        style = HOLLOW | {"marker": MARKERS[place], "markersize": 8, "linewidth": 2}
+        for ax, values in zip(axes, (counts, gib[name]), strict=True):
+            ax.plot(ranks, values, color=LINE_COLOURS[place], **style)
+        title = title_of(name).partition(",")[0].partition(" ")[0]
+        apart = {"zb-h1": 1.1, "zb-v-fixed": -1.1}.get(name, 0)
+        axes[1].annotate(
+            f"{title} {gib[name][0]:.1f} to {gib[name][-1]:.1f}",
+            (RANKS - 0.86, gib[name][-1] + apart),
+            fontsize=SMALL, color=darker(LINE_COLOURS[place]), va="center",
+        )  # fmt: skip
+    axes[0].annotate("1F1B: p - r", (2.1, 2.12), fontsize=SMALL, color=darker(LINE_COLOURS[1]))
+    axes[1].set_xlim(-0.15, RANKS + 0.75)
+    for ax in axes:
+        ax.set_xticks(ranks)
+        ax.set_xlabel("rank r", fontsize=TEXT)
+        ax.set_ylim(0)
+        ax.grid(color="#E6E6E6")
+    panel_title(axes[0], "Simulated: microbatches held at most")
+    panel_title(axes[1], "Measured: peak memory, GiB")
+    return save(figure, path, gib_digest(record))
+
+
+def gib_digest(record: Record) -> str:
+    """Of all that is drawn."""
+    return _digest(
+        [[case["schedule"], case["measured"]["peak_memory_mib"]] for case in record["cases"]]
+    )
 
 
 def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:

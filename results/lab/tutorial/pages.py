@@ -43,12 +43,15 @@ def load_records(folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for pattern in ("cpu-runtime*.json", "h200-*.json"):
         for path in sorted(folder.glob(pattern)):
-            found[path.name] = _load(path)
-            if found[path.name].get("format") != RECORD_FORMAT:
+            record = found[path.name] = _load(path)
+            if record.get("format") not in (1, RECORD_FORMAT):
                 raise UserError(
                     f"{path} is no record of format {RECORD_FORMAT}",
                     "make it anew with pipedream_runtime.py --record",
                 )
+            for case in record["cases"]:  # "zb-v" was torch's order in format 1
+                if record["format"] == 1 and case["schedule"] == "zb-v":
+                    case["schedule"] = "zb-v-fixed"
     return found
 
 
@@ -80,7 +83,8 @@ ACTIVATIONS = {
     "interleaved": "min(m v, (v-1) q + 2 (p-1-r) + 1) / v, a round of q microbatches",
     "zb-h1": "min(m, p)",
     "zb-h2": "min(m, 2p-1)",
-    "zb-v": "min(p, m, (m+1+r)/2)",
+    "zb-v": "at most min(p, m)",
+    "zb-v-fixed": "min(p, m, (m+1+r)/2)",
     "v-half": "p//2 + 1",
     "v-min": "(p+4) // 3",
     "dualpipe-v": "p + 1/2 (2p+1 stages' worth)",
@@ -182,13 +186,19 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     from results.lab.tutorial import figures as own
     from results.lab.tutorial import gifs
 
-    shown = [(describe(record), record) for record in load_records(folder / "records").values()]
+    records = load_records(folder / "records")
+    shown = [(describe(record), record) for record in records.values()]
+    zero_bubble = records["h200-p4-zero-bubble.json"]
     searched = _load(folder / "records/frontier.json")
     errors = _load(folder / "records/cpu-staleness.json")["gradient_errors"]
     found: dict[str, tuple[str, Callable[[Path], object]]] = {
         "figures/prediction.png": (
             own.prediction_digest(shown),
             partial(own.draw_prediction, shown),
+        ),
+        "figures/gib_per_rank.png": (
+            own.gib_digest(zero_bubble),
+            partial(own.draw_gib, zero_bubble),
         ),
         "figures/frontier.png": (
             own.frontier_digest(searched),

@@ -1,45 +1,13 @@
 """Tables of the smaller records: stashing, cut backward passes, zero bubble. Imports no torch."""
 
 import textwrap
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import checkout  # noqa: F401
-from pipedream.runtime.record import makespan_error
 from pipedream.schedules.orders import FOUND, SCHEDULES
 
 Record = Mapping[str, Any]
-
-
-def points_error(case: Record) -> float:
-    """Simulated utilisation less the measured one, percentage points."""
-    return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
-
-
-class Goal(NamedTuple):
-    """How close predictions of a record should be."""
-
-    most: float
-    error: Callable[[Record], float]
-    text: str
-
-
-CPU_GOAL = Goal(10, makespan_error, "10% of the makespan")
-GPU_GOAL = Goal(3, points_error, "3 points")
-
-
-def goal_of(record: Record) -> Goal:
-    return GPU_GOAL if record["machine"]["gpus"] else CPU_GOAL
-
-
-def checked(record: Record) -> list[Record]:
-    """The cases that the simulator predicted without having seen them."""
-    return [case for case in record["cases"] if case["predicted"] and not case["calibrated_on"]]
-
-
-def is_met(record: Record) -> bool:
-    goal = goal_of(record)
-    return all(abs(goal.error(case)) <= goal.most for case in checked(record))
 
 
 def title_of(name: str) -> str:
@@ -115,7 +83,7 @@ def depth_table(study: Record, num_stages: int) -> str:
     return "\n".join(lines)
 
 
-SHOWN = ("1f1b", "zb-h1", "zb-h2", "zb-v")
+SHOWN = ("1f1b", "zb-h1", "zb-h2", "zb-v-fixed")
 
 
 def bubble_table(record: Record) -> str:

@@ -6,18 +6,8 @@ from typing import Any
 import checkout  # noqa: F401
 from pipedream.runtime.record import makespan_error, render, waited_for_host
 
-from results.lab.tutorial.tables import (
-    GPU_GOAL,
-    Record,
-    checked,
-    final_loss_table,
-    goal_of,
-    is_met,
-    points_error,
-    study_intro,
-    title_of,
-    wrapped,
-)
+from results.lab.tutorial.goals import GPU_GOAL, checked, goal_of, is_met, points_error
+from results.lab.tutorial.tables import Record, final_loss_table, study_intro, title_of, wrapped
 
 
 def describe(record: Record) -> str:

@@ -75,6 +75,8 @@ class Layout:
     """Between tensor-parallel parts the sequence is cut, too."""
     schedule: str = "1f1b"
     """Of the pipeline: one with a single stage a rank, or zb-v."""
+    logit_bytes: int = 4
+    """Of each logit that is kept for the backward pass."""
 
     @property
     def in_v(self) -> bool:
@@ -202,8 +204,8 @@ def _activations(
     kept = model.layers // layout.pipeline * block_activations(model, layout, microbatch)
     if stage == 0:  # the dropout mask behind the embedding
         kept += between
-    if stage == layout.pipeline - 1:  # inputs of the last norm and of the projection; fp32 logits
-        kept += 4 * between + Fraction(4 * tokens * model.vocabulary, t)
+    if stage == layout.pipeline - 1:  # inputs of the last norm and of the projection; logits
+        kept += 4 * between + Fraction(layout.logit_bytes * tokens * model.vocabulary, t)
     return in_flight * kept
 
 
@@ -212,7 +214,7 @@ def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: 
     tokens, last = microbatch * model.sequence, 2 * layout.pipeline - 1
     between = Fraction(tokens * model.hidden)
     blocks = model.layers // (last + 1) * block_activations(model, layout, microbatch)
-    ends = {0: between, last: 4 * between + 4 * tokens * model.vocabulary}
+    ends = {0: between, last: 4 * between + layout.logit_bytes * tokens * model.vocabulary}
     held = peak = Fraction(0)
     for op in (
         op for item in build_schedule("zb-v", layout.pipeline, k).orders[rank] for op in item.parts
@@ -268,6 +270,12 @@ def layouts(devices: int) -> list[Layout]:
         Layout(title="pipeline, GPipe", pipeline=devices, schedule="gpipe"),
         Layout(title="pipeline, 1F1B", pipeline=devices),
         Layout(title="pipeline, ZB-H1", pipeline=devices, schedule="zb-h1"),
+        Layout(
+            title="pipeline, ZB-H1, logits in bf16",
+            pipeline=devices,
+            schedule="zb-h1",
+            logit_bytes=2,
+        ),
         Layout(title="pipeline, ZB-V", pipeline=devices, schedule="zb-v"),
         Layout(title="pipeline, PipeDream", pipeline=devices, schedule="pipedream"),
         Layout(title="pipeline, PipeDream-2BW", pipeline=devices, schedule="pipedream-2bw"),

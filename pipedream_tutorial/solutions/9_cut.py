@@ -1,0 +1,7 @@
+"""Solution to exercise 9: the slower stage sets the pace."""
+
+
+def best_cut(layer_ms):
+    return min(
+        range(1, len(layer_ms)), key=lambda cut: max(sum(layer_ms[:cut]), sum(layer_ms[cut:]))
+    )

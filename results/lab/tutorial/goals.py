@@ -1,0 +1,38 @@
+"""How far a record's predictions are off, and how far they should be at most."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import checkout  # noqa: F401
+from pipedream.runtime.record import Record, makespan_error
+
+
+def points_error(case: Record) -> float:
+    """Simulated utilisation less the measured one, percentage points."""
+    return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
+
+
+class Goal(NamedTuple):
+    """How close predictions of a record should be."""
+
+    most: float
+    error: Callable[[Record], float]
+    text: str
+
+
+CPU_GOAL = Goal(10, makespan_error, "10% of the makespan")
+GPU_GOAL = Goal(3, points_error, "3 points")
+
+
+def goal_of(record: Record) -> Goal:
+    return GPU_GOAL if record["machine"]["gpus"] else CPU_GOAL
+
+
+def checked(record: Record) -> list[Record]:
+    """The cases that the simulator predicted without having seen them."""
+    return [case for case in record["cases"] if case["predicted"] and not case["calibrated_on"]]
+
+
+def is_met(record: Record) -> bool:
+    goal = goal_of(record)
+    return all(abs(goal.error(case)) <= goal.most for case in checked(record))
