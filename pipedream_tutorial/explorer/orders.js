@@ -325,7 +325,7 @@ const SCHEDULES = {
   "zb-v": {
     build: zbV, title: "ZB-V",
     idle: "(p - 1) * F / 2", when: "F === I && W > 0 && W % F === 0 && m >= 2 * p - 1",
-    says: "Two stages per rank, down the ranks and up again, and W placed by the durations: ZB-H2's density in 1F1B's memory.",
+    says: "Two stages per rank in a V, W placed by the durations: ZB-H2's density in 1F1B's memory.",
   },
   "zb-v-fixed": {
     build: byRank(zbVFixed), title: "ZB-V, torch's order",

@@ -390,6 +390,27 @@ def test_a_long_press_picks_up_and_a_button_moves_to_the_end(browser):
     assert numbers(browser)["time"] == "15"
 
 
+def test_a_tap_on_a_phone_only_chooses_and_goals_stay_in_view(browser):
+    browser.send("Emulation.setTouchEmulationEnabled", enabled=True)
+    browser.open(PAGE, width=390, height=844)
+    browser.js("startLevel(3)")
+    x, y = middle(browser, "2B3")
+    scrolled = browser.js("scrollY")
+    touch = partial(browser.send, "Input.dispatchTouchEvent")
+    touch(type="touchStart", touchPoints=[{"x": x, "y": y}])
+    touch(type="touchEnd", touchPoints=[])
+    browser.wait("!document.getElementById('detail').hidden")
+    browser.send("Emulation.setTouchEmulationEnabled", enabled=False)
+    assert text(browser, "lines").startswith("2B3: ")
+    assert browser.js("explorer.store.chosen.moves.length") == 0
+    assert browser.js("scrollY") == scrolled
+    goals, chart, detail = (
+        box(browser, where) for where in ("byId('goals')", "explorer.main.chart", "byId('detail')")
+    )
+    assert 0 <= goals["top"] < goals["bottom"] <= chart["top"]
+    assert y < detail["top"] < detail["bottom"] <= 844
+
+
 def test_it_works_over_http_too(browser):
     handler = partial(SimpleHTTPRequestHandler, directory=TUTORIAL)
     handler.log_message = lambda *_: None

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from pipedream.errors import UserError
-from pipedream.runtime.launch import this_rank
+from pipedream.runtime.launch import DIFFERENT, this_rank
 from pipedream_runtime import read_config
 from starting import ENVIRONMENT, FAST, FOLDER, SCRIPT, last_line, no_process_is_left, run  # noqa: F401
 
@@ -43,6 +43,30 @@ def _kill(process, rank):
     _, errors = process.communicate(timeout=ENDS_WITHIN_S)
     assert process.returncode == 1
     return victim, errors
+
+
+OTHER_WEIGHTS = """
+import sys
+import pipedream_runtime
+from pipedream.runtime import session
+session._same_bits = lambda *pair: False
+pipedream_runtime.start(sys.argv[1:])
+"""
+
+
+@pytest.mark.timeout(90)
+def test_other_weights_than_one_process_has_are_a_failure():
+    arguments = [
+        "--num_stages=2",
+        "--schedule=gpipe",
+        "--num_microbatches=2",
+        *FAST,
+        "--check_weights=True",
+    ]
+    done = run(arguments, start=[sys.executable, "-c", OTHER_WEIGHTS])
+    assert done.returncode == DIFFERENT
+    assert "DIFFER" in done.stdout
+    assert last_line(done.stderr) == "error: weights differ from one process's: gpipe"
 
 
 @pytest.mark.timeout(90)

@@ -3,6 +3,7 @@ numbers against the measures."""
 
 import random
 import re
+import shutil
 import subprocess
 import sys
 from fractions import Fraction
@@ -212,6 +213,11 @@ def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
             "take 7 microbatches a batch or more",
         ),
         (
+            ["--set", "schedule=1f1b", "chunks=4"],
+            "1f1b does not use chunks; leave it out, or set schedule=interleaved",
+        ),
+        (["--set", "memory=4"], "all does not use memory; leave it out, or set schedule=search"),
+        (
             ["--schedule=1f1b", "--csv", "/missing/a.csv"],
             "/missing/a.csv: No such file or directory; give a path that can be read or written",
         ),
@@ -225,6 +231,23 @@ def test_errors_are_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch, argu
     shown = capsys.readouterr()
     assert (stopped.value.code, shown.out, shown.err) == (2, "", f"error: {line}\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_runs_alone(tmp_path):
+    path = shutil.copy(simple.__file__, tmp_path)
+
+    def typed(*arguments):
+        command = [sys.executable, path, "--set", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    done = typed("schedule=zb-v", "weight_gradient=2", "columns=time,activ.")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nZB-V                      33.5      4\n" in done.stdout
+    for wrong in ("stages=2", "num_stages=0", "schedule=v-half", "columns=span,tim", "forward=x"):
+        done = typed(wrong)
+        fix = "give --set key=value, with a CONFIG key"
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == f"error: {wrong} is not accepted; {fix}\n"
 
 
 def test_output_that_nobody_reads_to_the_end_is_no_error():
