@@ -359,12 +359,15 @@ class Tokenizer:
         """The tokenizer's own, without tools and with them."""
         if self._is_gpt2 or not self._loaded.chat_template or is_chat(self.folder):
             return None
+        choose = self._loaded.get_chat_template
         try:
-            choose = self._loaded.get_chat_template
-            return str(choose(None, tools=None)), str(choose(None, tools=[{}]))
+            plain, with_tools = choose(None, tools=None), choose(None, tools=[{}])
         except ValueError as error:
             what = f"tokenizer {self.folder} has no default chat template"
             raise UserError(what, str(error)) from None
+        if not isinstance(plain, str) or not isinstance(with_tools, str):
+            raise UserError(f"the chat template of tokenizer {self.folder} is no text", repr(plain))
+        return plain, with_tools
 
     @cached_property
     def renderer(self) -> Renderer | None:

@@ -63,8 +63,9 @@ def align(
     removed = 0
     unended = 0
     for place in trained:
-        answer = _find(render, messages, place, marks)
-        text, start, end, is_prefix = answer
+        text, start, end, is_prefix = _find(render, messages, place, marks)
+        if start == len(text) and messages[place].get("content"):
+            raise AlignmentError(f"the template leaves out message {place + 1}, an answer")
         if is_prefix and whole.startswith(text):
             end = len(text)
         elif not (is_prefix and start < end and whole.startswith(text[:end])):

@@ -11,14 +11,14 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from distributed_training.data.chats.align import AlignmentError, Rendered, align, joined
 from distributed_training.data.pieces import Message, Span
 from distributed_training.settings.errors import UserError
 
-CPU_S = 3.0  # for one text
+CPU_S = 2.0  # for one text
 MEMORY_BYTES = 2**29  # beyond what the process begins with
 MOST_CHARACTERS = 2**24  # of a text, beyond four times its conversation
 
@@ -39,7 +39,8 @@ class Renderer:
     def __init__(
         self, templates: Sequence[str], names: dict[str, Any], marks: Sequence[str]
     ) -> None:
-        self._setup = json.dumps({"templates": templates, "names": names, "marks": marks})
+        setup = {"templates": templates, "names": names, "marks": marks, "cpu_s": CPU_S}
+        self._setup = json.dumps(setup)
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> subprocess.Popen[str]:
@@ -89,7 +90,7 @@ class Renderer:
             return json.loads(line)
         code = process.wait()
         self.close()
-        why = f"it takes more than {CPU_S:.0f} s" if code == -signal.SIGPROF else "it fails"
+        why = f"it takes more than {CPU_S:g} s" if code == -signal.SIGPROF else "it fails"
         return [f"{why} (exit code {code})"] if len(batch) == 1 else []
 
     @staticmethod
@@ -106,27 +107,39 @@ def main() -> None:
     """The child's side, until the parent closes its end."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    setup = json.loads(sys.stdin.readline())
+    answer = answering(**json.loads(sys.stdin.readline()))
+    _limit_memory()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        batch = (Conversation(*conversation) for conversation in asked["batch"])
+        found = [answer(conversation, asked["question"]) for conversation in batch]
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+def answering(
+    templates: Sequence[str], names: dict[str, Any], marks: Sequence[str], cpu_s: float = CPU_S
+) -> Callable[[Conversation, bool], Any]:
+    """What answers in the child: the samples of a conversation, or its text as a question; a string
+    says why there are none. A text that takes too long ends the process."""
     import warnings
 
     warnings.simplefilter("ignore")
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    _limit_memory()
-    marks = re.compile("|".join(map(re.escape, setup["marks"])) or "(?!)")
+    pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
     def render_raw(
         conversation: Conversation, messages: Sequence[Any], **options: Any
     ) -> tuple[str, list[Span]]:
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
-        template = setup["templates"][bool(conversation.tools)]
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
         found: Any = render_jinja_template(
             conversations=[list(messages)], tools=conversation.tools,
-            documents=conversation.documents, chat_template=template,
-            **{**setup["names"], **conversation.values}, **options,
+            documents=conversation.documents, chat_template=templates[bool(conversation.tools)],
+            **{**names, **conversation.values}, **options,
         )  # fmt: skip
-        texts, spans = found
         signal.setitimer(signal.ITIMER_PROF, 0)
+        texts, spans = found
         limit = MOST_CHARACTERS + 4 * len(json.dumps(messages))
         if len(texts[0]) > limit:
             raise MemoryError(f"its text has more than {limit / 1e6:.0f} million characters")
@@ -150,11 +163,11 @@ def main() -> None:
             if question:
                 return [render(conversation.messages, ask=True)]
             marked = None
-            if has_marks(setup["templates"][bool(conversation.tools)]):
+            if has_marks(templates[bool(conversation.tools)]):
                 options = {"return_assistant_tokens_mask": True}
                 marked = render_raw(conversation, conversation.messages, **options)[1]
-            once = functools.partial(align, marked=marked, marks=marks, skip=conversation.skip)
-            return once(render, conversation.messages)
+            skip = conversation.skip
+            return align(render, conversation.messages, marked=marked, marks=pattern, skip=skip)
         except AlignmentError as error:
             return str(error)
         except MemoryError as error:
@@ -164,12 +177,7 @@ def main() -> None:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
-    for line in sys.stdin:
-        asked = json.loads(line)
-        batch = (Conversation(*conversation) for conversation in asked["batch"])
-        found = [answer(conversation, asked["question"]) for conversation in batch]
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
+    return answer
 
 
 def has_marks(template: str) -> bool:

@@ -1,0 +1,234 @@
+"""Chat templates in the shapes of published families, in words of our own. TEMPLATES: by name,
+(template, marks around each answer as the model sees it: what it begins and ends with).
+
+The answer's part is derived here by hand, from what the shape writes, not from the template."""
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """A template, and what an answer is to the model when it is asked for it."""
+
+    template: str
+    before: str  # what the model writes ahead of the answer's content, when it is asked
+    after: str  # what it writes after it
+    last: str = ""  # what only the last answer of all is followed by
+    alternates: bool = False  # roles must take turns
+    system: bool = True  # whether it takes a system message
+    strips: bool = False  # whether contents are stripped
+    apart: bool = False  # whether earlier answers are shown otherwise than when they were asked for
+
+
+def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
+    """Turns of the same form for all roles."""
+    role = "{{ " + name + " }}"
+    content = "{{ message.content" + trim + " }}"
+    turn = begin.replace("ROLE", role) + content + end
+    asked = (ask or begin.replace("ROLE", "assistant")).replace("\\n", "\n")
+    return (
+        first + "{% for message in messages %}" + turn + "{% endfor %}"
+        "{% if add_generation_prompt %}" + asked + "{% endif %}"
+    )
+
+
+def pairs(user, answer, *, system="", first="{{ bos_token }}", ask=""):
+    """A form for users and another for answers."""
+    return (
+        first + "{% for message in messages %}{% if message.role == 'user' %}" + user
+        + "{% elif message.role == 'assistant' %}" + answer
+        + "{% else %}" + system + "{% endif %}{% endfor %}"
+        + ("{% if add_generation_prompt %}" + ask + "{% endif %}" if ask else "")
+    )  # fmt: skip
+
+
+ALTERNATE = (
+    "{% for m in messages %}{% if m.role != 'system' and (m.role == 'user') != "
+    "((loop.index0 - (messages[0].role == 'system')) % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+)
+# The system message becomes part of the first question, as in Llama 2.
+FOLDED = (
+    "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}"
+    "{% set told = '<<SYS>>\n' ~ messages[0].content ~ '\n<</SYS>>\n\n' %}"
+    "{% else %}{% set rest = messages %}{% set told = '' %}{% endif %}"
+)
+LLAMA_2 = ALTERNATE + FOLDED + (
+    "{% for m in rest %}{% if m.role == 'user' %}"
+    "{{ bos_token ~ '[INST] ' ~ (told if loop.index0 == 0 else '') }}"
+    "{{ m.content.strip() ~ ' [/INST]' }}"
+    "{% else %}{{ ' ' ~ m.content.strip() ~ ' ' ~ eos_token }}{% endif %}{% endfor %}"
+)  # fmt: skip
+HEADER = "<|start_header_id|>ROLE<|end_header_id|>\n\n"
+LLAMA_3 = turns(HEADER, "<|eot_id|>", trim=" | trim", first="{{ bos_token }}")
+LLAMA_31 = (
+    "{{ bos_token }}{% set d = '26 Jul 2024' %}{% if messages[0].role == 'system' %}"
+    "{% set s = messages[0].content | trim %}{% set rest = messages[1:] %}{% else %}"
+    "{% set s = '' %}{% set rest = messages %}{% endif %}"
+    "{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' ~ d }}"
+    "{{ '\n\n' ~ s ~ '<|eot_id|>' }}"
+    "{% for m in rest %}{{ '<|start_header_id|>' ~ m.role ~ '<|end_header_id|>\n\n' }}"
+    "{{ m.content | trim ~ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+INST_LAST = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set s = messages[0].content %}"
+    "{% set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{% if m.role == 'user' %}{% if s is defined and loop.last %}"
+    "{{ '[INST]SPACE' ~ s ~ '\n\n' ~ m.content ~ '[/INST]' }}{% else %}"
+    "{{ '[INST]SPACE' ~ m.content ~ '[/INST]' }}{% endif %}{% else %}"
+    "{{ 'SPACE' ~ m.content ~ eos_token }}{% endif %}{% endfor %}"
+)
+CHATML = turns("<|im_start|>ROLE\n", "<|im_end|>\n")
+QWEN_25 = (
+    "{% if messages[0].role != 'system' %}"
+    "{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}" + CHATML
+)
+THINK = "<think>\n\n</think>\n\n"
+QWEN_3 = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}{% set c = m.content %}"
+    "{% if m.role == 'assistant' %}{% set t = m.reasoning_content | default('') %}"
+    "{% if loop.index0 > ns.last and (loop.last or t) %}"
+    "{{ '<think>\n' ~ t.strip('\n') ~ '\n</think>\n\n' }}{% endif %}{% endif %}"
+    "{{ c ~ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PHI_3 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}"
+    "{{ eos_token }}{% endif %}"
+)
+PHI_4 = turns("<|im_start|>ROLE<|im_sep|>", "<|im_end|>")
+GEMMA_2 = (
+    ALTERNATE + "{{ bos_token }}{% for m in messages %}"
+    "{% set r = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' ~ r ~ '\n' ~ m.content | trim ~ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+GEMMA_3 = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set p = messages[0].content ~ '\n\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set p = '' %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{% set r = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' ~ r ~ '\n' ~ (p if loop.first else '') }}{% if m.content is string %}"
+    "{{ m.content | trim }}{% else %}{% for c in m.content %}{{ c.text | trim }}"
+    "{% endfor %}{% endif %}"
+    "{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+DEEPSEEK_2 = pairs(
+    "{{ 'User: ' ~ message.content ~ '\n\n' }}",
+    "{{ 'Assistant: ' ~ message.content ~ eos_token }}",
+    system="{{ message.content ~ '\n\n' }}", ask="{{ 'Assistant:' }}",
+)  # fmt: skip
+DEEPSEEK_R1 = pairs(
+    "{{ '<|User|>' ~ message.content }}",
+    "{{ '<|Assistant|>' ~ message.content.split('</think>')[-1] ~ '<|end_of_sentence|>' }}",
+    system="{{ message.content }}", ask="{{ '<|Assistant|><think>\n' }}",
+)  # fmt: skip
+GRANITE = turns("<|start_of_role|>ROLE<|end_of_role|>", "<|end_of_text|>\n")
+COMMAND_R = (
+    "{{ bos_token }}{% for m in messages %}{% set r = {'user': 'USER', 'assistant': 'CHATBOT', "
+    "'system': 'SYSTEM'}[m.role] %}"
+    "{{ '<|START_OF_TURN_TOKEN|><|' ~ r ~ '_TOKEN|>' ~ m.content.strip() "
+    "~ '<|END_OF_TURN_TOKEN|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
+)
+OLMO_2 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% if not loop.last or m.role != 'assistant' %}"
+    "{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|assistant|>\n' }}{% endif %}"
+)
+FALCON = (
+    "{% for m in messages %}"
+    "{{ ('' if loop.first else '\n\n') ~ m.role | capitalize ~ ': ' ~ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}"
+)
+BRACKETED = pairs(
+    "{{ '### Instruction:\n' ~ message.content ~ '\n\n' }}",
+    "{{ '### Response:\n' ~ message.content ~ eos_token ~ '\n\n' }}",
+    system="{{ message.content ~ '\n\n' }}", first="", ask="{{ '### Response:\n' }}",
+)  # fmt: skip
+HARMONY = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' ~ m.content }}"
+    "{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}"
+    "{{ '<|start|>' ~ m.role ~ '<|message|>' ~ m.content ~ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+NEMOTRON = turns("<extra_id_1>ROLE\n", "\n", name="message.role | capitalize",
+                 ask="<extra_id_1>Assistant\n")  # fmt: skip
+SMOLLM_3 = (
+    "{{ '<|im_start|>system\n## Metadata\n\n' }}{% if messages[0].role == 'system' %}"
+    "{{ messages[0].content }}{% set rest = messages[1:] %}{% else %}"
+    "{% set rest = messages %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% for m in rest %}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ '<|im_start|>assistant\n' ~ m.content ~ '<|im_end|>\n' }}"
+    "{% endgeneration %}"
+    "{% else %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = CHATML.replace(
+    "{{ message.content }}<|im_end|>\n",
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>"
+    "{% endgeneration %}"
+    "{{ '\n' }}{% else %}{{ message.content }}<|im_end|>\n{% endif %}",
+)
+GREETING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+IM = ("", "<|im_end|>\n")
+TEMPLATES = {
+    "llama-2": Shape(LLAMA_2, " ", " </s>", alternates=True, strips=True),
+    "llama-3": Shape(LLAMA_3, "", "<|eot_id|>", strips=True),
+    "llama-3.1": Shape(LLAMA_31, "", "<|eot_id|>", strips=True),
+    "llama-4": Shape(turns("<|header_start|>ROLE<|header_end|>\n\n", "<|eot|>",
+                           first="{{ bos_token }}"), "", "<|eot|>"),
+    "mistral-0.1": Shape(ALTERNATE + pairs("[INST] {{ message.content }} [/INST]",
+                         "{{ message.content ~ eos_token }}", system="{{ raise_exception('no') }}"),
+                         "", "</s>", alternates=True, system=False),
+    "mistral-0.2": Shape(INST_LAST.replace("SPACE", " "), " ", "</s>", apart=True),
+    "mistral-0.3": Shape(INST_LAST.replace("SPACE", " ").replace("loop.last", "loop.index0 == 0"),
+                         " ", "</s>"),
+    "mistral-small": Shape(pairs("[INST]{{ message.content }}[/INST]",
+                           "{{ message.content ~ eos_token }}",
+                           system="[SYSTEM_PROMPT]{{ message.content }}[/SYSTEM_PROMPT]"),
+                           "", "</s>"),
+    "mistral-nemo": Shape(INST_LAST.replace("SPACE", ""), "", "</s>", apart=True),
+    "qwen-2": Shape(CHATML, *IM),
+    "qwen-2.5": Shape(QWEN_25, *IM),
+    "qwen-3": Shape(QWEN_3, THINK, "<|im_end|>\n", apart=True),
+    "phi-3": Shape(PHI_3, "", "<|end|>", last="\n</s>"),
+    "phi-4": Shape(PHI_4, "", "<|im_end|>"),
+    "gemma-2": Shape(GEMMA_2, "", "<end_of_turn>\n", alternates=True, system=False, strips=True),
+    "gemma-3": Shape(GEMMA_3, "", "<end_of_turn>\n", strips=True),
+    "zephyr": Shape(turns("<|ROLE|>\n", "{{ eos_token }}\n"), "", "</s>\n"),
+    "chatml-trimmed": Shape(turns("<|im_start|>ROLE\n", "<|im_end|>\n", trim=" | trim"), *IM,
+                            strips=True),
+    "deepseek-2": Shape(DEEPSEEK_2, " ", "</s>"),
+    "deepseek-r1": Shape(DEEPSEEK_R1, "", "<|end_of_sentence|>"),
+    "granite": Shape(GRANITE, "", "<|end_of_text|>\n"),
+    "command-r": Shape(COMMAND_R, "", "<|END_OF_TURN_TOKEN|>", strips=True),
+    "olmo-2": Shape(OLMO_2, "", "</s>"),
+    "falcon": Shape(FALCON, " ", "</s>"),
+    "alpaca": Shape(BRACKETED, "", "</s>\n\n"),
+    "gpt-oss": Shape(HARMONY, "<|channel|>final<|message|>", "<|return|>", apart=True),
+    "nemotron": Shape(NEMOTRON, "", "\n"),
+    "smollm-3": Shape(SMOLLM_3, "<|im_start|>assistant\n", "<|im_end|>\n"),
+    "chatml-marked": Shape(MARKED, "", "<|im_end|>"),
+    "thinking-begun": Shape(GREETING, "", "<|im_end|>\n"),
+    "yi": Shape(turns("<|im_start|>ROLE\n", "<|im_end|>", ask="<|im_start|>assistant\n"), "",
+                "<|im_end|>"),
+}  # fmt: skip
+MARKS = [
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<|eot_id|>", "<|eot|>", "<|start_header_id|>",
+    "<|end_header_id|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|end|>", "<|user|>",
+    "<|assistant|>", "<start_of_turn>", "<end_of_turn>", "<think>", "</think>", "<|User|>",
+    "<|Assistant|>", "<|end_of_sentence|>", "<|start_of_role|>", "<|end_of_role|>",
+    "<|end_of_text|>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>",
+    "<|start|>", "<|return|>", "<|message|>", "<|channel|>", "<|header_start|>", "<|header_end|>",
+]  # fmt: skip

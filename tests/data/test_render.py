@@ -1,0 +1,45 @@
+"""Templates that fail are a line, whatever they do; the process that renders them is used again."""
+
+import pytest
+
+from distributed_training.data.chats import render
+from distributed_training.data.chats.render import Conversation, Renderer
+from tests.support import refused
+
+SAID = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+TWICE = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+TEMPLATE = f"""{{% set said = messages[0].content %}}
+{{% if said == 'endless' %}}{TWICE}{{% elif said == 'large' %}}{{{{ 'a' * 2 ** 31 }}}}
+{{% elif said == 'raises' %}}{{{{ raise_exception('no such word') }}}}
+{{% elif said == 'unsafe' %}}{{{{ messages.__class__.__mro__ }}}}
+{{% elif said == 'constant' %}}hello{{% else %}}
+{{{{ said ~ '<|a|>' ~ (messages[1].content ~ '<|e|>' if messages[1] else '') }}}}{{% endif %}}"""
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(render, "CPU_S", 0.5)
+        renderer = Renderer([TEMPLATE] * 2, {}, ["<|a|>", "<|e|>"])
+        yield renderer
+        renderer.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("endless", "takes more than"),
+        ("large", "MiB"),
+        ("raises", "TemplateError: no such word"),
+        ("unsafe", "SecurityError"),
+        ("constant", "leaves out message 2"),
+    ],
+)
+def test_a_template_that_fails_is_a_line_with_its_row(content, words, renderer):
+    good = ("a.jsonl line 1", Conversation(SAID))
+    bad = Conversation([{**SAID[0], "content": content}, SAID[1]])
+    with refused("a.jsonl line 2 does not go with the chat template", words):
+        renderer.align([good, ("a.jsonl line 2", bad)])
+    (((text, spans, *_),),) = renderer.align([good])
+    assert text[slice(*spans[0])] == "4<|e|>"
+    assert renderer.ask(SAID[:1]).endswith("2+2=<|a|>")

@@ -1,0 +1,89 @@
+"""Thirty chat templates against random conversations: texts and ids are transformers', and the
+loss covers exactly the answers, each once, after what the model sees when it is asked for it."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer as Builder
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from distributed_training.data.chats.render import Conversation, answering
+from tests.data.templates import MARKS, TEMPLATES
+
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+CONTENTS = [
+    "", "4", "It is 4.", "  padded\n", "\n\nTwo lines\n\nlater", "日本語 🙂 العربية",
+    "word " * 300, "<|im_start|>assistant\nHi", "[INST] no [/INST]", "Assistant: 4", "qzWzqXy",
+    "<think>\nhm\n</think>\n\nSo", "<|assistant|>\n", "<|start_header_id|>a", "\n", "a</s>b",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """Byte-level BPE without merges: a token is a byte or a mark."""
+    built = Builder(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=MARKS, initial_alphabet=alphabet)
+    built.train_from_iterator(["a"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=built, **NAMES)
+
+
+def conversations(shape, name):
+    """Of one to four turns, with a system message or none, some ending with a question."""
+    draw = random.Random(name)
+    answers = iter(draw.sample(CONTENTS, len(CONTENTS)))
+    for count in (1, 2, 2, 3, 4, 4):
+        messages = []
+        if shape.system and draw.random() < 0.5:
+            messages.append({"role": "system", "content": draw.choice(CONTENTS[1:])})
+        for _ in range(count):
+            messages.append({"role": "user", "content": draw.choice(CONTENTS[1:])})
+            messages.append({"role": "assistant", "content": next(answers)})
+        if draw.random() < 0.3:
+            messages.append({"role": "user", "content": "And then?"})
+        yield messages
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_of_published_shapes(name, theirs):
+    shape = TEMPLATES[name]
+    answer = answering([shape.template] * 2, NAMES, MARKS)
+    theirs.chat_template = shape.template
+    is_marked = "generation %}" in shape.template
+    for messages in conversations(shape, name):
+        samples = answer(Conversation(messages), False)
+        assert not isinstance(samples, str), samples
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        expected = {}  # what is learned of an answer, by what is before it
+        for place in places:
+            content = messages[place]["content"]
+            content = content.strip() if shape.strips else content
+            ask = {"add_generation_prompt": True, "tokenize": False}
+            asked = theirs.apply_chat_template(messages[:place], **ask)
+            if name == "deepseek-r1":
+                content = content.split("</think>")[-1]
+                asked = asked.removesuffix("<think>\n")
+            elif name == "thinking-begun":
+                asked = asked.removesuffix("<think>\n")
+            elif name == "smollm-3":
+                asked = asked.removesuffix("<|im_start|>assistant\n")
+            last = shape.last if place == len(messages) - 1 else ""
+            expected[asked] = f"{shape.before}{content}{shape.after}{last}"
+        learned = {}
+        for sample in samples:
+            for first, end in sample.spans:
+                assert sample.text[:first] not in learned, "an answer twice"
+                learned[sample.text[:first]] = sample.text[first:end]
+        assert learned == expected
+        whole = theirs.apply_chat_template(messages, tokenize=False)
+        if not shape.apart:
+            assert [sample.text for sample in samples] == [whole]
+        if is_marked:
+            options = {"return_assistant_tokens_mask": True, "return_dict": True}
+            mask = theirs.apply_chat_template(messages, **options)["assistant_masks"]
+            ids = theirs.apply_chat_template(messages)["input_ids"]
+            learned_ids = [i for i, is_learned in zip(ids, mask, strict=True) if is_learned]
+            assert theirs.decode(learned_ids) == "".join(expected.values())
