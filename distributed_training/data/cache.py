@@ -21,7 +21,7 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from distributed_training.data.chats.prepare import Counts, check_records, read_pieces
+from distributed_training.data.chats.prepare import SPECIAL, Counts, check_records, read_pieces
 from distributed_training.data.corpus import Corpus, Source, fingerprint
 from distributed_training.data.pieces import ANSWERS, RUNNING, Piece
 from distributed_training.data.tokenizer import Tokenizer
@@ -197,7 +197,7 @@ def _tokenise_split(
                 if piece.eos:
                     marked = marked * (not piece.begins) + int(is_special[row].sum())
                     if piece.ends:
-                        counts.notes["special tokens in a text"] += marked > at_ends
+                        counts.notes[SPECIAL] += marked > at_ends
                 if mask is None:
                     mask = np.ones(len(row), bool)
                 if piece.eos and piece.ends and row[-1:] != [tokenizer.eos_id]:

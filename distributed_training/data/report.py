@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from distributed_training.data.cache import load_tokens, read_meta
-from distributed_training.data.pieces import RUNNING
-from distributed_training.data.samples import find_parts
+from distributed_training.data.pieces import ANSWERS, RUNNING
+from distributed_training.data.samples import count_targets, find_parts
 from distributed_training.settings.config import RunConfig
 
 QUANTILES = {"median": 0.5, "90%": 0.9, "99%": 0.99, "maximum": 1.0}
@@ -25,26 +25,32 @@ def summarise(folder: Path, config: RunConfig) -> dict[str, Any]:
     split = load_tokens(folder)[1][0]
     lengths = np.diff(split["starts"])
     starts, seen = find_parts(split, meta["form"], config)
-    limit = config.max_length + 1  # the last is a target only
     targets = seen
     is_cut = np.zeros(0, bool)
     ends_cut = longest_prompt = 0
     left_out = dict(counts["left_out"])
-    if "loss_mask" in split:
-        learnt = np.concatenate([[0], np.cumsum(split["loss_mask"], dtype=np.int64)])
-        targets = learnt[starts + seen + 1] - learnt[starts + 1]
-        is_cut = lengths > limit
-        targets_of_all = learnt[split["starts"][1:]] - learnt[split["starts"][:-1] + 1]
-        targets_of_seen = learnt[split["starts"][:-1] + np.minimum(lengths, limit)]
-        targets_of_seen = targets_of_seen - learnt[split["starts"][:-1] + 1]
-        ends_cut = int(((targets_of_seen > 0) & (targets_of_seen < targets_of_all)).sum())
-        if filled := int((targets_of_seen <= 0).sum()):
-            left_out[FILLED] = filled
-            is_cut = is_cut & (targets_of_seen > 0)
-        if split["loss_mask"].any():
-            longest_prompt = int(_first_targets(split).max())
+    notes = {note: count for note, count in counts["notes"].items() if count}
+    if "loss_mask" in split and len(lengths):
+        targets = count_targets(split["loss_mask"], starts, seen)
+        firsts = split["starts"][:-1][lengths > 1]
+        whole = lengths[lengths > 1] - 1
+        is_cut = whole > config.max_length
+        learnt = count_targets(split["loss_mask"], firsts, np.minimum(whole, config.max_length))
+        ends_cut = int(
+            ((learnt > 0) & (learnt < count_targets(split["loss_mask"], firsts, whole))).sum()
+        )
+        is_filled = learnt == 0
+        if is_filled.any():
+            # A record may have several samples, one for each answer.
+            where = left_out if len(lengths) == counts["used"] else notes
+            where[FILLED] = int(is_filled.sum())
+            is_cut = is_cut & ~is_filled
+            longest_prompt = max(
+                int(split["loss_mask"][first + 1 : first + size + 1].argmax()) + 1
+                for first, size in zip(firsts[is_filled], whole[is_filled], strict=True)
+            )
     elif meta["form"] != RUNNING or config.pack is False:
-        is_cut = lengths > limit
+        is_cut = lengths > config.max_length + 1  # the last is a target only
     tokens = np.quantile(lengths, list(QUANTILES.values())) if len(lengths) else np.zeros(4)
     return {
         "form": meta["form"],
@@ -57,27 +63,47 @@ def summarise(folder: Path, config: RunConfig) -> dict[str, Any]:
         "longest_prompt": longest_prompt,
         "tokens": {name: int(count) for name, count in zip(QUANTILES, tokens, strict=True)},
         "loss_share": float(targets.sum() / max(1, (seen[targets > 0] + 1).sum())),
-        "notes": {note: count for note, count in counts["notes"].items() if count},
+        "notes": notes,
     }
+
+
+def headline(counts: dict[str, Any]) -> list[str]:
+    """The two lines that say most; none of running text."""
+    if counts["form"] == RUNNING:
+        return []
+    left_out = sum(counts["left_out"].values())
+    lines = [f"{counts['records']:,} records read, {counts['used']:,} used, {left_out:,} left out"]
+    tokens = ", ".join(f"{name} {count:,}" for name, count in counts["tokens"].items())
+    lines.append(f"tokens per record: {tokens}")
+    if counts["form"] in ANSWERS:
+        share = f"{100 * counts['loss_share']:.1f}% of the tokens"
+        lines[1] += f"; only the answers are in the loss: {share}"
+    return lines
 
 
 def describe(counts: dict[str, Any], max_length: int) -> list[str]:
     """A line for each thing that is left out, cut or read otherwise than one may think."""
-    notes = []
+    lines = []
     for reason, count in counts["left_out"].items():
-        more = ""
+        line = f"{count:,} of {counts['records']:,} records are left out: {reason}"
         if reason == FILLED:
-            more = f": a larger max_length, up to {counts['longest_prompt'] + 1}, keeps them"
-        notes.append(f"{count:,} of {counts['records']:,} records are left out: {reason}{more}")
+            line += f"; max_length={counts['longest_prompt'] + 1} or more would keep them all"
+        lines.append(line)
     if counts["cut"]:
-        longest = counts["tokens"]["maximum"]
-        why = f"{counts['cut']:,} samples are cut at max_length={max_length}"
+        line = f"{counts['cut']:,} samples are cut at max_length={max_length}"
         if counts["ends_cut"]:
-            why += f"; {counts['ends_cut']:,} of them lose the end of an answer, which is then not "
-            why += "in the loss"
-        notes.append(f"{why} (the longest has {longest:,} tokens)")
-    notes += [f"{count:,} {note}" for note, count in counts["notes"].items()]
-    return notes
+            line += (
+                f", {counts['ends_cut']:,} of them within an answer, whose end-of-text token is "
+            )
+            line += "not in the loss"
+        lines.append(f"{line}; the longest has {counts['tokens']['maximum']:,} tokens")
+    for note, count in counts["notes"].items():
+        line = f"{count:,} {note}"
+        if note == FILLED:
+            line = f"{count:,} samples are left out, one for each of several answers: {note}; "
+            line += f"max_length={counts['longest_prompt'] + 1} or more would keep them all"
+        lines.append(line)
+    return lines
 
 
 def read_samples(
@@ -94,11 +120,3 @@ def read_samples(
         if mask.any() and count > 0:
             count -= 1
             yield split["ids"][inside], mask
-
-
-def _first_targets(split: dict[str, np.ndarray]) -> np.ndarray:
-    """Tokens of each record before the first that is a target."""
-    targets = np.flatnonzero(split["loss_mask"])
-    starts = split["starts"][:-1]
-    firsts = np.searchsorted(targets, starts + 1)
-    return targets[np.minimum(firsts, len(targets) - 1)] - starts

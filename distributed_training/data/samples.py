@@ -3,8 +3,9 @@
 import functools
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -124,6 +125,7 @@ class Data:
     cache: str = ""  # name of its folder in the token cache
     form: str = RUNNING  # of the training texts, as in data/pieces.py
     packs: bool = True  # whether samples are full blocks, or packed records, rather than padded
+    counts: dict[str, Any] = field(default_factory=dict)  # as data/report.py says them
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +241,18 @@ def _cut(split: dict[str, np.ndarray], parts: Parts, *, seq_len: int, padding_id
     loss_mask = split.get("loss_mask")
     if loss_mask is None or len(starts) == 0:
         return Samples(ids, starts, lengths, seq_len, padding_id, lengths)
-    # Targets of part i are ids[starts[i] + 1 : starts[i] + lengths[i] + 1].
-    edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
-    if edges[-1] == len(ids):
-        edges = edges[:-1]
-    learnt = np.add.reduceat(loss_mask, edges, dtype=np.int64)[::2]
+    learnt = count_targets(loss_mask, starts, lengths)
     kept = learnt > 0
     return Samples(ids, starts[kept], lengths[kept], seq_len, padding_id, learnt[kept], loss_mask)
+
+
+def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Targets of each part i, which are among ids[starts[i] + 1 : starts[i] + lengths[i] + 1]; a
+    part has at least one token, and the parts are in their order."""
+    edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
+    if edges[-1] == len(mask):
+        edges = edges[:-1]
+    return np.add.reduceat(mask, edges, dtype=np.int64)[::2]
 
 
 def _count_up(counts: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from distributed_training.data import hub
+from distributed_training.data import hub, report
 from distributed_training.data.cache import is_whole, read_meta, token_cache, tokenise
 from distributed_training.data.corpus import EMBEDDED, WIKITEXT, is_hub_name, read_corpus
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples
@@ -93,7 +93,8 @@ def cut_data(plan: Plan) -> Data:
 
 def _cut(folder: Path, tokenizer: Tokenizer, plan: Plan) -> Data:
     can_pack = plan.strategy.traits.packs_records
-    return cut_samples(folder, tokenizer, plan.config, can_pack=can_pack)
+    data = cut_samples(folder, tokenizer, plan.config, can_pack=can_pack)
+    return replace(data, counts=report.summarise(folder, plan.config))
 
 
 def fit_to_data(plan: Plan, data: Data) -> Plan:
@@ -114,10 +115,8 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
             f"records are padded: the engine of {config.strategy} does not keep packed ones apart"
         )
         notes.append(note)
-    if data.train.loss_mask is not None:
-        learnt = data.train.num_targets.sum() / data.train.lengths.sum()
-        share = f"{100 * learnt:.1f}% of the tokens"
-        notes.append(f"only the answers are learnt and count in the loss: {share}")
+    notes += report.headline(data.counts)
+    notes += report.describe(data.counts, config.max_length)
     steps_per_epoch = math.ceil(len(train) / plan.batch.global_batch_size)
     num_steps = config.epochs * steps_per_epoch
     if config.max_steps > num_steps:

@@ -13,6 +13,10 @@ from distributed_training.data.files import has_added_nulls
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
 
+SPECIAL = "records have special tokens in their text, and these count as such tokens"
+THOUGHTS = "answers lose their thoughts: the chat template leaves them out"
+UNENDED = "answers have no special token at their end, from which a model learns to stop"
+NO_ANSWER = "no answer to train on"
 _AT_ONCE = 64  # conversations that are rendered at a time
 
 
@@ -22,7 +26,7 @@ class Counts:
 
     records: int = 0  # read; of running text, its texts or lines
     left_out: Counter[str] = field(default_factory=Counter)  # records, by reason
-    notes: Counter[str] = field(default_factory=Counter)  # other things worth a line
+    notes: Counter[str] = field(default_factory=Counter)  # by the rest of a line about so many
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -70,7 +74,7 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
             found = shape.conversation(record, where, counts.notes, drop_nulls=drop_nulls)
             answers = [i for i, m in enumerate(found.messages) if m["role"] == pieces.ASSISTANT]
             if not set(answers).difference(found.skip):
-                counts.left_out["no answer"] += 1
+                counts.left_out[NO_ANSWER] += 1
             else:
                 yield where, found
         elif source.form == pieces.TEXT:
@@ -85,7 +89,7 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
                 spans = [(len(prompt), len(prompt) + len(completion))]
                 yield [Piece(prompt + completion, spans)]
             else:
-                counts.left_out["no answer"] += 1
+                counts.left_out[NO_ANSWER] += 1
 
 
 def _rendered(
@@ -96,12 +100,12 @@ def _rendered(
     templated = tokenizer.is_templated
     for (_, conversation), samples in zip(batch, tokenizer.align(batch), strict=True):
         if not samples:
-            counts.left_out["no answer"] += 1
+            counts.left_out[NO_ANSWER] += 1
         contents = (message.get("content") for message in conversation.messages)
         said = "\n".join(content for content in contents if isinstance(content, str))
         if tokenizer.special_pattern.search(said):
-            counts.notes["special tokens in a text"] += 1
+            counts.notes[SPECIAL] += 1
         for sample in samples:
-            counts.notes["thoughts removed"] += sample.thoughts_removed
-            counts.notes["answers without an end"] += sample.unended
+            counts.notes[THOUGHTS] += sample.thoughts_removed
+            counts.notes[UNENDED] += sample.unended
             yield Piece(sample.text, sample.spans, templated=templated, eos=False)
