@@ -1,6 +1,7 @@
 """What a person sees of a run, on rank 0: header, progress, summary; pages. No torch import."""
 
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -104,13 +105,21 @@ def fold(text: str, width: int = WIDTH, indent: int = 0) -> str:
 
 
 def pasteable(command: str) -> str:
-    """The command, indented; a long one goes on below after a backslash."""
-    lines = [" "]
+    """The command, indented; a long one goes on below after a backslash, an option with its
+    value."""
+    parts: list[str] = []
     for word in map(shlex.quote, shlex.split(command)):
-        if len(lines[-1]) + len(word) > WIDTH - 3 and lines[-1].strip():
+        is_value = parts and re.fullmatch(r"--\w+", parts[-1]) and not word.startswith("--")
+        if is_value:
+            parts[-1] += f" {word}"
+        else:
+            parts.append(word)
+    lines = [" "]
+    for part in parts:
+        if len(lines[-1]) + len(part) > WIDTH - 3 and lines[-1].strip():
             lines[-1] += " \\"
             lines.append("   ")
-        lines[-1] += f" {word}"
+        lines[-1] += f" {part}"
     return "\n".join(lines)
 
 
