@@ -1,6 +1,5 @@
 """Commands that a run prints for its user: to continue it, to use and to improve its model."""
 
-import math
 import os
 import shlex
 from pathlib import Path
@@ -39,13 +38,9 @@ def after_the_end(plan: Plan, record: Record) -> list[str]:
     best_row = best_before(record)
     if best_row and best_row["step"]:
         return found if record.best else [*found, again(plan, keep_best=True)]
-    steps, in_epoch = 2 * config.max_steps, record.data["steps_per_epoch"]
-    if config.max_steps < 0:
-        longer = {"epochs": 2 * config.epochs}
-    elif steps <= config.epochs * in_epoch:
-        longer = {"max_steps": steps}
-    else:
-        longer = {"max_steps": steps, "epochs": math.ceil(steps / in_epoch)}
+    longer = {"epochs": 2 * config.epochs}
+    if config.max_steps > 0:
+        longer = {"max_steps": 2 * config.max_steps}
     return [*found, again(plan, **longer)]
 
 

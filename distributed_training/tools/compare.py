@@ -143,7 +143,7 @@ def predicted_s(runs: Sequence[tuple[RunConfig, int]], run_s: float) -> float | 
             if steps is None and wanted > 0:  # at most
                 steps = config.epochs * -(-wanted // plan.batch.global_batch_size)
             if config.max_steps > 0:
-                steps = min(steps or config.max_steps, config.max_steps)
+                steps = config.max_steps
             step_s = (plan.prediction or {}).get("step_time_s")
             found.append(run_s + steps * step_s if steps and step_s else None)
         return json.dumps(found)
