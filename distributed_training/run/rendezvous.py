@@ -8,6 +8,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import shlex
 import socket
 import sys
 import time
@@ -250,6 +251,17 @@ def current_agent() -> str | None:
     return agent and f"{socket.gethostname()} {agent.pid} {agent.create_time()}"
 
 
+def standalone_note(process: Process) -> list[str]:
+    """Return how to start the same run safely, if `torchrun --standalone` started this process."""
+    agent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    with contextlib.suppress(psutil.Error):
+        if agent and "--standalone" in agent.cmdline():
+            words = ["python", *sys.argv, "--num_gpus", str(process.world_size)]
+            why = "torchrun --standalone listens on all interfaces and runs pickles that it gets"
+            return [f"{why}; this does not: {shlex.join(words)}"]
+    return []
+
+
 def agree_on_plan(
     config: RunConfig, process: Process, ask: agree.Ask, agent: str | None = None
 ) -> Plan:
@@ -264,7 +276,7 @@ def agree_on_plan(
         cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
         going_on, notes = go_on(config, launchers, process.world_size)
         plan = prepare.make_plan(going_on, cluster, plan_data.cut_data)
-        plan.notes.extend(notes)
+        plan.notes.extend([*notes, *standalone_note(process)])
         return prepare.reserve_run_dir(replace(plan, launchers=launchers))
 
     return prepare.plan_from_text(ask(prepare.plan_as_text(make) if process.rank == 0 else "")[0])

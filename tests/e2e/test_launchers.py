@@ -72,6 +72,8 @@ def test_a_launchers_run_is_that_of_one_process(launcher, on_one, tmp_path):
     assert record["strategy"]["name"] == LAUNCHERS[launcher]
     assert f"output_dir={output_dir}" in record["command"], "not what was typed"
     assert len(record["memory"]["by_rank"]) == 2
+    safely = [note for note in record["notes"] if "all interfaces" in note]
+    assert [note.endswith("--num_gpus 2") for note in safely] == [True] * (launcher == "torchrun")
     assert record["sample"].startswith("The")
     ours, theirs = (metrics(Path(found["run_dir"])) for found in (record, on_one))
     assert [row["step"] for row in ours] == list(range(1, 17))
