@@ -17,6 +17,8 @@ from distributed_training.data.files import (
     BLOCK,
     RECORDS,
     TEXTS,
+    bomb,
+    most_unpacked,
     open_file,
     read_records,
     read_text,
@@ -71,9 +73,13 @@ class Source:
         digest = hashlib.sha256(f"{self.form} {sorted(columns.items())}".encode())
         for file in self.files:
             own = hashlib.sha256()
+            left = most_unpacked(file)
             with open_file(file) as opened:
                 for block in iter(partial(opened.read, BLOCK), b""):
                     own.update(block)
+                    left -= len(block)
+                    if left < 0:
+                        raise bomb(file)
             digest.update(own.digest())
         for text in self.texts:
             data = text.encode()

@@ -18,6 +18,8 @@ TEXTS = (".txt", ".md")  # a file is one text
 RECORDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")  # a line or a row is one record
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK = 2**20  # bytes, or characters
+_UNPACKED = 2**27  # bytes that a packed file may unpack to
+_RATIO = 200  # or so many times its size
 _ROWS = 16  # of a table, decoded at a time: a file of 1 MB may have rows of 10 MB
 
 
@@ -38,8 +40,15 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
     with open_file(path) as file:
         # A separator such as U+2028 may occur inside a JSON string: lines end at line feeds.
         text = io.TextIOWrapper(file, "utf-16" if marked else "utf-8-sig", newline="\n")
+        most = most_unpacked(path)
+        taken = 0
         try:
-            for part in text if by_line else iter(partial(text.read, BLOCK), ""):
+            packed_line = path.suffix in COMPRESSED  # it may be all that there is
+            lines = iter(partial(text.readline, most + 1), "") if packed_line else text
+            for part in lines if by_line else iter(partial(text.read, BLOCK), ""):
+                taken += len(part)
+                if taken > most:
+                    raise bomb(path)
                 while part.endswith("\r") and (more := text.read(1)):
                     part += more
                 yield part.replace("\r\n", "\n")
@@ -129,16 +138,49 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
                 batches = iter(pyarrow.ipc.open_stream(file))
             else:
                 table = pyarrow.parquet.ParquetFile(file)
+                rows = _rows_at_a_time(table, path)
                 names = [name for name in table.schema_arrow.names if name in columns]
-                batches = table.iter_batches(_ROWS, columns=names or None)
+                batches = table.iter_batches(rows, columns=names or None)
+            taken = 0
             for batch in batches:
+                taken += batch.nbytes
+                if taken > most_unpacked(path):
+                    raise bomb(path)
                 for first in range(0, batch.num_rows, _ROWS):
                     for row in batch.slice(first, _ROWS).to_pylist():
                         number += 1
                         yield f"{path} row {number}", row
+    except UserError:
+        raise
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         why = str(error).strip().partition("\n")[0]
-        raise UserError(f"{path} is not a {path.suffix[1:]} file", why) from None
+        raise UserError(f"{path} cannot be read as {path.suffix[1:]}", why) from None
+
+
+def _rows_at_a_time(table: Any, path: Path) -> int:
+    """Return how many rows can be decoded at a time: one if a few values may be most of a column's
+    chunk, as a repeated value is stored once. Raises UserError if a chunk is far larger."""
+    metadata = table.metadata
+    num_bytes = path.stat().st_size
+    largest = 0
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            largest = max(largest, column.total_uncompressed_size)
+            if largest > most_unpacked(path):
+                raise bomb(path)
+    return 1 if largest > 4 * num_bytes + _UNPACKED // _ROWS else _ROWS
+
+
+def most_unpacked(path: Path) -> int:
+    """Return how many bytes a file may unpack to: texts are packed to a tenth at best."""
+    return max(_UNPACKED, _RATIO * path.stat().st_size)
+
+
+def bomb(path: Path) -> UserError:
+    """The refusal of a file that unpacks to more."""
+    why = f"it unpacks to more than {_RATIO} times its size"
+    return UserError(f"dataset file {path} cannot be read", why, "give its content as .jsonl")
 
 
 def open_file(path: Path) -> IO[bytes]:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def find_splits(path: Path, what: str) -> Splits:
         return _saved(path, what)
     files = sorted(file for file in path.rglob("*") if _is_ours(file, path))
     for file in files:
-        if not stat.S_ISREG(file.stat().st_mode):
+        if not file.is_file():
             fix = "remove it, or give the other files themselves"
             raise UserError(f"{what} holds {file}, which is not a regular file", fix=fix)
     if not files:

@@ -4,9 +4,12 @@ import contextlib
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json
+from distributed_training.settings.files import load_json, parse_as, shown
 
 TIMEOUT_S = 3.0
 WIKITEXT_ID = "Salesforce/wikitext"
@@ -21,6 +24,12 @@ INDEX = "model.safetensors.index.json"  # of weights in several files
 # Words in the names of files that tokenizers read.
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
 _COPY = "then copy ~/.cache/huggingface here"
+
+
+class _Index(BaseModel, strict=True):
+    """An index of weights in several files."""
+
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]  # name of a tensor -> its file
 
 
 def fetch_wikitext() -> dict[str, Path]:
@@ -86,7 +95,15 @@ def fetch_weights(repo_id: str) -> Path:
 
 def indexed_files(folder: Path) -> tuple[str, ...]:
     """Names of the files that a folder's index of weights puts together."""
-    return tuple(sorted(set(load_json(folder / INDEX, "weights")["weight_map"].values())))
+    index = parse_as(
+        _Index, load_json(folder / INDEX, "weights"), str(folder / INDEX), "fetch it again"
+    )
+    names = sorted(set(index.weight_map.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            what = f"{folder / INDEX} names {shown(name)}"
+            raise UserError(what, "weights are .safetensors files beside it")
+    return tuple(names)
 
 
 def fetch_tokenizer(repo_id: str) -> Path:

@@ -22,6 +22,7 @@ from distributed_training.data.pieces import ASSISTANT, Message, Piece
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 
+MOST_BYTES = 100_000_000  # of a tokenizer's file: the largest published ones have 35 MB
 END_OF_TEXT = "<|endoftext|>"
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
@@ -117,6 +118,10 @@ class Tokenizer:
     @cached_property
     def _loaded(self) -> Any:
         """transformers' tokenizer; the library's below it for GPT-2's files."""
+        for name in self._files:
+            if (self.folder / name).stat().st_size > MOST_BYTES:
+                why = f"{name} is longer than {MOST_BYTES // 10**6} MB"
+                raise UserError(f"tokenizer {self.folder} cannot be read", why)
         if self._is_gpt2:
             return self._load_gpt2()
         import transformers

@@ -19,7 +19,13 @@ from safetensors import SafetensorError, safe_open
 
 from distributed_training.data import hub
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean, folder_label, load_json, shown
+from distributed_training.settings.files import (
+    did_you_mean,
+    folder_label,
+    load_json,
+    open_regular,
+    shown,
+)
 from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
@@ -27,6 +33,10 @@ if TYPE_CHECKING:
 
     from distributed_training.models.decoder import Decoder
 
+_MOST = {
+    "num_layers": 4096, "num_heads": 2**14, "hidden_size": 2**20, "vocab_size": 2**24,
+    "num_positions": 2**28, "block_parameters": 2**44,
+}  # fmt: skip
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 
 
@@ -197,6 +207,7 @@ class ModelSpec:
                 raise UserError(what, fix="set model to the size of these weights")
         for file in weight_files(folder) or [folder / "model.safetensors"]:
             try:
+                open_regular(file).close()
                 with safe_open(file, "np"):
                     pass  # opening reads the header and compares it with the file's length
             except (SafetensorError, OSError) as error:
@@ -228,10 +239,11 @@ def find_model(name: str) -> ModelSpec:
     if (folder / "config.json").is_file():
         config = load_json(folder / "config.json", "model")
         kind = config.get("model_type") if isinstance(config, dict) else None
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             what = f"model={shown(name)} has model_type {shown(kind)}"
             raise UserError(what, f"this suite trains {', '.join(kinds)}")
         (size,) = _load(kinds[kind]).sizes(folder).values()
+        _refuse_absurd(size, folder)
         label = name.rpartition("/")[2] if hub_id else folder_label(folder)
         weights_dir = None if hub_id else folder
         return ModelSpec(
@@ -250,6 +262,14 @@ def find_model(name: str) -> ModelSpec:
     why = f"model is {', '.join(names)}, 'auto', a name of the Hub, or a folder with config.json "
     why += "or __init__.py"
     raise UserError(f"model={shown(name)} is not accepted", why, did_you_mean(wanted, names))
+
+
+def _refuse_absurd(size: ModelSize, folder: Path) -> None:
+    """Raise UserError for sizes far beyond any model's, which would be laid out for hours."""
+    for name, most in _MOST.items():
+        if (count := getattr(size, name)) > most:
+            what = f"{folder}: {name} {count} is more than any model has"
+            raise UserError(what, f"at most {most} is accepted", "check its config.json")
 
 
 @functools.cache

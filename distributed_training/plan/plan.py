@@ -14,6 +14,7 @@ from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import read_small
 from distributed_training.settings.keys import Options
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy, strategy_options
@@ -130,7 +131,7 @@ def load_plan(run_dir: Path) -> Plan:
     file = run_dir / PLAN_FILE
     try:
         # A run's folder may have been copied or moved.
-        return replace(PLAN_AS_JSON.validate_json(file.read_bytes()), run_dir=run_dir.resolve())
+        return replace(PLAN_AS_JSON.validate_json(read_small(file)), run_dir=run_dir.resolve())
     except OSError as error:
         why = str(error.strerror)
     except ValidationError as error:

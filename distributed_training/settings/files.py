@@ -2,14 +2,16 @@
 
 import contextlib
 import difflib
+import errno
 import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -23,6 +25,7 @@ _WRONG = {
 _CHUNK_BYTES = 16 * 2**20
 _NUM_PARTS = 64
 _PART_BYTES = 64 * 1024
+_SMALL_BYTES = 64_000_000  # of JSON, which takes a second or two to parse
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -64,6 +67,25 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; OSError if it is a pipe or device, which could wait or never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_small(path: Path) -> bytes:
+    """Read a file of settings, or what a shell has for `<(...)`; OSError for one that is no regular
+    file, or that is too long to be read in a moment."""
+    with open(path, "rb") if path.parent == Path("/dev/fd") else open_regular(path) as file:
+        data = file.read(_SMALL_BYTES + 1)
+    if len(data) > _SMALL_BYTES:
+        raise OSError(errno.EFBIG, f"it is longer than {_SMALL_BYTES // 10**6} MB", str(path))
+    return data
+
+
 def parse_json(text: str) -> Any:
     """What JSON says; ValueError for what is none, nested too deeply, or has half a character."""
     try:
@@ -80,14 +102,14 @@ def parse_json(text: str) -> Any:
 def load_json(path: Path, what: str) -> Any:
     """Parse a JSON file; UserError with line and column where it does not parse."""
     try:
-        return parse_json(path.read_text(encoding="utf-8"))
+        return parse_json(read_small(path).decode())
     except FileNotFoundError:
         others = sorted(file.stem for file in path.parent.glob("*.json"))
         near = nearest(path.stem, others)
         fix = f"did you mean {near}.json?" if near else f"there are {', '.join(others) or 'none'}"
         raise UserError(f"{what} {path} does not exist", fix=fix) from None
     except (OSError, ValueError) as error:
-        why = str(error)
+        why = getattr(error, "strerror", None) or str(error)
         if isinstance(error, json.JSONDecodeError):
             why = _json_fault(error)
         raise UserError(f"{what} {path} cannot be read as JSON", why) from None
@@ -141,6 +163,10 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
         return model.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
+    except (TypeError, AttributeError, ArithmeticError) as error:  # of a validator that computes
+        raise UserError(
+            f"{source}: a value is of a type that is not accepted", str(error), fix
+        ) from None
     name = ".".join(map(str, first["loc"])) or "it"
     if first["type"] in _WRONG:
         raise UserError(f"{source}: {name} {_WRONG[first['type']]}", fix=fix)

@@ -1,7 +1,9 @@
 """Files of every kind and encoding, as people have them."""
 
 import csv
+import gzip
 import json
+import os
 import random
 import subprocess
 
@@ -11,7 +13,7 @@ import pytest
 
 from distributed_training.data import files
 from distributed_training.data.corpus import read_corpus
-from distributed_training.data.files import read_text
+from distributed_training.data.files import read_records, read_text
 from distributed_training.data.pieces import PROMPT
 from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
 from distributed_training.settings.errors import UserError
@@ -87,7 +89,7 @@ def test_records_of_every_kind_give_the_same_pieces(tmp_path):
         ("a.csv", b'text\n"abc\n', "line 2 is not CSV"),
         ("a.csv", b'prompt,completion\n"abc"\n', "fewer fields than the heading; no 'completion'"),
         ("a.csv", b"text,label\none,1\none, two,1\n", "line 3 has more fields than the heading"),
-        ("a.parquet", b"PAR1 cut off", "is not a parquet file"),
+        ("a.parquet", b"PAR1 cut off", "cannot be read as parquet"),
         ("a.jsonl", b'\n{"text": "\\ud83d"}', "line 2 cannot be read; half a surrogate pair"),
         ("a.jsonl", b'{"text": ' + b"[" * 100_000, "nested too deeply"),
         ("a.jsonl", b'{"text": "one", "id": ' + b"1" * 5000 + b"}", "digits"),
@@ -151,3 +153,35 @@ def test_damage_of_any_kind_is_said_in_a_line(name, tmp_path):
             said.append(str(error))
     assert len(said) > 5
     assert all(name in text and "\n" not in text for text in said)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a device", "broken link"])
+def test_what_is_no_regular_file_is_not_waited_for(kind, tmp_path):
+    (tmp_path / "a.txt").write_text("a text")
+    file = tmp_path / "b.txt"
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero" if kind == "link to a device" else tmp_path / "gone")
+    with refused(f"{file}, which is not a regular file"):
+        read_corpus(str(tmp_path))
+
+
+@pytest.mark.parametrize(("length", "num_rows"), [(100_000_000, 64), (100_000, 20_000)])
+def test_a_table_that_unpacks_to_gigabytes_is_refused(length, num_rows, tmp_path):
+    indices = pyarrow.array([0] * num_rows, pyarrow.int32())
+    text = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["a" * length]))
+    words = {"compression": "zstd", "store_schema": False}
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet", **words)
+    assert (tmp_path / "a.parquet").stat().st_size < 100_000
+    with refused("a.parquet cannot be read", "more than 200 times its size"):
+        for _ in read_records(tmp_path / "a.parquet", columns=("text",)):
+            pass
+
+
+def test_packed_lines_that_unpack_to_gigabytes_are_refused(tmp_path):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
+        for _ in range(200):
+            file.write(b" " * 1_000_000)
+    with refused("a.jsonl.gz cannot be read", "more than 200 times its size"):
+        list(read_records(tmp_path / "a.jsonl.gz"))

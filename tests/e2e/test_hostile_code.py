@@ -100,6 +100,7 @@ WALK = {
         ("--model {adapter}", "is not accepted"),
     ],
     "plan": [("--model {model}", ""), ("--preset {preset}", NOT_RUN)],
+    "data": [("--model {model} --tokenizer {model}", ""), ("--preset {preset}", NOT_RUN)],
     "compare": [("--seeds 1 {runs}", NOT_RUN), ("--strategies dp --preset {preset}", NOT_RUN)],
     "parity": [("--strategies dp --preset {preset}", NOT_RUN)],
     "report": [("{named_in_plan} {named_in_record} --to {to}", "")],
@@ -133,7 +134,7 @@ def test_no_code_that_a_file_names_is_run(command, hostile, tmp_path):
         paths[name] = shutil.copytree(hostile[name], tmp_path / name)
     for words, expected in WALK[command]:
         argv = [command, *words.format_map(paths).split()]
-        if command in ("train", "plan", "compare", "parity"):
+        if command in ("train", "plan", "data", "compare", "parity"):
             values = {**SMALL, "max_steps": 2, "output_dir": tmp_path / "runs"}
             del values["model"]
             argv[1:1] = settings(values)

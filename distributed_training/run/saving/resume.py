@@ -19,7 +19,7 @@ from distributed_training.records.record import LAST, RECORD_FILE, Record, load_
 from distributed_training.run.saving import claims
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import crc32, crc32_of, parse_json, shown
+from distributed_training.settings.files import crc32, crc32_of, parse_json, read_small, shown
 
 CHECKPOINTS = "checkpoints"
 META_FILE = "meta.json"
@@ -79,7 +79,7 @@ def read_meta(folder: Path) -> Meta:
     """A checkpoint's meta.json; raises UserError for a folder that is no checkpoint, and where it
     does not say what was written or is another folder's."""
     try:
-        values = parse_json((folder / META_FILE).read_text())
+        values = parse_json(read_small(folder / META_FILE).decode())
         form = values.get("format")
     except (OSError, ValueError, AttributeError):
         raise UserError(f"{folder} is not a checkpoint of this suite", fix=INSTEAD) from None

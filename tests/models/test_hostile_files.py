@@ -1,0 +1,151 @@
+"""Configs, indexes of weights and adapters that a stranger sends: one line, at once."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from distributed_training.data import hub
+from distributed_training.models import find_model, peft, weight_files
+from distributed_training.settings.config import RunConfig
+from distributed_training.settings.files import ROOT
+from tests.support import refused
+
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 99}
+LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ([GPT2], ["model_type None"]),
+        ({**GPT2, "model_type": ["gpt2"]}, ["model_type ['gpt2']"]),
+        ({**GPT2, "n_layer": 10**6}, ["num_layers 1000000 is more than any model has"]),
+        ({**GPT2, "n_layer": 10**30}, ["num_layers"]),
+        ({**GPT2, "n_layer": "2"}, ["n_layer='2' is not accepted"]),
+        ({**GPT2, "n_embd": 2**40}, ["hidden_size"]),
+        ({**GPT2, "vocab_size": 2**40}, ["vocab_size"]),
+        ({**LLAMA, "num_hidden_layers": 10**7}, ["num_layers"]),
+        ({**LLAMA, "num_attention_heads": "4"}, ["not accepted"]),
+        ({**LLAMA, "hidden_size": [64]}, ["not accepted"]),
+        ({**LLAMA, "rope_parameters": None, "rope_scaling": [1, 2]}, ["not accepted"]),
+        ({**LLAMA, "rope_parameters": [1, 2]}, ["rope_parameters"]),
+        ({**LLAMA, "head_dim": 0}, ["head_dim=0"]),
+    ],
+)
+def test_configs_that_no_model_has(config, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with refused(*words):
+        find_model(str(tmp_path))
+
+
+def test_a_config_that_is_too_long_is_not_parsed(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**GPT2, "x": " " * 70_000_000}))
+    with refused("config.json", "longer than 64 MB"):
+        find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ([], ["is not a JSON object"]),
+        ({}, ["weight_map is missing"]),
+        ({"weight_map": {}}, ["weight_map"]),
+        ({"weight_map": {"a": ["b"]}}, ["weight_map.a"]),
+        ({"weight_map": {"a": "/etc/passwd"}}, ["names '/etc/passwd'"]),
+        ({"weight_map": {"a": "../model.safetensors"}}, ["names '../model.safetensors'"]),
+        ({"weight_map": {"a": "model.bin"}}, ["names 'model.bin'"]),
+    ],
+)
+def test_indexes_that_lead_elsewhere(index, words, tmp_path):
+    (tmp_path / hub.INDEX).write_text(json.dumps(index))
+    with refused(hub.INDEX, *words):
+        weight_files(tmp_path)
+
+
+def test_weights_that_are_a_pipe(tmp_path):
+    spec = find_model("gpt2-tiny")
+    (tmp_path / "config.json").write_text(json.dumps(spec.code.to_config(spec.size, 0)))
+    (tmp_path / hub.INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    os.mkfifo(tmp_path / "a.safetensors")
+    with refused("a.safetensors cannot be read"):
+        spec.check_weights(tmp_path)
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    """A model and adapters of rank 2 for it, whose B are not zero."""
+    spec = find_model("gpt2-tiny")
+    state = {}
+    for number in range(2):
+        for name, rows, columns in (("qkv", 192, 64), ("mlp_out", 64, 256)):
+            state[f"blocks.{number}.{name}.adapter.a"] = torch.randn(2, columns)
+            state[f"blocks.{number}.{name}.adapter.b"] = torch.randn(rows, 2)
+    config = RunConfig(lora_rank=2, lora_targets="qkv,mlp_out")
+    model = spec.build(dropout=0.0, seed=0)
+    words = {"base": "gpt2-tiny", "fingerprint": model.fingerprint()}
+    peft.save_adapters(state, spec, config, tmp_path, **words)
+    return spec, model, tmp_path
+
+
+def test_whole_adapters_are_merged(adapters):
+    spec, model, folder = adapters
+    before = model.fingerprint()
+    peft.load_adapters(model, spec, folder)
+    assert model.fingerprint() != before
+
+
+A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
+B = "base_model.model.transformer.h.1.mlp.c_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "words"),
+    [
+        ({A: torch.full((2, 64), torch.nan)}, {}, ["lora_A has numbers that are not finite"]),
+        ({A: torch.zeros(2, 65)}, {}, ["lora_A is torch.float32 [2, 65]"]),
+        ({A: torch.zeros(2, 64, dtype=torch.int32)}, {}, ["lora_A is torch.int32"]),
+        ({A: torch.zeros(64)}, {}, ["lora_A"]),
+        ({A: None}, {}, ["has no lora_A"]),
+        ({B: None}, {}, ["has no lora_B"]),
+        ({B: torch.zeros(64, 3)}, {}, ["lora_B"]),
+        ({A: None, A.replace("_A.", "_B."): None}, {}, ["h.0.attn.c_attn has no adapter"]),
+        ({A.replace("h.0", "h.7"): torch.zeros(2, 64)}, {}, ["is no adapter of a matrix"]),
+        ({}, {"r": 3}, ["has rank 2 and r is 3"]),
+        ({}, {"r": 0}, ["r=0"]),
+        ({}, {"lora_alpha": "16"}, ["lora_alpha"]),
+        ({}, {"bias": "all"}, ["bias='all'"]),
+        ({}, {"layers_to_transform": [0]}, ["layers_to_transform=[0]"]),
+        ({}, {"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
+        ({}, {"target_modules": ["c_attn"]}, ["mlp.c_proj has an adapter and is no target"]),
+        ({}, {"init_lora_weights": "pissa"}, ["init_lora_weights"]),
+        ({}, {"use_dora": True}, ["use_dora"]),
+    ],
+)
+def test_adapters_that_are_not_what_they_say(tensors, config, words, adapters):
+    spec, model, folder = adapters
+    before = model.fingerprint()
+    found = {**load_file(folder / peft.WEIGHTS_FILE), **tensors}
+    kept = {name: tensor for name, tensor in found.items() if tensor is not None}
+    save_file(kept, folder / peft.WEIGHTS_FILE)
+    document = json.loads((folder / peft.CONFIG_FILE).read_text())
+    (folder / peft.CONFIG_FILE).write_text(json.dumps({**document, **config}))
+    with refused(*words):
+        peft.load_adapters(model, spec, folder)
+    assert model.fingerprint() == before, "refused before anything is added"
+
+
+@pytest.mark.parametrize("damage", ["absent", "pipe", "cut"])
+def test_adapters_whose_file_cannot_be_read(damage, adapters):
+    spec, model, folder = adapters
+    file = folder / peft.WEIGHTS_FILE
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "pipe":
+        os.mkfifo(file)
+    elif damage == "cut":
+        file.write_bytes(content[:100])
+    with refused(str(file), "cannot be read"):
+        peft.load_adapters(model, spec, folder)
