@@ -66,7 +66,7 @@ def decide_plan(config: RunConfig, cluster: Cluster, cut: Callable[[Plan], Data 
         from distributed_training.plan.deepspeed_json import fill_deepspeed_json
 
         plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan))
-    if prediction.room == "tight":
+    if prediction.room in ("tight", "unlikely"):
         said = "memory is near the edge: runs of this kind have needed up to "
         plan.notes.append(f"{said}{prediction.memory.likely_bytes[1] / GIB:.1f} GiB a GPU")
     return replace(plan, prediction=prediction.as_record())

@@ -26,33 +26,45 @@ from distributed_training.settings.strategies import (
 # Difference in time below which the simpler layout is taken: about what predictions are off by.
 ALIKE = 0.03
 ALIKE_ON_CPU = 0.2
+ALIKE_UNVALIDATED = 0.2  # on several nodes, and for models and GPUs that nobody measured
+SAFE = 0.05  # how much longer the layout may take that needs least memory
 BUSY = 0.95  # share of the best tokens/s that is enough
 MOST_BATCH = 8  # the largest batch that is looked at, a power of two
 MOST_COUNTS = 4  # cuts of the batch that are looked at under one pipeline schedule
 
 
 def rank_layouts(
-    build: Callable[[str], RunConfig], cluster: Cluster, asked: str = AUTO
+    build: Callable[[str], RunConfig], cluster: Cluster, asked: str = AUTO, *, only: str = AUTO
 ) -> list[Prediction]:
     """All layouts that start, the best first; `build` gives CONFIG under a strategy's name and
     raises UserError where it does not go with it. An algorithm that computes something else is
-    among them only where it is `asked` for."""
+    among them only where it is `asked` for, as on CPUs are strategies that use the host for want of
+    GPU memory. `only` names the single strategy to look at."""
     choices: dict[object, Prediction] = {}
-    for name in with_progress(tuple(list_strategies()), "strategies"):
+    names = tuple(list_strategies()) if only == AUTO else (only,)
+    for name in with_progress(names, "strategies"):
         if name != asked and any(key.work for key in read_keys(strategy_options(name)).values()):
             continue
         with contextlib.suppress(UserError):
             for plan in enumerate_plans(build(name), cluster):
                 # What is equal for two names of one layout
                 strategy = plan.strategy
+                if strategy.steps_on_host and name != asked and not cluster.machine.num_gpus:
+                    continue
                 own = name if strategy.traits.takes_deepspeed_json else strategy.engine
                 schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
                 key = (own, *plan.mesh.values(), schedule, plan.batch.num_microbatches)
                 known = choices.get(key)
-                # Of two names for one layout, that which needs fewer settings.
-                if known is None or len(settings_of(plan)) < len(settings_of(known.plan)):
+                if known is None or _detours(plan) < _detours(known.plan):
                     choices[key] = predict(plan, cluster.rates)
     return sorted(choices.values(), key=lambda choice: choice.order)
+
+
+def _detours(plan: Plan) -> tuple[int, bool]:
+    """Order two names of one layout: the one that needs fewer settings, and fsdp for sharded copies
+    (HSDP), comes first."""
+    shards = plan.mesh["dp_shard"] > 1 and plan.mesh["pp"] == plan.mesh["tp"] == 1
+    return len(settings_of(plan)), shards and plan.strategy.mesh["dp_shard"] == 1
 
 
 def with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
@@ -170,15 +182,39 @@ def best_layout(build: Callable[[str], RunConfig], cluster: Cluster) -> Predicti
     ranked = rank_layouts(build, cluster)
     # What the host lacks is for the run's own checks to say.
     choices = [choice for choice in ranked if choice.room_on_gpu != "no" and _is_below(choice)]
-    if not choices:
-        return None
-    alike = ALIKE if cluster.machine.num_gpus else ALIKE_ON_CPU
-    room, seconds = choices[0].order
+    return first_choice(choices) if choices else None
+
+
+def first_choice(choices: Sequence[Prediction]) -> Prediction:
+    """The simplest of the layouts that are as quick as the best, as far as predictions can tell."""
+    best = choices[0]
+    alike, among_simple = (ALIKE, ALIKE) if best.validated else (ALIKE_UNVALIDATED, SAFE)
+    if best.plan.machine.num_gpus == 0:
+        alike = among_simple = ALIKE_ON_CPU
+    near = _within(choices, best, alike)
+    fewest = min(len(settings_of(choice.plan)) for choice in near)
+    simple = [choice for choice in near if len(settings_of(choice.plan)) == fewest]
     names = list(list_strategies())
     return min(
-        (choice for choice in choices if choice.order <= (room, seconds * (1 + alike))),
-        key=lambda choice: (len(settings_of(choice.plan)), names.index(choice.plan.strategy.name)),
+        _within(simple, simple[0], among_simple),
+        key=lambda choice: names.index(choice.plan.strategy.name),
     )
+
+
+def _within(choices: Sequence[Prediction], best: Prediction, share: float) -> list[Prediction]:
+    """The layouts with as much free memory as `best` that take at most `share` longer."""
+    room, seconds = best.order
+    return [choice for choice in choices if choice.order <= (room, seconds * (1 + share))]
+
+
+def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
+    """The layouts of a ranking to look at first, each once, with what it is."""
+    best = choices[0]
+    safest = min(_within(choices, best, SAFE), key=lambda choice: choice.memory.needed_bytes)
+    found: dict[int, tuple[list[str], Prediction]] = {}
+    for what, choice in (("first", first_choice(choices)), ("fastest", best), ("safest", safest)):
+        found.setdefault(id(choice), ([], choice))[0].append(what)
+    return [(", ".join(names), choice) for names, choice in found.values()]
 
 
 def _is_below(choice: Prediction) -> bool:

@@ -122,7 +122,9 @@ def speeds(
 ) -> list[Prediction]:
     """The quickest layout of each model that fits, smallest first."""
     found = []
-    for model in with_progress(MODELS, "layouts of each model"):
+    asked = build(None).model
+    models = MODELS if asked == AUTO else (asked,)
+    for model in with_progress(models, "layouts of each model"):
         with contextlib.suppress(UserError):  # a model that fits nowhere
             config = with_values(build(None), model=model)
             if open_batch:  # the smallest that keeps a GPU busy
@@ -134,7 +136,7 @@ def speeds(
                 found.append(choices[0])
     if not found:
         fix = "set a smaller batch_size or activation_checkpointing=full"
-        raise UserError(f"none of {', '.join(MODELS)} fits on {cluster.name}", fix=fix)
+        raise UserError(f"none of {', '.join(models)} fits on {cluster.name}", fix=fix)
     return found
 
 

@@ -3,7 +3,7 @@
 import re
 import sys
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from distributed_training.plan.choose import lay_out
 from distributed_training.plan.plan import Plan
@@ -21,8 +21,10 @@ from distributed_training.settings.machine import GIB, Machine, find_gpu, known_
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
 RECORDED = (9, 0)  # the compute capability of the GPUs that the records are of
-# Whether there is room: also for the most that is likely, for the least of it, or for neither.
-Room = Literal["yes", "tight", "no"]
+# Whether there is room for the most memory that is likely, for what is predicted, only for the
+# least that is likely, or for none of them.
+Room = Literal["yes", "tight", "unlikely", "no"]
+ROOMS: tuple[Room, ...] = get_args(Room)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +142,9 @@ class Prediction:
         least, most = self.memory.likely_bytes
         if machine.num_gpus == 0 or most <= machine.gpu_memory_bytes:
             return "yes"
-        return "tight" if least <= machine.gpu_memory_bytes else "no"
+        if self.memory.needed_bytes <= machine.gpu_memory_bytes:
+            return "tight"
+        return "unlikely" if least <= machine.gpu_memory_bytes else "no"
 
     @property
     def fits(self) -> bool:
@@ -150,8 +154,7 @@ class Prediction:
     @property
     def order(self) -> tuple[int, float]:
         """What fits first, then what may, each by time; in the strategies' order without that."""
-        room = ("yes", "tight", "no").index(self.room)
-        return (room, self.step.seconds if self.step else 0.0)
+        return (ROOMS.index(self.room), self.step.seconds if self.step else 0.0)
 
     @property
     def kind(self) -> str:
@@ -169,11 +172,33 @@ class Prediction:
         return "graph" if self.plan.config.cuda_graphs is True else "launched"
 
     @property
+    def validated(self) -> bool:
+        """Whether runs like this one were measured: on one node, of that model, of such GPUs."""
+        plan = self.plan
+        if plan.machine.num_gpus == 0:
+            return plan.num_processes == plan.processes_here
+        known = FITTED.validated
+        return (
+            plan.num_processes == plan.processes_here <= known.num_gpus
+            and plan.model.label in known.models
+            and plan.machine.compute_capability == RECORDED
+        )
+
+    @property
+    def likely_shares(self) -> tuple[float, float]:
+        """The least and the most likely seconds of a step by those predicted."""
+        least, most = vars(FITTED.likely_s)[self.kind]
+        if not self.validated:
+            wider = FITTED.unvalidated_s
+            least, most = min(least, wider[0]), max(most, wider[1])
+        return least, most
+
+    @property
     def likely_s(self) -> list[float] | None:
         """Seconds of a step, from the least to the most likely."""
         if self.step is None:
             return None
-        return [share * self.step.seconds for share in vars(FITTED.likely_s)[self.kind]]
+        return [share * self.step.seconds for share in self.likely_shares]
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -201,6 +226,7 @@ class Prediction:
             "tokens_per_s": self.tokens_per_s,
             "bound_by": self.step and self.step.bound_by,
             "kind": self.kind,
+            "validated": self.validated,
             "likely_s": self.likely_s,
             "likely_bytes": self.memory.likely_bytes,
             "sent_bytes": sent_by_axis(self.plan),

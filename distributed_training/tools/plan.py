@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import math
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -10,27 +12,34 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tabulate import DataRow, TableFormat, tabulate
-
 from distributed_training.advise import scaling
 from distributed_training.advise.make import check_memory
-from distributed_training.advise.rank import choose_spread, layout_name, rank_layouts
+from distributed_training.advise.rank import choose_spread, layout_name, pick, rank_layouts
+from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model
-from distributed_training.predict.memory import STATE
-from distributed_training.predict.predict import Cluster, Prediction, parse_cluster, this_machine
-from distributed_training.predict.rates import FITTED, calibration_file
+from distributed_training.predict.predict import (
+    ROOMS,
+    Cluster,
+    Prediction,
+    lay_out_on,
+    parse_cluster,
+    this_machine,
+)
+from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
 from distributed_training.run.launch import launch_command, requested_processes
 from distributed_training.run.ranks import run_ranks
-from distributed_training.settings.config import AUTO, RunConfig, with_values
+from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import expand_home
+from distributed_training.settings.files import expand_home, shown
 from distributed_training.settings.machine import GIB, detect_machine
 from distributed_training.tools.jobs import batch_script, options_of
+from distributed_training.tools.plan_table import legend, table, why_first, work_asked
 
-SHOWN = 15  # layouts, without --all
-_CELLS = DataRow("", " ", "")
-ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_header_hide=None)
+SHOWN = 10  # layouts, without --all
+MODES = ("none", "selective", "full")  # of activation_checkpointing, the fastest first
+_COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(?:e(\d+))?([kMBT]?)", re.IGNORECASE)
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +52,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--budget", metavar='"8xH200 24h"', help=law)
     add("--target_loss", type=float, metavar="NATS",
         help="the other way round: what that loss costs; with --cluster also how long")  # fmt: skip
+    add(
+        "--tokens",
+        metavar="N",
+        help="train on N tokens, such as 300M or 1B; says how long it takes",
+    )
+    add("--price", type=float, metavar="P", help="price per GPU-hour; says what the work costs")
     add("--json", action="store_true", help="all layouts, for programs")
     add("--all", action="store_true", help=f"all layouts, not the best {SHOWN}")
 
@@ -70,51 +85,54 @@ def run(
             raise UserError("measuring this machine failed", fix="see what is printed above")
         cluster = _cluster(arguments)
     config = choose_model(build(None), cluster.machine, cluster.num_processes, [])
-    if config.batch_size == AUTO:
-        config = choose_spread(with_values(config, strategy=AUTO), cluster, [])
-        arguments.overrides.append(f"batch_size={config.batch_size}")
-    choices = rank_layouts(build, cluster, config.strategy)
-    if not choices:
+    find_model(config.model)  # a refusal says why, before layouts are tried
+    only = _typed(arguments).get("strategy", AUTO)
+    config = _choose_batch(arguments, config, cluster)
+    if arguments.tokens is not None:
+        _set_tokens(arguments, config, cluster)
+    choices = _rank(arguments, build, cluster, config, only)
+    if not choices:  # refused as the strategy is that says most
+        lay_out_on(cluster, build("dp" if only == AUTO else only))
         raise UserError(f"no strategy runs {config.model} as CONFIG has it", fix="see --dry-run")
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
-    fitting = [choice for choice in choices if choice.fits]
+    fitting = [choice for choice in choices if choice.room in ("yes", "tight")]
     if not fitting:
         raise _fits_nowhere(choices, cluster)
-    tokens = f"{choices[0].plan.batch.global_batch_size} x {config.max_length} tokens a step"
+    picks = pick(fitting)
+    labels = {id(choice): label for label, choice in picks}
+    listed = [choice for _, choice in picks]
+    listed += [choice for choice in fitting if id(choice) not in labels]
+    if arguments.all:
+        listed += [choice for choice in choices if choice not in fitting]
+    batch = choices[0].plan.batch
+    tokens = f"{batch.global_batch_size} x {config.max_length} tokens per step"
     print(f"{config.model} on {cluster.name}: {tokens}, {len(choices)} layouts\n")
-    print(table(choices if arguments.all else fitting[:SHOWN]))
+    listed = listed if arguments.all else listed[:SHOWN]
+    print(table(listed, labels, every=arguments.all))
     print()
-    if len(fitting) > SHOWN and not arguments.all:
-        hidden = len(fitting) - SHOWN
+    if len(fitting) > len(listed):
+        hidden = len(fitting) - len(listed)
         print(f"{hidden} more that fit and {len(choices) - len(fitting)} that do not: --all")
-    legend = (
-        "GiB of the fullest process: all, state, activations, and other (copies, buffers, CUDA and "
-        "NCCL); likely: how much quicker and slower such runs were. "
-    )
-    rates = cluster.rates
-    if rates is None:
-        legend += "This GPU is not in the table: --gpu describes it."
-    elif rates.measured_at:
-        legend += f"Times go by what was measured here on {rates.measured_at[:10]}."
-    else:
-        legend += "Times are estimated from datasheets, the host's part guessed."
-    if cluster.num_processes > cluster.processes_a_node and rates is not None:
-        gbit = config.network_gbit or 8 * rates.network_bytes / 1e9
-        legend += f" Between nodes each GPU has {gbit:g} Gbit/s: --network_gbit sets it."
-    for text in (legend, why_first(fitting[0], fitting[1:])):
+    gbit = None
+    if cluster.num_processes > cluster.processes_a_node and cluster.rates is not None:
+        gbit = config.network_gbit or 8 * cluster.rates.network_bytes / 1e9
+    first = picks[0][1]
+    lines = [legend(listed, cluster, gbit, every=arguments.all), why_first(first, fitting)]
+    lines += [work_asked(label, choice, arguments.price) for label, choice in picks]
+    for text in filter(None, lines):
         print(textwrap.fill(text, WIDTH))
     print()
-    for choice in fitting[:3]:
+    for choice in [choice for _, choice in picks]:
         words = options_of(choice.plan, arguments, configure)
         print(f"  {launch_command(choice.plan, os.path.relpath(script), words)}")
     if arguments.write:
         path = Path(expand_home("--write", arguments.write))
-        words = options_of(fitting[0].plan, arguments, configure, elsewhere=True)
+        words = options_of(first.plan, arguments, configure, elsewhere=True)
         on = ["--cluster", arguments.cluster] if arguments.cluster else []
         on += ["--gpu", arguments.gpu] if arguments.gpu else []
-        job = batch_script(fitting[0], path, script, words, on=on, typed=command)
+        job = batch_script(first, path, script, words, on=on, typed=command)
         path.write_text(job, encoding="utf-8")
         print(f"wrote {path}; check it with: bash {path}; submit it with: sbatch {path}")
     return 0
@@ -150,40 +168,87 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     return UserError(what, why, fix)
 
 
-def table(choices: Sequence[Prediction]) -> str:
-    """One row a layout: GiB of the fullest process, in all and by component."""
-    strategies = [choice.plan.strategy for choice in choices]
-    away = any(each.steps_on_host or each.fetches_parameters for each in strategies)
-    rows = [_row(choice, away) for choice in choices]
-    sides = ["left", *["right"] * (len(rows[0]) - 2), "left"]
-    lines = [[*rows[0]], *(row.values() for row in rows)]  # as headings they get padding
-    return tabulate(lines, tablefmt=ONE_SPACE, disable_numparse=True, colalign=sides)
+def _typed(arguments: argparse.Namespace) -> dict[str, str]:
+    """The keys on the command line, by their own names."""
+    names = {name: key.name for key in KEYS.values() for name in (key.name, *key.aliases)}
+    texts = (text.partition("=") for text in arguments.overrides)
+    return {names.get(name.strip(), name.strip()): value for name, _, value in texts}
 
 
-def _row(choice: Prediction, away: bool) -> dict[str, str]:
-    memory = choice.memory
-    parts = memory.fullest
-    sizes = {
-        "GiB": memory.needed_bytes,
-        "state": sum(parts[name] for name in STATE),
-        "acts": parts["activations"] + parts["logits"],
-        "other": parts["copies"] + parts["buffers"] + memory.context_bytes,
-    }
-    if away:
-        sizes |= {"RAM": memory.host_bytes, "disk": memory.disk_bytes}
-    speed = dict.fromkeys(("s/step", "tok/s", "MFU", "likely", "bound by"), "-")
-    if choice.step is not None:
-        likely = (100 * (share - 1) for share in vars(FITTED.likely_s)[choice.kind])
-        speed |= {
-            "s/step": f"{choice.step.seconds:.3f}",
-            "tok/s": scaling.count(choice.tokens_per_s or 0.0),
-            "likely": "{:+.0f}/{:+.0f}%".format(*likely),
-            "bound by": choice.step.bound_by,
+def _override(arguments: argparse.Namespace, **values: Any) -> None:
+    """Put values over what was typed, under whatever name."""
+    names = {name for key in values for name in (key, *KEYS[key].aliases)}
+    kept = [text for text in arguments.overrides if text.partition("=")[0].strip() not in names]
+    arguments.overrides[:] = [*kept, *(f"{key}={value}" for key, value in values.items())]
+
+
+def _choose_batch(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) -> RunConfig:
+    """Decide the batch size on GPUs if nobody set it, with recomputation if nothing fits else."""
+    is_open = config.batch_size == AUTO
+    is_open |= cluster.machine.num_gpus > 0 and "batch_size" not in config.typed
+    if not is_open:
+        return config
+    is_set = "activation_checkpointing" in config.typed
+    modes: Sequence[str] = [config.activation_checkpointing] if is_set else MODES
+    for mode in modes:
+        open_config = with_values(
+            config, strategy=AUTO, batch_size=AUTO, activation_checkpointing=mode
+        )
+        try:
+            chosen = choose_spread(open_config, cluster, [])
+        except UserError:
+            if mode == modes[-1] and config.batch_size == AUTO:
+                raise
+            continue
+        _override(arguments, batch_size=chosen.batch_size)
+        return with_values(config, batch_size=chosen.batch_size)
+    return config
+
+
+def _set_tokens(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) -> None:
+    """Stop after as many steps as --tokens makes."""
+    found = _COUNT.fullmatch(arguments.tokens.replace(",", "").replace("_", ""))
+    tokens = 0.0
+    if found:
+        tokens = float(found[1]) * 10 ** int(found[2] or 0) * _SIZES[found[3].lower()]
+    if not 1 <= tokens < 1e18:
+        what = f"--tokens {shown(arguments.tokens)} is not a number of tokens"
+        raise UserError(what, fix="write 300M, 1B or 2e9")
+    if "max_steps" in _typed(arguments):
+        raise UserError("--tokens and --max_steps say the same", fix="leave out one of them")
+    step = int(config.batch_size) * config.grad_accum_steps * cluster.num_processes
+    _override(arguments, max_steps=math.ceil(tokens / (step * config.max_length)))
+
+
+def _rank(
+    arguments: argparse.Namespace,
+    build: Callable[[str | None], RunConfig],
+    cluster: Cluster,
+    config: RunConfig,
+    only: str,
+) -> list[Prediction]:
+    """All layouts, the best first; if nobody set activation_checkpointing, each that does not fit
+    with as much recomputation as it needs."""
+    choices = rank_layouts(build, cluster, config.strategy, only=only)
+    if "activation_checkpointing" in config.typed or not cluster.machine.num_gpus:
+        return choices
+    for mode in MODES[1:]:
+        lacking = {layout_name(c.plan): c for c in choices if c.room != "yes"}
+        if not lacking:
+            break
+
+        def recomputing(name: str, mode: str = mode) -> RunConfig:
+            return with_values(build(name), activation_checkpointing=mode)
+
+        again = rank_layouts(recomputing, cluster, config.strategy, only=only)
+        better = {
+            name: choice
+            for choice in again
+            if (name := layout_name(choice.plan)) in lacking
+            and ROOMS.index(choice.room) < ROOMS.index(lacking[name].room)
         }
-    if choice.mfu is not None:
-        speed["MFU"] = f"{100 * choice.mfu:.0f}%"
-    gibs = {name: scaling.count(size / GIB) for name, size in sizes.items()}
-    return {"layout": layout_name(choice.plan), "fits": choice.room, **gibs, **speed}
+        choices = [better.get(layout_name(choice.plan), choice) for choice in choices]
+    return sorted(choices, key=lambda choice: choice.order)
 
 
 def as_dict(choice: Prediction) -> dict[str, Any]:
@@ -199,25 +264,10 @@ def as_dict(choice: Prediction) -> dict[str, Any]:
         "micro_batch_size": plan.batch.micro_batch_size,
         "num_microbatches": plan.batch.num_microbatches,
         "fits": choice.fits,
+        "validated": choice.validated,
         "memory_bytes": by_rank,
         "step_time_s": choice.step and choice.step.seconds,
         "tokens_per_s": choice.tokens_per_s,
         "likely_s": choice.likely_s,
         "likely_bytes": choice.memory.likely_bytes,
     }
-
-
-def why_first(best: Prediction, others: Sequence[Prediction]) -> str:
-    """One sentence on the first choice, against the quickest of another strategy."""
-    name = layout_name(best.plan)
-    step = best.step
-    if step is None:
-        return f"{name} needs least memory; how fast it is cannot be told without the GPU's rates."
-    said = f"{name} is the quickest that fits: its step of {step.seconds:.3f} s is mostly "
-    said += step.bound_by
-    for other in others:
-        if other.plan.strategy.name != best.plan.strategy.name and other.step:
-            times = other.step.seconds / step.seconds
-            more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
-            return f"{said}; {layout_name(other.plan)} takes {more}."
-    return f"{said}."

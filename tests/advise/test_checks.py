@@ -102,7 +102,11 @@ def test_what_may_fit_is_not_refused_nor_what_is_forced(tmp_path):
     memory = estimate_memory(draft(tmp_path, "dp", with_gpus(), model="gpt2"))
     least, most = memory.likely_bytes
     assert least < memory.needed_bytes < most
-    for room, size in (("yes", most), ("tight", most - 1), ("tight", least)):
+    needed = memory.needed_bytes
+    for room, size in (
+        ("yes", most), ("tight", most - 1), ("tight", needed), ("unlikely", needed - 1),
+        ("unlikely", least),
+    ):  # fmt: skip
         plan = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=size), model="gpt2")
         check_fit(plan)
         assert predict(plan, None).room == room

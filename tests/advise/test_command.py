@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import pytest
@@ -19,8 +20,8 @@ from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 
 OWN = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 FIELDS = [
-    "strategy", "axes", "schedule", "micro_batch_size", "num_microbatches", "fits", "memory_bytes",
-    "step_time_s", "tokens_per_s", "likely_s", "likely_bytes",
+    "strategy", "axes", "schedule", "micro_batch_size", "num_microbatches", "fits", "validated",
+    "memory_bytes", "step_time_s", "tokens_per_s", "likely_s", "likely_bytes",
 ]  # fmt: skip
 
 
@@ -29,23 +30,86 @@ def plan(monkeypatch, *words):
     return main(CONFIG, "About.", str(ROOT / "real_model_example.py"))
 
 
-def test_a_table_three_commands_and_a_reason(monkeypatch, capsys):
-    assert plan(monkeypatch, "--cluster", "2x8xH100-80GB", "--model", "gpt2-xl") == 0
-    title, _, _, *rest = capsys.readouterr().out.splitlines()
-    assert title.startswith("gpt2-xl on 2 x 8 x H100-80GB: 64 x 512 tokens a step")
+def test_a_table_of_ten_rows_and_eight_columns_commands_and_a_reason(monkeypatch, capsys):
+    words = "--cluster", "2x8xH100-80GB", "--model", "gpt2-xl", "--batch_size", "4"
+    assert plan(monkeypatch, *words) == 0
+    out = capsys.readouterr().out
+    title, _, heading, *rest = out.splitlines()
+    assert title.startswith("gpt2-xl on 2 x 8 x H100-80GB: 64 x 512 tokens per step")
+    assert heading.split() == [
+        "pick",
+        "layout",
+        "GiB",
+        "s/step",
+        "tok/s",
+        "MFU",
+        "likely",
+        "bound",
+        "by",
+    ]
+    rows = [row for row in rest if " not validated, -15/+35% " in row]
+    assert len(rows) == 10
+    assert rows[0].startswith("first")
+    assert ["safest" in row.split("  ")[0] for row in rows].count(True) == 1
     commands = [line for line in rest if line.startswith("  torchrun --nnodes=2 ")]
-    assert len(commands) == 3
-    assert all("--model gpt2-xl --strategy " in line for line in commands)
-    assert any("is the quickest that fits" in line for line in rest)
-    seconds = [float(row.split(" yes ")[1].split()[4]) for row in rest if " yes " in row]
-    assert seconds == sorted(seconds)
-    assert len(seconds) == 15
+    assert len(commands) == sum(not row.startswith(" ") for row in rows)
+    assert all("--model gpt2-xl --batch_size 4 --strategy " in line for line in commands)
+    assert all(re.search(r" --rdzv_id=[0-9a-f]{16} ", line) for line in commands)
+    assert "Network: 400 Gbit/s per GPU" in " ".join(out.split())
+
+
+def test_what_is_left_open_is_searched_and_what_is_typed_is_kept(monkeypatch, capsys):
+    """A model whose state fits nowhere without recomputation, at the largest batch that pays."""
+    words = "--cluster", "1xH100-80GB", "--model", "gpt2-xl", "--max_length", "1024"
+    assert plan(monkeypatch, *words) == 0
+    assert "tokens per step" in (out := capsys.readouterr().out)
+    assert not re.search(r"xl on H100-80GB: 4 x 1024", out)
+    assert re.search(r"--batch_size \d+ .*--strategy dp", out)
+    assert plan(monkeypatch, *words, "--batch_size", "64", "--micro_batch_size", "64") == 0
+    out = capsys.readouterr().out
+    assert "64 x 1024 tokens per step" in out
+    assert re.search(r"dp \+(selective|full)", out)
+    assert re.search(r"--activation_checkpointing (selective|full)", out)
+    assert plan(monkeypatch, *words, "--batch_size", "4", "--activation_checkpointing", "full") == 0
+    assert re.search(r"dp \+full", capsys.readouterr().out)
+
+
+def test_strategy_filters(monkeypatch, capsys):
+    words = "--cluster", "4xH200", "--model", "gpt2", "--strategy", "fsdp", "--json"
+    assert plan(monkeypatch, *words) == 0
+    assert {layout["strategy"] for layout in json.loads(capsys.readouterr().out)} == {"fsdp"}
+
+
+def test_offload_is_not_for_cpus_unless_it_is_asked_for(monkeypatch, capsys):
+    for words, there in (([], False), (["--strategy", "offload"], True)):
+        assert plan(monkeypatch, "--json", "--model", "gpt2-tiny", *words) == 0
+        layouts = json.loads(capsys.readouterr().out)
+        assert ("offload" in {layout["strategy"] for layout in layouts}) is there
+
+
+def test_tokens_become_steps_hours_and_a_price(monkeypatch, capsys):
+    words = "--cluster", "2xH200", "--model", "gpt2", "--batch_size", "8", "--price", "2"
+    assert plan(monkeypatch, *words, "--tokens", "1B") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1B tokens in 122,071 steps take" in out
+    assert "at 2 per GPU-hour" in out
+    assert "--max_steps 122071" in out
+    assert plan(monkeypatch, *words, "--tokens", "many") == 2
+    assert "write 300M, 1B or 2e9" in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_refused_with_its_reason(monkeypatch, capsys):
+    assert plan(monkeypatch, "--cluster", "4xH200", "--model", "nobody/nothing") == 2
+    err = capsys.readouterr().err
+    assert "model='nobody/nothing' is not in the Hugging Face cache" in err
+    assert plan(monkeypatch, "--cluster", "H200", "--model", "gpt2", "--max_length", "4096") == 2
+    assert "it has 1024 positions" in capsys.readouterr().err
 
 
 def test_what_is_typed_is_typed_once(monkeypatch, capsys):
     typed = "--pp", "2", "--pipeline_schedule", "zb-auto"
     assert plan(monkeypatch, "--cluster", "2xH200", "--model", "gpt2", *typed) == 0
-    table, _, commands = capsys.readouterr().out.partition("quickest that fits")
+    table, _, commands = capsys.readouterr().out.partition("\nfirst: ")
     assert " zb-auto m" in table
     found = [line for line in commands.splitlines() if line.startswith("  python ")]
     assert found
@@ -78,7 +142,7 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
         (["--cluster", "8xH200", "--gpu", OWN], ["nodes x GPUs x kind, or with --gpu"]),
         (["--gpu", OWN], ["this machine has none", "--cluster 1x8"]),
         (["--cluster", "1xT4", "--model", "gpt2-xl", "--batch_size", "1", "--max_length", "4096"],
-         ["no strategy runs"]),
+         ["it has 1024 positions"]),
         (["--cluster", "2x1", "--gpu", '{"memory_gib": 0.5, "tflops": 9, "memory_gb_s": 9}',
           "--model", "gpt2-xl"], ["fits nowhere", "needs least", "GPUs with"]),
     ],
