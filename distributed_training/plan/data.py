@@ -121,7 +121,8 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
     num_steps = config.epochs * steps_per_epoch
     if config.max_steps > num_steps:
         passes = math.ceil(config.max_steps / steps_per_epoch)
-        notes.append(f"max_steps={config.max_steps}: {passes} passes over the data, not epochs")
+        note = f"max_steps={config.max_steps} repeats the data: it takes {passes} passes instead "
+        notes.append(f"{note}of epochs={config.epochs}")
     if config.max_steps != -1:
         num_steps = config.max_steps
     if config.profile >= num_steps:

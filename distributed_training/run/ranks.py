@@ -37,7 +37,9 @@ STORE_SOCKET = "RANKS_STORE_SOCKET"  # rank 0's file descriptor
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
-STILL_S = 60.0  # without computing, once another rank has ended well
+# Ranks are ended that long without computing, once another has ended well and nobody watches them:
+STOPPED_S = 30.0
+STILL_S = 600.0  # rank 0 may send its model to the Hub
 POLL_S = 0.05
 STOPS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
@@ -73,8 +75,9 @@ class Startup:
         self.seconds = dict(before or {})
         self._last = time.monotonic()
         if not before:
-            # Both are times of day to the second, but their difference is exact.
-            begun_s = psutil.Process().create_time() - psutil.boot_time()
+            # Whatever the time of day is: since the machine was started
+            fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+            begun_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
             self._last -= time.clock_gettime(time.CLOCK_BOOTTIME) - begun_s
 
     def end(self, phase: str) -> None:
@@ -225,30 +228,34 @@ def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "
             if told:  # before all were there
                 _send(ranks, told[-1])
             moved_at = time.monotonic()
-            cpu_s: dict[int, float] = {}
+            moved: Any = None
             while not (told or any(codes.values()) or len(codes) == len(ranks)):
                 gone, alive = psutil.wait_procs(ranks, POLL_S)
                 codes = {ranks.index(process): process.returncode for process in gone}
-                if not codes or (now_s := _cpu_seconds(alive)) != cpu_s:
+                cpu_s, stopped = _activity(alive) if codes else (None, False)
+                if cpu_s is None or cpu_s != moved:
                     moved_at = time.monotonic()
-                    cpu_s = now_s if codes else {}
-                elif time.monotonic() - moved_at > STILL_S:  # nobody watches it any more
-                    still = [ranks.index(process) for process in alive]
-                    print(f"note: {numbered('rank', still)}: still after the others have ended; "
-                          "ended, too", file=sys.stderr, flush=True)  # fmt: skip
+                    moved = cpu_s
+                elif time.monotonic() - moved_at > (STOPPED_S if stopped else STILL_S):
+                    still = numbered("rank", [ranks.index(process) for process in alive])
+                    print(
+                        f"note: {still}: did not end with the others", file=sys.stderr, flush=True
+                    )
                     break
         finally:
             _end(ranks, told=bool(told))
     return Ended(signum=told[0] if told else 0, codes=codes)
 
 
-def _cpu_seconds(processes: Iterable[psutil.Process]) -> dict[int, float]:
-    """Return how long each process has been computing."""
-    found = {}
+def _activity(processes: Iterable[psutil.Process]) -> tuple[list[float], bool]:
+    """Return how long each process has been computing, and whether one is stopped (SIGSTOP)."""
+    cpu_s = []
+    stopped = False
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it has ended
-            found[process.pid] = sum(process.cpu_times()[:2])
-    return found
+            cpu_s.append(sum(process.cpu_times()[:2]))
+            stopped = stopped or process.status() == psutil.STATUS_STOPPED
+    return cpu_s, stopped
 
 
 def _start(ranks: list[psutil.Process], what: Command | Body, count: int) -> None:

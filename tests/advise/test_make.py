@@ -50,7 +50,8 @@ def test_two_samples_are_enough(tmp_path):
 def test_more_steps_than_epochs_have_repeat_the_data(tmp_path):
     plan = plan_for(tmp_path, 32, max_steps=9)
     assert plan.num_steps == 9
-    assert "max_steps=9: 9 passes over the data, not epochs" in plan.notes
+    said = "max_steps=9 repeats the data: it takes 9 passes instead of epochs=2"
+    assert said in plan.notes
 
 
 def test_a_trace_needs_a_step_before_it(tmp_path):

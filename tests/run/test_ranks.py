@@ -82,11 +82,11 @@ def test_who_does_not_end_is_killed(ranks, monkeypatch):
 
 
 def test_who_is_frozen_once_another_has_ended_is_killed(ranks, monkeypatch, capfd):
-    monkeypatch.setattr(ranks_module, "STILL_S", 1.0)
+    monkeypatch.setattr(ranks_module, "STOPPED_S", 1.0)
     monkeypatch.setattr(ranks_module, "FAILED_S", 0.5)
     ended = ranks("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)")
     assert (ended.exit_code, ended.codes) == (0, {0: 0})
-    assert "note: rank 1: still after the others have ended; ended, too\n" in capfd.readouterr().err
+    assert "note: rank 1: did not end with the others\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
