@@ -82,7 +82,7 @@ def _by_convention(folder: Path, what: str) -> Splits:
             if not path.is_relative_to(folder.resolve()):
                 raise UserError(f"{what} names {path}, which is not in the folder")
         if own := [path for path in paths if _is_ours(path, folder.resolve())]:
-            splits[split] = own
+            splits[str(split)] = own
     return splits
 
 
@@ -97,7 +97,7 @@ def _saved(folder: Path, what: str) -> Splits:
         raise UserError(f"{what} cannot be read", why) from None
     parts = saved if isinstance(saved, dict) else {"train": saved}
     return {
-        split: [Path(file["filename"]) for file in part.cache_files]
+        str(split): [Path(file["filename"]) for file in part.cache_files]
         for split, part in parts.items()
     }
 

@@ -1,6 +1,5 @@
 """Files from the Hugging Face Hub or its local cache, with errors a user can act on."""
 
-import contextlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,12 @@ TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
 TOKENIZER_JSON = "tokenizer.json"
 INDEX = "model.safetensors.index.json"  # of weights in several files
+# Files that a tokenizer may have beside its settings.
+_OPTIONAL_FILES = (
+    TOKENIZER_JSON, "config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", *TOKENIZER_FILES, "vocab.txt", "tokenizer.model", "spiece.model",
+    "tekken.json",
+)  # fmt: skip
 # Words in the names of files that tokenizers read.
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
 _COPY = "then copy ~/.cache/huggingface here"
@@ -107,10 +112,21 @@ def indexed_files(folder: Path) -> tuple[str, ...]:
 
 
 def fetch_tokenizer(repo_id: str) -> Path:
-    """Folder with a model's tokenizer.json and what belongs to it; OSError as above."""
-    folder = fetch_folder(repo_id, (TOKENIZER_JSON, "tokenizer_config.json"))
-    with contextlib.suppress(OSError):  # many have it in the settings
-        fetch_folder(repo_id, ("chat_template.jinja",))
+    """Folder with all files of a model's tokenizer; OSError as above."""
+    folder = fetch_folder(repo_id, ("tokenizer_config.json",))
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError
+
+    for name in _OPTIONAL_FILES:
+        if try_to_load_from_cache(repo_id, name) is not None:  # here, or known to be missing
+            continue
+        try:
+            get_hf_file_metadata(hf_hub_url(repo_id, name), timeout=TIMEOUT_S)
+        except EntryNotFoundError:
+            continue
+        except Exception:  # no network: the cache has what was downloaded
+            break
+        fetch_folder(repo_id, (name,))
     return folder
 
 

@@ -1,13 +1,20 @@
 """A text cut into pieces gives the ids of the whole."""
 
+import json
+import random
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Builder
+from transformers import AutoTokenizer
 
 from distributed_training.data import pieces
 from distributed_training.data.files import read_text
 from distributed_training.data.pieces import cut_lines, cut_text
+from distributed_training.data.tokenizer import Tokenizer
 from tests.support import refused
 
 AWKWARD = st.sampled_from("ab1é字。.,'\"-_ \n\t\r\x0b\x1c\x85\u00a0\u2028\u3000\u180e\u200b🙂s")
@@ -46,6 +53,59 @@ def test_pieces_give_the_ids_of_the_whole_text(text, sizes, tokenizer, small_pie
     assert [piece.ends for piece in parts] == [False] * (len(parts) - 1) + [True]
     assert [piece.begins for piece in parts] == [True] + [False] * (len(parts) - 1)
     assert ids_of(tokenizer, parts) == tokenizer.encode_batch([text])[0].tolist()
+
+
+def split_by(pattern):
+    """As in tokenizer.json files: by a pattern, then bytes."""
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KINDS = {
+    "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), True),
+    "llama-3": (split_by(LLAMA_3), True),
+    "qwen-2": (split_by(LLAMA_3.replace("{1,3}", "")), True),
+    "spaced": (pre_tokenizers.ByteLevel(add_prefix_space=True), False),
+    "other": (split_by(r"\S+\s*"), False),
+    "metaspace": (pre_tokenizers.Metaspace(), False),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request, tmp_path_factory):
+    """(a tokenizer in a folder, transformers' own of it), with merges over spaces and line ends if
+    the pre-tokenizer lets them be."""
+    before, can_cut = KINDS[request.param]
+    built = Builder(models.BPE(unk_token="?"))
+    built.pre_tokenizer = before
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=["<|end|>", "?"], initial_alphabet=alphabet
+    )
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("ab1é字。.,'\"-_ \n\t\r s", k=200)) for _ in range(200)]
+    built.train_from_iterator(texts, trainer)
+    folder = tmp_path_factory.mktemp("kind")
+    built.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = Tokenizer(folder)
+    assert ours.can_cut == can_cut
+    return ours, AutoTokenizer.from_pretrained(folder)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(AWKWARD, max_size=80), sizes=st.lists(st.integers(1, 20), min_size=1))
+def test_ids_are_those_of_transformers_for_the_whole_text(text, sizes, kind, small_pieces):
+    ours, theirs = kind
+    text += "x<|end|>y"
+    parts = list(cut_text(blocks_of(text, sizes), can_cut=ours.can_cut))
+    ids = np.concatenate([row for row, _ in ours.encode(parts)])
+    assert ids.tolist() == theirs(text)["input_ids"]
 
 
 def test_a_text_that_cannot_be_cut_is_whole_or_refused(monkeypatch):

@@ -1,0 +1,79 @@
+"""Datasets in folders: which file is which split."""
+
+import gzip
+import json
+import os
+
+import datasets
+import pyarrow
+import pytest
+
+from distributed_training.data.corpus import read_corpus
+from tests.data.test_corpus import texts_of
+from tests.support import refused
+
+
+def write(file, *texts):
+    """Records of text, in the format that the name says."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    if file.suffix == ".json":
+        lines = json.dumps([{"text": text} for text in texts])
+    if file.suffix == ".gz":
+        file.write_bytes(gzip.compress(lines.encode()))
+    elif file.suffix == ".zst":
+        with pyarrow.output_stream(str(file), compression="zstd") as stream:
+            stream.write(lines.encode())
+    else:
+        file.write_text(lines)
+
+
+def splits_of(folder):
+    return {split: texts_of(source) for split, source in read_corpus(str(folder)).items()}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "lines/b.json"])
+def test_files_of_records(name, tmp_path):
+    write(tmp_path / name, "one", "two ä")
+    assert splits_of(tmp_path / name) == {"train": ["one", "two ä"]}
+    assert splits_of(tmp_path) == {"train": ["one", "two ä"]}
+
+
+def test_splits_are_told_by_names(tmp_path):
+    for split in ("train", "validation", "test"):
+        write(tmp_path / f"{split}.jsonl", split)
+    assert splits_of(tmp_path) == {"train": ["train"], "validation": ["validation"]}
+    (tmp_path / "train.jsonl").unlink()
+    with refused("has no split called train", "validation, test"):
+        read_corpus(str(tmp_path))
+
+
+def test_a_card_tells_the_splits_of_a_cloned_dataset(tmp_path):
+    write(tmp_path / "a" / "one.jsonl", "one")
+    write(tmp_path / "a" / "two.jsonl", "two")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nNot a text.\n")
+    assert splits_of(tmp_path) == {"train": ["one", "two"]}
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+    card += "  - split: train\n    path: {}\n---\n"
+    (tmp_path / "README.md").write_text(card.format("a/two.jsonl"))
+    assert splits_of(tmp_path) == {"train": ["two"]}
+    (tmp_path / "README.md").write_text(card.format("../*.jsonl"))
+    write(tmp_path.parent / "outside.jsonl", "outside")
+    with refused("outside.jsonl, which is not in the folder"):
+        read_corpus(str(tmp_path))
+
+
+def test_a_dataset_as_save_to_disk_writes_it(tmp_path):
+    parts = {split: datasets.Dataset.from_dict({"text": [split]}) for split in ("train", "test")}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "all")
+    parts["test"].save_to_disk(tmp_path / "one")
+    assert splits_of(tmp_path / "all") == {"train": ["train"]}
+    assert splits_of(tmp_path / "one") == {"train": ["test"]}
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_a_folder_is_refused(tmp_path):
+    write(tmp_path / "a.jsonl", "one")
+    os.mkfifo(tmp_path / "b.jsonl")
+    with refused("b.jsonl, which is not a regular file"):
+        read_corpus(str(tmp_path))
