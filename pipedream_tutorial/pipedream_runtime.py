@@ -5,7 +5,8 @@
 
 Every schedule runs at every number of microbatches. One of the runs tells how long the stages
 take; fed with that, the simulator predicts the others, and schedule=search looks for the shortest
-order. results/lab/tutorial/benchmark.py has settings for GPUs.
+order. ZB-V runs in its order for F = I = W. For GPUs, results/lab/tutorial/benchmark.py has
+settings.
 """
 
 import os
