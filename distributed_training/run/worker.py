@@ -166,7 +166,13 @@ def join(
     that cannot be used is an error before anybody is waited for, if the launcher told its number.
     Collective."""
     located = process.local_world_size > 0
-    device = prepare(num_gpus, process) if located else torch.device("cpu")
+    try:
+        device = prepare(num_gpus, process) if located else torch.device("cpu")
+    except UserError as error:
+        # The command line prints rank 0's; another machine may have other GPUs.
+        if process.rank and not process.local_rank:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise
     store = open_store(process, limit_s)
     if not located:
         process = current_process() or process
@@ -197,7 +203,9 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
     here = process.local_world_size
     gpus = torch.cuda.device_count()
     if here > gpus:
-        raise UserError(f"{here} processes on a machine with {gpus} GPUs", fix=f"start {gpus}")
+        what = f"{here} processes on a machine with {gpus} GPUs that each can use"
+        fix = f"start {gpus}; under srun, let each see all of its node's: --gpus-per-node, not "
+        raise UserError(what, fix=f"{fix}--gpus-per-task")
     # DeepSpeed's builder cannot read entries such as 9.0a; this machine's own is enough.
     major, minor = torch.cuda.get_device_capability(process.local_rank)
     os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"

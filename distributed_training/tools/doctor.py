@@ -28,6 +28,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import (
     GIB,
     Machine,
+    available_cpus,
     available_ram_bytes,
     detect_machine,
     find_gpu,
@@ -127,9 +128,13 @@ def torch_and_driver(machine: Machine) -> Iterator[Finding]:
 
 
 def memory_and_files() -> Iterator[Finding]:
-    """RAM, shared memory, open files."""
+    """Cores, RAM, shared memory, open files."""
+    cores = available_cpus()
+    present = os.cpu_count() or cores
+    text = f"{cores} may be used (affinity and the container's quota count) of {present}"
+    yield ok("cores", text)
     ram = available_ram_bytes()
-    text = f"{ram / GIB:.1f} GiB may be used (the cgroup's limit counts)"
+    text = f"{ram / GIB:.1f} GiB may be used (the container's limit counts)"
     yield check(ram > 4 * GIB, "RAM", text, "end other programs")
     free = shutil.disk_usage(SHARED_MEMORY).free
     text = f"{SHARED_MEMORY} has {free / MIB:,.0f} MiB free"

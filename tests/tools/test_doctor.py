@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,14 @@ def test_what_is_wrong_with_gpus_is_said(machine):
     machine.torch = None
     assert levels(doctor.torch_and_driver(GPU_MACHINE)) == {"torch": "fail"}
     assert levels(doctor.torch_and_driver(CPU_MACHINE)) == {"torch": "ok"}
+
+
+def test_the_cores_that_a_container_grants_are_said(monkeypatch):
+    monkeypatch.setattr(doctor, "available_cpus", lambda: 3)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    found = {finding.what: finding.text for finding in doctor.memory_and_files()}
+    assert found["cores"].startswith("3 may be used")
+    assert found["cores"].endswith("of 64")
 
 
 def test_a_full_or_closed_disk_fails(tmp_path, monkeypatch):
