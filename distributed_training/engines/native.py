@@ -217,6 +217,9 @@ class NativeEngine(base.Engine):
         if step:
             if self.config.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.local.values(), self.config.max_grad_norm, norm)
+            if self.rate is not None and not self.optimizer.state:
+                # Otherwise Adam's moments settle in parts of segments that held activations.
+                torch.cuda.empty_cache()
             self.optimizer.step()
         for parameter in (*self.parameters, *self.local.values()):
             parameter.grad = None

@@ -10,7 +10,11 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from distributed_training.models.decoder import Decoder
-from distributed_training.parallel.private import ATTENTION_OPS, gather_on_use
+from distributed_training.parallel.private import (
+    ATTENTION_OPS,
+    ComputeStreamReduceScatter,
+    gather_on_use,
+)
 from distributed_training.settings.config import RunConfig
 
 
@@ -95,6 +99,11 @@ def apply_fsdp(
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if mesh.device_type == "cuda":
+        reduce_scatter = ComputeStreamReduceScatter(torch.cuda.current_stream())
+        modules: list[Any] = [*model.blocks.values(), model]
+        for module in modules:
+            module.set_custom_reduce_scatter(reduce_scatter)
 
 
 def apply_prefetch(model: Decoder, ahead: int) -> None:

@@ -212,6 +212,9 @@ def prepare_environment(processes_here: int) -> None:
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # Otherwise fragments take up to 10 GiB of a GPU with a model of 8B parameters.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same variable
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def spawn(
