@@ -9,6 +9,7 @@ another file there ("local_sgd.py:LocalSGD")."""
 
 import functools
 import importlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,6 +135,12 @@ class _DeepSpeed(BaseModel, strict=True):
     optimizer: _Optimizer = _Optimizer()
 
 
+@functools.lru_cache(maxsize=64)
+def _read_zero(text: str) -> _Zero:
+    """Parse ZeRO's section once: a ranking asks for it tens of thousands of times."""
+    return _Zero.model_validate_json(text)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
     """One way of spreading the state of training over processes."""
@@ -155,7 +162,7 @@ class Strategy:
     @property
     def zero(self) -> _Zero:
         """What a DeepSpeed JSON says of ZeRO; stage 0 without one."""
-        return _DeepSpeed.model_validate(self.document).zero_optimization
+        return _read_zero(json.dumps(self.document.get("zero_optimization", {})))
 
     @property
     def offload(self) -> dict[str, str]:

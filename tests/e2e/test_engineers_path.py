@@ -75,7 +75,8 @@ def test_from_a_plan_to_a_job_on_two_nodes(tmp_path):
     command = [SMALLER.get(word, word) for word in command]
     planned = run_command([*command, *SHORT], cwd=repository, PYTHONPATH="")
     assert_ok(planned)
-    layout = planned.stdout.split("\nlayout", 1)[1].splitlines()[1].split()[0]
+    first = next(line for line in planned.stdout.splitlines() if line.startswith("  torchrun "))
+    layout = first.partition("--strategy ")[2].split()[0]
     script = (repository / "job.slurm").read_text()
     assert f"--strategy {layout} " in script
     assert "--strict --resume auto" in script
