@@ -10,6 +10,7 @@ Change CONFIG, or put single keys over it: --batch_size 8. --help lists them all
 """
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -40,6 +41,12 @@ CONFIG = {
 
 def main() -> int:
     """Run the command line; `train` is what runs without a command."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if hasattr(shell, "kernel"):  # of a notebook, which would lose its output or its process
+        words = sys.argv[1:] if sys.argv[0].endswith(Path(__file__).name) else []
+        command = shlex.join([sys.executable, os.path.abspath(__file__), *words])
+        print(f"error: a notebook's kernel cannot be trained in; type in a cell: !{command}")
+        return 2
     try:
         from distributed_training.settings.cache import keep_bytecode
 

@@ -32,7 +32,7 @@ from distributed_training.settings.keys import (
 )
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import name_families, refuse_unnamed_family
-from distributed_training.settings.streams import LastingStream, fill_closed
+from distributed_training.settings.streams import LastingStream, fill_closed, replace_unwritable
 
 OWN_OPTIONS = (
     "preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "strict", "cluster", "gpu",
@@ -294,6 +294,7 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     program = Program(config=config, script=file, about=about, output_dir=output_dir)
     name_families(config.get(name) for name in MODEL_NAMES)
     fill_closed()
+    replace_unwritable()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides how processes end
     name = "train"
     argv = sys.argv[1:]

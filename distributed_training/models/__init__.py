@@ -176,8 +176,6 @@ class ModelSpec:
 
     def save(self, state: dict[str, torch.Tensor], folder: Path, *, eos_token_id: int) -> None:
         """Write full fp32 `state`, on the CPU, as a folder that transformers opens."""
-        from safetensors.torch import save_file
-
         tensors = {}
         for ours, values in state.items():
             transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
@@ -185,7 +183,7 @@ class ModelSpec:
                 rows = part.reshape(-1, *values.shape[1:])
                 tensors[name] = (rows.t() if transposed else rows).contiguous()
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
         document = {**self.code.to_config(self.size, eos_token_id), "dtype": "float32"}
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
@@ -213,6 +211,24 @@ class ModelSpec:
             except (SafetensorError, OSError) as error:
                 what = f"weights {folder}: {file.name} cannot be read"
                 raise UserError(what, str(error), "fetch it again") from None
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file with the mode that other files get, and the same bytes each time:
+    the library gives only this user access, and the metadata any order."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, metadata=metadata)
+    with open(file, "r+b") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        assert len(text) <= length
+        opened.seek(8)
+        opened.write(text.ljust(length))
+    status = Path("/proc/self/status").read_text()
+    file.chmod(0o666 & ~int(status.partition("Umask:")[2].split()[0], 8))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, Field, FiniteFloat
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from distributed_training.models import ModelSpec
+from distributed_training.models import ModelSpec, save_tensors
 from distributed_training.models.decoder import Decoder, Linear
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -68,7 +68,7 @@ def save_adapters(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = to_peft(state, spec)
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata=metadata)
+    save_tensors(tensors, folder / WEIGHTS_FILE, metadata)
     document = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
         "base_model_name_or_path": base,

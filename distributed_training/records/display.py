@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from distributed_training.records.record import BEST, Record, plural
+from distributed_training.settings.errors import printable
 from distributed_training.settings.files import folder_label
 from distributed_training.settings.machine import GIB
 
@@ -37,7 +38,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """A choice that was made for the user and why."""
-        self.say(fold(f"note: {text}", indent=6))
+        self.say(fold(f"note: {printable(text)}", indent=6))
 
     def sample(self, title: str, text: str) -> None:
         """A generated text; characters that would move the cursor are spaces."""
@@ -49,7 +50,7 @@ class Display:
 
     def table(self, rows: dict[str, str]) -> None:
         """Aligned `name  value` lines, long values going on below; none for an empty value."""
-        rows = {name: value for name, value in rows.items() if value}
+        rows = {name: printable(value) for name, value in rows.items() if value}
         width = max(map(len, rows))
         for name, value in rows.items():
             first = f"  {name:<{width}}  "
@@ -147,6 +148,11 @@ def short_path(path: str | Path) -> str:
 def last_part(source: str) -> str:
     """A dataset or weights by name; a path by its last part."""
     return folder_label(Path(source.rstrip("/"))) or source
+
+
+def in_markdown(text: str) -> str:
+    """Escape characters that Markdown would read as a link, HTML, code or a cell's end."""
+    return re.sub(r"([\\`*\[\]<>|#!&])", r"\\\1", printable(text))
 
 
 def fill(template: str, **values: Any) -> str:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from distributed_training.advise.make import decide_plan
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan, load_plan
@@ -70,7 +68,7 @@ def reserve_run_dir(plan: Plan) -> Plan:
     run that another process has, also one that began since the plan was made."""
     plan = replace(plan, command=shlex.join(["python", *sys.argv]))
     plan.output_dir.mkdir(parents=True, exist_ok=True)
-    with FileLock(plan.output_dir / ".lock"):
+    with claims.one_at_a_time(plan.output_dir):
         plan = resume.at_checkpoint(plan)
         if plan.checkpoint is None:
             plan = replace(plan, run_dir=free_path(plan.output_dir, plan.run_dir.name))

@@ -16,7 +16,12 @@ class UserError(ValueError):
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         parts = [part.strip().rstrip(".") for part in (what, why, fix) if part]
-        super().__init__("; ".join(" ".join(part.split()) for part in parts))
+        super().__init__("; ".join(printable(" ".join(part.split())) for part in parts))
+
+
+def printable(text: str) -> str:
+    """Escape control characters: in the name of a file they could rewrite a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class RunError(UserError):

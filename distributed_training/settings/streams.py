@@ -1,6 +1,7 @@
 """Standard streams that are there and hold nobody up."""
 
 import contextlib
+import io
 import os
 import select
 import stat
@@ -64,6 +65,14 @@ class LastingStream:
     def flush(self) -> None:
         with self._writing:
             self._send()
+
+
+def replace_unwritable() -> None:
+    """Write another character for each that a stream's encoding lacks: none ends a run."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            with contextlib.suppress(io.UnsupportedOperation):  # an input that has been read from
+                stream.reconfigure(errors="replace")
 
 
 def fill_closed() -> None:

@@ -5,10 +5,11 @@ import os
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from distributed_training.data import hub
-from distributed_training.models import find_model, peft, weight_files
+from distributed_training.models import find_model, peft, save_tensors, weight_files
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import ROOT
 from tests.support import refused
@@ -149,3 +150,19 @@ def test_adapters_whose_file_cannot_be_read(damage, adapters):
         file.write_bytes(content[:100])
     with refused(str(file), "cannot be read"):
         peft.load_adapters(model, spec, folder)
+
+
+def test_exports_have_the_same_bytes_each_time_and_others_may_read_them(tmp_path):
+    metadata = {f"key {number}": str(number) for number in range(20)}
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    before = os.umask(0o027)
+    try:
+        for name in ("one", "two"):
+            save_tensors(tensors, tmp_path / name, metadata)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert (tmp_path / "one").stat().st_mode & 0o777 == 0o640
+    with safe_open(tmp_path / "one", "pt") as opened:
+        assert opened.metadata() == metadata
+    assert torch.equal(load_file(tmp_path / "one")["a"], tensors["a"])

@@ -51,3 +51,10 @@ def test_the_best_weights_have_their_own_losses(card):
     rows = [line.split()[1] for line in text.splitlines() if line.startswith("|  ")]
     assert [row for row in rows if row.isdecimal()] == ["0", "40"]
     assert "The weights after step 64." in card(**changes).text
+
+
+def test_names_are_text_and_no_markup(card):
+    name = "[click](evil) <b>`x`|y\x1b[2J.txt"
+    text = card(config__dataset=name, work__dataset=name, config__weights="random").text
+    assert "\x1b" not in text
+    assert text.count(r"\[click\](evil) \<b\>\`x\`\|y\\x1b\[2J.txt") == 2

@@ -111,3 +111,24 @@ def test_of_another_machine_or_without_locks_it_is_renewed_or_nobodys(
     timer.join()
     (tmp_path / "a" / claims.OWNER_FILE).write_text("{")
     claims.refuse_held(tmp_path / "a")
+
+
+def test_a_lock_of_another_user_is_shared_and_one_that_is_kept_is_named(tmp_path, monkeypatch):
+    (tmp_path / ".lock").touch()
+    real = os.open
+
+    def denied(path, flags, *mode):
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(claims, "LOCKED_S", 0.2)
+    monkeypatch.setattr(os, "open", denied)
+    with claims.one_at_a_time(tmp_path):
+        pass
+    with (
+        claims.one_at_a_time(tmp_path),
+        refused(f"kept {tmp_path / '.lock'} locked"),
+        claims.one_at_a_time(tmp_path),
+    ):
+        pass

@@ -47,3 +47,42 @@ def test_closed_streams_go_nowhere(closed, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_characters_that_an_encoding_lacks_end_nothing():
+    command = [sys.executable, ROOT / "real_model_example.py", "--dry-run"]
+    words = [
+        "--generate",
+        "größer \U0001f642",
+        "--dataset",
+        "embedded-prose",
+        "--model",
+        "gpt2-tiny",
+    ]
+    environment = clean_environment(PYTHONIOENCODING="ascii")
+    found = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "'gr??er ?'" in found.stdout
+
+
+NOTEBOOK = """
+import runpy, signal, sys, types
+shell = types.SimpleNamespace(kernel=object())
+sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: shell)
+before = signal.getsignal(signal.SIGCHLD), sys.stdout, dict(__import__("os").environ)
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert end.code == 2
+assert before == (signal.getsignal(signal.SIGCHLD), sys.stdout, dict(__import__("os").environ))
+assert not [name for name in sys.modules if name.startswith("distributed_training")]
+"""
+
+
+def test_a_notebooks_kernel_is_left_as_it_was():
+    script = str(ROOT / "real_model_example.py")
+    code = f"import sys; sys.argv = [{script!r}, '--seed', '1']\n{NOTEBOOK}"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    (line,) = found.stdout.splitlines()
+    assert line.endswith(f"!{sys.executable} {script} --seed 1")

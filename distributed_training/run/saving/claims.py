@@ -9,6 +9,7 @@ import fcntl
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import shown
 
 OWNER_FILE = ".owner.json"
+LOCKED_S = 30.0  # in which a process that gives itself a folder is done
 RENEWED_S = 20.0  # a run that lives renews its claim at least once in this
 _held: dict[Path, int] = {}  # run's folder -> the file, which this process has open
 _seen: dict[Path, "Claim"] = {}  # run's folder -> whose this process knows it to be
@@ -31,6 +33,33 @@ class Claim(BaseModel):
     claimed_at: float  # seconds since 1970
     kernel: str  # that has the lock; "": none
     identity: dict[str, Any]  # resume.py's
+
+
+@contextlib.contextmanager
+def one_at_a_time(output_dir: Path) -> Iterator[None]:
+    """Let one process at a time give out folders in `output_dir`, whoever owns its file `.lock`.
+    Raises UserError if another keeps it for LOCKED_S."""
+    file = output_dir / ".lock"
+    try:
+        opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # another user's
+        opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        end = time.monotonic() + LOCKED_S
+        while True:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    what = f"another process has kept {file} locked for {LOCKED_S:.0f} s"
+                    raise UserError(what, fix="end it, or set output_dir elsewhere") from None
+                time.sleep(0.05)
+            except OSError:  # files cannot be locked here
+                break
+        yield
+    finally:
+        os.close(opened)
 
 
 def claim(run_dir: Path, identity: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.plan.plan import Plan
-from distributed_training.records.display import fill, last_part, short_path
+from distributed_training.records.display import fill, in_markdown, last_part, short_path
 from distributed_training.records.record import BEST, RECORD_FILE, Record, load_record, plural
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import publish
@@ -172,12 +172,13 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
         if entry["step"] in (0, steps)
     ]
     # Paths are nobody's business.
-    settings = [(key, last_part(str(value))) for key, value in r.work.items()]
+    settings = [(key, in_markdown(last_part(str(value)))) for key, value in r.work.items()]
     text = fill(
         "card.md.jinja", r=r, repo_id=repo_id,
         folder=str(Path("runs", folder.parent.name, folder.name)),
         front=front.to_yaml(), steps=steps, best=best, strategy=r.layout_name,
         processes=plural(r.world_size, "process"), last_part=last_part, quote=shlex.quote,
+        in_markdown=in_markdown,
         losses=tabulate(
             losses, ["step", "validation loss", "perplexity"], "github",
             floatfmt=("g", ".4f", ".2f"),
