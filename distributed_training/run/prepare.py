@@ -47,7 +47,12 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
     notes = [f"as in the run: {', '.join(own)}"] if own else []
     taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
     if "dataset" in config.typed:  # from which these were decided, unless they were asked for
-        taken |= {name: asked[name] for name in ("num_samples", "pack") if name in taken}
+        of_data: dict[str, Any] = {
+            name: asked[name] for name in ("num_samples", "pack") if name in taken
+        }
+        if decided["num_samples"] == -1:  # all: as asked for, or as without a GPU
+            of_data.pop("num_samples", None)
+        taken |= of_data
     if "strategy" in taken:
         taken |= defaults_for(config, before.strategy.name)
     if taken.get("strategy", config.strategy) == before.strategy.name:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -75,7 +76,7 @@ def validation_loss(run_dir, folder):
     model = plan.model.build(dropout=0.0, seed=0)
     plan.model.load(model, folder)
     with torch.no_grad():
-        arrays = map(torch.from_numpy, samples.batch(range(len(samples))))
+        arrays = map(torch.from_numpy, samples.batch(np.arange(len(samples))))
         return float(model.eval()(*arrays).sum()) / int(samples.lengths.sum())
 
 
