@@ -54,8 +54,6 @@ def decide_plan(config: RunConfig, cluster: Cluster, cut: Callable[[Plan], Data 
             raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
         check_push(plan.config.push)
     plan = find_sources(plan)
-    if plan.weights_dir is not None:
-        plan.model.check_weights(plan.weights_dir)
     known = {path.name for path in token_cache().glob("*")}
     data = cut(plan)
     if data is not None:

@@ -3,12 +3,8 @@
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, Field
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, parse_as, shown
 
 TIMEOUT_S = 3.0
 WIKITEXT_ID = "Salesforce/wikitext"
@@ -19,7 +15,6 @@ WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wi
 TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
 TOKENIZER_JSON = "tokenizer.json"
-INDEX = "model.safetensors.index.json"  # of weights in several files
 # Files that a tokenizer may have beside its settings.
 _OPTIONAL_FILES = (
     TOKENIZER_JSON, "config.json", "special_tokens_map.json", "added_tokens.json",
@@ -29,12 +24,6 @@ _OPTIONAL_FILES = (
 # Words in the names of files that tokenizers read.
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
 _COPY = "then copy ~/.cache/huggingface here"
-
-
-class _Index(BaseModel, strict=True):
-    """An index of weights in several files."""
-
-    weight_map: Annotated[dict[str, str], Field(min_length=1)]  # name of a tensor -> its file
 
 
 def fetch_wikitext() -> dict[str, Path]:
@@ -86,29 +75,9 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
 
 
-def fetch_weights(repo_id: str) -> Path:
-    """Folder with a model's weights, in one file or several; OSError when they are not there."""
-    try:
-        return fetch_folder(repo_id, ("config.json", "model.safetensors"))
-    except OSError as error:
-        try:
-            folder = fetch_folder(repo_id, ("config.json", INDEX))
-        except OSError:
-            raise error from None
-    return fetch_folder(repo_id, indexed_files(folder))
-
-
-def indexed_files(folder: Path) -> tuple[str, ...]:
-    """Names of the files that a folder's index of weights puts together."""
-    index = parse_as(
-        _Index, load_json(folder / INDEX, "weights"), str(folder / INDEX), "fetch it again"
-    )
-    names = sorted(set(index.weight_map.values()))
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            what = f"{folder / INDEX} names {shown(name)}"
-            raise UserError(what, "weights are .safetensors files beside it")
-    return tuple(names)
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer, of whichever kind."""
+    return folder.is_dir() and any(is_tokenizer_file(file.name) for file in folder.iterdir())
 
 
 def fetch_tokenizer(repo_id: str) -> Path:
@@ -135,10 +104,14 @@ def is_tokenizer_file(name: str) -> bool:
     return any(word in name for word in _TOKENIZER_WORDS) and not name.endswith(".py")
 
 
-def cannot_fetch(key: str, value: str, error: OSError, command: str) -> UserError:
-    """The error for something asked for by name that is neither cached nor downloadable."""
+def cannot_fetch(
+    key: str, value: str, error: OSError, command: str, instead: str = ""
+) -> UserError:
+    """The error for something asked for by name that is neither cached nor downloadable; `instead`:
+    another way out."""
     what = f"{key}={value!r} is not in the Hugging Face cache and cannot be downloaded"
-    return UserError(what, str(error), f"on a machine with internet access run: {command}; {_COPY}")
+    fix = f"on a machine with internet access run: {command}; {_COPY}"
+    return UserError(what, str(error), f"{fix}; or {instead}" if instead else fix)
 
 
 def check_push(repo_id: str) -> None:

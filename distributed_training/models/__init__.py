@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
 from distributed_training.data import hub
-from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import (
-    did_you_mean,
-    folder_label,
-    load_json,
-    open_regular,
-    shown,
+from distributed_training.models.config_file import CONFIG_FILE
+from distributed_training.models.weights import (
+    FLOATS,
+    Stored,
+    convert_command,
+    open_weights,
+    require_weights,
 )
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import did_you_mean, folder_label, load_json, shown
 from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
     from distributed_training.models.decoder import Decoder
 
+OUTPUT_LAYER = "lm_head.weight"  # as transformers calls it in every family
 _MOST = {
-    "num_layers": 4096, "num_heads": 2**14, "hidden_size": 2**20, "vocab_size": 2**24,
+    "num_heads": 2**14, "hidden_size": 2**20, "vocab_size": 2**24,
     "num_positions": 2**28, "block_parameters": 2**44,
 }  # fmt: skip
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
@@ -154,10 +155,18 @@ class ModelSpec:
         return self.code.build(self.size, dropout=dropout, seed=seed)
 
     def load(self, model: Decoder, folder: Path) -> None:
-        """Copy Hugging Face's weights in `folder` into `model`; UserError where they do not fit."""
-        self.check_weights(folder)
-        files: list[Any] = [safe_open(file, "pt") for file in weight_files(folder)]
-        stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118, no dict
+        """Copy Hugging Face's weights in `folder` into `model`; UserError if they do not fit."""
+        for part, tensor, transposed in self._match(model, folder):
+            values = tensor.read()
+            part.copy_((values.t() if transposed else values).reshape(part.shape))
+
+    def _match(self, model: Decoder, folder: Path) -> list[tuple[torch.Tensor, Stored, bool]]:
+        """Pair each part of `model` with its tensor in `folder`, and whether that is transposed.
+        Raises UserError for tensors that are missing, unexpected, or of another shape."""
+        what = f"weights {folder} do not fit {self.label}"
+        stored = open_weights(folder)
+        unexpected = set(stored)
+        pairs = []
         for ours, values in model.state_dict().items():
             rest = values.shape[1:]
             transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
@@ -165,14 +174,25 @@ class ModelSpec:
                 shape = [part.numel() // rest.numel(), *rest]
                 if transposed:
                     shape.reverse()
+                expected = name
                 if name not in stored:  # as of a model that was saved without its output layer
                     name = name.partition(".")[2]
-                tensor = stored[name].get_tensor(name) if name in stored else None
-                if tensor is None or list(tensor.shape) != shape or not tensor.is_floating_point():
-                    found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-                    why = f"{name} ({ours} here) is {found} and should be a float {shape}"
-                    raise UserError(f"weights {folder}: shapes differ", why)
-                part.copy_((tensor.t() if transposed else tensor).reshape(part.shape))
+                if name not in stored and self.size.tied and ours.startswith("token_embedding"):
+                    name = OUTPUT_LAYER
+                tensor = stored.get(name)
+                if tensor is None or tensor.shape != shape or tensor.dtype not in FLOATS:
+                    found = "missing" if tensor is None else f"{tensor.dtype} {tensor.shape}"
+                    raise UserError(what, f"{expected} is {found} and should be a float {shape}")
+                unexpected.discard(name)
+                pairs.append((part, tensor, transposed))
+        if self.size.tied:
+            unexpected.discard(OUTPUT_LAYER)
+        if unexpected:
+            more = f" and {len(unexpected) - 1} more tensors" if len(unexpected) > 1 else ""
+            why = f"{min(unexpected)}{more} in the file have no place in this model"
+            fix = f"if transformers may drop them: {convert_command(folder)}"
+            raise UserError(what, why, fix)
+        return pairs
 
     def save(self, state: dict[str, torch.Tensor], folder: Path, *, eos_token_id: int) -> None:
         """Write full fp32 `state`, on the CPU, as a folder that transformers opens."""
@@ -194,23 +214,20 @@ class ModelSpec:
         return {name.removesuffix(".weight"): part.reshape(-1, *last) for name, part in parts}
 
     def check_weights(self, folder: Path) -> None:
-        """Raise UserError unless `folder` holds readable weights of this size; load nothing."""
-        if not (folder / "config.json").is_file():
+        """Raise UserError unless `folder` holds readable weights that fit; load nothing."""
+        if not (folder / CONFIG_FILE).is_file():
             what = f"weights={str(folder)!r} is not a Hugging Face model folder"
             raise UserError(what, "it has no config.json", "give an earlier run's hf/ folder")
         (found,) = self.code.sizes(folder).values()
         for name, ours in asdict(self.size).items():
             if (theirs := getattr(found, name)) != ours:
                 what = f"weights {folder}: {name}={theirs} but the model has {ours}"
-                raise UserError(what, fix="set model to the size of these weights")
-        for file in weight_files(folder) or [folder / "model.safetensors"]:
-            try:
-                open_regular(file).close()
-                with safe_open(file, "np"):
-                    pass  # opening reads the header and compares it with the file's length
-            except (SafetensorError, OSError) as error:
-                what = f"weights {folder}: {file.name} cannot be read"
-                raise UserError(what, str(error), "fetch it again") from None
+                raise UserError(what, fix=f"set model to {shown(str(folder))}")
+        require_weights(folder)
+        import torch
+
+        with torch.device("meta"):
+            self._match(self.build(dropout=0.0, seed=0), folder)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
@@ -231,13 +248,6 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[st
     file.chmod(0o666 & ~int(status.partition("Umask:")[2].split()[0], 8))
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files with the weights of a Hugging Face folder, none where it has none."""
-    if (folder / hub.INDEX).is_file():
-        return [folder / name for name in hub.indexed_files(folder)]
-    return [file for file in (folder / "model.safetensors",) if file.is_file()]
-
-
 def find_model(name: str) -> ModelSpec:
     """The model that CONFIG's `model` names; raise UserError where there is none."""
     names = []
@@ -252,8 +262,8 @@ def find_model(name: str) -> ModelSpec:
             names.append(label)
     hub_id = name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
     folder = _fetch_config(name) if hub_id else Path(name).resolve()
-    if (folder / "config.json").is_file():
-        config = load_json(folder / "config.json", "model")
+    if (folder / CONFIG_FILE).is_file():
+        config = load_json(folder / CONFIG_FILE, "model")
         kind = config.get("model_type") if isinstance(config, dict) else None
         if not isinstance(kind, str) or kind not in kinds:
             what = f"model={shown(name)} has model_type {shown(kind)}"
@@ -265,6 +275,10 @@ def find_model(name: str) -> ModelSpec:
         return ModelSpec(
             label=label, family=kinds[kind], size=size, hub_id=hub_id, weights_dir=weights_dir
         )
+    if (folder / "adapter_config.json").is_file():
+        what = f"model={shown(name)} is a folder of adapters"
+        fix = f"leave model at auto and set weights to {shown(name)} to continue training them"
+        raise UserError(what, "their base is the model", fix)
     path, _, chosen = name.partition(":")
     folder = Path(path).resolve()
     wanted = name

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
@@ -135,6 +135,8 @@ class Decoder(nn.Module):
         self.dropout = dropout
         self.is_first = self.is_last = True
         self.compute_dtype: torch.dtype | None = None  # of the residuals; None: the parameters'
+        # Adapters that training continues, of all blocks (peft.py); {}: new ones
+        self.initial_adapters: Mapping[str, torch.Tensor] = {}
         # What follows the last norm, to be compiled or replaced.
         self.loss: Callable[..., torch.Tensor] = summed_cross_entropy
         self.project: Callable[..., torch.Tensor] = project_to_vocabulary
@@ -278,6 +280,8 @@ def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: 
     products are added to the residuals with less (Radford et al. 2019), biases 0, norms 1."""
     with torch.device("meta"):
         model = family(size, dropout)
+    if torch.get_default_device().type == "meta":  # only names and shapes are wanted
+        return model
     model.to_empty(device=torch.get_default_device())
     roles = model.find_roles()
 

@@ -1,58 +1,39 @@
 """Adapters as folders that the library PEFT opens, and merged into the weights beside them."""
 
 import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, Field, FiniteFloat
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from distributed_training.models import ModelSpec, save_tensors
-from distributed_training.models.decoder import Decoder, Linear
+from distributed_training.models.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    Adapters,
+    read_adapters,
+)
+from distributed_training.models.decoder import Decoder
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, open_regular, parse_as, shown
+from distributed_training.settings.files import open_regular, shown
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 
-class Adapters(BaseModel, strict=True):
-    """An adapter_config.json, as far as it changes what is computed."""
+class Initial(NamedTuple):
+    """What training begins with where it continues adapters."""
 
-    peft_type: Literal["LORA"]
-    base_model_name_or_path: str
-    r: Annotated[int, Field(ge=1, le=2**16)]
-    lora_alpha: FiniteFloat
-    use_rslora: Literal[False] = False
-    use_dora: Literal[False] = False
-    rank_pattern: Annotated[dict[str, int], Field(max_length=0)] | None = None
-    alpha_pattern: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    target_modules: list[str] | str | None = None
-    # Each of these changes what is computed, in a way that is not done here.
-    bias: Literal["none"] = "none"
-    lora_bias: Literal[False] = False
-    modules_to_save: Annotated[list[str], Field(max_length=0)] | None = None
-    layers_to_transform: None = None
-    layers_pattern: Annotated[list[str] | str, Field(max_length=0)] | None = None
-    layer_replication: None = None
-    target_parameters: Annotated[list[str], Field(max_length=0)] | None = None
-    trainable_token_indices: None = None
-    exclude_modules: Annotated[list[str] | str, Field(max_length=0)] | None = None
-    alora_invocation_tokens: None = None
-    use_qalora: Literal[False] = False
-    init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] = True  # others change bases
-
-
-def read_config(folder: Path) -> Adapters:
-    """Of a folder with adapters; UserError where we do not compute what they are."""
-    file = folder / CONFIG_FILE
-    fix = "give plain LoRA adapters, or merge them with PEFT first"
-    return parse_as(Adapters, load_json(file, "adapters"), str(file), fix)
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # matrices of our blocks
+    # A [rank, in], B [out, rank] and, if parts of B stay 0, its mask, under our names
+    tensors: dict[str, torch.Tensor]
+    base: str | None  # fingerprint of the weights that they were trained beside
 
 
 def save_adapters(
@@ -66,19 +47,41 @@ def save_adapters(
 ) -> None:
     """Write `state`, adapters under our names, for the weights `base`: a folder or a Hub's name."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = to_peft(state, spec)
+    tensors, rank = _without_zeros(to_peft(state, spec))
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
-    save_tensors(tensors, folder / WEIGHTS_FILE, metadata)
-    document = {
+    save_tensors(tensors, folder / ADAPTER_WEIGHTS, metadata)
+    document: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
         "base_model_name_or_path": base,
-        "r": config.lora_rank,
-        "lora_alpha": config.lora_alpha,
+        "r": rank,
+        "lora_alpha": config.lora_alpha * rank / config.lora_rank,
         "lora_dropout": config.lora_dropout,
         "target_modules": sorted({".".join(name.split(".")[-4:-2]) for name in tensors}),
         "fan_in_fan_out": spec.code.STORES_TRANSPOSED,
     }  # fmt: skip
-    (folder / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+    """Return adapters under PEFT's names, and their rank, without those whose B is 0 and without
+    the columns of B that are 0, as far as all can have one rank."""
+    kept = {}
+    for name, b in tensors.items():
+        if ".lora_B." in name:
+            # Columns with numbers first, in their order
+            kept[name] = torch.argsort(~b.any(0), stable=True), int(b.any(0).sum())
+    rank = max(count for _, count in kept.values())
+    if rank == 0:  # nothing is trained yet
+        return tensors, len(next(iter(kept.values()))[0])
+    found = {}
+    for name, (order, count) in kept.items():
+        if count == 0:  # a part of a matrix that has no adapter
+            continue
+        a_name = name.replace(".lora_B.", ".lora_A.")
+        columns = order[:rank].sort().values
+        found[a_name] = tensors[a_name][columns].contiguous()
+        found[name] = tensors[name][:, columns].contiguous()
+    return found, rank
 
 
 def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
@@ -94,6 +97,58 @@ def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, tor
     return tensors
 
 
+def read_initial(spec: ModelSpec, folder: Path) -> Initial:
+    """Return the adapters in `folder` as training continues them. A matrix of ours may be several
+    of Hugging Face's, each with an A of its own: then A holds the rows of all of them, a mask keeps
+    zeros in B where another part's columns are, and the rank is larger."""
+    config = read_adapters(folder)
+    found, base = _read_tensors(config, spec, folder)
+    by_matrix = defaultdict[str, list[_Adapter]](list)
+    for adapter in _match(found, spec, folder):
+        by_matrix[adapter.name].append(adapter)
+    distinct = {name: _distinct([part.a for part in parts]) for name, parts in by_matrix.items()}
+    rank = config.r * max(map(len, distinct.values()))
+    tensors = {}
+    size = spec.size
+    shapes = dict(zip(size.matrix_names, size.block_matrices, strict=True))
+    for name, parts in by_matrix.items():
+        rows, columns = shapes[name.rpartition(".")[2]]
+        stacked = torch.zeros(rank, columns)
+        b_rows = torch.zeros(rows, rank)
+        mask = torch.zeros(rows, rank)
+        used = torch.zeros(rank)
+        for part in parts:
+            same = (i for i, a in enumerate(distinct[name]) if torch.equal(part.a, a))
+            first = config.r * next(same)
+            place = slice(first, first + config.r)
+            stacked[place] = part.a
+            b_rows[part.rows, place] = part.b
+            mask[part.rows, place] = used[place] = 1.0
+        tensors[f"{name}.adapter.a"] = stacked
+        tensors[f"{name}.adapter.b"] = b_rows
+        if not torch.equal(mask, used.expand_as(mask)):
+            tensors[f"{name}.adapter.mask"] = mask
+    targets = tuple(name for name in size.matrix_names if f"blocks.0.{name}" in by_matrix)
+    return Initial(rank, config.scale * rank, targets, tensors, base)
+
+
+def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each of several tensors of one shape once."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if not any(torch.equal(tensor, other) for other in found):
+            found.append(tensor)
+    return found
+
+
+def check_base(model: Decoder, base: str | int | None, whose: object) -> None:
+    """Raise UserError if a model's weights have another fingerprint than the `base` that the
+    adapters of `whose` were trained beside, if that is known."""
+    if base is not None and int(base) != model.fingerprint():
+        what = f"{whose}: these adapters were trained beside other weights"
+        raise UserError(what, "the base has changed since", "restore it")
+
+
 @torch.no_grad()
 def merge_adapters(
     model: Decoder,
@@ -107,27 +162,54 @@ def merge_adapters(
     """Add `scale` B A of adapters under PEFT's names, those of `whose`, to the weights of a whole
     model, in place. Raises UserError where these have another fingerprint than the `base` that the
     adapters were trained beside, if known, and for what is no adapter of a block's matrix."""
-    if base is not None and int(base) != model.fingerprint():
-        what = f"{whose}: these adapters were trained beside other weights"
-        raise UserError(what, "the base has changed since", "restore it")
+    check_base(model, base, whose)
+    for adapter in _match(tensors, spec, whose):  # all are checked before any is added
+        weight = model.get_parameter(f"{adapter.name}.weight")
+        weight[adapter.rows] += scale * (adapter.b @ adapter.a)
+
+
+def load_adapters(model: Decoder, spec: ModelSpec, folder: Path) -> None:
+    """Merge the adapters in `folder` into a model that has their base's weights."""
+    config = read_adapters(folder)
+    tensors, base = _read_tensors(config, spec, folder)
+    merge_adapters(model, spec, tensors, config.scale, base=base, whose=folder)
+
+
+class _Adapter(NamedTuple):
+    """A and B in fp32 for some rows of one of our matrices."""
+
+    name: str
+    rows: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
+    """Yield (our name, columns, Hugging Face's name, its rows of ours) of each of their matrices
+    in the blocks."""
+    size = spec.size
+    for layer in range(size.num_layers):
+        for matrix, (rows, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
+            name = f"blocks.{layer}.{matrix}"
+            for theirs, numbers in spec.name_rows(name, torch.arange(rows)[:, None]).items():
+                yield name, columns, theirs, numbers[:, 0]
+
+
+def _match(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, whose: object) -> list[_Adapter]:
+    """Return the adapters under PEFT's names with the matrices of ours that they belong to; raise
+    UserError for others, and for pairs of A and B that do not fit."""
     left = dict(tensors)
-    pairs = []  # checked before any is added
-    for name, linear in model.named_modules():
-        if isinstance(linear, Linear):
-            numbers = torch.arange(linear.out_features)[:, None]
-            for theirs, rows in spec.name_rows(name, numbers).items():
-                a = left.pop(f"{PREFIX}{theirs}.lora_A.weight", None)
-                b = left.pop(f"{PREFIX}{theirs}.lora_B.weight", None)
-                if a is not None or b is not None:
-                    shape = (len(rows), linear.in_features)
-                    a, b = _checked_pair(a, b, shape, f"{whose}: {theirs}")
-                    pairs.append((linear.weight, rows[:, 0], a, b))
-    if not left:
-        for weight, numbers, a, b in pairs:
-            weight[numbers] += scale * (b.float() @ a.float())
-    else:
+    found = []
+    for name, columns, theirs, rows in _matrices(spec):
+        a = left.pop(f"{PREFIX}{theirs}.lora_A.weight", None)
+        b = left.pop(f"{PREFIX}{theirs}.lora_B.weight", None)
+        if a is not None or b is not None:
+            a, b = _checked_pair(a, b, (len(rows), columns), f"{whose}: {theirs}")
+            found.append(_Adapter(name, rows, a.float(), b.float()))
+    if left:
         what = f"{next(iter(left))} is no adapter of a matrix of {spec.label}'s blocks"
         raise UserError(what, "only those can be used here", "merge it with PEFT")
+    return found
 
 
 def _checked_pair(
@@ -147,11 +229,12 @@ def _checked_pair(
     return a, b
 
 
-def load_adapters(model: Decoder, spec: ModelSpec, folder: Path) -> None:
-    """Merge the adapters in `folder` into a model that has their base's weights. Raises UserError
-    for a file that is missing or damaged, or that is not what the config says."""
-    config = read_config(folder)
-    file = folder / WEIGHTS_FILE
+def _read_tensors(
+    config: Adapters, spec: ModelSpec, folder: Path
+) -> tuple[dict[str, torch.Tensor], str | None]:
+    """Return the tensors of adapters, and the fingerprint of their base where it is known. Raises
+    UserError for a file that is missing or damaged, or that is not what the config says."""
+    file = folder / ADAPTER_WEIGHTS
     try:
         open_regular(file).close()
         with safe_open(file, "pt") as opened:
@@ -162,33 +245,26 @@ def load_adapters(model: Decoder, spec: ModelSpec, folder: Path) -> None:
         raise UserError(f"adapters {file} cannot be read", why, "fetch them again") from None
     if base is not None and not base.lstrip("-").isdecimal():
         raise UserError(f"adapters {file}: base_fingerprint {shown(base)} is not a number")
-    _check_names(config, tensors, model, spec, folder)
-    scale = config.lora_alpha / config.r
-    merge_adapters(model, spec, tensors, scale, base=base, whose=folder)
+    _check_names(config, tensors, spec, folder)
+    return tensors, base
 
 
 def _check_names(
-    config: Adapters,
-    tensors: Mapping[str, torch.Tensor],
-    model: Decoder,
-    spec: ModelSpec,
-    folder: Path,
+    config: Adapters, tensors: Mapping[str, torch.Tensor], spec: ModelSpec, folder: Path
 ) -> None:
     """Raise UserError unless the tensors are adapters of rank `config.r` of all its targets."""
     for name, tensor in tensors.items():
         if name.endswith(".lora_A.weight") and tensor.dim() == 2 and len(tensor) != config.r:
             what = f"{folder}: {name} has rank {len(tensor)} and r is {config.r}"
-            raise UserError(what, f"{CONFIG_FILE} and {WEIGHTS_FILE} do not belong together")
+            raise UserError(what, f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} do not belong together")
     adapted = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
     if not adapted:
-        raise UserError(f"{folder}: {WEIGHTS_FILE} has no adapters", fix="fetch them again")
+        raise UserError(f"{folder}: {ADAPTER_WEIGHTS} has no adapters", fix="fetch them again")
     targets = config.target_modules
     if not isinstance(targets, list):  # a pattern, or by architecture: what one block has, all have
         targets = sorted({".".join(name.split(".")[-2:]) for name in adapted})
-    for name, linear in model.named_modules():
-        if isinstance(linear, Linear):
-            for theirs in spec.name_rows(name, torch.empty(linear.out_features, 1)):
-                named = any(theirs == target or theirs.endswith(f".{target}") for target in targets)
-                if named != (theirs in adapted):
-                    has = "has no adapter" if named else "has an adapter and is no target"
-                    raise UserError(f"{folder}: {theirs} {has}", "target_modules says otherwise")
+    for _, _, theirs, _ in _matrices(spec):
+        named = any(theirs == target or theirs.endswith(f".{target}") for target in targets)
+        if named != (theirs in adapted):
+            has = "has no adapter" if named else "has an adapter and is no target"
+            raise UserError(f"{folder}: {theirs} {has}", "target_modules says otherwise")

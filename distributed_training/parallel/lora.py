@@ -19,7 +19,9 @@ from distributed_training.settings.config import RunConfig
 def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
     """Freeze a model, or a stage of one that may be split over tp, and put fp32 adapters beside its
     blocks' matrices, in place: all of A and own rows of B where a matrix is split by rows, else own
-    columns of A, all of B. Returns names of parameters with gradients to be summed over tp yet."""
+    columns of A, all of B. They begin as the model's `initial_adapters`, if it has any. Returns
+    names of parameters with gradients to be summed over tp yet."""
+    initial = model.initial_adapters
     model.requires_grad_(False)
     terms = set()
     targets = model.size.adapted(config.lora_targets)
@@ -32,8 +34,10 @@ def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
         generator = torch.Generator().manual_seed(config.seed * 100_003 + zlib.crc32(name.encode()))
         a = torch.empty(config.lora_rank, columns)
         a.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
-        a = a.to(model.compute_dtype or a.dtype).float().to(weight.device)
-        b = torch.zeros(rows, config.lora_rank, device=weight.device)
+        a = initial.get(f"{name}.adapter.a", a)
+        b = initial.get(f"{name}.adapter.b", torch.zeros(rows, config.lora_rank))
+        a, b = (x.to(model.compute_dtype or x.dtype).float().to(weight.device) for x in (a, b))
+        mask = initial.get(f"{name}.adapter.mask")
         place = None
         if isinstance(weight, DTensor):
             mesh = weight.device_mesh
@@ -41,15 +45,21 @@ def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
             place_a, place_b = (Shard(1), Replicate()) if by_columns else (Replicate(), Shard(0))
             a = distribute_tensor(a, mesh, [place_a], src_data_rank=None)
             b = distribute_tensor(b, mesh, [place_b], src_data_rank=None)
+            if mask is not None:
+                mask = distribute_tensor(mask, mesh, [place_b], src_data_rank=None).to_local()
             terms.add(f"{name}.adapter.{'b' if by_columns else 'a'}")
             if by_columns and config.lora_dropout and not config.sequence_parallel:
                 place = mesh.get_local_rank()
         linear.adapter = Adapter(a, b, config, place)
+        if mask is not None:
+            linear.adapter.mask = mask.to(weight.device)
     return terms
 
 
 class Adapter(nn.Module):
     """What is added to the product of one matrix."""
+
+    mask: torch.Tensor | None  # of B, where some of its numbers stay 0
 
     def __init__(
         self, a: torch.Tensor, b: torch.Tensor, config: RunConfig, place: int | None = None
@@ -61,6 +71,7 @@ class Adapter(nn.Module):
         self.scale = config.lora_alpha / config.lora_rank
         self.dropout = config.lora_dropout
         self.place = place
+        self.register_buffer("mask", None, persistent=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The matrix's input [.., in] and product [.., out] -> the sum [.., out]."""
@@ -73,7 +84,8 @@ class Adapter(nn.Module):
         else:
             inputs = with_own_masks(self._drop, self.place, inputs)
         narrow = F.linear(inputs, local_part(self.a).to(x.dtype)) * self.scale
-        added = F.linear(narrow, local_part(self.b).to(x.dtype))
+        b = local_part(self.b).to(x.dtype)
+        added = F.linear(narrow, b if self.mask is None else b * self.mask.to(x.dtype))
         if isinstance(y, DTensor):
             added = DTensor.from_local(added, y.device_mesh, y.placements, run_check=False)
         return y + added

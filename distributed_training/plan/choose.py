@@ -9,6 +9,7 @@ from typing import Any
 
 from distributed_training.models import find_model
 from distributed_training.plan import layouts
+from distributed_training.plan.data import continue_adapters
 from distributed_training.plan.deepspeed_sections import fill_sizes
 from distributed_training.plan.layouts import Candidate
 from distributed_training.plan.plan import Plan
@@ -27,7 +28,9 @@ SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-med
 def choose_model(
     config: RunConfig, machine: Machine, num_processes: int, notes: list[str]
 ) -> RunConfig:
-    """Decide an "auto" model; for one's own text and no GPU how it is trained, too."""
+    """Decide an "auto" model; for one's own text and no GPU how it is trained, too. Adapters that
+    training continues decide their own keys."""
+    config = continue_adapters(config, notes)
     if config.model != AUTO:
         return config
     if machine.num_gpus and machine.gpu_memory_bytes >= SMALL_GPU_BYTES:

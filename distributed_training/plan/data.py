@@ -5,13 +5,21 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from distributed_training.data import hub, report
 from distributed_training.data.cache import is_whole, read_meta, token_cache, tokenise
 from distributed_training.data.corpus import EMBEDDED, WIKITEXT, is_hub_name, read_corpus
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
-from distributed_training.models import ModelSpec, weight_files
+from distributed_training.models import ModelSpec, find_model, weights
+from distributed_training.models.adapters import (
+    ADAPTER_WEIGHTS,
+    base_folder,
+    is_adapter,
+    read_adapters,
+)
+from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Packing, Plan
 from distributed_training.settings.config import AUTO, RunConfig, with_values
@@ -19,6 +27,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import sample_file
 
 QUICKLY_CUT = 4_000_000  # bytes
+MAX_SPARE_ROWS = 128  # that embeddings have beyond their tokenizer's tokens
 
 
 def find_sources(plan: Plan) -> Plan:
@@ -26,11 +35,17 @@ def find_sources(plan: Plan) -> Plan:
     config = plan.config
     spec = plan.model
     notes = plan.notes
+    source, weights_dir = _choose_weights(config, spec, notes)
+    adapters_dir = Path(source).resolve() if is_adapter(Path(source)) else None
+    if weights_dir is not None:
+        spec.check_weights(weights_dir)
+    config = with_values(config, weights=source)
     tokenizer, tokenizer_dir = choose_tokenizer(config, spec, notes)
     opened = Tokenizer(tokenizer_dir)
+    if tokenizer == EMBEDDED and weights_dir is not None:
+        _check_embedded(opened, weights_dir, spec)
     if opened.loads_fast:  # others are checked before they tokenize
         opened.facts.check_rows(spec.size.vocab_size, config.model)
-    weights, weights_dir = _choose_weights(config, spec, tokenizer, notes)
     if config.lora_rank and weights_dir is None:
         notes.append("adapters beside random weights learn little; lora_rank=0 trains the weights")
     dataset = choose_dataset(config, notes)
@@ -43,17 +58,62 @@ def find_sources(plan: Plan) -> Plan:
             rate = 5e-5
         elif config.model.startswith("gpt2-tiny"):
             rate = 3e-3
-    decided = {"tokenizer": tokenizer, "weights": weights, "dataset": dataset}
+    decided = {"tokenizer": tokenizer, "weights": source, "dataset": dataset}
     if spec.weights_dir is not None:  # runs/latest is another run's from now on
         decided["model"] = str(spec.weights_dir)
     config = with_values(config, learning_rate=rate, **decided)
     sources = dict[str, str]()
     if weights_dir is not None:
-        sources["weights"] = " ".join(map(sample_file, weight_files(weights_dir)))
+        sources["weights"] = " ".join(map(sample_file, weights.weight_files(weights_dir)))
     if spec.weights_dir is not None:
         sources["model"] = sample_file(spec.weights_dir / "config.json")
-    plan = replace(plan, config=config, sources=sources)
+    if adapters_dir is not None:
+        sources["adapters"] = sample_file(adapters_dir / ADAPTER_WEIGHTS)
+    plan = replace(plan, config=config, sources=sources, adapters_dir=adapters_dir)
     return replace(plan, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir)
+
+
+def continue_adapters(config: RunConfig, notes: list[str]) -> RunConfig:
+    """Return CONFIG with the model that a folder in `weights` belongs to, if CONFIG names none, and
+    with the rank, alpha, targets and dropout of the adapters in it, if it holds any."""
+    folder = Path(config.weights)
+    if config.weights in (AUTO, "pretrained", "random") or not folder.is_dir():
+        return config
+    decided: dict[str, Any] = {}
+    if not is_adapter(folder):
+        if config.model == AUTO and (folder / CONFIG_FILE).is_file():
+            return with_values(config, model=str(folder.resolve()))
+        return config
+    from distributed_training.models.peft import read_initial
+
+    adapters = read_adapters(folder)
+    base = adapters.base_model_name_or_path
+    if config.model == AUTO:
+        decided["model"] = str(Path(base).resolve()) if Path(base).is_dir() else base
+    spec = find_model(decided.get("model", config.model))
+    initial = read_initial(spec, folder)
+    targets = None if initial.targets == spec.size.matrix_names else ",".join(initial.targets)
+    theirs = {
+        "lora_rank": (adapters.r, initial.rank),
+        "lora_alpha": (adapters.lora_alpha, initial.alpha),
+        "lora_targets": (targets, targets),
+    }
+    for key, (shown_value, value) in theirs.items():
+        asked = getattr(config, key)
+        if key in config.typed and asked not in (shown_value, value):
+            what = f"{key}={asked!r} does not go with the adapters in {folder}"
+            fix = "leave it out, or merge the adapters with PEFT and train new ones"
+            raise UserError(what, f"theirs is {shown_value!r}", fix)
+        decided[key] = value
+    if "lora_dropout" not in config.typed:
+        decided["lora_dropout"] = adapters.lora_dropout
+    note = f"continues the adapters in {folder}, of rank {adapters.r}, beside {base}"
+    if initial.rank != adapters.r:
+        note += (
+            f"; as q, k, v or gate, up have an A each, they take memory as of rank {initial.rank}"
+        )
+    notes.append(note)
+    return with_values(config, **decided)
 
 
 def peek_data(plan: Plan) -> Data | None:
@@ -154,17 +214,78 @@ def choose_dataset(config: RunConfig, notes: list[str]) -> str:
         return EMBEDDED
 
 
+def _choose_weights(
+    config: RunConfig, spec: ModelSpec, notes: list[str]
+) -> tuple[str, Path | None]:
+    """Return the value of the key `weights` and their folder. Weights are random only if the user
+    says so, or named no model that has any; UserError if those that are named are not available."""
+    asked = config.weights
+    model = config.model
+    hub_id = spec.hub_id
+    if asked == "random":
+        return "random", None
+    if asked not in (AUTO, "pretrained"):
+        folder = base_folder(Path(asked).resolve())
+        named = spec.weights_dir
+        if is_adapter(Path(asked)) and named is not None and named.resolve() != folder:
+            what = f"weights={asked!r} are adapters of the weights in {folder}"
+            raise UserError(what, f"model names {named}", "leave model at auto")
+        return asked, folder
+    if spec.weights_dir is not None:
+        weights.require_weights(spec.weights_dir)
+        return str(spec.weights_dir), spec.weights_dir
+    from_scratch = "set weights to random to train from scratch"
+    if hub_id is None:
+        if asked == "pretrained":
+            what = f"weights='pretrained' is impossible with {model=}, which is not published"
+            raise UserError(what, fix=from_scratch)
+        notes.append(f"weights are random: {model} is not published")
+        return "random", None
+    must_be_there = asked == "pretrained" or "model" in config.typed or config.strict
+    if config.tokenizer == EMBEDDED:
+        why = f"the published weights of {model} need their own tokenizer"
+        if must_be_there:
+            fix = f"leave tokenizer at auto, or {from_scratch}"
+            raise UserError(f"tokenizer={EMBEDDED!r} does not go with weights={asked!r}", why, fix)
+        notes.append(f"weights are random: {why}")
+        return "random", None
+    try:
+        return "pretrained", weights.fetch_weights(hub_id)
+    except OSError as error:
+        if must_be_there:
+            what = f"pretrained ({model})"
+            command = f"hf download {hub_id}"
+            raise hub.cannot_fetch("weights", what, error, command, from_scratch) from None
+        note = f"pretrained weights are not available ({error}): weights are random, so this "
+        notes.append(f"{note}trains from scratch instead of fine-tuning")
+        return "random", None
+
+
+def _folders_beside(config: RunConfig, spec: ModelSpec) -> tuple[list[Path], bool]:
+    """Return the folders on this machine that the weights come from, adapters first, and whether
+    the model comes from the Hub."""
+    if config.weights in (AUTO, "pretrained", "random"):
+        return ([spec.weights_dir], False) if spec.weights_dir else ([], spec.hub_id is not None)
+    folder = Path(config.weights).resolve()
+    if not is_adapter(folder):
+        return [folder], False
+    return ([folder, spec.weights_dir], False) if spec.weights_dir else ([folder], True)
+
+
 def choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:
-    """(name, folder) of the tokenizer: of a model in a folder its own, whatever its files are."""
+    """Return the value of the key `tokenizer` and its folder. Weights in a folder have a tokenizer
+    beside them, those of the Hub there: only a tokenizer that the user names takes its place."""
     asked = config.tokenizer
-    own = spec.weights_dir
-    if asked == AUTO and own is not None:
-        if any(hub.is_tokenizer_file(file.name) for file in own.iterdir()):
-            return str(own), own
-        if weight_files(own):
-            what = f"model={config.model!r} has no tokenizer"
-            fix = "copy the tokenizer's files there, or name another folder as tokenizer"
-            raise UserError(what, "its weights mean nothing with another one", fix)
+    local, published = _folders_beside(config, spec)
+    if asked == AUTO:
+        for folder in local:
+            if hub.has_tokenizer(folder):
+                return str(folder), folder
+        loads = config.weights != "random" and not published
+        if local and loads and weights.weight_files(local[-1]):
+            what = f"the weights in {local[-1]} have no tokenizer beside them"
+            fix = "copy the tokenizer's files there, or set tokenizer to another folder or to a "
+            raise UserError(what, "they mean nothing with another one", f"{fix}name on the Hub")
     if asked == EMBEDDED or (asked == AUTO and config.model.startswith("gpt2-tiny")):
         return EMBEDDED, EMBEDDED_DIR
     folder = Path(asked)
@@ -185,7 +306,10 @@ def choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tu
     try:
         return repo_id, fetch()
     except OSError as error:
-        if asked != AUTO or config.weights == "pretrained" or config.strict:
+        is_needed = config.weights != "random" and (
+            config.weights != AUTO or "model" in config.typed
+        )
+        if asked != AUTO or is_needed or config.strict:
             raise hub.cannot_fetch("tokenizer", repo_id, error, command) from None
         whose = "GPT-2" if repo_id == "gpt2" else repo_id
         note = f"{whose}'s tokenizer is not available ({error}): using the small one that is "
@@ -193,32 +317,14 @@ def choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tu
         return EMBEDDED, EMBEDDED_DIR
 
 
-def _choose_weights(
-    config: RunConfig, spec: ModelSpec, tokenizer: str, notes: list[str]
-) -> tuple[str, Path | None]:
-    asked = config.weights
-    model = config.model
-    hub_id = spec.hub_id
-    if asked == "random":
-        return "random", None
-    if asked not in (AUTO, "pretrained"):
-        return asked, Path(asked).resolve()
-    if spec.weights_dir is not None and weight_files(spec.weights_dir):
-        return str(spec.weights_dir), spec.weights_dir
-    if hub_id is None or tokenizer == EMBEDDED:
-        why = "they need their own tokenizer" if hub_id else f"{model} is not published"
-        if asked == "pretrained":
-            what = f"weights='pretrained' is impossible with {model=}, {tokenizer=}"
-            fix = "set weights to random, or model and tokenizer to those of a published one"
-            raise UserError(what, why, fix)
-        notes.append(f"weights are random: {why}")
-        return "random", None
-    try:
-        return "pretrained", hub.fetch_weights(hub_id)
-    except OSError as error:
-        if asked == "pretrained" or config.strict:
-            what = f"pretrained ({model})"
-            raise hub.cannot_fetch("weights", what, error, f"hf download {hub_id}") from None
-        note = f"pretrained weights are not available ({error}): weights are random, so this "
-        notes.append(f"{note}trains from scratch instead of fine-tuning")
-        return "random", None
+def _check_embedded(embedded: Tokenizer, weights_dir: Path, spec: ModelSpec) -> None:
+    """Raise UserError if weights were trained with another tokenizer than the embedded one."""
+    if hub.has_tokenizer(weights_dir):
+        same = Tokenizer(weights_dir).fingerprint == embedded.fingerprint
+    else:
+        same = spec.size.vocab_size <= embedded.num_tokens + MAX_SPARE_ROWS
+    if not same:
+        what = f"tokenizer={EMBEDDED!r} does not go with the weights in {weights_dir}"
+        why = "their rows stand for the tokens of another tokenizer"
+        fix = "leave tokenizer at auto, or set weights to random to train from scratch"
+        raise UserError(what, why, fix)

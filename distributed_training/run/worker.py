@@ -19,6 +19,7 @@ import torch.distributed as dist
 from distributed_training.advise.make import built_extensions
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
+from distributed_training.models import peft
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel import agree
 from distributed_training.plan.data import cut_data
@@ -266,6 +267,10 @@ def build_engine(plan: Plan, topology: Topology, model: Decoder | None = None) -
     if plan.weights_dir is not None:
         plan.model.load(model, plan.weights_dir)
     fingerprint = model.fingerprint() if config.lora_rank else 0
+    if plan.adapters_dir is not None:
+        initial = peft.read_initial(plan.model, plan.adapters_dir)
+        peft.check_base(model, initial.base, plan.adapters_dir)
+        model.initial_adapters = initial.tensors
     if model.compute_dtype is not None:
         # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
         for parameter in model.parameters():

@@ -61,7 +61,8 @@ class RunConfig(Options):
     """gpt2, embedded, a folder with tokenizer.json or vocab.json and merges.txt, a model's name on
     the Hub; auto: by model"""
     weights: Text = data(AUTO)
-    """pretrained, random, a folder in Hugging Face's format; auto: pretrained where possible"""
+    """pretrained, random, a folder in Hugging Face's format; auto: those of the model you name
+    (an error if they are not available), random if you name none"""
     num_samples: CountOrAll | Auto = data(AUTO)
     """the first samples to train on, blocks of running text or records; -1: all; auto: at most
     1000"""

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
-from distributed_training.data.hub import cannot_fetch, check_push, fetch_weights
+from distributed_training.data import hub
+from distributed_training.data.hub import check_push
 from distributed_training.data.pieces import ASSISTANT, Message
 from distributed_training.data.tokenizer import Tokenizer, is_chat
 from distributed_training.models import ModelSpec, find_model, peft
+from distributed_training.models.adapters import base_folder, is_adapter, read_adapters
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
@@ -28,8 +30,8 @@ def find_weights(given: str, kind: str) -> tuple[ModelSpec, Path]:
     folder = given_path(given).resolve()
     run, kind = (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, kind)
     if not (run / PLAN_FILE).is_file():
-        if (folder / "config.json").is_file() or (folder / peft.CONFIG_FILE).is_file():
-            return find_model(str(base_of(folder))), folder
+        if (folder / "config.json").is_file() or is_adapter(folder):
+            return find_model(str(base_folder(folder))), folder
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
         fix = "give a run's folder, such as runs/latest, or its hf/"
         raise UserError(f"{given} {what}", fix=fix)
@@ -42,17 +44,13 @@ def find_weights(given: str, kind: str) -> tuple[ModelSpec, Path]:
     return load_plan(run).model, run / kind
 
 
-def base_of(folder: Path) -> Path:
-    """`folder`, or that of the weights that the adapters in it belong to."""
-    if not (folder / peft.CONFIG_FILE).is_file():
+def find_tokenizer(folder: Path) -> Path:
+    """Return `folder`, or if it holds adapters without a tokenizer the folder of their base's."""
+    if hub.has_tokenizer(folder) or not is_adapter(folder):
         return folder
-    name = peft.read_config(folder).base_model_name_or_path
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return fetch_weights(name)
-    except OSError as error:
-        raise cannot_fetch("base_model_name_or_path", name, error, f"hf download {name}") from None
+    base = base_folder(folder)
+    name = read_adapters(folder).base_model_name_or_path
+    return base if hub.has_tokenizer(base) or Path(name).is_dir() else hub.fetch_tokenizer(name)
 
 
 def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
@@ -62,12 +60,12 @@ def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
     if checkpoint is None or kind == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(given, kind)
         model = spec.build(dropout=0.0, seed=0)
-        base = base_of(folder)
+        base = base_folder(folder)
         spec.load(model, base)
         if base != folder:
             peft.load_adapters(model, spec, folder)
-        tokenizer = Tokenizer(folder)
-        chat = is_chat(folder) or tokenizer.is_templated
+        tokenizer = Tokenizer(find_tokenizer(folder))
+        chat = is_chat(tokenizer.folder) or tokenizer.is_templated
         if (folder.parent / RECORD_FILE).is_file():
             chat = tokenizer.talks(load_record(folder.parent).data.get("form"))
         return model, tokenizer, chat
@@ -134,7 +132,7 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
     run = given_path(given).resolve()
     checkpoint = resume.newest_checkpoint(run)
     exported = run if run.name == LAST else run / LAST
-    if checkpoint is None and merge and (exported / peft.CONFIG_FILE).is_file():
+    if checkpoint is None and merge and is_adapter(exported):
         return merge_exported(exported, to)
     if checkpoint is None:
         what = "holds no checkpoint" if given_path(given).exists() else "does not exist"

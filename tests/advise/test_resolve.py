@@ -8,6 +8,7 @@ import pytest
 from distributed_training.advise.make import draft_plan
 from distributed_training.data import hub
 from distributed_training.data.tokenizer import EMBEDDED_DIR
+from distributed_training.models import find_model, weights
 from distributed_training.plan.data import find_sources
 from distributed_training.predict.predict import this_machine
 from distributed_training.run.prepare import make_plan
@@ -97,18 +98,24 @@ def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
 def test_missing_weights_are_pointed_out(monkeypatch):
     """On a Hub that has all else; the shipped tokenizer stands in for GPT-2's."""
     monkeypatch.setattr(hub, "fetch_folder", lambda *_, **__: EMBEDDED_DIR)
-    monkeypatch.setattr(hub, "fetch_weights", Mock(side_effect=OSError("404")))
+    monkeypatch.setattr(weights, "fetch_weights", Mock(side_effect=OSError("404")))
     resolved, notes = decide(gpu())
     assert (resolved.config.tokenizer, resolved.config.weights) == ("gpt2", "random")
     assert any("pretrained weights are not available (404)" in note for note in notes)
-    with refused("weights='pretrained (gpt2-medium)'", "hf download openai-community/gpt2-medium"):
-        decide(gpu(), weights="pretrained")
+    for named in ({"weights": "pretrained"}, {"model": "gpt2-medium"}):
+        words = ("hf download openai-community/gpt2-medium", "set weights to random")
+        with refused("weights='pretrained (gpt2-medium)'", *words):
+            decide(gpu(), **named)
 
 
-def test_learning_rate_follows_the_weights():
+def test_learning_rate_follows_the_weights(tmp_path):
+    tiny = find_model("gpt2-tiny")
+    tiny.save(dict(tiny.build(dropout=0.0, seed=0).state_dict()), tmp_path, eos_token_id=0)
     for rate, config in {
-        3e-3: {"model": "gpt2-tiny"}, 3e-4: {}, 5e-5: {"weights": "some/folder"},
-        2e-4: {"lora_rank": 4}, 0.0: {"learning_rate": 0.0},
+        3e-3: {"model": "gpt2-tiny"}, 3e-4: {"weights": "random"},
+        5e-5: {"weights": str(tmp_path), "tokenizer": "embedded", "model": "gpt2-tiny"},
+        2e-4: {"lora_rank": 4, "weights": "random"},
+        0.0: {"learning_rate": 0.0, "weights": "random"},
     }.items():  # fmt: skip
         assert decide(**{"model": "gpt2", **config})[0].config.learning_rate == rate
 
@@ -121,12 +128,14 @@ TINY = {"model": "gpt2-tiny"}
     ("machine", "values", "said"),
     [
         # What is asked for by name is never replaced.
-        (CPU_MACHINE, {"tokenizer": "gpt2"},
+        (CPU_MACHINE, {"tokenizer": "gpt2", "weights": "random"},
          ("tokenizer='gpt2'", "hf download openai-community/gpt2 vocab.json merges.txt")),
-        (CPU_MACHINE, {"weights": "pretrained"}, ("tokenizer='gpt2'", "hf download")),
+        (CPU_MACHINE, {}, ("weights='pretrained (gpt2)'", "hf download", "weights to random")),
+        (CPU_MACHINE, {"weights": "none/such"}, ("/none/such'", "no config.json")),
+        (CPU_MACHINE, {"tokenizer": "embedded"}, ("'embedded'", "need their own tokenizer")),
         (CPU_MACHINE, {"weights": "pretrained", "tokenizer": "embedded"},
-         ("'pretrained' is impossible", "they need their own tokenizer")),
-        (CPU_MACHINE, {"weights": "pretrained", **TINY}, ("gpt2-tiny is not published",)),
+         ("'embedded'", "need their own tokenizer", "random")),
+        (CPU_MACHINE, {"weights": "pretrained", **TINY}, ("'gpt2-tiny'", "is not published")),
         (CPU_MACHINE, {"precision": "fp16"}, ("precision='fp16' needs a GPU", "set fp32")),
         (OLD, {"precision": "bf16"}, ("precision='bf16' is not supported by Old", "set fp16")),
     ],
@@ -143,7 +152,7 @@ def test_a_tokenizer_that_is_larger_than_the_model(tmp_path):
     tokenizer = str(tmp_path / "big")
     with refused("has 2049 tokens, gpt2-tiny 2048 rows", "no row for 'extra'"):
         decide(model="gpt2-tiny", tokenizer=tokenizer)
-    resolved, _ = decide(model="gpt2", tokenizer=tokenizer)
+    resolved, _ = decide(model="gpt2", tokenizer=tokenizer, weights="random")
     assert (resolved.config.tokenizer, str(resolved.tokenizer_dir)) == (tokenizer, tokenizer)
 
 
@@ -210,7 +219,7 @@ def test_steps_that_are_compiled_and_one_cuda_graph():
     for values in (
         {"strategy": "dp", "dropout": 0.1},
         {"strategy": "fsdp", "activation_checkpointing": "selective"},
-        {"strategy": "pp", "pipeline_schedule": "zb-v", "model": "gpt2"},
+        {"strategy": "pp", "pipeline_schedule": "zb-v", "model": "gpt2", "weights": "random"},
     ):
         config = decide(gpu(), world_size=2, **values)[0].config
         assert config.cuda_graphs is config.compile is True

@@ -10,6 +10,7 @@ import pytest
 
 from distributed_training.data.hub import TOKENIZER_ID, WIKITEXT_FILES, WIKITEXT_ID
 from distributed_training.data.tokenizer import EMBEDDED_DIR
+from distributed_training.models import find_model
 from tests.conftest import SMALL, assert_ok, only_record, script, train
 from tests.e2e.hub_stub import reaching, serve
 from tests.e2e.support import assert_refused
@@ -87,13 +88,16 @@ def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run, t
     assert_decided(result, dataset="'wikitext-2'")
 
 
-def test_gpt2_is_fetched_with_its_tokenizer_and_weights(wikitext, run, tmp_path):
-    """Here a small tokenizer, a config of the right size, and a file of weights without any."""
-    content = {name: (EMBEDDED_DIR / name).read_bytes() for name in ("vocab.json", "merges.txt")}
-    content["config.json"] = b'{"model_type": "gpt2"}'  # whose defaults are its sizes
-    content["model.safetensors"] = (2).to_bytes(8, "little") + b"{}"  # a header without tensors
-    gpt2 = {f"{TOKENIZER_ID}/resolve/main/{name}": text for name, text in content.items()}
-    auto = {"model": "gpt2", "dataset": "auto", "learning_rate": "auto"}
+def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_path):
+    """Here a small tokenizer in place of GPT-2's."""
+    tiny = find_model("gpt2-tiny")
+    tiny.save(dict(tiny.build(dropout=0.0, seed=0).state_dict()), tmp_path / "hub", eos_token_id=0)
+    names = ("vocab.json", "merges.txt")
+    gpt2 = {f"{TOKENIZER_ID}/resolve/main/{name}": EMBEDDED_DIR / name for name in names}
+    names = ("config.json", "model.safetensors")
+    gpt2 |= {f"me/tiny/resolve/main/{name}": tmp_path / "hub" / name for name in names}
+    gpt2 = {name: file.read_bytes() for name, file in gpt2.items()}
+    auto = {"model": "me/tiny", "dataset": "auto", "learning_rate": "auto", "tokenizer": "gpt2"}
     with serve({**wikitext, **gpt2}) as hub:
         result = run(hub.endpoint, auto, "--dry-run")
     assert_decided(result, tokenizer="'gpt2'", weights="'pretrained'", learning_rate="5e-05")

@@ -64,13 +64,16 @@ def printed_commands(document: str) -> list[str]:
 
 def typed(command: str) -> str:
     """The command as it is run here: two nodes' as the document says to try it, without torchrun
-    and with the processes of both; large models' with the small one, for the sake of the RAM."""
+    and with the processes of both; large models' with the small one, for the sake of the RAM; with
+    random weights, where it would load published ones."""
     command = command.replace("gpt2-xl", "gpt2")
     if "--nnodes=2" in command:
         arguments = command.partition(".py ")[2]
         command = f"python real_model_example.py --model gpt2 --num_gpus 8 {arguments}"
     if "--num_gpus 8" in command:
         command = command.replace("gpt2-medium", "gpt2")
+    if not re.search(r"weights|\.py doctor\b", command):  # there are none here for what it names
+        command += " --weights random"
     starts_nothing = "--dry-run" in command or re.search(r"\.py (plan|doctor)\b", command)
     return command if starts_nothing else f"{command} --dry-run"
 

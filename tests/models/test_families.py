@@ -96,6 +96,145 @@ def test_logits_loss_gradients_and_exports_equal_transformers(name, tmp_path):
         assert parameter.grad.norm() > 0
 
 
+OLD_LLAMA3 = {**LLAMA3, "type": "llama3"}
+del OLD_LLAMA3["rope_type"], OLD_LLAMA3["rope_theta"]
+QWEN2 = {"model_type": "qwen2"}
+NO_GROUPS = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
+# What people's config.json files say, besides SHAPE.
+SPELLINGS = {
+    "rope-theta": {"rope_theta": 1e6},
+    "rope-theta-whole-number": {"rope_theta": 1000000},
+    "rope-theta-apart": {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}},
+    "rope-theta-twice": {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e3}},
+    "rope-scaling-null": {"rope_theta": 1e6, "rope_scaling": None, "head_dim": None},
+    "rope-scaling-old": {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "rope-scaling-and-parameters": {
+        "rope_theta": 1e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+    },
+    "rope-llama3-old": {"rope_theta": 5e5, "rope_scaling": OLD_LLAMA3},
+    "rope-llama3-without-original": {
+        "rope_scaling": {k: v for k, v in LLAMA3.items() if not k.startswith("original")},
+    },
+    "rope-dynamic": {"rope_scaling": {"type": "dynamic", "factor": 8.0}},
+    "swish": {"hidden_act": "swish"},
+    "sliding-window-of-another-family": {"sliding_window": 4, "use_sliding_window": True},
+    "mistral-with-its-window": {"model_type": "mistral"},
+    "mistral-window-as-long": {"model_type": "mistral", "sliding_window": 48},
+    "mistral-biases": {"model_type": "mistral", "sliding_window": None, "attention_bias": True},
+    "qwen2-window-not-used": {**QWEN2, "sliding_window": 4},
+    "qwen2-no-layer-slides": {
+        **QWEN2, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2,
+    },
+    "qwen2-a-layer-slides": {
+        **QWEN2, "use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1,
+    },
+    "qwen2-biases": {**QWEN2, "attention_bias": True, "head_dim": 12},
+    "qwen3-head-size": {"model_type": "qwen3"},
+    "gpt2-names-of-others": {
+        "model_type": "gpt2", "n_ctx": 64, "activation_function": "gelu_pytorch_tanh",
+        "n_inner": 128,
+    },
+    "gpt2-untied": {"model_type": "gpt2", "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_config_means_what_it_means_in_transformers(name, tmp_path):
+    given = {"model_type": "llama", **SHAPE, **SPELLINGS[name]}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    reference.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    find_model(str(tmp_path)).check_weights(tmp_path)
+    model = ours(tmp_path)
+    logits = reference(IDS).logits
+    assert_near(model(IDS), logits)
+    assert_near(exported(model.state_dict(), tmp_path)(IDS).logits, logits)
+    assert find_model(str(tmp_path / "ours")).size == model.size
+    if name in ("mistral-window-as-long", "qwen2-a-layer-slides"):
+        assert model.size.num_positions == 48
+
+
+def test_sizes_we_ship_are_as_transformers_reads_them(tmp_path):
+    for name, hub_id in llama.HUB_IDS.items():
+        size = find_model(hub_id).size
+        assert size.config.model_dump() == llama.SIZES[name].config.model_dump()
+        document = llama.to_config(size, 0)
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        assert find_model(str(tmp_path)).size == size
+
+
+def test_the_weights_decide_whether_the_output_layer_is_tied(tmp_path):
+    for name in ("llama", "gpt2"):
+        folder = tmp_path / name
+        reference = theirs(name, folder)
+        tensors = load_file(folder / "model.safetensors")
+        embedding = "transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight"
+        given = json.loads((folder / "config.json").read_text())
+        given["tie_word_embeddings"] = True
+        (folder / "config.json").write_text(json.dumps(given))
+        own_head = {**tensors, "lm_head.weight": torch.randn(300, 32)}
+        same = {**tensors, "lm_head.weight": tensors[embedding].clone()}
+        head_alone = {key: value for key, value in same.items() if key != embedding}
+        for saved, tied in ((own_head, False), (same, True), (head_alone, True)):
+            save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+            model = ours(folder)
+            assert model.size.tied == tied
+            reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+            assert_near(model(IDS), reference(IDS).logits)
+            assert_near(exported(model.state_dict(), folder)(IDS).logits, reference(IDS).logits)
+        given["tie_word_embeddings"] = False
+        (folder / "config.json").write_text(json.dumps(given))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with refused("lm_head.weight is missing"):
+            if "lm_head.weight" in tensors:
+                del tensors["lm_head.weight"]
+                save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            find_model(str(folder)).check_weights(folder)
+
+
+def test_files_of_weights_are_chosen_as_in_transformers(tmp_path):
+    model = theirs("qwen2", tmp_path)
+    safe, bin_file = tmp_path / "model.safetensors", tmp_path / "pytorch_model.bin"
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}}))
+    assert_near(ours(tmp_path)(IDS), model(IDS).logits)  # a stale index
+    state = model.state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    safe.rename(tmp_path / "consolidated.safetensors")
+    with refused("model-00001-of-00002.safetensors cannot be read", "index names files"):
+        ours(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"x": "../model.safetensors"}}))
+    with refused("'../model.safetensors'", "not a file of that folder"):
+        ours(tmp_path)
+    index.unlink()
+    with refused("has no weights", "only consolidated.safetensors", "weights to random"):
+        ours(tmp_path)
+    for options in ({}, {"_use_new_zipfile_serialization": False}):
+        torch.save(state, bin_file, **options)
+        assert_near(ours(tmp_path)(IDS), model(IDS).logits)
+    names = sorted(model.state_dict())
+    half = {name: state[name] for name in names[:9]}
+    torch.save(half, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({name: state[name] for name in names[9:]}, tmp_path / "pytorch_model-2.bin")
+    parts = {n: f"pytorch_model-{'00001-of-00002' if n in half else 2}.bin" for n in names}
+    document = json.dumps({"weight_map": parts})
+    (tmp_path / "pytorch_model.bin.index.json").write_text(document)
+    bin_file.unlink()
+    assert_near(ours(tmp_path)(IDS), model(IDS).logits)
+    torch.save({"code": os.system}, bin_file)
+    with refused("weights_only=True", "save_pretrained"):
+        ours(tmp_path)
+    torch.save({**state, "score.weight": torch.zeros(2)}, bin_file)
+    with refused("score.weight", "no place", "save_pretrained"):
+        ours(tmp_path)
+
+
 def test_weights_in_several_files_and_in_16_bit(tmp_path):
     whole, parts = (theirs("qwen2", tmp_path / "one"), tmp_path / "parts")
     whole.bfloat16().save_pretrained(parts, max_shard_size="20KB")
@@ -134,7 +273,7 @@ FC = "h.1.mlp.c_fc.bias"
     ("name", "tensor", "words"),
     [
         (FC, None, "is missing"),
-        (FC, torch.zeros(128, dtype=torch.int8), "int8"),
+        (FC, torch.zeros(128, dtype=torch.int8), "I8"),
         ("ln_f.bias", torch.zeros(31), "[31]"),
         # Fewer rows than the vocabulary: zeros would be put in.
         ("wte.weight", torch.zeros(250, 32), "[250, 32]"),
@@ -148,7 +287,7 @@ def test_tensors_that_do_not_fit_are_named(name, tensor, words, tmp_path):
         if tensor is not None:
             tensors[f"transformer.{name}"] = tensor
 
-    with refused(str(tmp_path), "shapes differ", name, words):
+    with refused(str(tmp_path), "do not fit", name, words):
         edited(tmp_path, edit)
 
 
@@ -156,8 +295,8 @@ def test_weights_of_another_size_or_cut_off_are_refused(tmp_path):
     theirs("gpt2", tmp_path)
     spec = find_model(str(tmp_path))
     wider = dataclasses.replace(spec.size, vocab_size=600)
-    with refused("vocab_size=300 but the model has 600", "set model to the size"):
-        ours(tmp_path, dataclasses.replace(spec, size=wider))
+    with refused("vocab_size=300 but the model has 600", "set model to"):
+        dataclasses.replace(spec, size=wider).check_weights(tmp_path)
     file = tmp_path / "model.safetensors"
     for kept in (file.stat().st_size - 99, 4):
         os.truncate(file, kept)
@@ -165,30 +304,42 @@ def test_weights_of_another_size_or_cut_off_are_refused(tmp_path):
             ours(tmp_path)
 
 
-GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
+GPT2 |= {"vocab_size": 300}
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"model_type": "phi3"}, ("model_type 'phi3'", "llama, mistral, qwen2, qwen3")),
-        ({"model_type": "mistral", "sliding_window": 16}, ("sliding_window=16",)),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2}, ("layer_types",)),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, ("sliding window",)),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ("partial_",)),
+        ({"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1]}}, ("mrope_section",)),
+        ({"mlp_bias": True}, ("mlp_bias=True",)),
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config",)),
+        ({"num_hidden_layers": 10**6}, ("num_hidden_layers=1000000",)),
+        ({"vocab_size": 10**12}, ("vocab_size=1000000000000",)),
+        ({"num_attention_heads": 0}, ("config.json",)),
+        ({"hidden_size": "32"}, ("hidden_size", "expected int")),
+        ({"rope_scaling": [4.0]}, ("config.json",)),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ("rope_type='yarn'",)),
         ({"hidden_act": "gelu"}, ("hidden_act='gelu'",)),
         ({"auto_map": {"AutoModel": "own.Model"}}, ("auto_map",)),
         ({"num_key_value_heads": 3}, ("4 heads", "3 of k and v")),
-        ({**GPT2, "n_embd": "16"}, ("n_embd='16' is not accepted",)),
+        ({**GPT2, "n_embd": "16"}, ("n_embd", "expected int")),
         ({**GPT2, "n_head": 3}, ("n_head=3 does not divide n_embd=32",)),
         ({**GPT2, "n_inner": 64}, ("n_inner=64 is not 4 n_embd=128",)),
         ({**GPT2, "activation_function": "relu"}, ("activation_function='relu'",)),
         ({**GPT2, "layer_norm_epsilon": 1e-6}, ("layer_norm_epsilon=1e-06",)),
         ({**GPT2, "scale_attn_weights": False}, ("scale_attn_weights=False",)),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, ("scale_attn_by_inverse_layer_idx",)),
-        ({**GPT2, "tie_word_embeddings": False}, ("tie_word_embeddings=False",)),
+        ({**GPT2, "add_cross_attention": True}, ("add_cross_attention=True",)),
     ],
 )
 def test_what_is_another_function_is_refused(changes, words, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE, **changes}))
+    shape = SHAPE if changes.get("model_type") != "gpt2" else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape, **changes}))
     with refused(str(tmp_path), *words):
         find_model(str(tmp_path))
 

@@ -25,7 +25,9 @@ def test_plans_of_folders(tmp_path):
     folder.mkdir()
     config = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
     (folder / "config.json").write_text(json.dumps(config))
-    plan = planned(folder, tmp_path)
+    with refused("four has no weights", "set weights to random"):
+        planned(folder, tmp_path)
+    plan = planned(folder, tmp_path, weights="random")
     spec = plan.model
     assert (spec.label, spec.family, spec.weights_dir) == ("four", "gpt2", folder)
     assert (plan.size.num_layers, plan.size.num_heads, plan.size.num_positions) == (4, 2, 1024)

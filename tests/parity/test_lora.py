@@ -2,6 +2,7 @@
 every strategy."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models import find_model, peft
 from distributed_training.models.peft import PREFIX, to_peft
 from distributed_training.parallel.lora import Adapter, apply_lora
@@ -95,7 +97,7 @@ def test_dropout_is_of_the_inputs_and_in_training_only():
 def assert_exports_agree(adapters, merged, vocab_size):
     """PEFT makes of the adapters what the merged folder is."""
     library = pytest.importorskip("peft")
-    base = json.loads((adapters / peft.CONFIG_FILE).read_text())["base_model_name_or_path"]
+    base = json.loads((adapters / "adapter_config.json").read_text())["base_model_name_or_path"]
     ids = torch.randint(0, vocab_size, (2, 32))
     model = AutoModelForCausalLM.from_pretrained(base).eval()
     before = model(ids).logits
@@ -135,10 +137,127 @@ def test_fused_matrices_of_a_llama_are_peft_modules_of_their_own(tmp_path):
     ids = torch.randint(0, 256, (2, 32))
     torch.testing.assert_close(base(ids), model(ids), rtol=1e-4, atol=1e-4)
     spec.save(base.state_dict(), tmp_path / "merged", eos_token_id=0)
-    assert len(load_file(folder / peft.WEIGHTS_FILE)) == 2 * 2 * 7
+    assert len(load_file(folder / "adapter_model.safetensors")) == 2 * 2 * 7
     assert_exports_agree(folder, tmp_path / "merged", 256)
     with pytest.raises(Exception, match="other weights"):
         peft.load_adapters(base, spec, folder)  # they are in it already
+
+
+def made_by_peft(folder, **options):
+    """Trained adapters of PEFT beside a tiny Llama, and the folders of both."""
+    library = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape, **heads))
+    model.save_pretrained(folder / "base")
+    targets = ["q_proj", "v_proj", "gate_proj", "o_proj"]
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": targets, **options}
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    adapted = library.get_peft_model(model, library.LoraConfig(**settings))
+    for name, values in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(values, std=0.1)
+    adapted.save_pretrained(folder / "adapters")
+    return folder / "base", folder / "adapters"
+
+
+def continued(spec, base, adapters):
+    """Our model with adapters that training continues, and CONFIG for them."""
+    initial = peft.read_initial(spec, adapters)
+    targets = ",".join(initial.targets)
+    config = RunConfig(lora_rank=initial.rank, lora_alpha=initial.alpha, lora_targets=targets)
+    model = spec.build(dropout=0.0, seed=0)
+    spec.load(model, base)
+    model.initial_adapters = initial.tensors
+    apply_lora(model, config)
+    return model, config
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
+def test_training_continues_adapters_as_peft_does(options, tmp_path):
+    library = pytest.importorskip("peft")
+    base, adapters = made_by_peft(tmp_path, **options)
+    spec = find_model(str(base))
+    model, config = continued(spec, base, adapters)
+    assert (config.lora_rank, config.lora_targets) == (8, "qkv,attention_out,mlp_in")
+    theirs = AutoModelForCausalLM.from_pretrained(base)
+    theirs = library.PeftModel.from_pretrained(theirs, adapters, is_trainable=True)
+    ids = torch.randint(0, 256, (2, 32))
+    before = theirs(ids).logits.detach()
+    torch.testing.assert_close(model(ids), before, rtol=1e-4, atol=1e-5)
+    for one, logits in ((model, model), (theirs, lambda ids: theirs(ids).logits)):
+        learning = [values for values in one.parameters() if values.requires_grad]
+        optimizer = torch.optim.AdamW(learning, lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(logits(ids).flatten(0, 1), ids.flatten()).backward()
+            optimizer.step()
+    after = theirs(ids).logits
+    assert (after - before).norm() > 0.1 * before.norm()
+    torch.testing.assert_close(model(ids), after, rtol=1e-3, atol=1e-4)
+    words = {"base": str(base), "fingerprint": 0}
+    peft.save_adapters(model.state_dict(), spec, config, tmp_path / "ours", **words)
+    written = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    assert written["r"] == 4
+    parts = ["mlp.gate_proj", *(f"self_attn.{name}_proj" for name in "oqv")]
+    assert written["target_modules"] == parts
+    again = library.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "ours"
+    )
+    torch.testing.assert_close(again(ids).logits, after, rtol=1e-3, atol=1e-4)
+
+
+def test_adapters_that_are_something_else_are_refused(tmp_path):
+    base, adapters = made_by_peft(tmp_path)
+    file = adapters / "adapter_config.json"
+    document = json.loads(file.read_text())
+    for key, value, words in (
+        ("init_lora_weights", "pissa", "changed weights of the base"),
+        ("init_lora_weights", "pissa_niter_4", "changed weights of the base"),
+        ("init_lora_weights", "olora", "path_initial_model_for_weight_conversion"),
+        ("init_lora_weights", "corda", "changed weights"),
+        ("init_lora_weights", "loftq", "changed weights"),
+        ("use_dora", True, "plain LoRA"),
+        ("rank_pattern", {"q_proj": 8}, "plain LoRA"),
+        ("modules_to_save", ["lm_head"], "plain LoRA"),
+        ("layer_replication", [[0, 2], [1, 2]], "plain LoRA"),
+        ("bias", "all", "plain LoRA"),
+        ("peft_type", "IA3", "plain LoRA"),
+        ("lora_alpha", "12", "plain LoRA"),
+    ):
+        file.write_text(json.dumps({**document, key: value}))
+        with refused(key, words):
+            peft.load_adapters(None, find_model(str(base)), adapters)
+    with refused("is a folder of adapters", "set weights to"):
+        find_model(str(adapters))
+
+
+def test_a_plan_that_continues_adapters(tmp_path):
+    base, adapters = made_by_peft(tmp_path)
+    given = {"weights": str(adapters), "dataset": "embedded", "max_length": 64}
+    with refused("have no tokenizer beside them", "set tokenizer"):
+        plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given)
+    shutil.copytree(EMBEDDED_DIR, adapters, dirs_exist_ok=True)
+    with refused("2048 tokens", "256 rows"):
+        plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given)
+    for typed in ({"lora_rank": 16}, {"lora_alpha": 3.0}, {"lora_targets": "qkv"}):
+        with refused(next(iter(typed)), "does not go with the adapters"):
+            plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given, **typed)
+    draft = plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", checked=False, **given)
+    assert (draft.config.model, draft.config.lora_rank) == (str(base), 8)
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    with refused("are adapters of the weights in", "leave model at auto"):
+        plan_for(tmp_path, num_processes=1, strategy="dp", model=str(other), **given)
+
+
+def test_a_run_is_continued_by_its_adapters(folder, trained, tmp_path):
+    run_dir, before = trained
+    words = {"strategy": "dp", "weights": run_dir / "hf", "max_steps": 1}
+    found = run(folder, tmp_path, 1, **words)
+    assert found["evaluations"][0] == pytest.approx(before["evaluations"][20], rel=1e-5)
+    assert only_record(tmp_path)["config"]["lora_rank"] == 4
 
 
 def test_infinity_takes_frozen_weights_in_16_bits(tmp_path):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import BaseModel, Field
 
-from distributed_training.models import ModelSize
+from distributed_training.models import OUTPUT_LAYER, ModelSize
+from distributed_training.models.config_file import CONFIG_FILE, read_config
+from distributed_training.models.weights import is_tied
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, parse_as
+from distributed_training.settings.files import parse_as
 
 if TYPE_CHECKING:
     import torch
@@ -63,23 +65,29 @@ _NAMES = {
     "mlp_out": "mlp.c_proj",
     "norm_out": "ln_f",
 }
+_OUTPUT_ROWS = "output_rows.weight"
+Count = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class _Config(BaseModel, strict=True, populate_by_name=True):
-    """A config.json, with GPT2Config's defaults; our model computes the published function only."""
+    """A config.json as transformers reads it; our model computes the published function only."""
 
     model_type: Literal["gpt2"]
-    vocab_size: PositiveInt = 50257
-    num_positions: PositiveInt = Field(1024, alias="n_positions")
-    num_layers: PositiveInt = Field(12, alias="n_layer")
-    num_heads: PositiveInt = Field(12, alias="n_head")
-    hidden_size: PositiveInt = Field(768, alias="n_embd")
+    vocab_size: Count
+    num_positions: Count = Field(alias="n_positions")
+    num_layers: Count = Field(alias="n_layer")
+    num_heads: Count = Field(alias="n_head")
+    hidden_size: Count = Field(alias="n_embd")
     n_inner: int | None = None
-    activation_function: Literal["gelu_new"] = "gelu_new"
+    # Two names of one function
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
     layer_norm_epsilon: float = Field(1e-5, ge=1e-5, le=1e-5)
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
-    tie_word_embeddings: Literal[True] = True
+    add_cross_attention: Literal[False] = False
+    tied: bool = Field(True, alias="tie_word_embeddings")
+    quantization_config: None = Field(None, exclude=True)
+    auto_map: None = Field(None, exclude=True)  # somebody's code
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
@@ -87,8 +95,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     if folder is None:
         return SIZES
     fix = "give a GPT-2 of the published form, or set weights to random"
-    file = folder / "config.json"
-    config = parse_as(_Config, load_json(file, "model"), str(file), fix)
+    config = parse_as(_Config, read_config(folder), str(folder / CONFIG_FILE), fix)
     heads = config.num_heads
     width = config.hidden_size
     if width % heads:
@@ -96,7 +103,8 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     if config.n_inner not in (None, 4 * width):
         raise UserError(f"{folder}: n_inner={config.n_inner} is not 4 n_embd={4 * width}", fix=fix)
     shape = {"vocab_size", "num_positions", "num_layers", "num_heads", "hidden_size"}
-    return {folder.name: gpt2_size(**config.model_dump(include=shape))}
+    tied = is_tied(folder, config.tied, "transformer.wte.weight")
+    return {folder.name: gpt2_size(**config.model_dump(include=shape), tied=tied)}
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
@@ -109,6 +117,8 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
     """Hugging Face's tensors, as views of one of ours; rows may have two or three axes."""
+    if ours == _OUTPUT_ROWS:
+        return {OUTPUT_LAYER: tensor[: size.vocab_size]}
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
     if ours.startswith("token_embedding"):
         tensor = tensor[: size.vocab_size]

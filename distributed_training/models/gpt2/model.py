@@ -43,7 +43,7 @@ class GPT2Block(Block):
 
 
 class GPT2(Decoder):
-    """GPT-2 with learnt positions, its output layer tied to the token embedding."""
+    """GPT-2 with learnt positions, its output layer tied to the token embedding as a rule."""
 
     roles = {"position_embedding": "positions"}  # noqa: RUF012
 
@@ -55,6 +55,8 @@ class GPT2(Decoder):
         blocks = {str(i): GPT2Block(size, dropout) for i in range(size.num_layers)}
         self.blocks = nn.ModuleDict(blocks)
         self.norm_out = LayerNorm(d)
+        if not size.tied:
+            self.output_rows = nn.Embedding(size.padded_vocab_size, d)
 
     def place(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
         """Add positions, [B, T, D] -> [B, T, D]."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, PositiveInt, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from distributed_training.models import ModelSize
+from distributed_training.models.config_file import CONFIG_FILE, read_config
+from distributed_training.models.weights import is_tied
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, parse_as
+from distributed_training.settings.files import parse_as
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from distributed_training.models.decoder import Decoder
 
 Kind = Literal["llama", "mistral", "qwen2", "qwen3"]
+Count = Annotated[int, Field(ge=1, le=2**24)]
+SLIDING = "sliding_attention"
+LayerType = Literal["full_attention", "sliding_attention"]
 MODEL_TYPES = get_args(Kind)
 STORES_TRANSPOSED = False
 _FIX = "give a model without it, of those in models/llama/sizes.json for example"
@@ -37,57 +42,75 @@ _NAMES = {
 }
 
 
-class Rope(BaseModel, strict=True):
-    """How fast the pairs of a head turn with the position."""
+class Rope(BaseModel, strict=True, extra="forbid"):
+    """How fast the pairs of a head turn with the position: `rope_parameters` of transformers."""
 
-    rope_theta: float = 10000.0
-    rope_type: Literal["default", "linear", "llama3"] = "default"
+    rope_theta: float = Field(10000.0, gt=0)
+    # Up to max_position_embeddings, beyond which no sequence goes here, "dynamic" is the default.
+    rope_type: Literal["default", "linear", "llama3", "dynamic"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Leave out an older file's name of `rope_type`, and the whole as a part of itself."""
+        others = {"type": given.get("type"), "partial_rotary_factor": 1.0}
+        return {k: v for k, v in given.items() if k not in others or v != others[k]}
+
 
 class Config(BaseModel, strict=True):
-    """A config.json, older or newer, as far as the function that is computed depends on it."""
+    """A config.json as transformers reads it (models/config_file.py), as far as the function that
+    is computed depends on it."""
 
     model_type: Kind
-    vocab_size: PositiveInt
-    max_position_embeddings: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    rope_parameters: Rope = Field(default_factory=Rope)
-    rms_norm_eps: float = 1e-6
+    vocab_size: Count
+    max_position_embeddings: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count
+    hidden_size: Count
+    intermediate_size: Count
+    rope_parameters: Rope = Rope()
+    rms_norm_eps: float = Field(1e-6, gt=0)
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: Literal[False] = False
-    hidden_act: Literal["silu"] = "silu"
-    sliding_window: None = None
+    hidden_act: Literal["silu", "swish"] = "silu"  # two names of one function
+    sliding_window: Count | None = None  # tokens that each token sees, in layers that slide
+    layer_types: tuple[LayerType, ...] | None = Field(None, strict=False)  # None: all alike
     quantization_config: None = Field(None, exclude=True)
     auto_map: None = Field(None, exclude=True)  # somebody's code
 
     @model_validator(mode="before")
     @classmethod
-    def _fill(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """What a config.json leaves out, and older names."""
-        found = {key: value for key, value in given.items() if value is not None}
-        heads = found.get("num_attention_heads") or 1
-        found.setdefault("num_key_value_heads", heads)
-        found.setdefault("head_dim", found.get("hidden_size", 0) // heads)
-        if not found.get("use_sliding_window", found.get("model_type") == "mistral"):
-            found.pop("sliding_window", None)
-        if "rope_parameters" not in found:
-            rope = dict(found.get("rope_scaling", {}))
-            if "type" in rope:
-                rope["rope_type"] = rope["type"]
-            if "rope_theta" in found:
-                rope["rope_theta"] = found["rope_theta"]
-            found["rope_parameters"] = rope
-        return found
+    def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Leave out the values that transformers' model of this type does not look at."""
+        values = {key: value for key, value in given.items() if value is not None}
+        kind = values.get("model_type")
+        heads = values.get("num_attention_heads") or 1
+        values.setdefault("head_dim", values.get("hidden_size", 0) // heads)
+        if kind not in ("llama", "qwen3"):
+            values.pop("attention_bias", None)
+        layers = values.get("layer_types") or ["full_attention"]
+        if kind not in ("qwen2", "qwen3"):
+            values.pop("layer_types", None)
+        elif set(layers) == {"full_attention"}:
+            values.pop("layer_types", None)
+            values.pop("sliding_window", None)
+        elif "sliding_window" not in values and SLIDING in layers:
+            raise ValueError("layers with a sliding window and no sliding_window")
+        if kind == "llama":
+            values.pop("sliding_window", None)
+        return values
+
+    @property
+    def num_positions(self) -> int:
+        """Length of the longest sequence of which each token sees all before it."""
+        return min(self.max_position_embeddings, self.sliding_window or 2**62)
 
     @property
     def biases(self) -> tuple[bool, bool]:
@@ -117,7 +140,7 @@ def llama_size(config: Config) -> ModelSize:
         kept = (heads + qkv) // 2  # q and k before their norms
     return ModelSize(
         vocab_size=config.vocab_size,
-        num_positions=config.max_position_embeddings,
+        num_positions=config.num_positions,
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -139,14 +162,14 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     """The named sizes, or a Hugging Face folder's; UserError where we compute something else."""
     if folder is None:
         return SIZES
-    file = folder / "config.json"
-    config = parse_as(Config, load_json(file, "model"), str(file), _FIX)
+    config = parse_as(Config, read_config(folder), str(folder / CONFIG_FILE), _FIX)
     heads = config.num_attention_heads
     groups = config.num_key_value_heads
     if heads % groups or config.head_dim % 2:
         what = f"{folder}: {heads} heads of {config.head_dim} numbers with {groups} of k and v"
         raise UserError(f"{what} cannot be divided")
-    return {folder.name: llama_size(config)}
+    tied = is_tied(folder, config.tie_word_embeddings, f"{_NAMES['token_embedding']}.weight")
+    return {folder.name: llama_size(config.model_copy(update={"tie_word_embeddings": tied}))}
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
@@ -182,6 +205,10 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
     document = config.model_dump(exclude={"rope_parameters"}) | {"rope_theta": rope.rope_theta}
     if rope.rope_type != "default":
         document["rope_scaling"] = rope.model_dump(exclude={"rope_theta"}, exclude_unset=True)
+    if config.layer_types is None:
+        del document["layer_types"]
+    else:
+        document["use_sliding_window"] = True
     architecture = f"{config.model_type.capitalize()}ForCausalLM"
     return {**document, "architectures": [architecture], "eos_token_id": eos_token_id}
 

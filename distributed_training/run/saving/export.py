@@ -109,7 +109,8 @@ def write_folder(
     if config.lora_rank and plan.weights_dir is not None and not merge:
         from distributed_training.models.peft import save_adapters
 
-        base = str(plan.model.hub_id if config.weights == "pretrained" else plan.weights_dir)
+        on_hub = config.weights == "pretrained" or plan.adapters_dir is not None
+        base = str(plan.model.hub_id if on_hub and not plan.model.weights_dir else plan.weights_dir)
         save_adapters(state, plan.model, config, writing, base=base, fingerprint=base_fingerprint)
     else:
         if config.lora_rank:

@@ -1,0 +1,79 @@
+"""A folder of PEFT's with LoRA adapters: its config, and where their base is. No torch import."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, FiniteFloat
+
+from distributed_training.data import hub
+from distributed_training.models.weights import fetch_weights
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import load_json, parse_as, shown
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_FIX = "give plain LoRA adapters, or merge them with PEFT first"
+# Ways to draw the first A and B that leave the base's weights as they are
+_INITIAL = (True, False, "gaussian", "eva", "orthogonal")
+# Keys that do not change what trained adapters compute
+_HARMLESS = {
+    "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out",
+    "init_lora_weights", "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
+}  # fmt: skip
+
+
+class Adapters(BaseModel, strict=True):
+    """An adapter_config.json, as far as it changes what is computed."""
+
+    peft_type: Literal["LORA"]
+    base_model_name_or_path: str
+    r: Annotated[int, Field(ge=1, le=2**16)]
+    lora_alpha: FiniteFloat
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    use_rslora: bool = False
+    revision: Literal["main"] | None = None
+    target_modules: list[str] | str | None = None
+    bias: Literal["none"] = "none"
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+
+def read_adapters(folder: Path) -> Adapters:
+    """Return the config of a folder with adapters. Raises UserError for adapters that compute
+    something else than the base and the scaled product of B and A."""
+    file = folder / ADAPTER_CONFIG
+    document: dict[str, Any] = load_json(file, "adapters")
+    config = parse_as(Adapters, document, str(file), _FIX)
+    initial = document.get("init_lora_weights", True)
+    if initial not in _INITIAL:
+        what = f"{file}: init_lora_weights={shown(initial)} is not supported"
+        why = "such adapters belong to changed weights of the base, which nobody has kept"
+        fix = "save them with PEFT's path_initial_model_for_weight_conversion, or merge them first"
+        raise UserError(what, why, fix)
+    for key in sorted(set(document) - _HARMLESS - set(Adapters.model_fields)):
+        if value := document[key]:
+            what = f"{file}: {key}={shown(value)} is not supported"
+            raise UserError(what, "it changes what adapters compute", _FIX)
+    return config
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds adapters."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def base_folder(folder: Path) -> Path:
+    """Return `folder`, or if it holds adapters the folder of the weights that they belong to."""
+    if not is_adapter(folder):
+        return folder
+    name = read_adapters(folder).base_model_name_or_path
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    try:
+        return fetch_weights(name)
+    except OSError as error:
+        command = f"hf download {name}"
+        raise hub.cannot_fetch("base_model_name_or_path", name, error, command) from None

@@ -1,0 +1,62 @@
+"""A folder's config.json as transformers reads it. No torch import where the cache has it."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from distributed_training.settings.cache import cache_folder
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import load_json, parse_json, shown
+
+CONFIG_FILE = "config.json"
+MAX_LAYERS = 4096  # transformers lists the layers of some models one by one
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the values of a folder's config.json with transformers' defaults, in its newest form:
+    `rope_parameters` whatever the file calls them, for example. No code in the folder runs.
+    Raises UserError if transformers refuses the file."""
+    file = folder / CONFIG_FILE
+    given = load_json(file, "model")
+    if not isinstance(given, dict):
+        raise UserError(f"{file} is not a JSON object", fix="copy the model's folder again")
+    for key in ("num_hidden_layers", "n_layer"):
+        layers = given.get(key)
+        if isinstance(layers, int) and layers > MAX_LAYERS:
+            why = f"models of more than {MAX_LAYERS} layers are not supported"
+            raise UserError(f"{file}: {key}={layers} is not accepted", why)
+    return json.loads(_read_with_transformers(json.dumps(given, sort_keys=True), folder))
+
+
+@functools.cache
+def _read_with_transformers(text: str, folder: Path) -> str:
+    """Return `read_config` as JSON. Importing transformers takes seconds, so the user's cache keeps
+    the answer for every process and later run that reads a file with the same contents."""
+    key = hashlib.sha256(f"{version('transformers')} {text}".encode()).hexdigest()
+    cached = cache_folder() / "configs" / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError):
+        kept = cached.read_text()
+        if isinstance(parse_json(kept), dict):
+            return kept
+    try:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        answer = json.dumps(config.to_dict())
+    except Exception as error:  # transformers' own, and whatever a wrong value raises in it
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = f"{type(error).__name__}: {shown(' '.join(lines))[1:-1]}"
+        raise UserError(f"transformers does not read {folder / CONFIG_FILE}", why) from None
+    with contextlib.suppress(OSError):  # the cache may be read-only
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as new:
+            new.write(answer)
+        os.replace(new.name, cached)
+    return answer
