@@ -45,7 +45,7 @@ _NAMES = {
 class Rope(BaseModel, strict=True, extra="forbid"):
     """How fast the pairs of a head turn with the position: `rope_parameters` of transformers."""
 
-    rope_theta: float = Field(10000.0, gt=0)
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     # Up to max_position_embeddings, beyond which no sequence goes here, "dynamic" is the default.
     rope_type: Literal["default", "linear", "llama3", "dynamic"] = "default"
     factor: float = 1.0
