@@ -167,6 +167,9 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
 ]  # fmt: skip
 
 
+LAST = "stage 3, the last one"
+
+
 @pytest.mark.parametrize(
     ("guess", "found", "right"),
     [
@@ -176,6 +179,8 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
         ([8, 4], [8, 4], True), ("8 and 4", [8, 4], True), ([4, 8], [8, 4], False),
         ([27, 0.6], ["27.0%", "0.6%"], True), ([0, 0], ["5.9%", "0.0%"], False), (3, 3, True),
         ([27, 5], [27], False), ("about 240", 240, True),
+        *((guess, LAST, True) for guess in (3, "last", "the last one", "stage 3")),
+        (0, LAST, False), ("first", LAST, False), ("", 3, False),
     ],
 )  # fmt: skip
 def test_guesses_are_judged(guess: object, found: object, right: bool) -> None:

@@ -72,11 +72,12 @@ def tell(
 
 
 def agree(guess: object, found: object) -> bool:
-    """Whether all numbers of a guess are those found, within 2% or half a percentage point, or its
-    words are among those found. 0.75, 75, "75%" and "3/4" are the same share."""
+    """Whether all numbers of a guess are those found, within 2% or half a percentage point, or all
+    words of one without numbers. 0.75, 75, "75%" and "3/4" are the same share."""
     ours, theirs = numbers_in(guess), numbers_in(found)
-    if not theirs:
-        return str(guess).strip().lower() in [*str(found).lower().split(), str(found).lower()]
+    if not ours:
+        words, known = (set(re.findall(r"\w+", str(text).lower())) for text in (guess, found))
+        return bool(words) and words <= known
     return len(ours) == len(theirs) and all(map(_close, ours, theirs))
 
 
