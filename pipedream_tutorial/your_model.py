@@ -25,7 +25,7 @@ torch.manual_seed(0)
 MODEL = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.Tanh())])
 CUT = 4  # stage 0 has the layers before it, stage 1 the others
 SCHEDULE, MICROBATCHES = "1f1b", 8
-X, TARGET = torch.randn(1024, 512), torch.randn(1024, 512)
+X, TARGET = torch.randn(256, 512), torch.randn(256, 512)
 LOSS = nn.MSELoss()
 
 
@@ -51,7 +51,7 @@ def run(rank: int, folder: str) -> None:
     module = MODEL[CUT:] if rank else MODEL[:CUT]
     x = X.chunk(MICROBATCHES)[0]
     example = (MODEL[:CUT](x), TARGET.chunk(MICROBATCHES)[0]) if rank else (x, None)
-    own = [time_stage(module, *example) for _ in range(20)]
+    own = [time_stage(module, *example) for _ in range(10)]
     times: list[list[int]] = [[], []]  # of each stage: F and B
     dist.all_gather_object(times, [median_low(kind) for kind in zip(*own, strict=True)])
 
@@ -59,7 +59,7 @@ def run(rank: int, folder: str) -> None:
     kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[SCHEDULE]
     schedule = kind(stage, MICROBATCHES, loss_fn=LOSS)  # divides gradients by m itself
     measured = []
-    for _ in range(8):
+    for _ in range(6):
         module.zero_grad()
         dist.barrier()
         begin = perf_counter()
@@ -77,7 +77,8 @@ def run(rank: int, folder: str) -> None:
         costs = Costs(forward=f, input_gradient=b, weight_gradient=(0, 0))
         makespan = simulate(build_schedule(SCHEDULE, 2, MICROBATCHES), costs).makespan
         print("F of the stages:", *f, "us; B:", *b, "us")
-        print(f"predicted: {int(makespan)} us; measured: {median_low(measured[2:])} us")
+        wanted, took = float(makespan) / 1000, median_low(measured[2:]) / 1000
+        print(f"predicted: {wanted:.1f} ms; measured: {took:.1f} ms")
     dist.destroy_process_group()
 
 
