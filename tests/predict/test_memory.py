@@ -87,7 +87,8 @@ def test_a_pipeline_is_fullest_where_it_begins(tmp_path):
     assert many[0] == pytest.approx(4 * few[0], rel=0.1)
 
 
-def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path):
+def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path / "cache"))
     words = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text()), "num_samples": 4}
     config = build_config({**words, "output_dir": str(tmp_path)})
     first, second, two = (
