@@ -1,6 +1,7 @@
 """Tokenizers: transformers' own, loaded only when text is tokenized; for GPT-2's two files, which
 we ship, the library below it, which imports in no time."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -349,11 +350,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text for ids; `special`: with special tokens."""
-        if not special:
-            ends = (self.eos_id, self.end_of_answer)
-            ids = [i for i in ids if i not in ends]
         if self._is_gpt2:
-            return str(self._loaded.decode(list(ids), skip_special_tokens=False))
+            kept = [i for i in ids if special or i != self.eos_id]
+            return str(self._loaded.decode(kept, skip_special_tokens=False))
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
         return str(self._loaded.decode(list(ids), **options))
 
@@ -404,10 +403,12 @@ class Tokenizer:
         if self.renderer is None:
             return self.eos_id
         said = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "answered"}]
-        text = self.renderer.align([("", Conversation(said))])[0][-1].text
-        ids = self.encode_batch([text.rpartition("answered")[2]])[0]
-        special = ids[np.isin(ids, self.special_ids)]
-        return int(special[0]) if len(special) else self.eos_id
+        for messages in (said, [{"role": "system", "content": "."}, *said]):  # some need a system's
+            with contextlib.suppress(UserError):
+                text = self.renderer.align([("", Conversation(messages))])[0][-1].text
+                ids = self.encode_batch([text.rpartition("answered")[2]])[0]
+                return int([*ids[np.isin(ids, self.special_ids)], self.eos_id][0])
+        return self.eos_id
 
     def begin(self, text: str) -> list[int]:
         """Ids of a text that goes on."""

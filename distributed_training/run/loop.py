@@ -26,7 +26,7 @@ from distributed_training.run.ranks import Startup, handling, numbered
 from distributed_training.run.saving import checkpoint, export
 from distributed_training.run.saving.resume import list_checkpoints, name_of
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.errors import RunError
+from distributed_training.settings.errors import RunError, UserError
 
 FLUSH_EVERY_S = 1.0
 # Signals that stop a run
@@ -399,20 +399,36 @@ class Trainer:
         tokenizer = self.data.tokenizer
         if config.generate is None:
             return None
-        prompt = tokenizer.begin(config.generate)
-        if self._chat:
-            prompt = tokenizer.ask([{"role": "user", "content": config.generate}])
+        # One process tokenizes: for many tokenizers that imports transformers.
+        asked: tuple[list[int], int] | None = None
+        if self.topology.rank == 0:
+            try:
+                asked = self._prompt(config.generate)
+            except UserError as error:  # a template that takes no question without more
+                self.display.note(f"no sample: {error}")
+        asked = from_rank_0(asked)
+        if asked is None:
+            return None
+        prompt, eos_id = asked
         # The split of a window over processes may append tokens, which need positions, too.
         context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
         # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
         ids = export.continuation(
             self.engine.logits, prompt, num_tokens=60, context=context, seed=config.seed,
-            eos_id=tokenizer.end_of_answer if self._chat else tokenizer.eos_id,
-            past=self.engine.past(), agree=lambda choice: dist.broadcast(choice, src=0),
+            eos_id=eos_id, past=self.engine.past(),
+            agree=lambda choice: dist.broadcast(choice, src=0),
         )  # fmt: skip
-        sample = tokenizer.decode([*prompt, *ids])
+        said = [*prompt, *ids]
+        sample = str(from_rank_0(tokenizer.decode(said) if self.topology.rank == 0 else ""))
         self.display.sample(f"sample {when} training:", sample)
         return sample
+
+    def _prompt(self, text: str) -> tuple[list[int], int]:
+        """Ids of what a sample begins with, and the token that ends it."""
+        tokenizer = self.data.tokenizer
+        if self._chat:
+            return tokenizer.ask([{"role": "user", "content": text}]), tokenizer.end_of_answer
+        return tokenizer.begin(text), tokenizer.eos_id
 
     def _judge(self, step: int, result: StepResult) -> NonFiniteError | None:
         """The error that a step which is not finite is: with the ranks whose own loss is not, and

@@ -1,6 +1,8 @@
 """Tokenizers: the shipped one, a model's own and its chat template, against transformers."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from tokenizers import Tokenizer as Builder
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from distributed_training.data.corpus import read_prose
+from distributed_training.data.corpus import read_corpus, read_prose
 from distributed_training.data.tokenizer import END_OF_TEXT, Tokenizer
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
@@ -138,3 +140,23 @@ def test_unusable_files_are_refused(vocabulary, merges, words, tmp_path):
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
     with refused(str(tmp_path), words):
         assert Tokenizer(tmp_path).facts
+
+
+CACHED = """
+import sys
+from pathlib import Path
+from distributed_training.data.tokenizer import Tokenizer
+from tests.data.test_samples import prepare, read_corpus
+
+tokenizer = Tokenizer(Path(sys.argv[1]))
+data = prepare(Path(sys.argv[3]), tokenizer, read_corpus(sys.argv[2]), max_length=200)
+print("transformers" in sys.modules, tokenizer.eos_id, tokenizer.talks(data.form))
+"""
+
+
+def test_ranks_that_find_their_tokens_do_not_import_transformers(folder, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"messages": SAID})] * 4))
+    tokenizer = Tokenizer(folder)
+    prepare(tmp_path / "cache", tokenizer, read_corpus(str(tmp_path / "a.jsonl")), max_length=200)
+    command = [sys.executable, "-c", CACHED, folder, tmp_path / "a.jsonl", tmp_path / "cache"]
+    assert subprocess.check_output(command, text=True).split() == ["False", "1", "True"]

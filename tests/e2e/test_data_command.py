@@ -1,0 +1,47 @@
+"""The command `data` shows what a run trains on."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from tests.conftest import assert_ok, heavy_pool
+from tests.data.test_tokenizer import FORGETFUL, SAID, folder  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def model(folder):  # noqa: F811
+    """A tiny model whose template shows earlier answers otherwise than it asks for them."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 512}
+    Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = FORGETFUL
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
+    rows = [{"messages": SAID}, {"messages": SAID[:1]}, {"messages": SAID[:2]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = ["--model", model, "--dataset", tmp_path / "a.jsonl", "--max_length", 200]
+    result = heavy_pool().script(["data", *options, "--json", "--show", 9])
+    assert_ok(result)
+    found = json.loads(result.stdout)
+    theirs = AutoTokenizer.from_pretrained(model)
+    ids = [theirs.apply_chat_template(said)["input_ids"] for said in (SAID, SAID[:2], SAID[:2])]
+    assert [sample["ids"] for sample in found["samples"]] == ids
+    learned = []
+    for sample in found["samples"]:
+        pairs = zip(sample["ids"], sample["loss_mask"], strict=True)
+        learned.append(theirs.decode([token for token, is_target in pairs if is_target]))
+    first = "<none>\nA sequence <|end|><|end|>\n"
+    assert learned == ["<none>\nAnother one<|end|>\n", first, first]
+    counts = found["counts"]
+    assert (counts["records"], counts["used"], counts["samples"]) == (3, 2, 3)
+    assert counts["left_out"] == {"no answer to train on": 1}
+    assert sum(counts["left_out"].values()) + counts["used"] == counts["records"]
+    text = heavy_pool().script(["data", *options]).stdout
+    assert f"<|turn|>assistant\n«{first}»" in text
+    assert "1 of 3 records are left out: no answer to train on" in text
+    assert "2 records have special tokens in their text" in text
