@@ -52,7 +52,8 @@ class RunConfig(Options):
     gpt2-medium"""
     dataset: Text = data(AUTO, aliases=("data", "train_file"))
     """a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of them, user/name[:config] of
-    the Hub, wikitext-2, embedded, embedded-prose; auto: wikitext-2 where available, else embedded"""
+    the Hub, wikitext-2, embedded, embedded-prose; auto: wikitext-2 where available, else
+    embedded"""
     validation_dataset: Text | None = data(None, aliases=("validation_file", "eval_dataset"))
     """likewise, to evaluate on; None: dataset's validation split, or its last 5%"""
     columns: Text | None = data(None)
