@@ -220,6 +220,8 @@ def _work(job: dict[str, Any], rank: int, port: int) -> None:
             _call(job["function"], folder, rank)
         code = 0
     except SystemExit as end:
+        if isinstance(end.code, str):  # as Python says it, where it is not caught
+            print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()

@@ -51,7 +51,6 @@ CASES = {
         "untied/hybrid": {**HYBRID, **cut(4)},
         "lora/zero2": {"strategy": "zero2", **cut(2)},
         "lora/fsdp": {"strategy": "fsdp", **cut(2), **FULL},
-        "gpt2/local-sgd": {"strategy": "local-sgd", **cut(1), "local_steps": 1},
     },
     4: {
         "untied/tp2-pp2": {**split(tp=2, pp=2), **cut(8)},
@@ -84,3 +83,11 @@ def test_packed_records_are_what_each_of_them_is_alone(count, name, results):
     found = results(count)[name]
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert_equal_runs(found, alone)
+
+
+def test_processes_that_train_apart_do_with_packed_records_what_they_do_with_each_alone():
+    """Local SGD is not what one process computes, so both are two processes'."""
+    case = {"local": {**MODELS["gpt2"], "strategy": "local_sgd", **cut(1), "local_steps": 2}}
+    packed, alone = (run_cases(case, 2, what=what)["local"] for what in ("train", "train_apart"))
+    assert packed["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert_equal_runs(packed, alone)
