@@ -201,12 +201,31 @@ class Work(Shapes):
         return 2 * tiled(m, k, n, rates.num_sms) / flops * ARITHMETIC
 
     def _attention(self) -> Cost:
-        """Causal attention of one block, forward; in packed records no token sees others."""
-        length = self.plan.attended
+        """Causal attention of one block, forward. Within packed records a kernel skips the other
+        records of a block; a mask hides them and costs more than whole blocks do."""
+        packing = self.plan.packing
+        masked = packing is not None and not self._has_kernel()
+        length = self.config.max_length if masked else self.plan.attended
         rate = self.rates.attention_flops * length / (length + FITTED.attention_half)
+        fitted = FITTED.packed_attention
         if self.width == 4:  # the kernel for fp32 is bound by arithmetic at any length
             rate = self.rates.fp32_gemm_flops / 2
-        return 2 * self.tokens * length * self.size.attention_width / self.tp / rate * ARITHMETIC
+        elif masked:
+            rate /= fitted.mask
+        elif packing is not None:
+            rate /= fitted.kernel
+        seconds = 2 * self.tokens * length * self.size.attention_width / self.tp / rate
+        if packing is not None and not masked:
+            tiles = math.ceil(self.config.max_length / fitted.tile) * packing.max_documents
+            heads = self.tokens / self.config.max_length * self.size.num_heads / self.tp
+            seconds += tiles * heads * fitted.tile_s / (1 + BACKWARD_ATTENTION)
+        return seconds * ARITHMETIC
+
+    def _has_kernel(self) -> bool:
+        """Whether packed records have a kernel of their own, as in models/attention.py."""
+        head_size = self.size.attention_width // self.size.num_heads
+        on_gpu = self.config.precision == "bf16" and not self.rates.on_host
+        return on_gpu and not self.config.dropout and head_size % 8 == 0 and head_size <= 256
 
     def _elementwise(self) -> Cost:
         """Of a block, forward; a backward pass reads and writes twice as much."""

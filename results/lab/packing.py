@@ -10,7 +10,6 @@ everything; a table is printed.
 
 import ast
 import functools
-import itertools
 import json
 import shlex
 import statistics
@@ -34,6 +33,7 @@ from distributed_training.models import attention
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.keys import Parser
 from distributed_training.tools.harness import Group, Run, each_run, open_group
+from distributed_training.tools.parity.apart import rows_of
 
 COMMON: dict[str, Any] = {
     "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "tokenizer": "embedded",
@@ -116,17 +116,12 @@ def measure_with_mask(run: Run) -> dict[str, Any]:
 
 def take_apart(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
     """A step's records, each in a row of its own, ROWS of them in a micro-batch."""
-    rows = []
-    for inputs, targets, _, ends in batch.micro_batches:
-        for block in zip(inputs, targets, ends, strict=True):
-            bounds = [0, *np.unique(block[2]).tolist()]
-            for start, end in itertools.pairwise(bounds):
-                row = np.full((2, run.plan.config.max_length), IGNORE_INDEX)
-                row[0] = run.data.tokenizer.eos_id
-                row[:, : end - start] = [part[start:end] for part in block[:2]]
-                if (row[1] != IGNORE_INDEX).any():
-                    rows.append(row)
-    empty = np.stack([np.full_like(rows[0][0], run.data.tokenizer.eos_id), rows[0][1] * 0 - 100])
+    padding_id = run.data.tokenizer.eos_id
+    rows = [
+        row for blocks in batch.micro_batches for row in rows_of(blocks, padding_id).swapaxes(0, 1)
+    ]
+    rows = [row for row in rows if (row[1] != IGNORE_INDEX).any()]
+    empty = np.stack([np.full_like(rows[0][0], padding_id), rows[0][1] * 0 - 100])
     rows += [empty] * (-len(rows) % ROWS)
     if backwards:
         rows.reverse()

@@ -6,7 +6,6 @@ Every function but the last takes {"cases": {name: CONFIG values}, ...} and retu
 
 import functools
 import hashlib
-import itertools
 import os
 import tempfile
 from dataclasses import replace
@@ -14,12 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed_training.data.samples import IGNORE_INDEX, StepBatch
+from distributed_training.data.samples import StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import attention, decoder, llama
 from distributed_training.models.gpt2 import SIZES, gpt2_size
@@ -34,6 +32,7 @@ from distributed_training.run.ranks import current_process
 from distributed_training.run.saving.checkpoint import load_checkpoint, load_own, own_parts
 from distributed_training.settings.config import build_config
 from distributed_training.tools.harness import Run, every_run, open_group
+from distributed_training.tools.parity.apart import rows_of
 from results.lab import traffic
 from tests.support import save_now, started
 
@@ -94,17 +93,9 @@ def train_apart(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _take_apart(run: Run, batch: StepBatch) -> StepBatch:
     """A step's records, each in a row of its own, in as many micro-batches."""
-    micro_batches = []
-    for inputs, targets, _, ends in batch.micro_batches:
-        rows = []
-        for block in zip(inputs, targets, ends, strict=True):
-            for start, end in itertools.pairwise([0, *np.unique(block[2]).tolist()]):
-                row = np.full((2, run.plan.config.max_length), IGNORE_INDEX)
-                row[:, : end - start] = [part[start:end] for part in block[:2]]
-                row[0, end - start :] = run.data.tokenizer.eos_id
-                rows.append(row)
-        micro_batches.append(tuple(np.stack(rows, axis=1)))
-    return replace(batch, micro_batches=micro_batches)
+    padding_id = run.data.tokenizer.eos_id
+    rows = [tuple(rows_of(blocks, padding_id)) for blocks in batch.micro_batches]
+    return replace(batch, micro_batches=rows)
 
 
 def _train(

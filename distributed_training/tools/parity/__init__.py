@@ -3,7 +3,8 @@
 The reference is one process that compiles nothing. It trains twice, the second time with other
 micro-batches: its differences from itself are rounding. A layout that differs by more than LIMITS,
 and by more than SPREADS times the rounding, computes something else. Each tensor is compared with
-its own rounding, as Adam makes large steps of gradients that are nothing else.
+its own rounding, as Adam makes large steps of gradients that are nothing else. If records are
+packed, one process also trains on them one by one, as a layout of its own.
 
 Two process groups train everything: one process, then the processes of the layouts. Starting
 processes takes longer than the steps."""
@@ -28,6 +29,8 @@ from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import list_strategies, load_strategy
 from distributed_training.tools import compare
 from distributed_training.tools.parity.trials import (
+    NOT_PACKED,
+    NUM_REFERENCES,
     OK,
     USUALLY,
     Trial,
@@ -77,13 +80,13 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     say_how_long(trials, build, out)
     group = partial(train_group, trials=trials, out=out, build=build, script=script)
     try:
-        group(trials[:2], can_fork=launch.can_fork(machine))
+        group(trials[:NUM_REFERENCES], can_fork=launch.can_fork(machine))
         if why := trials[0].why or trials[1].why:
             raise UserError("one process cannot train this", why)
-        group(trials[2:], can_fork=launch.can_fork(machine))
+        group(trials[NUM_REFERENCES:], can_fork=launch.can_fork(machine))
     finally:
         shutil.rmtree(runs_dir, ignore_errors=True)
-        done = [trial for trial in trials if trial.verdict]
+        done = [trial for trial in trials if trial.verdict not in ("", NOT_PACKED)]
         if len(done) > 2:
             from distributed_training.tools.parity.page import write_page  # imports torch
 
@@ -98,7 +101,8 @@ def exit_code(verdicts: Sequence[str]) -> int:
 
 def say_how_long(trials: Sequence[Trial], build: compare.Build, out: Path) -> None:
     """Print the work and a prediction of its time."""
-    layouts, processes = trials[2:], trials[2].num_processes
+    layouts = trials[NUM_REFERENCES:]
+    processes = layouts[0].num_processes
     steps = [(build(compare.texts(trial.values)), trial.num_processes) for trial in trials
              if not trial.verdict]  # fmt: skip
     seconds = compare.predicted_s(steps, run_s=LAYOUT_S)

@@ -44,7 +44,7 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
     title = (
         f"model {config['model']}, dataset {config['dataset']}, precision {config['precision']}; "
         f"{reference['num_steps']} steps of {reference['global_batch_size']} x "
-        f"{config['max_length']} tokens; {layouts[0].num_processes} processes on "
+        f"{config['max_length']} tokens; {layouts[-1].num_processes} processes on "
         f"{machine.gpu_name or 'CPU'}"
     )
     least = ", ".join(f"{limit:g} for {what}" for what, limit in LIMITS.items())
@@ -67,7 +67,7 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
         "dataset": last_part(config["dataset"]), "precision": config["precision"],
         "steps": f"{reference['num_steps']} of {reference['global_batch_size']} x "
                  f"{config['max_length']} tokens",
-        "processes": str(layouts[0].num_processes), "device": machine.gpu_name or "CPU",
+        "processes": str(layouts[-1].num_processes), "device": machine.gpu_name or "CPU",
     }  # fmt: skip
     model = last_part(config["model"])
     section = report.Section(title, notes, [table], heading=model, settings=settings)

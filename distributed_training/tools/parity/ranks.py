@@ -14,7 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,7 +31,8 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.tools import harness
-from distributed_training.tools.parity.trials import AGAIN, OK, REFERENCE
+from distributed_training.tools.parity.apart import OneByOne
+from distributed_training.tools.parity.trials import AGAIN, APART, NOT_PACKED, OK, REFERENCE
 
 # Relative differences that sums in another order cause in fp32, with a margin.
 LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
@@ -74,7 +75,8 @@ def train_all(file: Path, build: Build) -> int:
             if first:
                 note(out, began=key)
                 print(f"\n{line}", flush=True)  # into the log
-            for _, found in harness.each_run(group, {key: config}, _train, kept=kept):
+            use = _train_one_by_one if key == APART else _train
+            for _, found in harness.each_run(group, {key: config}, use, kept=kept):
                 if first:
                     result = conclude(key, found, out)
                     seconds = time.monotonic() - began
@@ -135,11 +137,21 @@ def _train(run: harness.Run) -> Values:
     }  # fmt: skip
 
 
+def _train_one_by_one(run: harness.Run) -> Values:
+    """As `_train`, each packed record in a row of its own."""
+    if run.data.train.firsts is None:
+        return {"not_packed": True}
+    run.sampler = OneByOne(**asdict(run.sampler))
+    return _train(run)
+
+
 def conclude(key: str, found: list[Any] | str, out: Path) -> Values:
     """Compare a run with the reference and remove its folder; return its part of parity.json."""
     if isinstance(found, str):
         return {"verdict": "skipped", "why": found, "apart": {}, "mesh": None}
     mine = found[0]
+    if mine.get("not_packed"):
+        return {"verdict": NOT_PACKED, "why": "", "apart": {}, "mesh": None}
     file = out / RUNS / f"{REFERENCE}.json"
     if key == REFERENCE and not mine["why"]:  # its folder stays until all runs have ended
         file.write_text(json.dumps({REFERENCE: mine, AGAIN: {}}), encoding="utf-8")

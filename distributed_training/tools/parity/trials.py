@@ -1,4 +1,4 @@
-"""What `parity` trains: one process twice, then each layout."""
+"""What `parity` trains: one process twice, packed records one by one, then each layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +11,9 @@ from distributed_training.settings.machine import Machine
 from distributed_training.tools import compare
 
 REFERENCE, AGAIN = "reference", "rounding"  # keys and verdicts of the runs of one process
+# The key of one process that has packed records one by one; the verdict where none are packed
+APART, NOT_PACKED = "one by one", "not packed"
+NUM_REFERENCES = 3
 OK = "ok"
 # Other dropout masks are drawn under every layout.
 ALWAYS: compare.Values = {"dropout": 0.0, "resume": None, "checkpoint_every": 2**31}
@@ -67,7 +70,7 @@ def layouts_of(runs: Sequence[compare.Run]) -> list[Trial]:
 
 def references_for(runs: Sequence[compare.Run]) -> list[Trial]:
     """One process with the global batch and the work of all layouts, and the same with other
-    micro-batches."""
+    micro-batches, and with each packed record in a row of its own."""
     first, config = next((run, run.config) for run in runs if run.config)
     kept = compare.WORK | USUALLY.keys() | ALWAYS.keys() | {"precision"}
     plain = {name: value for name, value in first.values.items() if name in kept} | PLAIN
@@ -77,6 +80,7 @@ def references_for(runs: Sequence[compare.Run]) -> list[Trial]:
     found = []
     for key, name, micro in (
         (REFERENCE, "one process", size), (AGAIN, "again, cut otherwise", other),
+        (APART, "records one by one", size),
     ):  # fmt: skip
         values = plain | {"batch_size": micro, "grad_accum_steps": sequences // micro}
         found.append(Trial(key=key, name=name, values=values, num_processes=1))
