@@ -6,6 +6,7 @@ from distributed_training.advise.make import has_libaio
 from results.lab.faults import resharding
 from results.lab.faults.resharding import EIGHT, LORA, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
 from tests.parity.support import DEEP, assert_resumes, cut, small_infinity
+from tests.parity.test_packing import PACKED
 
 # Where state is divided in other ways: ranges of elements, rows, columns, layers.
 PAIRS = [
@@ -15,6 +16,7 @@ PAIRS = [
     ("3d-tp-pp x 4", "offload x 2"),
     ("local_sgd x 2", "local_sgd x 4"),
 ]
+RECORDS = {**EIGHT, **PACKED}
 
 
 def assert_goes_on(pairs, folder, work):
@@ -25,7 +27,9 @@ def assert_goes_on(pairs, folder, work):
 
 
 @pytest.mark.parametrize(
-    ("pairs", "work"), [(PAIRS, EIGHT), (PAIRS[:2], LORA)], ids=["all", "lora"]
+    ("pairs", "work"),
+    [(PAIRS, EIGHT), (PAIRS[:2], LORA), (PAIRS[:1], RECORDS)],
+    ids=["all", "lora", "records"],
 )
 def test_another_layout_goes_on_as_one_process_that_was_never_stopped(pairs, work, tmp_path):
     assert_goes_on(pairs, tmp_path, work)
