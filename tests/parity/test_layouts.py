@@ -25,8 +25,9 @@ from tests.parity.support import (
 # What one process trains that cases are compared with, by the word before their slash.
 LLAMAS = ROOT / "tests/models"
 ODD_BATCH = 6
-TIED = {"model": str(LLAMAS / "grouped")}  # groups of heads, with norms
-UNTIED = {"model": str(LLAMAS / "untied")}  # biases, scaled positions, an output layer of its own
+TIED = {"model": str(LLAMAS / "grouped"), "weights": "random"}  # groups of heads, with norms
+# Biases, scaled positions, an output layer of its own
+UNTIED = {"model": str(LLAMAS / "untied"), "weights": "random"}
 LORA = {**UNTIED, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
 REFERENCES = {
     "packed": {"pack": True},
