@@ -31,7 +31,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
 from distributed_training.settings.machine import available_cpus
 
-_VERSION = 6
+_VERSION = 7
 _META = "meta.json"
 _CHECKSUM = "sha256"  # of all other files
 _BATCH = 2**21  # characters that are tokenised at a time, spread over all cores
@@ -87,25 +87,26 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def is_whole(folder: Path) -> bool:
     """Whether a folder of the cache is there, as it was written."""
     try:
-        return digest_of(folder) == _checksum(folder).decode()
+        return (folder / _CHECKSUM).read_bytes() == _checksum(folder)
     except OSError:
         return False
 
 
 def digest_of(folder: Path) -> str:
     """Return the SHA-256 of the tokens in a folder that is whole, and of how they are split."""
-    return (folder / _CHECKSUM).read_text()
+    return (folder / _CHECKSUM).read_text().splitlines()[0]
 
 
 def _checksum(folder: Path) -> bytes:
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if file.name != _CHECKSUM:
-            digest.update(f"{file.name} {file.stat().st_size} ".encode())
-            with open(file, "rb", buffering=0) as stream:
-                while chunk := stream.read(_READ):
-                    digest.update(chunk)
-    return digest.hexdigest().encode()
+    """Return two lines: the SHA-256 of the tokens, and that of what is known about them."""
+    tokens = hashlib.sha256()
+    for file in sorted(folder.glob("*.bin")):
+        tokens.update(f"{file.name} {file.stat().st_size} ".encode())
+        with open(file, "rb", buffering=0) as stream:
+            while chunk := stream.read(_READ):
+                tokens.update(chunk)
+    about = hashlib.sha256((folder / _META).read_bytes())
+    return f"{tokens.hexdigest()}\n{about.hexdigest()}\n".encode()
 
 
 def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:

@@ -179,7 +179,7 @@ def cut_samples(
         train = train.take(0, wanted)
     if config.eval_samples != -1:
         validation = validation.take(0, config.eval_samples)
-    identity = f"{digest_of(folder)} {config.pack} {seq_len} {len(train)}"
+    identity = f"{digest_of(folder)} {packs} {seq_len} {len(train)}"
     if packs and not as_blocks:
         train = train.packed()
         validation = validation.packed()

@@ -179,12 +179,14 @@ def fit_to_data(plan: Plan, data: Data) -> Plan:
     notes += report.describe(data.counts, config.max_length)
     steps_per_epoch = math.ceil(len(train) / plan.batch.global_batch_size)
     num_steps = config.epochs * steps_per_epoch
-    if config.max_steps > num_steps:
+    # What choose_model fills in ends after 60 epochs of a small text, or 1200 steps of a large one.
+    is_limit = "max_steps" not in config.typed
+    if config.max_steps > num_steps and not is_limit:
         passes = math.ceil(config.max_steps / steps_per_epoch)
         note = f"max_steps={config.max_steps} repeats the data: it takes {passes} passes instead "
         notes.append(f"{note}of epochs={config.epochs}")
     if config.max_steps != -1:
-        num_steps = config.max_steps
+        num_steps = min(num_steps, config.max_steps) if is_limit else config.max_steps
     if config.profile >= num_steps:
         what = f"profile={config.profile} does not fit into the {num_steps} steps of this run"
         raise UserError(what, "the first is never traced", "lower profile, or train more steps")

@@ -91,7 +91,8 @@ def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_pat
     ],
 )
 def test_a_strict_run_replaces_nothing(config, said, tmp_path):
-    values = {"model": "gpt2", "strategy": "dp", "output_dir": str(tmp_path), **config}
+    values = {"model": "gpt2", "weights": "random", "strategy": "dp", **config}
+    values["output_dir"] = str(tmp_path)
     built = build_config(values)
     cluster = this_machine(CPU_MACHINE, 1, 1)
     assert make_plan(built, cluster).config.weights == "random"

@@ -97,7 +97,7 @@ WALK = {
         ("--resume {named_in_record} --max_steps 3", ""),
         ("--preset {preset}", NOT_RUN),
         ("--dataset {evil}", "cannot be read"),
-        ("--model {adapter}", "is not accepted"),
+        ("--model {adapter}", "is a folder of adapters"),
     ],
     "plan": [("--model {model}", ""), ("--preset {preset}", NOT_RUN)],
     "data": [("--model {model} --tokenizer {model}", ""), ("--preset {preset}", NOT_RUN)],
