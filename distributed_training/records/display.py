@@ -140,9 +140,9 @@ def duration(seconds: float | None) -> str:
 
 
 def short_path(path: str | Path) -> str:
-    """From where one stands, unless that lies elsewhere."""
+    """From where one stands, unless that lies elsewhere; for printing."""
     near = os.path.relpath(path)
-    return str(path) if near.startswith("..") else near
+    return printable(str(path) if near.startswith("..") else near)
 
 
 def last_part(source: str) -> str:

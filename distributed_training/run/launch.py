@@ -43,7 +43,7 @@ from distributed_training.run.ranks import (
 )
 from distributed_training.run.saving.resume import at_checkpoint
 from distributed_training.settings.config import AUTO, RunConfig
-from distributed_training.settings.errors import UserError, exit_code
+from distributed_training.settings.errors import UserError, exit_code, printable
 from distributed_training.settings.files import shown
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
 from distributed_training.settings.own_code import name_code, named_code
@@ -297,7 +297,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         f"  batch: {plan.batch.describe()}",
         f"  steps: {plan.num_steps or 'known once the text is cut into samples'}",
         f"  predicted: {predicted}",
-        *(f"  note: {note}" for note in plan.notes),
+        *(f"  note: {printable(note)}" for note in plan.notes),
         *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
         "launch command",
         f"  {typed_command}",

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,11 +19,13 @@ from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model
 from distributed_training.plan.data import choose_dataset, choose_tokenizer
 from distributed_training.settings.config import RunConfig, with_values
+from distributed_training.settings.errors import printable
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 
 _COLORS = ("\033[32m", "\033[0m")
 _QUOTES = ("«", "»")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # they could rewrite a terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +68,7 @@ def run(
         print(_marked(tokenizer, ids.tolist(), mask.tolist(), marks))
     print(tabulate(_rows(counts, config), tablefmt="plain", disable_numparse=True))
     for note in [*notes, *report.describe(counts, config.max_length)]:
-        print(f"note: {note}")
+        print(f"note: {printable(note)}")
     return 0
 
 
@@ -75,7 +78,9 @@ def _marked(tokenizer: Tokenizer, ids: list[int], mask: list[bool], marks: tuple
     first = 0
     for last in range(1, len(ids) + 1):
         if last == len(ids) or mask[last] != mask[first]:
-            part = tokenizer.decode(ids[first:last], special=True)
+            part = _CONTROLS.sub(
+                lambda found: ascii(found[0])[1:-1], tokenizer.decode(ids[first:last], special=True)
+            )
             text += f"{marks[0]}{part}{marks[1]}" if mask[first] else part
             first = last
     return text

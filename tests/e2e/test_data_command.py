@@ -5,6 +5,8 @@ import json
 import pytest
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from distributed_training.tools.data import _marked
 from tests.conftest import assert_ok, heavy_pool
 from tests.data.test_tokenizer import FORGETFUL, SAID, folder  # noqa: F401
 
@@ -45,3 +47,10 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
     assert f"<|turn|>assistant\n«{first}»" in text
     assert "1 of 3 records are left out: no answer to train on" in text
     assert "2 records have special tokens in their text" in text
+
+
+def test_a_text_cannot_rewrite_the_terminal():
+    tokenizer = Tokenizer(EMBEDDED_DIR)
+    (ids,) = tokenizer.encode_batch(["a\x1b[2Jb\u200d\tc\n"])
+    shown = _marked(tokenizer, ids.tolist(), [True] * len(ids), ("<", ">"))
+    assert shown == "<a\\x1b[2Jb\u200d\tc\n>"
