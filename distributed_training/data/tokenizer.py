@@ -410,6 +410,24 @@ class Tokenizer:
                 return int([*ids[np.isin(ids, self.special_ids)], self.eos_id][0])
         return self.eos_id
 
+    def ends_of(self, *, chat: bool) -> list[int]:
+        """Return the tokens after which the model stops: that of a text first, and in a `chat` that
+        of an answer."""
+        return list(dict.fromkeys([self.eos_id, self.end_of_answer] if chat else [self.eos_id]))
+
+    @property
+    def generation_tokens(self) -> dict[str, int]:
+        """Return bos and pad as generation_config.json names them. Without a pad token, end-of-text
+        pads."""
+        if self._is_gpt2:
+            return {"bos_token_id": self.eos_id, "pad_token_id": self.eos_id}
+        tokens = {"pad_token_id": self.eos_id}
+        for name in ("bos_token_id", "pad_token_id"):
+            token = getattr(self._loaded, name)
+            if token is not None:
+                tokens[name] = token
+        return tokens
+
     def begin(self, text: str) -> list[int]:
         """Ids of a text that goes on."""
         before = self.ends[0].tolist()

@@ -194,17 +194,26 @@ class ModelSpec:
             raise UserError(what, why, fix)
         return pairs
 
-    def save(self, state: dict[str, torch.Tensor], folder: Path, *, eos_token_id: int) -> None:
-        """Write full fp32 `state`, on the CPU, as a folder that transformers opens."""
+    def save(
+        self,
+        state: dict[str, torch.Tensor],
+        folder: Path,
+        *,
+        eos_token_id: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write full fp32 `state`, on the CPU, as a folder that transformers opens. `dtype`: of the
+        files; None is fp32."""
         tensors = {}
         for ours, values in state.items():
             transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
             for name, part in self.code.to_hf(ours, values, self.size).items():
                 rows = part.reshape(-1, *values.shape[1:])
-                tensors[name] = (rows.t() if transposed else rows).contiguous()
+                tensors[name] = (rows.t() if transposed else rows).to(dtype).contiguous()
         folder.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
-        document = {**self.code.to_config(self.size, eos_token_id), "dtype": "float32"}
+        name = str(dtype or "float32").removeprefix("torch.")
+        document = {**self.code.to_config(self.size, eos_token_id), "dtype": name}
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:

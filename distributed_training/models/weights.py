@@ -1,8 +1,10 @@
 """Files with the weights of a Hugging Face folder, chosen as transformers chooses them."""
 
+import math
 import pickle
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -160,6 +162,16 @@ def _open_bin(file: Path) -> dict[str, Stored]:
         )
         for name, tensor in tensors.items()
     }  # fmt: skip
+
+
+def stored_dtype(folder: Path) -> str:
+    """Return the dtype of most of a folder's weights, as torch calls it."""
+    sizes = Counter[str]()
+    for tensor in open_weights(folder).values():
+        sizes[tensor.dtype] += math.prod(tensor.shape)
+    most = sizes.most_common(1)[0][0]
+    (name,) = (name for name, dtype in _BIN_DTYPES.items() if dtype == most)
+    return name.removeprefix("torch.")
 
 
 def is_tied(folder: Path, tied: bool, embedding: str, head: str = "lm_head.weight") -> bool:

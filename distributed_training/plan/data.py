@@ -69,7 +69,12 @@ def find_sources(plan: Plan) -> Plan:
         sources["model"] = sample_file(spec.weights_dir / "config.json")
     if adapters_dir is not None:
         sources["adapters"] = sample_file(adapters_dir / ADAPTER_WEIGHTS)
+    dtypes = {"bf16": "bfloat16", "fp32": "float32"}
+    export_dtype = dtypes.get(config.export_dtype, "float32")
+    if config.export_dtype == AUTO and weights_dir is not None:
+        export_dtype = weights.stored_dtype(weights_dir)
     plan = replace(plan, config=config, sources=sources, adapters_dir=adapters_dir)
+    plan = replace(plan, export_dtype=export_dtype)
     return replace(plan, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir)
 
 

@@ -54,6 +54,7 @@ class Plan:
     deepspeed_json: dict[str, Any] | None = None
     tokenizer_dir: Path = Path()
     weights_dir: Path | None = None  # Hugging Face folder of the initial weights; None: random
+    export_dtype: str = "float32"  # of exported weights, as torch calls it
     adapters_dir: Path | None = None  # PEFT folder with the adapters that training continues
     checkpoint: Path | None = None  # where to resume from; None to start afresh
     cache: str | None = None  # name of the samples' folder in the token cache; None as below

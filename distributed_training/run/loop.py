@@ -400,7 +400,7 @@ class Trainer:
         if config.generate is None:
             return None
         # One process tokenizes: for many tokenizers that imports transformers.
-        asked: tuple[list[int], int] | None = None
+        asked: tuple[list[int], list[int]] | None = None
         if self.topology.rank == 0:
             try:
                 asked = self._prompt(config.generate)
@@ -409,13 +409,13 @@ class Trainer:
         asked = from_rank_0(asked)
         if asked is None:
             return None
-        prompt, eos_id = asked
+        prompt, eos_ids = asked
         # The split of a window over processes may append tokens, which need positions, too.
         context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
         # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
         ids = export.continuation(
             self.engine.logits, prompt, num_tokens=60, context=context, seed=config.seed,
-            eos_id=eos_id, past=self.engine.past(),
+            eos_ids=eos_ids, past=self.engine.past(),
             agree=lambda choice: dist.broadcast(choice, src=0),
         )  # fmt: skip
         said = [*prompt, *ids]
@@ -423,12 +423,13 @@ class Trainer:
         self.display.sample(f"sample {when} training:", sample)
         return sample
 
-    def _prompt(self, text: str) -> tuple[list[int], int]:
-        """Ids of what a sample begins with, and the token that ends it."""
+    def _prompt(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of what a sample begins with, and the tokens that end it."""
         tokenizer = self.data.tokenizer
+        ends = tokenizer.ends_of(chat=self._chat)
         if self._chat:
-            return tokenizer.ask([{"role": "user", "content": text}]), tokenizer.end_of_answer
-        return tokenizer.begin(text), tokenizer.eos_id
+            return tokenizer.ask([{"role": "user", "content": text}]), ends
+        return tokenizer.begin(text), ends
 
     def _judge(self, step: int, result: StepResult) -> NonFiniteError | None:
         """The error that a step which is not finite is: with the ranks whose own loss is not, and

@@ -100,7 +100,7 @@ def generate(asked: argparse.Namespace) -> int:
             logits, tokenizer.ask(said) if chat else tokenizer.begin(text),
             num_tokens=asked.num_tokens, context=model.size.num_positions, seed=asked.seed,
             past=Past(), top_k=asked.top_k, temperature=asked.temperature,
-            eos_id=tokenizer.end_of_answer if chat else tokenizer.eos_id,
+            eos_ids=tokenizer.ends_of(chat=chat),
         )  # fmt: skip
         answer = ""
         print(f"{ASSISTANT}:" if chat else text, end="")
@@ -160,7 +160,7 @@ def merge_exported(exported: Path, to: str | None) -> int:
         raise UserError(f"{folder} is there already", fix="name another folder with --to")
     model, tokenizer, chat = load_model(str(exported), LAST)
     spec, _ = find_weights(str(exported), LAST)
-    export.save_whole(model, spec, tokenizer, chat, folder)
+    export.save_whole(model, spec, tokenizer, chat, base_folder(exported), folder)
     if (exported.parent / RECORD_FILE).is_file():
         export.write_card(folder, load_record(exported.parent))
     print(f"exported {short_path(folder)} (Hugging Face's format, adapters merged)")

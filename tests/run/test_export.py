@@ -25,7 +25,7 @@ TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
 
 
 def sample(logits=lambda window, past: TABLE[window], prompt=(5,), **changes):
-    settings = {"num_tokens": 30, "context": 8, "eos_id": -1, "seed": 3, **changes}
+    settings = {"num_tokens": 30, "context": 8, "eos_ids": [-1], "seed": 3, **changes}
     return [*prompt, *continuation(logits, list(prompt), **settings)]
 
 
@@ -40,7 +40,7 @@ def test_generation_depends_on_the_seed_alone_and_at_temperature_zero_on_nothing
     assert ids[1:] == [int(TABLE[last].argmax()) for last in ids[:-1]]
     assert sample(temperature=0.0, seed=4) == ids
     eos = first[10]
-    assert sample(eos_id=eos) == first[: first.index(eos, 1)]
+    assert sample(eos_ids=[-1, eos]) == first[: first.index(eos, 1)]
 
 
 def test_generation_takes_one_of_the_forty_likeliest_and_sees_no_more_than_the_context():

@@ -1,8 +1,9 @@
 """What a trained model leaves: its text, folders in Hugging Face's format, their cards, the Hub."""
 
+import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ from distributed_training.data.hub import WIKITEXT_ID
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import ModelSpec, find_model
 from distributed_training.models.decoder import Decoder, Past
+from distributed_training.models.weights import stored_dtype
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill, in_markdown, last_part, short_path
 from distributed_training.records.record import BEST, RECORD_FILE, Record, load_record, plural
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import publish
+from distributed_training.settings.files import load_json, publish
 
 LENGTHS = 64  # of texts that a model sees are multiples of this
 # Without cuDNN's, which plans anew for every length: each token of a growing text has another.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CARD = "README.md"
+GENERATION_CONFIG = "generation_config.json"
 _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
 
 
@@ -35,19 +38,19 @@ def continuation(
     *,
     num_tokens: int,
     context: int,
-    eos_id: int,
+    eos_ids: Sequence[int],
     seed: int,
     top_k: int = 40,
     temperature: float = 0.7,
     past: Past | None = None,
     agree: Callable[[torch.Tensor], None] = lambda choice: None,
 ) -> Iterator[int]:
-    """Ids after `prompt_ids`, up to `num_tokens` or end-of-text, drawn from the `top_k` likeliest.
+    """Ids after `prompt_ids`, up to `num_tokens` or one of `eos_ids`, of the `top_k` likeliest.
     `logits` takes ids [1, T], T at most `context`, and gives [1, T, V]; where it can go on from a
     `past`, each token passes through it once, as long as all fit. `agree` makes a choice, int64
     [1], the same on every rank. A temperature of 0 takes the likeliest."""
     generator = torch.Generator().manual_seed(seed)
-    ids = prompt_ids or [eos_id]
+    ids = prompt_ids or [eos_ids[0]]
     for _ in range(num_tokens):
         if len(ids) > context:
             past = None
@@ -55,7 +58,7 @@ def continuation(
         # Few lengths, for which kernels are chosen once.
         padding = 0 if past else min(-len(seen) % LENGTHS, context - len(seen))
         with sdpa_kernel(ATTENTION):
-            padded = torch.tensor([seen + [eos_id] * padding])
+            padded = torch.tensor([seen + [eos_ids[0]] * padding])
             last = logits(padded, past)[0, len(seen) - 1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
         if temperature:
@@ -64,7 +67,7 @@ def continuation(
             weights = (values == values[0]).float()
         choice = candidates[torch.multinomial(weights, 1, generator=generator)]
         agree(choice)
-        if int(choice) == eos_id:
+        if int(choice) in eos_ids:
             return
         ids = [*ids, int(choice)]
         yield ids[-1]
@@ -99,8 +102,9 @@ def write_folder(
     """Write what a run has learnt, under the model's names, as `folder`, all of it or nothing.
     Adapters alone, unless they are to `merge` or nobody else has the weights beside them. Raises
     RunError, and leaves an older one, where a number is not finite."""
+    dtype = getattr(torch, plan.export_dtype)
     for name, values in state.items():
-        if not values.isfinite().all():
+        if not values.to(dtype).isfinite().all():
             what = f"{folder.name}/ is not written: {name} has numbers that are not finite"
             raise RunError(what, fix="lower learning_rate")
     writing = folder.with_name(f".writing-{folder.name}")
@@ -115,18 +119,37 @@ def write_folder(
     else:
         if config.lora_rank:
             state = whole_model(state, base_fingerprint, plan).state_dict()
-        plan.model.save(state, writing, eos_token_id=tokenizer.eos_id)
+        plan.model.save(state, writing, eos_token_id=tokenizer.eos_id, dtype=dtype)
+        write_generation_config(writing, tokenizer, chat, plan.weights_dir)
     tokenizer.save(writing, chat=chat)
     publish(writing, folder)
 
 
-def save_whole(
-    model: Decoder, spec: ModelSpec, tokenizer: Tokenizer, chat: bool, folder: Path
+def write_generation_config(
+    folder: Path, tokenizer: Tokenizer, chat: bool, base: Path | None
 ) -> None:
-    """Write a whole model with its tokenizer as `folder`, all of it or nothing."""
+    """Write generation_config.json, by which others stop generating where we do. What the `base`
+    model's says about sampling stays."""
+    document: dict[str, Any] = {}
+    if base is not None and (base / GENERATION_CONFIG).is_file():
+        document = load_json(base / GENERATION_CONFIG, "model")
+    ends = document.get("eos_token_id", [])
+    ends = ends if isinstance(ends, list) else [ends]
+    document |= tokenizer.generation_tokens
+    document["eos_token_id"] = list(dict.fromkeys([*tokenizer.ends_of(chat=chat), *ends]))
+    (folder / GENERATION_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def save_whole(
+    model: Decoder, spec: ModelSpec, tokenizer: Tokenizer, chat: bool, base: Path, folder: Path
+) -> None:
+    """Write a whole model with its tokenizer as `folder`, all of it or nothing, in the dtype of the
+    weights in `base`."""
     writing = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(writing, ignore_errors=True)
-    spec.save(model.state_dict(), writing, eos_token_id=tokenizer.eos_id)
+    dtype = getattr(torch, stored_dtype(base))
+    spec.save(model.state_dict(), writing, eos_token_id=tokenizer.eos_id, dtype=dtype)
+    write_generation_config(writing, tokenizer, chat, base)
     tokenizer.save(writing, chat=chat)
     publish(writing, folder)
 

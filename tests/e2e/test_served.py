@@ -1,0 +1,46 @@
+"""An exported folder as servers read it: dtype, end of an answer, padding."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.conftest import assert_ok, only_record, train
+from tests.data import test_tokenizer
+from tests.data.test_tokenizer import SAID
+
+folder = test_tokenizer.folder
+
+
+@pytest.mark.parametrize(("export_dtype", "expected"), [("auto", "bfloat16"), ("fp32", "float32")])
+def test_an_exported_chat_model_has_its_base_s_dtype_and_stops_after_an_answer(
+    folder, tmp_path, export_dtype, expected
+):
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 512}
+    config = transformers.Qwen2Config(**shape)
+    base = transformers.Qwen2ForCausalLM(config).bfloat16()
+    base.generation_config = transformers.GenerationConfig(eos_token_id=7, do_sample=True, top_k=5)
+    base.save_pretrained(tmp_path / "base")
+    shutil.copytree(folder, tmp_path / "base", dirs_exist_ok=True)
+    rows = [json.dumps({"messages": SAID[:2]})] * 30
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    values = {"model": tmp_path / "base", "weights": tmp_path / "base", "tokenizer": "auto"}
+    values |= {"dataset": tmp_path / "a.jsonl", "max_length": 64, "num_samples": "auto"}
+    values |= {"learning_rate": 0, "max_steps": 1, "checkpoint_every": 0, "output_dir": tmp_path}
+    assert_ok(train({**values, "export_dtype": export_dtype}))
+    exported = Path(only_record(tmp_path)["run_dir"], "hf")
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    assert model.dtype == getattr(torch, expected)
+    for name, weight in base.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight.to(model.dtype)), name
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end|>"), 7]
+    assert model.generation_config.eos_token_id == stops
+    assert model.generation_config.bos_token_id == tokenizer.bos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+    assert model.generation_config.top_k == 5
