@@ -31,8 +31,9 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import publish
 from distributed_training.settings.machine import available_cpus
 
-_VERSION = 7
+_VERSION = 8
 _META = "meta.json"
+_BYTES = "bytes.npy"  # of text that each token stands for
 _CHECKSUM = "sha256"  # of all other files
 _BATCH = 2**21  # characters that are tokenised at a time, spread over all cores
 _AHEAD = 2  # batches in work while one is written
@@ -84,6 +85,11 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return json.loads((folder / _META).read_bytes())
 
 
+def load_bytes(folder: Path) -> np.ndarray:
+    """Bytes of text that each token stands for, as in data/text_bytes.py."""
+    return np.load(folder / _BYTES)
+
+
 def is_whole(folder: Path) -> bool:
     """Whether a folder of the cache is there, as it was written."""
     try:
@@ -106,6 +112,7 @@ def _checksum(folder: Path) -> bytes:
             while chunk := stream.read(_READ):
                 tokens.update(chunk)
     about = hashlib.sha256((folder / _META).read_bytes())
+    about.update((folder / _BYTES).read_bytes())
     return f"{tokens.hexdigest()}\n{about.hexdigest()}\n".encode()
 
 
@@ -158,6 +165,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
         "counts": {split: found.as_dict() for split, found in counts.items()},
     }  # fmt: skip
     (building / _META).write_text(json.dumps(meta))
+    np.save(building / _BYTES, tokenizer.count_bytes())
     (building / _CHECKSUM).write_bytes(_checksum(building))
     publish(building, folder)  # over one that was damaged, if any
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distributed_training.data.cache import digest_of, load_tokens
+from distributed_training.data.cache import digest_of, load_bytes, load_tokens
 from distributed_training.data.packing import pack_records
 from distributed_training.data.pieces import ANSWERS, RUNNING, TEXT
 from distributed_training.data.tokenizer import Tokenizer
@@ -19,6 +19,7 @@ from distributed_training.settings.errors import UserError
 IGNORE_INDEX = -100
 EMPTY = -1  # index of "no sample": fills up a step that the data do not
 AUTO_SAMPLES = 1000
+_AT_ONCE = 2**20  # tokens whose bytes are counted at a time
 HELD_OUT = 0.05  # share kept for validation where the source has no split of its own
 
 
@@ -108,6 +109,15 @@ class Samples:
         parts, _ = self.parts_of(indices)
         return int(self.num_targets[parts].sum()), int(self.lengths[parts].sum())
 
+    def count_bytes(self, bytes_of: np.ndarray) -> int:
+        """UTF-8 bytes of the text that all targets stand for, with those `bytes_of` each token."""
+        total = 0
+        calls = -(-len(self) * self.seq_len // _AT_ONCE)
+        for indices in np.array_split(np.arange(len(self)), max(1, min(calls, len(self)))):
+            targets = self.batch(indices)[1]
+            total += int(bytes_of[targets[targets != IGNORE_INDEX]].sum(dtype=np.int64))
+        return total
+
     @property
     def real_share(self) -> float:
         """Share of positions that hold a token; 1.0 when nothing is padded."""
@@ -126,6 +136,8 @@ class Data:
     form: str = RUNNING  # of the training texts, as in data/pieces.py
     packs: bool = True  # whether samples are full blocks, or packed records, rather than padded
     counts: dict[str, Any] = field(default_factory=dict)  # as data/report.py says them
+    # Bytes of text that each token stands for (data/text_bytes.py)
+    bytes_of: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +197,25 @@ def cut_samples(
         validation = validation.packed()
         identity += f" in {len(train)} blocks"
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return Data(train, validation, fingerprint, tokenizer, folder.name, form, packs)
+    return Data(
+        train, validation, fingerprint, tokenizer, folder.name, form, packs,
+        bytes_of=load_bytes(folder),
+    )  # fmt: skip
 
 
-def real_share(folder: Path, config: RunConfig) -> float:
-    """Share of the positions of all samples of a folder of the cache that hold a token."""
-    form, splits = load_tokens(folder)
-    samples = _cut(
-        splits[0], find_parts(splits[0], form, config), seq_len=config.max_length, padding_id=0
-    )
-    if len(samples) == 0:
-        return 0.0
-    return (
-        samples.packed() if config.pack is not False and form != RUNNING else samples
-    ).real_share
+def all_samples(
+    folder: Path, config: RunConfig, *, padding_id: int = 0, with_tail: bool = False
+) -> Samples:
+    """All samples of the first split of a folder of the cache; `with_tail`: with the rest of
+    running text that does not fill a block."""
+    form, (split, *_) = load_tokens(folder)
+    starts, lengths = find_parts(split, form, config)
+    if with_tail and form == RUNNING and config.pack is not False:
+        starts = np.arange(0, len(split["ids"]) - 1, config.max_length)
+        lengths = np.minimum(len(split["ids"]) - 1 - starts, config.max_length)
+    samples = _cut(split, (starts, lengths), seq_len=config.max_length, padding_id=padding_id)
+    packs = config.pack is not False and form != RUNNING and len(samples) > 0
+    return samples.packed() if packs else samples
 
 
 Parts = tuple[np.ndarray, np.ndarray]  # starts and lengths, as in Samples

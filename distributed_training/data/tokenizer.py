@@ -20,6 +20,7 @@ from distributed_training.data.chats.align import own_spans
 from distributed_training.data.chats.render import Conversation, Rendered, Renderer
 from distributed_training.data.hub import TOKENIZER_FILES, TOKENIZER_ID
 from distributed_training.data.pieces import ASSISTANT, Message, Piece
+from distributed_training.data.text_bytes import count_bytes
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 
@@ -229,6 +230,10 @@ class Tokenizer:
     def special_pattern(self) -> re.Pattern[str]:
         """Match any of them."""
         return re.compile("|".join(map(re.escape, self.special_tokens)))
+
+    def count_bytes(self) -> np.ndarray:
+        """Bytes of text that each id stands for, as in data/text_bytes.py."""
+        return count_bytes(self._loaded, self.special_ids, self.num_tokens)
 
     @cached_property
     def can_cut(self) -> bool:

@@ -298,9 +298,12 @@ def summary_rows(r: Record) -> dict[str, str]:
     memory = r.memory
     rows = dict[str, str]()
     if len(r.evaluations) > 1:
-        values = [r.evaluations[place]["perplexity"] for place in (0, -1)]
-        first, last = ("nan" if value is None else f"{value:.2f}" for value in values)
-        rows["perplexity"] = f"{first} before, {last} after {r.evaluations[-1]['step']} steps"
+        after = f"after {r.evaluations[-1]['step']} steps"
+        for name, digits in (("perplexity", 2), ("bits_per_byte", 4)):
+            if name in r.evaluations[-1]:
+                values = [r.evaluations[place].get(name) for place in (0, -1)]
+                first, last = ("nan" if x is None else f"{x:.{digits}f}" for x in values)
+                rows[name.replace("_", " ")] = f"{first} before, {last} {after}"
     if (best := best_before(r)) and best["step"]:
         kept = f"{BEST}/ holds" if r.best else "--keep_best True keeps"
         what = f"perplexity {best['perplexity']:.2f} after {best['step']} steps"

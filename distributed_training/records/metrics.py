@@ -133,7 +133,8 @@ class Tracker:
 
     def log_evaluation(self, row: dict[str, Any], peaks: dict[str, int | None]) -> None:
         """An entry of the record's `evaluations`, and rank 0's peaks of memory so far."""
-        values = {f"eval/{name}": row[name] for name in ("loss", "perplexity")}
+        names = ("loss", "perplexity", "bits_per_byte")
+        values = {f"eval/{name}": row[name] for name in names if row.get(name) is not None}
         memory = {name.replace("_bytes", "_gib"): size for name, size in peaks.items()}
         values |= {f"memory/{name}": size / GIB for name, size in memory.items() if size}
         self.send(values, row["step"])
@@ -146,6 +147,7 @@ class Tracker:
             "loss": r.loss_curve[-1][1] if r.loss_curve else None,
             "validation_loss": evaluation.get("loss"),
             "perplexity": evaluation.get("perplexity"),
+            "bits_per_byte": evaluation.get("bits_per_byte"),
             "tokens_per_s": r.performance.get("tokens_per_s"),
             "peak_memory_gib": sizes and sizes / GIB,
         }
@@ -156,6 +158,28 @@ class Tracker:
 def perplexity(loss: float) -> float:
     """exp(loss), without overflow."""
     return math.exp(min(loss, 700.0))
+
+
+def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, Any]:
+    """Return an entry of the record's `evaluations` but for its step. `loss_sum`: nats of all
+    targets. `bits_per_byte` divides it by ln 2 and by the UTF-8 bytes of the text that the targets
+    stand for. Of conversations the targets are the answers and the tokens that end them; special
+    tokens count in the loss, as a model has to predict them, but are no text. None: no text."""
+    loss = loss_sum / num_targets
+    return {
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "bits_per_byte": loss_sum / math.log(2) / num_bytes if num_bytes else None,
+        "num_targets": num_targets,
+        "num_bytes": num_bytes,
+    }
+
+
+def describe_evaluation(row: dict[str, Any]) -> str:
+    """ "loss 3.0000  perplexity 20.09  bits per byte 1.2345"."""
+    text = f"loss {row['loss']:.4f}  perplexity {row['perplexity']:.2f}"
+    bits = row["bits_per_byte"]
+    return text if bits is None else f"{text}  bits per byte {bits:.4f}"
 
 
 def build_tracker(

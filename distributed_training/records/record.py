@@ -69,13 +69,15 @@ class History(BaseModel):
 
     step: int = 0  # optimizer steps done
     loss_curve: list[tuple[int, float | None]] = []  # (step, training loss); None: not finite
-    evaluations: list[dict[str, Any]] = []  # step, loss, perplexity; None: not finite
+    # step, loss, perplexity, bits_per_byte, num_targets and num_bytes of their text; None: not
+    # finite, or no text. Earlier records have no bytes.
+    evaluations: list[dict[str, Any]] = []
     epochs: list[dict[str, Any]] = []  # mean and validation loss of each
     skipped_steps: list[int] = []  # not applied: gradients were not finite, or passed over
     # Checkpoints: step, stall_s in which training waited, write_s until it was on the disk, bytes.
     saves: list[dict[str, Any]] = []
     loads: list[dict[str, Any]] = []  # step and load_s, where a run went on from a checkpoint
-    best: dict[str, Any] | None = None  # with keep_best: step, loss, perplexity of what is in best/
+    best: dict[str, Any] | None = None  # with keep_best: the evaluation of what is in best/
     sample_before: str | None = None  # text of the untrained model; `sample` is the trained one's
 
     def cut(self, step: int) -> None:

@@ -27,7 +27,10 @@ MAX_TABLES = 3
 COMMAND = "python real_model_example.py report"
 NAME_WIDTH = 26
 # Given up in this order where a terminal is too narrow.
-LEAST = ("MFU", "validation perplexity", "ms a step", "runs", "peak host memory", "training loss")
+LEAST = (
+    "MFU", "validation perplexity", "bits per byte", "ms a step", "runs", "peak host memory",
+    "training loss",
+)  # fmt: skip
 STYLES = ("-", "--", "-.", ":")  # of curves
 Figure = Any  # matplotlib's, which is slow to import
 WORDS = {"run", "strategy", "layout", "status", "verdict", "mostly"}  # columns aligned left

@@ -52,7 +52,7 @@ def _trained(name: str) -> Value:
 
     def value(r: Record) -> float | None:
         last = r.evaluations[-1] if r.evaluations else {"step": 0}
-        return finite(last[name]) if last["step"] else None
+        return finite(last[name]) if last["step"] and name in last else None
 
     return value
 
@@ -98,6 +98,7 @@ MEASURED = {
     ),
     "validation loss": Number(_trained("loss"), "{:.4f}".format, spread=True),
     "validation perplexity": Number(_trained("perplexity"), "{:.1f}".format, spread=True),
+    "bits per byte": Number(_trained("bits_per_byte"), "{:.4f}".format, spread=True),
 }
 PREDICTED = {  # what -> heading, measured, predicted
     "time": ("ms", MS_A_STEP, MS_PREDICTED),

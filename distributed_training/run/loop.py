@@ -106,6 +106,7 @@ class Trainer:
         self._first = 0  # step that this process took first, and that compiled
         self._says_saved = False  # of the save under way: it is the last one
         self._said_waiting = False
+        self._num_bytes: int | None = None  # of the text that validates, once it is counted
         self._passed_over = 0  # step whose batch is left out after a rollback
 
     @property
@@ -287,19 +288,21 @@ class Trainer:
         self.display.progress(rows, self._first)
 
     def _evaluate(self, then: str = "") -> None:
-        """Loss and perplexity over the validation samples, normalised by real tokens; `then`: what
-        the line about them adds."""
+        """Loss, perplexity and bits per byte over the validation samples, normalised by real tokens;
+        `then`: what the line about them adds."""
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):
             self.at(f"the evaluation after step {self.step}")
             total += self.engine.eval_step(*samples.batch(indices)).double().cpu()
         dist.all_reduce(total)
-        num_targets = int(samples.num_targets.sum())
-        loss = float(total) / num_targets
-        row = {"step": self.step, "loss": loss, "perplexity": metrics.perplexity(loss)}
-        self.history.evaluations.append({**row, "num_targets": num_targets})
-        self._say(f"validation loss {loss:.4f}  perplexity {row['perplexity']:.2f}{then}")
+        if self._num_bytes is None:
+            self._num_bytes = samples.count_bytes(self.data.bytes_of)
+        found = metrics.evaluation(float(total), int(samples.num_targets.sum()), self._num_bytes)
+        row = {"step": self.step, **found}
+        loss = row["loss"]
+        self.history.evaluations.append(row)
+        self._say(f"validation {metrics.describe_evaluation(row)}{then}")
         self.tracker.log_evaluation(row, self.memory.as_dict())
         lowest = self.history.best["loss"] if self.history.best else math.inf
         if self.plan.config.keep_best and self.step and loss < lowest:  # NaN is below nothing

@@ -13,7 +13,7 @@ from tabulate import tabulate
 from distributed_training.data import report
 from distributed_training.data.cache import token_cache, tokenise
 from distributed_training.data.corpus import read_corpus
-from distributed_training.data.samples import real_share
+from distributed_training.data.samples import all_samples
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import find_model
 from distributed_training.plan.choose import choose_model
@@ -47,10 +47,11 @@ def run(
     corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
     folder = tokenise(corpus, tokenizer, config, token_cache(), rows=spec.size.vocab_size)
     counts = report.summarise(folder, config)
-    counts["real_share"] = real_share(folder, config)
+    samples = all_samples(folder, config)
+    counts["real_share"] = samples.real_share if len(samples) else 0.0
     counts["tokenizer"] = tokenizer.facts.kind
     counts["special_tokens"] = tokenizer.facts.special
-    samples = list(report.read_samples(folder, config, arguments.show))
+    shown = list(report.read_samples(folder, config, arguments.show))
     if arguments.json:
         found = [
             {
@@ -58,12 +59,12 @@ def run(
                 "loss_mask": mask.tolist(),
                 "text": tokenizer.decode(ids.tolist(), special=True),
             }
-            for ids, mask in samples
+            for ids, mask in shown
         ]
         print(json.dumps({"samples": found, "counts": counts}, indent=1))
         return 0
     marks = _COLORS if sys.stdout.isatty() else _QUOTES
-    for number, (ids, mask) in enumerate(samples, 1):
+    for number, (ids, mask) in enumerate(shown, 1):
         print(f"--- sample {number}: {len(ids)} tokens, {mask.sum()} of them in the loss")
         print(_marked(tokenizer, ids.tolist(), mask.tolist(), marks))
     print(tabulate(_rows(counts, config), tablefmt="plain", disable_numparse=True))

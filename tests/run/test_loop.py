@@ -91,7 +91,10 @@ def make_trainer(engine=None, **config):
             config=config, run_dir=Path("x"), own_disks=False, num_steps=NUM_STEPS
         ),
         topology=TOPOLOGY,
-        data=Data(samples, samples.take(0, 2), "", SimpleNamespace(talks=lambda form: False)),
+        data=Data(
+            samples, samples.take(0, 2), "", SimpleNamespace(talks=lambda form: False),
+            bytes_of=np.ones(100, np.int32),
+        ),  # fmt: skip
         sampler=Sampler(
             num_samples=STEPS_PER_EPOCH,
             global_batch_size=1,

@@ -191,7 +191,7 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
         steps = r.best["step"]
         best = ", of the lowest validation loss"
     losses = [
-        (entry["step"], entry["loss"], entry["perplexity"])
+        (entry["step"], entry["loss"], entry["perplexity"], entry.get("bits_per_byte"))
         for entry in r.evaluations
         if entry["step"] in (0, steps)
     ]
@@ -204,8 +204,8 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
         processes=plural(r.world_size, "process"), last_part=last_part, quote=shlex.quote,
         in_markdown=in_markdown,
         losses=tabulate(
-            losses, ["step", "validation loss", "perplexity"], "github",
-            floatfmt=("g", ".4f", ".2f"),
+            losses, ["step", "validation loss", "perplexity", "bits per byte"], "github",
+            floatfmt=("g", ".4f", ".2f", ".4f"),
         ),
         settings=tabulate(settings, ["key", "value"], "github", disable_numparse=True),
     )  # fmt: skip
