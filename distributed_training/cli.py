@@ -174,7 +174,9 @@ def own_options(
     command: Callable[[Add, Program], Act], argv: Sequence[str], program: Program
 ) -> int:
     """A command without CONFIG's keys: `command` adds its options and says what to do with them."""
-    parser = Parser(prog=f"{program.script.name} {command.__name__}", description=command.__doc__)
+    parser = Parser(
+        prog=f"{program.script.name} {command.__name__.rstrip('_')}", description=command.__doc__
+    )
     act = command(parser.add_argument, program)
     arguments = parser.parse_args(argv)
     name_families([getattr(arguments, "model", None)])
@@ -241,6 +243,22 @@ def generate(add: Add, program: Program) -> Act:
     return lambda a: _load("tools.models").generate(a)
 
 
+def eval_(add: Add, program: Program) -> Act:
+    """Loss, perplexity and bits per byte of a model on a dataset; --tasks: what lm-eval says."""
+    add("run", help="a run's folder, such as runs/latest, its hf/, adapters, or a model")
+    add_model(add)
+    dataset = "text or records to evaluate on, or their validation split if they have one; "
+    add("--dataset", metavar="D", help=f"{dataset}default: the samples that validated the run")
+    add(
+        "--columns", metavar="OURS=THEIRS", help="as in training: prompt=question,completion=answer"
+    )
+    length = "tokens of a sample (default: the run's, else at most 1024)"
+    add("--max_length", metavar="N", type=at_least(1), help=length)
+    add("--best", action="store_true", help="the weights that keep_best kept, not the last")
+    add("--tasks", metavar="NAMES", help="tasks of lm-eval, such as arc_easy,hellaswag; install it")
+    return lambda a: _load("tools.models").evaluate(a)
+
+
 def export(add: Add, program: Program) -> Act:
     """A checkpoint's weights in Hugging Face's format; the run may have been interrupted."""
     add("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
@@ -277,8 +295,8 @@ COMMANDS: dict[str, Callable[[Sequence[str], Program], int]] = {
     **{name: partial(over_config, name) for name in ("plan", "compare", "parity", "data")},
     "report": lambda argv, program: _load("records.report").main(argv, program.output_dir),
     **{
-        command.__name__: partial(own_options, command)
-        for command in (doctor, generate, export, push, links, overlap, calibrate)
+        command.__name__.rstrip("_"): partial(own_options, command)
+        for command in (doctor, generate, eval_, export, push, links, overlap, calibrate)
     },
 }
 

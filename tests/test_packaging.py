@@ -59,7 +59,10 @@ def imported(*patterns: str) -> set[str]:
 @pytest.mark.parametrize(
     ("patterns", "declared"),
     [
-        (("distributed_training/**/*.py", "real_model_example.py"), EXTRAS["tracking"]),
+        (
+            ("distributed_training/**/*.py", "real_model_example.py"),
+            [*EXTRAS["tracking"], *EXTRAS["tasks"]],
+        ),
         (("tests/**/*.py", "pipedream_tutorial/tests/*.py"), EXTRAS["dev"]),
     ],
 )

@@ -288,8 +288,8 @@ class Trainer:
         self.display.progress(rows, self._first)
 
     def _evaluate(self, then: str = "") -> None:
-        """Loss, perplexity and bits per byte over the validation samples, normalised by real tokens;
-        `then`: what the line about them adds."""
+        """Loss, perplexity and bits per byte over the validation samples; `then`: what the line
+        about them adds."""
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):

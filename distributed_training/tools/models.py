@@ -1,37 +1,58 @@
-"""What is done with a run's model afterwards: generate, export, push."""
+"""What is done with a run's model afterwards: generate, evaluate, export, push."""
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from tqdm import tqdm
 
-from distributed_training.data import hub
+from distributed_training.data import hub, report
+from distributed_training.data.cache import load_bytes, token_cache, tokenise
+from distributed_training.data.corpus import read_corpus
 from distributed_training.data.hub import check_push
 from distributed_training.data.pieces import ASSISTANT, Message
+from distributed_training.data.samples import Samples, all_samples
 from distributed_training.data.tokenizer import Tokenizer, is_chat
-from distributed_training.models import ModelSpec, find_model, peft
+from distributed_training.engines.base import COMPUTE_DTYPES
+from distributed_training.engines.graphs import to_device
+from distributed_training.models import ModelSpec, find_model, peft, weights
 from distributed_training.models.adapters import base_folder, is_adapter, read_adapters
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.parallel.tensor_files import TensorFiles
+from distributed_training.plan.data import choose_dataset, choose_tokenizer, cut_data
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
-from distributed_training.records.display import short_path
+from distributed_training.records import metrics
+from distributed_training.records.display import Display, short_path
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.run.saving import export, resume
+from distributed_training.settings.config import RunConfig, build_config, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
 
 MERGED = "merged"  # in a run's folder, the whole model of a LoRA run
+TOKENS_AT_ONCE = 2048  # that are evaluated: their logits are in memory
+MAX_LENGTH = 1024  # of samples of a model that no run is known of
 
 
 def find_weights(given: str, kind: str) -> tuple[ModelSpec, Path]:
-    """(model, folder of weights and tokenizer) of a run, its last or best, or of such a folder."""
+    """(model, folder of weights and tokenizer) of a run, its last or best, of such a folder, or of
+    a model that is published under this name."""
     folder = given_path(given).resolve()
     run, kind = (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, kind)
     if not (run / PLAN_FILE).is_file():
         if (folder / "config.json").is_file() or is_adapter(folder):
             return find_model(str(base_folder(folder))), folder
+        if not folder.exists() and (spec := _published(given)) is not None and spec.hub_id:
+            try:
+                return spec, weights.fetch_weights(spec.hub_id)
+            except OSError as error:
+                command = f"hf download {spec.hub_id}"
+                raise hub.cannot_fetch("model", given, error, command) from None
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
         fix = "give a run's folder, such as runs/latest, or its hf/"
         raise UserError(f"{given} {what}", fix=fix)
@@ -44,9 +65,25 @@ def find_weights(given: str, kind: str) -> tuple[ModelSpec, Path]:
     return load_plan(run).model, run / kind
 
 
-def find_tokenizer(folder: Path) -> Path:
-    """Return `folder`, or if it holds adapters without a tokenizer the folder of their base's."""
+def _published(name: str) -> ModelSpec | None:
+    """Return the model of this name, if it can be one."""
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        return None
+    try:
+        return find_model(name)
+    except UserError:
+        if name.count("/") == 1 and Path(name).parent.exists():  # a mistyped path
+            return None
+        raise
+
+
+def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
+    """Return `folder`, or if it holds adapters without a tokenizer the folder of their base's;
+    without a tokenizer of a published model, `spec`, the folder of its."""
     if hub.has_tokenizer(folder) or not is_adapter(folder):
+        if spec is not None and spec.hub_id and not hub.has_tokenizer(folder):
+            asked = build_config({}, overrides=[f"model={spec.hub_id}"])
+            return choose_tokenizer(asked, spec, [])[1]
         return folder
     base = base_folder(folder)
     name = read_adapters(folder).base_model_name_or_path
@@ -64,7 +101,7 @@ def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
         spec.load(model, base)
         if base != folder:
             peft.load_adapters(model, spec, folder)
-        tokenizer = Tokenizer(find_tokenizer(folder))
+        tokenizer = Tokenizer(find_tokenizer(folder, spec))
         chat = is_chat(tokenizer.folder) or tokenizer.is_templated
         if (folder.parent / RECORD_FILE).is_file():
             chat = tokenizer.talks(load_record(folder.parent).data.get("form"))
@@ -123,6 +160,126 @@ def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
             yield text[len(said) :]
             said = text
     yield tokenizer.decode(known)[len(said) :]
+
+
+def evaluate(asked: argparse.Namespace) -> int:
+    """Print loss, perplexity and bits per byte of a model on a dataset, or on the samples that
+    validated its run; then what lm-eval says of it, if tasks are asked for."""
+    plan = _plan_of(asked.run)
+    kind = BEST if asked.best else LAST
+    if asked.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise UserError("--tasks needs lm-eval", fix="type: pip install 'lm-eval[hf]'")
+    if asked.dataset is None and plan is None and not asked.tasks:
+        what = f"{asked.run} is no run of this suite, which would say what to evaluate it on"
+        raise UserError(what, fix="name a text or records with --dataset")
+    if asked.dataset is not None or plan is not None:
+        _evaluate(asked, plan, kind)
+    return _evaluate_tasks(asked.run, kind, asked.tasks) if asked.tasks else 0
+
+
+def _evaluate(asked: argparse.Namespace, plan: Plan | None, kind: str) -> None:
+    model, tokenizer, _ = load_model(asked.run, kind)
+    most = model.size.num_positions
+    default = build_config({"max_length": min(MAX_LENGTH, most)})
+    config = plan.config if plan else default
+    config = with_values(config, max_length=asked.max_length or config.max_length)
+    if config.max_length > most:
+        what = f"--max_length {config.max_length} is more than the model's {most} positions"
+        raise UserError(what, fix=f"set it to {most} or less")
+    display = Display(enabled=True)
+    if asked.dataset is None:
+        assert plan is not None
+        data = cut_data(replace(plan, config=config))
+        samples, bytes_of = data.validation, data.bytes_of
+        what = f"the samples of {config.validation_dataset or config.dataset} that validated"
+    else:
+        notes = list[str]()
+        columns = asked.columns or config.columns
+        config = with_values(config, dataset=asked.dataset, columns=columns)
+        config = with_values(config, dataset=choose_dataset(config, notes))
+        samples, bytes_of, found = _samples_of(config, tokenizer, model.size.vocab_size)
+        what = f"{config.dataset}{found[0]}"
+        for note in [*notes, *found[1:]]:
+            display.note(note)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = "fp32" if device.type == "cpu" or not torch.cuda.is_bf16_supported() else "bf16"
+    row = measure(model, samples, bytes_of, device, precision)
+    display.say(f"evaluated {asked.run} on {what}, {precision}")
+    rows = {
+        "loss": f"{row['loss']:.4f} nats per token",
+        "perplexity": f"{row['perplexity']:.2f}",
+        "bits per byte": "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
+        "tokens": f"{row['num_targets']:,} in the loss, {row['num_bytes']:,} bytes of text",
+        "samples": f"{len(samples):,} of up to {config.max_length} tokens",
+    }
+    display.table(rows)
+
+
+def _plan_of(given: str) -> Plan | None:
+    """Return the plan of a run, or of the run that an export belongs to."""
+    folder = given_path(given).resolve()
+    if folder.name in (LAST, BEST, MERGED):
+        folder = folder.parent
+    return load_plan(folder) if (folder / PLAN_FILE).is_file() else None
+
+
+def _samples_of(
+    config: RunConfig, tokenizer: Tokenizer, rows: int
+) -> tuple[Samples, np.ndarray, list[str]]:
+    """Return all of a dataset, or its validation split if it has one, as samples; the bytes of each
+    token; which split that is, and what was left out or cut."""
+    corpus = read_corpus(config.dataset, None, config.columns)
+    split = "validation" if "validation" in corpus else "train"
+    only = {"train": corpus[split]}
+    folder = tokenise(only, tokenizer, config, token_cache(), rows=rows)
+    samples = all_samples(folder, config, padding_id=tokenizer.eos_id, with_tail=True)
+    if len(samples) == 0:
+        what = f"dataset={config.dataset!r} has nothing to evaluate"
+        raise UserError(what, "it has no tokens to predict", "give a longer text or more records")
+    notes = report.describe(report.summarise(folder, config), config.max_length)
+    which = ", its validation split" if split == "validation" else ""
+    return samples, load_bytes(folder), [which, *notes]
+
+
+@torch.inference_mode()
+def measure(
+    model: Decoder, samples: Samples, bytes_of: np.ndarray, device: torch.device, precision: str
+) -> dict[str, float]:
+    """Return an evaluation of a whole model, as the record has it, on one device."""
+    model.compute_dtype = COMPUTE_DTYPES[precision]
+    model = model.eval().to(device, model.compute_dtype)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    at_once = max(1, TOKENS_AT_ONCE // samples.seq_len)
+    batches = range(0, len(samples), at_once)
+    for first in tqdm(batches, desc="evaluating", disable=None, leave=False):
+        indices = np.arange(first, min(first + at_once, len(samples)))
+        total += model(*to_device(device, *samples.batch(indices)))
+    num_targets = int(samples.num_targets.sum())
+    return metrics.evaluation(float(total), num_targets, samples.count_bytes(bytes_of))
+
+
+def _evaluate_tasks(given: str, kind: str, names: str) -> int:
+    """Print what lm-eval measures of a folder in Hugging Face's format."""
+    spec, folder = find_weights(given, kind)
+    base = base_folder(folder)
+    arguments = {"pretrained": str(base), "tokenizer": str(find_tokenizer(folder, spec))}
+    if base != folder:
+        arguments["peft"] = str(folder)
+    import lm_eval
+    from lm_eval.utils import make_table
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tasks = [name.strip() for name in names.split(",")]
+    try:
+        found = lm_eval.simple_evaluate(
+            model="hf", model_args=arguments, tasks=tasks, device=device, batch_size=8
+        )
+    except Exception as error:  # of lm-eval, its tasks, the datasets they need
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        fix = "type lm_eval ls tasks for the names; a task's dataset is downloaded once"
+        raise UserError(f"lm-eval cannot evaluate {names}", why, fix) from None
+    print(make_table(found))
+    return 0
 
 
 def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False) -> int:

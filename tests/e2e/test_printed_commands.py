@@ -35,7 +35,7 @@ NOT_HERE = (
 )  # fmt: skip
 OTHER_COMMANDS = (
     ".py doctor", ".py compare ", ".py report", ".py overlap ", ".py generate ", ".py push ",
-    ".py links ", ".py export ",
+    ".py links ", ".py export ", ".py eval ",
 )  # fmt: skip
 
 # Runs the script like `python SCRIPT ...`, then says whether torch came in.

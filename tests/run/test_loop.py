@@ -92,9 +92,12 @@ def make_trainer(engine=None, **config):
         ),
         topology=TOPOLOGY,
         data=Data(
-            samples, samples.take(0, 2), "", SimpleNamespace(talks=lambda form: False),
+            samples,
+            samples.take(0, 2),
+            "",
+            SimpleNamespace(talks=lambda form: False),
             bytes_of=np.ones(100, np.int32),
-        ),  # fmt: skip
+        ),
         sampler=Sampler(
             num_samples=STEPS_PER_EPOCH,
             global_batch_size=1,

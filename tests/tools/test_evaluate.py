@@ -1,0 +1,124 @@
+"""Bits per byte, and the command `eval`, against transformers' own loss on the same text."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from tests.conftest import assert_ok, heavy_pool, only_record, train
+from tests.data.test_tokenizer import SAID, SAMPLES, folder  # noqa: F401
+
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def model(folder):  # noqa: F811
+    """A tiny model whose answers end in a special token and a line feed."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"intermediate_size": 16, "vocab_size": 400, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.5)).save_pretrained(folder)
+    return folder
+
+
+def theirs(model, samples):
+    """(nats, targets) of (ids, whether each is a target), each sample by itself."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    total, count = 0.0, 0
+    for ids, mask in samples:
+        labels = torch.where(torch.tensor(mask), torch.tensor(ids), -100)[None]
+        num_targets = int((labels[:, 1:] != -100).sum())
+        with torch.inference_mode():
+            total += float(network(torch.tensor([ids]), labels=labels).loss) * num_targets
+        count += num_targets
+    return total, count
+
+
+def evaluated(model, file, *options):
+    """The numbers that `eval` prints, by name."""
+    result = heavy_pool().script(["eval", model, "--dataset", file, *options])
+    assert_ok(result)
+    lines = [line.split() for line in result.stdout.splitlines() if line.startswith("  ")]
+    found = {"bits" if row[0] == "bits" else row[0]: row for row in lines}
+    return {
+        "loss": float(found["loss"][1]),
+        "bits": float(found["bits"][3]),
+        "targets": int(found["tokens"][1].replace(",", "")),
+        "bytes": int(found["tokens"][5].replace(",", "")),
+    }
+
+
+def agree(found, nats, count, text):
+    num_bytes = len(text.encode())
+    assert (found["targets"], found["bytes"]) == (count, num_bytes)
+    assert found["loss"] == pytest.approx(nats / count, abs=2e-4)
+    assert found["bits"] == pytest.approx(nats / math.log(2) / num_bytes, abs=2e-4)
+
+
+def test_running_text_is_evaluated_to_its_end(model, tmp_path):
+    text = "A list isn't a tuple. Ünïcödé 北京 is text, too: 🙂.\n" * 4
+    (tmp_path / "a.txt").write_text(text)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    parts = [ids[first : first + LENGTH + 1] for first in range(0, len(ids) - 1, LENGTH)]
+    nats, count = theirs(model, [(part, [True] * len(part)) for part in parts])
+    assert count == len(ids) - 1
+    # The first token is the beginning mark, which nothing comes before.
+    agree(evaluated(model, tmp_path / "a.txt", "--max_length", LENGTH), nats, count, text)
+
+
+def test_of_chats_the_answers_are_evaluated_and_marks_are_no_text(model, tmp_path):
+    answers = ["One, zwei, 三.", "Yes"]
+    rows = [{"messages": [SAID[0], {"role": "assistant", "content": one}]} for one in answers]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    samples = []
+    for row in rows:
+        whole = tokenizer.apply_chat_template(row["messages"])["input_ids"]
+        asked = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)
+        start = len(asked["input_ids"])
+        samples.append((whole, [place >= start for place in range(len(whole))]))
+    # Packed records count as one by one.
+    text = "".join(f"{answer}\n" for answer in answers)
+    agree(evaluated(model, tmp_path / "a.jsonl", "--max_length", 60), *theirs(model, samples), text)
+
+
+def test_a_run_is_evaluated_as_it_was_at_its_end(tmp_path):
+    assert_ok(train({"output_dir": tmp_path, "max_steps": 2}))
+    record = only_record(tmp_path)
+    last = record["evaluations"][-1]
+    bits = last["loss"] * last["num_targets"] / math.log(2) / last["num_bytes"]
+    assert last["bits_per_byte"] == pytest.approx(bits)
+    result = heavy_pool().script(["eval", tmp_path / "latest"])
+    assert_ok(result)
+    assert f"{last['loss']:.4f} nats per token" in result.stdout
+    assert f"{last['bits_per_byte']:.4f}" in result.stdout
+
+
+def test_what_cannot_be_evaluated_is_refused(model, tmp_path):
+    def refusal(*arguments):
+        result = heavy_pool().script(["eval", *arguments])
+        assert (result.returncode, result.stderr.count("\n")) == (2, 1), result
+        return result.stderr
+
+    assert "--dataset" in refusal(model)
+    assert "does not exist" in refusal(tmp_path / "nothing", "--dataset", "embedded")
+    assert "64 positions" in refusal(model, "--dataset", "embedded", "--max_length", 65)
+    (tmp_path / "a.txt").write_text("")
+    assert "contains no text" in refusal(model, "--dataset", tmp_path / "a.txt")
+    assert "pip install 'lm-eval[hf]'" in refusal(model, "--tasks", "arc_easy")
+
+
+@pytest.mark.parametrize("place", [EMBEDDED_DIR, None])
+def test_bytes_of_tokens_are_those_of_the_text(place, folder):  # noqa: F811
+    tokenizer = Tokenizer(place or folder)
+    bytes_of = tokenizer.count_bytes()
+    assert (bytes_of[tokenizer.special_ids] == 0).all()
+    for text in SAMPLES:
+        (ids,) = tokenizer.encode_batch([text])
+        assert bytes_of[ids].sum() == len(text.encode())
+    assert np.flatnonzero(bytes_of == 0).tolist() == sorted(tokenizer.special_ids)
