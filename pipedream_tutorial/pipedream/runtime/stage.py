@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from operator import itemgetter
+from statistics import median
 from typing import Any
 
 import torch
@@ -163,9 +164,7 @@ class Station:
         loads each kernel on first use, which can wait for ever while a receive is pending.
         """
         timeout = datetime.timedelta(seconds=self.config["timeout_s"])
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            # Else they listen where the machine's name leads, to others as well.
-            os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
+        listen_on_loopback()
         size = self.config["num_stages"]
         # Of gloo, for barriers and results, on a GPU as well. torchrun has a store of its own.
         store = dist.FileStore(os.environ[STORE], size) if STORE in os.environ else None
@@ -290,6 +289,23 @@ class Station:
                     self.peers[to].send(result)
         for peer in self.peers.values():
             peer.drain()
+
+
+def listen_on_loopback() -> None:
+    """Keep gloo and NCCL from listening where the machine's name leads, to other machines too."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
+
+
+def median_us(act: Callable[[], object]) -> int:
+    """Return the median of six times of `act` in microseconds. All ranks start it together."""
+    times = []
+    for _ in range(6):
+        dist.barrier()
+        begin = time.perf_counter_ns()
+        act()
+        times.append(time.perf_counter_ns() - begin)
+    return round(median(times) / 1000)
 
 
 def take_device(config: Config, rank: int) -> torch.device:
