@@ -155,7 +155,7 @@ def measure_gpt2(config: dict[str, Any]) -> Profile:
 
 
 def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
-    """A line a stage, then the bottleneck and NOAM."""
+    """A line per stage, then the bottleneck and NOAM."""
     rows = [["stage", "layers", "workers", "in flight", "compute s", "weights MiB", "sent MiB"]]
     needed = full_speed_in_flight(plan.replicas)
     for place, stage in enumerate(plan.stages):

@@ -1,4 +1,4 @@
-"""The real thing: one process a stage, gloo on the CPU, NCCL on GPUs, measured against prediction.
+"""The real thing: one process per stage, gloo or NCCL, measured against the prediction.
 
     python pipedream_runtime.py --num_stages 4
     torchrun --nproc_per_node=4 pipedream_runtime.py

@@ -16,7 +16,7 @@ const RULES = {
   p: { name: "num_stages", whole: [1, 16], label: "p, ranks", help: "GPUs; each holds one stage or more" },
   m: { name: "num_microbatches", whole: [1, 64], label: "m, microbatches", help: "that a batch is cut into" },
   n: { name: "num_batches", whole: [1, 8], label: "batches", help: "one after the other" },
-  v: { name: "chunks", whole: [1, 8], label: "v, chunks", help: "stages a rank, under interleaved 1F1B" },
+  v: { name: "chunks", whole: [1, 8], label: "v, chunks", help: "stages per rank, under interleaved 1F1B" },
   K: {
     name: "memory", whole: [1, 64], orNone: true, ends: [0, 64],
     label: "memory limit", help: "microbatches that a rank may hold; 0 is no limit",
@@ -80,7 +80,7 @@ function acceptedList(text, p) {
   if (/^(none)?$/i.test(text.trim())) return [];
   const list = text.split(",").map((one) => accepted("scale", one));
   if (list.length % p === 0) return list;
-  const fix = `give ${p}, such as stage_scale=${range(p).fill(1)}, or a multiple of ${p}, one a chunk`;
+  const fix = `give ${p}, such as stage_scale=${range(p).fill(1)}, or a multiple of ${p}, one per chunk`;
   throw new RuleError(`stage_scale has length ${list.length} for ${p} stages; ${fix}`);
 }
 
@@ -131,7 +131,7 @@ function changed(chosen, patch) {
   if (next.schedule === "search" || next.schedule === "zb-v") keys.push("F", "I", "W", "c");
   const [before, after] = [resolved(chosen), resolved(next)];
   if (!("moves" in patch) && keys.some((key) => after[key] !== before[key])) next.moves = [];
-  if (next.scale.length % next.p) { // one a rank, or the same number for each
+  if (next.scale.length % next.p) { // one per rank, or the same number for each
     next.scale = range(next.p).map((rank) => next.scale[rank] ?? "1");
   }
   return next;
@@ -157,7 +157,7 @@ function wholeSchedule(name, chosen) {
   const { p, m, n, v, cut, recompute, kept } = chosen;
   const count = p * m * n * 3 * (name === "interleaved" ? v : 1);
   if (count > MOST_CELLS) {
-    throw new RuleError(`about ${count} operations are too many for a page; take fewer batches`);
+    throw new RuleError(`about ${count} operations are too many for a page; use fewer batches`);
   }
   if (recompute && name === "search") throw new RuleError("search has no recomputation; switch it off");
   let schedule;

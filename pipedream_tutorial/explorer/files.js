@@ -1,4 +1,4 @@
-// Orders as CSV, one line a rank, one operation a cell: what the tutorial's --csv writes and torch
+// Orders as CSV, one line per rank, one operation per cell: what the tutorial's --csv writes and torch
 // loads (schedules/ops.py). And measured runs from a Chrome trace that it wrote (simulate/trace.py).
 "use strict";
 

@@ -153,7 +153,7 @@ function train(run, chosen) {
     return { reason: "with recomputation the forward pass would be made anew at newer weights." };
   }
   if (schedule.ops.length > MOST_OPERATIONS) {
-    return { reason: "too many operations; take fewer ranks, microbatches or batches." };
+    return { reason: "too many operations; use fewer ranks, microbatches or batches." };
   }
   return trainAlong(run, Number(chosen.rate));
 }

@@ -71,7 +71,7 @@ const LEVELS = [
       idleAtMost(0.1),
       ["at most 2 weight versions on every stage", ({ numbers }) => numbers.peakVersions <= 2],
     ],
-    hint: "Stashing makes the error 0 but keeps 4 versions on the first rank. One of the schedules updates once a batch and stays one batch behind.",
+    hint: "Stashing makes the error 0 but keeps 4 versions on the first rank. One of the schedules updates once per batch and stays one batch behind.",
     learned: "Stashing gives the exact gradient of the weights that the forward pass saw, so valid but not fresh: see the error against the newest weights. PipeDream-2BW needs two versions, whatever p; its weights are a whole batch behind. In this small network that costs more than being wrong: it ends with loss 1.49, no stashing with 0.28, whose gradient is only 4% off. At p = 8 and learning rate 4 (Free play) it is the other way: without stashing training diverges, and with it the loss falls.",
   },
   {

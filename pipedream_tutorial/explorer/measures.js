@@ -102,7 +102,7 @@ function isUpdate({ kind }) {
 }
 
 // `flushes`: batches follow each other as repeats of one order. `perMicrobatch`: an update after each
-// backward pass, else one a batch. `stashed`: a backward pass uses its forward pass's weights.
+// backward pass, else one per batch. `stashed`: a backward pass uses its forward pass's weights.
 // `versionOf`: the version that microbatch i runs with; the newest one, if not given.
 const POLICIES = {
   flush: { flushes: true, stashed: true },
@@ -135,7 +135,7 @@ function stageUse(ops, policy, m, p) {
       own.version = versionOf(i);
       if (own.version > updates) {
         const what = `microbatch ${i} would run with version ${own.version} before there is one`;
-        throw new RuleError(`${what}; take ${p - 1} microbatches a batch or more`);
+        throw new RuleError(`${what}; use ${p - 1} microbatches per batch or more`);
       }
       inUse.set(i, own.version);
       upcoming.shift();

@@ -169,7 +169,7 @@ function recomputed({ orders, copies }, kept) {
 }
 
 // Durations as fractions, by a stage's place in the model. `scale` has a factor for each equal share
-// of the layers, a stage the mean of what it has of each; with v stages a rank a stage is 1/v of the
+// of the layers, a stage the mean of what it has of each; with v stages per rank a stage is 1/v of the
 // work.
 function buildCosts({ numStages, stagesPerRank }, { F, I, W, c, saving = 0, scale = [] }) {
   const given = scale.length ? scale.map(Fraction.parse) : [new Fraction(1n)];

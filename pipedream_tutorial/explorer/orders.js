@@ -61,12 +61,12 @@ function zeroBubble(m, ahead, delay) {
   return inTurn(times(m, "F"), backwards, ahead).join("") + "W".repeat(late);
 }
 
-// v stages a rank, p apart: microbatches go round the ranks v times, in rounds of p or so.
+// v stages per rank, p apart: microbatches go round the ranks v times, in rounds of p or so.
 function interleaved(p, m, v) {
   const rounds = Math.max(1, Math.floor(m / p));
   if (m % rounds) {
     const what = `${m} microbatches cannot be cut into ${rounds} equal rounds over ${p} ranks`;
-    throw new RuleError(`${what}; take a multiple of ${p}, such as ${rounds * p} or ${(rounds + 1) * p}`);
+    throw new RuleError(`${what}; use a multiple of ${p}, such as ${rounds * p} or ${(rounds + 1) * p}`);
   }
   const size = m / rounds;
   const chunks = range(m * v).map((step) => Math.floor(step / size) % v);
@@ -208,7 +208,7 @@ function placeByTime(lines, place) {
 
 function dualpipeV(p, m) {
   if (m < 2 * p) {
-    const what = `dualpipe-v needs at least 2 microbatches a rank, not ${m} for ${p} ranks`;
+    const what = `dualpipe-v needs at least 2 microbatches per rank, not ${m} for ${p} ranks`;
     throw new RuleError(`${what}; set num_microbatches to ${2 * p} or more`);
   }
   return byRank(dualpipeWord)(p, m);
@@ -238,8 +238,8 @@ function dualpipeWord(r, p, m) {
 function dualpipe(p, m) {
   if (p % 2 || m % 2 || m < 2 * p) {
     const even = p + (p % 2);
-    const what = "dualpipe needs an even number of ranks, and an even number of microbatches, 2 a rank or more";
-    throw new RuleError(`${what}, not p=${p}, m=${m}; take p=${even} and m=${Math.max(2 * even, m + (m % 2))}`);
+    const what = "dualpipe needs an even number of ranks, and an even number of microbatches, 2 per rank or more";
+    throw new RuleError(`${what}, not p=${p}, m=${m}; use p=${even} and m=${Math.max(2 * even, m + (m % 2))}`);
   }
   const half = range(p / 2).map((r) => dualpipeWord(r, p / 2, m / 2));
   const swapped = (letter) => (letter < "a" ? letter.toLowerCase() : letter.toUpperCase());
@@ -252,7 +252,7 @@ function dualpipe(p, m) {
 function chimera(p, m) {
   if (p % 2 || m % p) {
     const what = "chimera needs an even number of ranks and whole units of p microbatches";
-    throw new RuleError(`${what}, not p=${p}, m=${m}; take p=${p + (p % 2)} and a multiple of it`);
+    throw new RuleError(`${what}, not p=${p}, m=${m}; use p=${p + (p % 2)} and a multiple of it`);
   }
   const half = p / 2;
   const words = range(p).map((r) => {
@@ -305,7 +305,7 @@ const SCHEDULES = {
   },
   "pipedream-2bw": {
     build: oneFOneB, policy: "2bw", title: "PipeDream-2BW",
-    says: "Without a flush, one update a batch, one batch behind: two versions of the weights do.",
+    says: "Without a flush, one update per batch, one batch behind: two versions of the weights do.",
   },
   interleaved: {
     build: interleaved, title: "Interleaved 1F1B",
@@ -335,17 +335,17 @@ const SCHEDULES = {
   "v-half": {
     build: vHalf, title: "V-Half",
     idle: "(3 * ceil(p / 2) - 3.5) * F", when: "F === I && I === W && m >= p + 2 && p >= 3",
-    says: "ZB-V's two stages a rank, spaced so that a microbatch is gone sooner: about half of 1F1B's memory.",
+    says: "ZB-V's two stages per rank, spaced so that a microbatch is gone sooner: about half of 1F1B's memory.",
   },
   "v-min": {
     build: vMin, title: "V-Min",
     idle: "(4 * p - 5) * F / 2", when: "F === I && I === W && m >= p + 1 && p >= 2 && p % 3 > 0",
-    says: "As tight as two stages a rank allow: about a third of 1F1B's memory, and pauses in between.",
+    says: "As tight as two stages per rank allow: about a third of 1F1B's memory, and pauses in between.",
   },
   "dualpipe-v": {
     build: dualpipeV, title: "DualPipeV",
     idle: "(p - 1) * (2 * F + I - min(I, W)) / 2", when: "F >= I",
-    says: "Two stages a rank; a forward and a backward pass run as one pair, to hide messages.",
+    says: "Two stages per rank; a forward and a backward pass run as one pair, to hide messages.",
   },
   dualpipe: {
     build: dualpipe, title: "DualPipe",

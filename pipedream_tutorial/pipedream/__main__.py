@@ -10,7 +10,7 @@ Everything printed is computed here: grids and times by simulation, losses by tr
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
 from statistics import median
@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
     "recompute": None,  # R before each backward pass: the share of activations kept until then
     "reorder": True,  # V-Half and V-Min as published; False: their block repeated, and no more
-    "stage_scale": None,  # uneven stages: one factor a stage, such as [1, 1, 2, 1], or a chunk
+    "stage_scale": None,  # uneven stages: one factor per stage, such as [1, 1, 2, 1], or a chunk
     "learning_rate": 0.5,  # of plain SGD
     "steps": 40,  # batches to train on; 0: train nothing
     "seed": 0,  # of the initial weights and the data
@@ -140,7 +140,7 @@ def show(config: dict[str, Any]) -> None:
             print()
             print_schedule(one, drawn)
         print()
-    print_comparison(rows, config["num_batches"], config["columns"])
+    print_comparison(rows, config)
     if config["steps"]:
         gc.enable()
         print(flush=True)
@@ -243,13 +243,11 @@ def tell_closed_form(row: Row) -> None:
     tell("", f"{form.idle_text}; as published: {form.published} (arXiv {form.source})")
 
 
-def print_comparison(
-    rows: Iterable[Row | Refused], num_batches: int, shown: Sequence[str] | None
-) -> None:
-    """All schedules in one table, each as soon as it is there; for those that are not possible the
-    reason."""
+def print_comparison(rows: Iterable[Row | Refused], config: dict[str, Any]) -> None:
+    """Print a table line for each schedule, or the reason why it is not possible."""
     mixed = False
-    print(simple.table_head(num_batches, shown))
+    shown = config["columns"]
+    print(simple.table_line("", simple.COLUMNS, shown))
     for row in rows:
         if isinstance(row, Refused):
             print_wrapped(f"not possible: {row.reason}", f"{row.title:<24}")
@@ -263,7 +261,7 @@ def print_comparison(
         line = simple.table_line(row.title, figures, shown)
         print(line + "*" * row.mixed, flush=True)
         mixed = mixed or row.mixed
-    for note in (*simple.notes(shown), *([MIXED] if mixed else [])):
+    for note in (*simple.notes(config), *([MIXED] if mixed else [])):
         print_wrapped(note)
 
 

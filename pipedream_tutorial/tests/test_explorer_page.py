@@ -156,7 +156,7 @@ def test_every_schedule_is_drawn_or_says_why_not(browser):
         browser.js(f"explorer.store.change({{ schedule: '{name}', other: '{name}', m: 8 }})")
         assert numbers(browser) == numbers(browser, "beside"), name
     browser.js("explorer.store.change({ schedule: 'dualpipe-v', m: 7, other: '' })")
-    assert "at least 2 microbatches a rank" in browser.js("explorer.main.error.textContent")
+    assert "at least 2 microbatches per rank" in browser.js("explorer.main.error.textContent")
     assert browser.js("explorer.main.scroller.hidden")
 
 

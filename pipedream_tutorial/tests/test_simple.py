@@ -99,7 +99,7 @@ def test_a_row_is_what_the_measures_say(name):
 
 
 def test_chunks_may_be_uneven():
-    """A factor a chunk, and the mean of two for a stage of that size: one model for all."""
+    """A factor per chunk, and the mean of two for a stage of that size: one model for all."""
     scale = [*map(Fraction, ("1/2", 1, 1, 1, 1, 1, 1, "3/2"))]
     case = CASE | {"stage_scale": scale}
     rows = {row.name: row for row in compare(case)}
@@ -200,7 +200,7 @@ def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
         (
             ["--set", "stage_scale=1,2"],
             "stage_scale has length 2 for 4 stages; give 4, such as stage_scale=1,1,1,1, "
-            "or a multiple of 4, one a chunk",
+            "or a multiple of 4, one per chunk",
         ),
         (
             ["--schedule=pipedream-2bw", "--csv", "a.csv"],
@@ -210,7 +210,7 @@ def test_orders_that_cannot_run_are_one_line(tmp_path, order, problem):
         (
             ["--schedule=pipedream-2bw", "--num_stages=8", "--num_microbatches=4"],
             "microbatch 8 would run with version 1 before there is one; "
-            "take 7 microbatches a batch or more",
+            "use 7 microbatches per batch or more",
         ),
         (
             ["--set", "schedule=1f1b", "chunks=4"],

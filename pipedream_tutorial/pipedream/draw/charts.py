@@ -222,7 +222,7 @@ def memory_vs_bubble(work: Work) -> Figure:
 
 def activations_and_versions(work: Work) -> Figure:
     """Held activations as areas and kept weight versions as lines, over two batches: a panel a
-    schedule, a lane a rank, all to one scale; beside a lane its two peaks."""
+    schedule, a lane per rank, all to one scale; beside a lane its two peaks."""
     found = {row.name: row for row in work.found}
     shown = [found[name] for name in OVER_TIME if name in found]
     end = float(max(row.stream.makespan for row in shown))

@@ -102,8 +102,8 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     """One rectangle for each operation: x and width are its time, y its rank (0 on top).
 
     The halves of a pair share the rank's row. The time axis ends at `until` (the makespan). A
-    rectangle's gid is the operation as text, or "idle" of those behind, one a rank, from time 0 to
-    the makespan.
+    rectangle's gid is the operation as text. One per rank lies behind them, from time 0 to the
+    makespan: its gid is "idle".
     """
     timeline = panel.timeline
     colour = panel.colour or kind_colours(timeline.schedule)

@@ -1,4 +1,4 @@
-"""The terminal's view: a timeline as text, a line a rank, and its figures."""
+"""The terminal's view: a timeline as text, a line per rank, and its figures."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 
 
 def draw(timeline: Timeline, columns: int, *, colour: bool = False) -> str:
-    """A time axis and a line a rank, as pipedream_simple.py draws them."""
+    """A time axis and a line per rank, as pipedream_simple.py draws them."""
     places = [{s: place for place, s in enumerate(own)} for own in timeline.schedule.stages()]
     cells = []
     for rank, item, start, end in timeline.events:

@@ -1,4 +1,4 @@
-"""Starts one process a stage and watches over them.
+"""Starts one process per stage and watches over them.
 
 Whoever starts the processes also ends them: this module, or torchrun's agent. Each says itself why
 it fails; one that only lost its neighbour waits a moment, so that the cause is what is seen first.

@@ -1,6 +1,6 @@
 """V-Half and V-Min: one microbatch's slots, repeated, then pulled together (arXiv 2405.15362).
 
-Two stages a rank in a V, as in ZB-V. Each of a rank's six operations of a microbatch takes one
+Two stages per rank in a V, as in ZB-V. Each of a rank's six operations of a microbatch takes one
 slot, so the next microbatch's block comes 6 slots later and a rank without a gap is busy. A block
 gives four slots; the two W go where the rank would idle. How long activations live in a block is
 how many microbatches overlap, so the block alone decides the memory.

@@ -18,7 +18,7 @@ class Case(NamedTuple):
 
     p: int
     m: int
-    v: int  # stages a rank, in the interleaved schedule; the V schedules have 2, whatever this says
+    v: int  # stages per rank of the interleaved schedule; the V schedules always have 2
     f: Fraction  # forward pass
     i: Fraction  # input gradient. The whole backward pass B is I + W.
     w: Fraction  # weight gradient
@@ -138,7 +138,7 @@ CLOSED_FORMS: dict[str, ClosedForm] = {
         source="2006.09503",
     ),
     "interleaved": ClosedForm(
-        # With fewer microbatches than ranks a rank waits for the first to come round, v times.
+        # With fewer microbatches than ranks, a rank waits for the first to come round, v times.
         makespan_idle=lambda c: (max(0, c.p - c.m) * c.v + min(c.m, c.p) - 1) * c.total / c.v,
         own_idle=lambda c, r, x: x - r * c.total / c.v,
         peak_activations=interleaved_activations,

@@ -164,7 +164,7 @@ def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
 
 
 def save_csv(schedule: Schedule, path: Path) -> None:
-    """One line a rank, one operation a cell: what torch.distributed.pipelining loads."""
+    """One line per rank, one operation per cell: what torch.distributed.pipelining loads."""
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([map(str, order) for order in schedule.orders])
 

@@ -45,7 +45,7 @@ def dualpipe_v(p: int, m: int) -> Orders:
     """Stages in a V, and a forward of one microbatch run together with a backward of another."""
     if m < 2 * p:
         raise UserError(
-            f"dualpipe-v needs at least 2 microbatches a rank, not {m} for {p} ranks",
+            f"dualpipe-v needs at least 2 microbatches per rank, not {m} for {p} ranks",
             f"set num_microbatches to {2 * p} or more",
         )
     return [_dualpipe_line(r, p, m) for r in range(p)]
@@ -87,9 +87,9 @@ def dualpipe(p: int, m: int) -> Orders:
     if p % 2 or m % 2 or m < 2 * p:
         even = p + p % 2
         raise UserError(
-            f"dualpipe needs an even number of ranks, and an even number of microbatches, 2 a rank "
+            f"dualpipe needs an even number of ranks, and an even number of microbatches, 2 per rank "
             f"or more, not p={p}, m={m}",
-            f"take p={even} and m={max(2 * even, m + m % 2)}",
+            f"use p={even} and m={max(2 * even, m + m % 2)}",
         )
 
     def unfolded(op: Op, r: int) -> Op:
@@ -111,7 +111,7 @@ def chimera(p: int, m: int) -> Orders:
         raise UserError(
             f"chimera needs an even number of ranks and whole units of p microbatches, not p={p}, "
             f"m={m}",
-            f"take p={p + p % 2} and a multiple of it",
+            f"use p={p + p % 2} and a multiple of it",
         )
     # When every operation takes one slot, stage s runs F of a direction's microbatch i in slot
     # s + 2 i and B in slot 2p - 1 - s + 2 i; a unit starts 2p slots after the one before it. No

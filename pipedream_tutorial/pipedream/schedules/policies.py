@@ -20,13 +20,13 @@ class Policy:
     text: str
     per_microbatch: bool = False  # update after each backward pass, not after a batch's last one
     forward_version: Callable[[int, int, int, int], int] = lambda updates, i, m, p: updates
-    """(updates done on this stage, microbatch, microbatches a batch, p) -> version to run with; by
-    default the newest."""
+    """(updates done on this stage, microbatch, microbatches per batch, p) -> version to run with.
+    The newest by default."""
     stashed: bool = True  # a backward pass sees its forward pass's version; False: what is there
 
 
 POLICIES: dict[str, Policy] = {
-    "flush": Policy(text="one update a batch, when the stage has no microbatch in flight"),
+    "flush": Policy(text="one update per batch, when the stage has no microbatch in flight"),
     "stash": Policy(
         text="an update a microbatch; the backward pass uses its forward pass's weights",
         per_microbatch=True,
@@ -43,7 +43,7 @@ POLICIES: dict[str, Policy] = {
         stashed=False,
     ),
     "2bw": Policy(
-        text="one update a batch without a flush; a batch runs one version behind",
+        text="one update per batch without a flush; a batch runs one version behind",
         forward_version=lambda updates, i, m, p: max(0, i // m - 1),
     ),
 }
@@ -69,7 +69,7 @@ ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live={}, peak
 
 def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int, WeightUse]:
     """stage -> versions, staleness and how many are kept, from the orders alone. `batch_size` is
-    the number of microbatches between two updates where the policy updates once a batch. Timing
+    the number of microbatches between two updates where the policy updates once per batch. Timing
     plays no part: it cannot change what an order fixes."""
     own: dict[int, list[Op]] = {}
     for op in schedule.ops():
@@ -94,7 +94,7 @@ def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:
             if version > updates:
                 raise UserError(
                     f"microbatch {i} would run with version {version} before there is one",
-                    f"take {p - 1} microbatches a batch or more",
+                    f"use {p - 1} microbatches per batch or more",
                 )
             in_use[version] += 1
         elif kind != "W":

@@ -42,7 +42,7 @@ def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | i
 
     A forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
     Where there is an R, the forward pass is there twice: with all that it computes, and with the
-    share that stays when it ends; R adds the rest. One stage of a schedule with v stages a rank
+    share that stays when it ends; R adds the rest. One stage of a schedule with v stages per rank
     holds 1/v of what a whole rank's share would.
     """
     gone = (1 - schedule.kept) or 0  # a whole number is quick

@@ -106,7 +106,7 @@ def check_scale(scale: Sequence[Number] | None, num_ranks: int) -> None:
         raise UserError(
             f"stage_scale has length {len(scale)} for {num_ranks} stages",
             f"give {num_ranks}, such as stage_scale={','.join(['1'] * num_ranks)}, or a multiple "
-            f"of {num_ranks}, one a chunk",
+            f"of {num_ranks}, one per chunk",
         )
 
 

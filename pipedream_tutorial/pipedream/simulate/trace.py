@@ -1,6 +1,6 @@
 """Chrome trace JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-The prediction and the measurement go into one file as two groups of processes, a process a rank.
+The prediction and the measurement go into one file as two groups of processes, a process per rank.
 Threads are compute, send and receive; arrows lead from the operation that sends to the one that
 receives; counters show held activations and live weight versions. The format is Google's "Trace
 Event Format": times in microseconds, and slices of one thread are disjoint or nested.
@@ -44,7 +44,7 @@ def trace_document(
 ) -> dict[str, Any]:
     """A trace of how the schedule ran, with the groups that are given, as JSON's object.
 
-    `policy` and `batch_size`, microbatches between two updates where it updates once a batch, give
+    `policy` and `batch_size`, microbatches between two updates if it updates once per batch, give
     weight versions; `unit_s`: seconds a unit of the simulator. The measured run starts at time 0.
     """
     groups = {}

@@ -116,7 +116,7 @@ def asynchronous() -> Picture:
 def interleaving() -> Picture:
     panels = _batches(("1f1b", "interleaved"))
     idles = [number(max(idle(panel.timeline).makespan)) for panel in panels]
-    title = f"Two stages a rank: a rank idles for {idles[1]} time units instead of {idles[0]}"
+    title = f"Two stages per rank: a rank idles for {idles[1]} time units instead of {idles[0]}"
     return Picture(title, panels)
 
 
@@ -281,7 +281,7 @@ def draw_frontier(record: Record, path: Path) -> Figure:
             Line2D([], [], label=f"search: {least} (one stage a rank)", **CURVE),
             Line2D([], [], label="fixed schedules", **BEATEN),
         ],
-        notes=["F = I = W = 1 on every rank; two stages a rank may beat one: ZB-V does at c = 0"],
+        notes=["F = I = W = 1 on every rank; two stages per rank may beat one: ZB-V does at c = 0"],
     )
     times = sorted({row["communication"] for row in record["rows"]})
     for ax, communication in zip(axes, times, strict=True):
