@@ -87,8 +87,8 @@ def dualpipe(p: int, m: int) -> Orders:
     if p % 2 or m % 2 or m < 2 * p:
         even = p + p % 2
         raise UserError(
-            f"dualpipe needs an even number of ranks, and an even number of microbatches, 2 per rank "
-            f"or more, not p={p}, m={m}",
+            f"dualpipe needs an even number of ranks, and an even number of microbatches, 2 per "
+            f"rank or more, not p={p}, m={m}",
             f"use p={even} and m={max(2 * even, m + m % 2)}",
         )
 
