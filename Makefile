@@ -13,7 +13,7 @@ test:  ## Every check and every test that needs no GPU
 	bash tests/run.sh
 
 quick:  ## Unit tests of every room, without processes
-	bash tests/run.sh -q -n 2 tests/settings tests/models tests/data tests/plan tests/predict tests/advise tests/records tests/test_*.py
+	bash tests/run.sh -q -n 2 tests/settings tests/models tests/data tests/plan tests/predict tests/planner tests/records tests/test_*.py
 
 lint:  ## ruff, mypy, import-linter, codespell on all files
 	$(setup) && pre-commit run --all-files

@@ -48,7 +48,7 @@ def main() -> int:
         print(f"error: a notebook's kernel cannot be trained in; type in a cell: !{command}")
         return 2
     try:
-        from distributed_training.settings.cache import keep_bytecode
+        from distributed_training.start.bytecode import keep_bytecode
 
         keep_bytecode()  # before the imports that it speeds up
         from distributed_training import cli

@@ -15,8 +15,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from distributed_training.run import launch
-from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, RunConfig, build_config
@@ -32,7 +30,9 @@ from distributed_training.settings.keys import (
 )
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.own_code import name_families, refuse_unnamed_family
-from distributed_training.settings.streams import LastingStream, fill_closed, replace_unwritable
+from distributed_training.start import launch
+from distributed_training.start.ranks import current_process, run_ranks
+from distributed_training.start.streams import LastingStream, fill_closed, replace_unwritable
 
 OWN_OPTIONS = (
     "preset", "set", "num_gpus", "max_restarts", "dry-run", "force", "strict", "cluster", "gpu",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from distributed_training.advise.make import has_libaio
+from distributed_training.planner.checks import has_libaio
 
 
 def main() -> None:

@@ -143,7 +143,7 @@ LONGEST_FIRST = (
     "tests/e2e/test_students_path.py",
     "tests/e2e/test_engineers_path.py", "pipedream_tutorial/tests/test_launch.py",
     "tests/e2e/test_researchers_path.py", "tests/parity/test_shipped_config.py",
-    "tests/parity/test_resharding.py", "tests/run/test_export.py",
+    "tests/parity/test_resharding.py", "tests/checkpoint/test_export.py",
 )  # fmt: skip
 
 

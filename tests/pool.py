@@ -37,14 +37,14 @@ PACKAGE = "distributed_training"
 # "name:function" is called.
 LIGHT = (
     f"{PACKAGE}.settings.*", f"{PACKAGE}.data.*", f"{PACKAGE}.plan.*",
-    f"{PACKAGE}.predict.*", f"{PACKAGE}.advise.*", f"{PACKAGE}.run.launch",
+    f"{PACKAGE}.predict.*", f"{PACKAGE}.planner.*", f"{PACKAGE}.start.launch",
 )  # fmt: skip
 HEAVY = (
     "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.runtime.pipe.engine",
     "transformers.models.gpt2.configuration_gpt2",
     *LIGHT, f"{PACKAGE}.models.*", f"{PACKAGE}.parallel.*", f"{PACKAGE}.engines.*",
-    f"{PACKAGE}.run.worker", f"{PACKAGE}.tools.harness", "tests.build_extensions:load_built",
+    f"{PACKAGE}.start.worker", f"{PACKAGE}.tools.harness", "tests.build_extensions:load_built",
 )  # fmt: skip
 CALL_LIMIT_S = 500.0
 GRACE_S = 10.0  # for the others, once one process has failed

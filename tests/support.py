@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology
 from distributed_training.records.record import Record, RunRecord, start_record
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
@@ -215,7 +215,7 @@ def changed(document: Mapping[str, Any], changes: Mapping[str, Any], dot: str) -
 
 def save_now(engine: Any, plan: Any, topology: Topology, **words: Any) -> Path:
     """Save a checkpoint and wait for it; its folder. Collective."""
-    from distributed_training.run.saving.checkpoint import Saver
+    from distributed_training.checkpoint.saver import Saver
 
     saver = Saver(plan, topology)
     saver.begin(engine, **words)

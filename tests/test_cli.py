@@ -10,10 +10,10 @@ import pytest
 import real_model_example
 from distributed_training import cli
 from distributed_training.plan.plan import Plan
-from distributed_training.run import launch
-from distributed_training.run.ranks import Process
 from distributed_training.settings.config import KEYS
 from distributed_training.settings.strategies import list_strategies
+from distributed_training.start import launch
+from distributed_training.supervise.process import Process
 from tests.conftest import ROOT, light_pool
 from tests.settings.test_config import OTHER
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_text
@@ -95,7 +95,7 @@ def run(tmp_path, monkeypatch):
     def run_worker(given, process, _):
         return "planned" if isinstance(given, Plan) else "launched", given, process
 
-    monkeypatch.setattr("distributed_training.run.worker.run", run_worker)
+    monkeypatch.setattr("distributed_training.start.worker.run", run_worker)
 
     def call(*argv, machine=CPU_MACHINE, process=None):
         argv = [
@@ -103,7 +103,7 @@ def run(tmp_path, monkeypatch):
             "--set", f"dataset={small_text()}", "num_samples=4", *argv,
         ]  # fmt: skip
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
-        monkeypatch.setattr("distributed_training.run.launch.detect_machine", lambda: machine)
+        monkeypatch.setattr("distributed_training.start.launch.detect_machine", lambda: machine)
         monkeypatch.setattr(launch, "current_process", lambda: process)
         return real_model_example.main()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from distributed_training import models
+from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import this_machine
-from distributed_training.run.prepare import make_plan
 from distributed_training.settings import config as config_module
 from distributed_training.settings import strategies
 from distributed_training.settings.config import RunConfig, build_config

@@ -102,7 +102,7 @@ def test_what_is_declared_is_pinned_once_within_its_range(declared, file, python
 
 
 def test_the_loop_names_no_strategy():
-    text = (ROOT / "distributed_training/run/loop.py").read_text().lower()
+    text = (ROOT / "distributed_training/train/loop.py").read_text().lower()
     # But topology.tp, an axis.
     names = [*list_strategies(), "ddp", "zero", "deepspeed", "native"]
     assert [name for name in names if re.search(rf"(?<![.\w]){name}\b", text)] == []

@@ -13,7 +13,7 @@ from typing import Any
 
 from distributed_training.data import hub, pieces
 from distributed_training.data.chats.records import COLUMNS, Shape
-from distributed_training.data.files import (
+from distributed_training.data.files import (  # fmt: skip
     BLOCK,
     RECORDS,
     TEXTS,
@@ -23,7 +23,7 @@ from distributed_training.data.files import (
     read_records,
     read_text,
     suffix_of,
-)  # fmt: skip
+)
 from distributed_training.data.folders import find_splits
 from distributed_training.data.pieces import RUNNING, Piece
 from distributed_training.settings.errors import UserError

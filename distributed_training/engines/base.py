@@ -15,8 +15,8 @@ import torch.nn as nn
 from distributed_training.data.samples import StepBatch
 from distributed_training.models.decoder import Past
 from distributed_training.parallel.agree import gather
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
-from distributed_training.plan.topology import Topology
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW as every engine builds it; learning rate and weight decay come from CONFIG.

@@ -27,9 +27,9 @@ from distributed_training.models.attention import Documents
 from distributed_training.models.decoder import Block, Decoder, Past, parameter_groups
 from distributed_training.parallel import blocks, private
 from distributed_training.parallel.lora import apply_lora
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology
 
 
 class DeepSpeedEngine(base.Engine):

@@ -21,10 +21,10 @@ from distributed_training.models.decoder import Decoder, Past, parameter_groups
 from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.agree import works_everywhere
 from distributed_training.parallel.gradients import local_part
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import foreach_mul_, overlap_products, share_memory
 from distributed_training.parallel.tensor_files import Part, TensorFiles, part_of, place_of
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology
 
 # fp16's dynamic loss scale; DeepSpeed's configuration says the same. It halves at every overflow.
 INITIAL_LOSS_SCALE = 2.0**16

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import foreach_mul, foreach_norm
-from distributed_training.plan.topology import Topology
 
 
 def local_part(tensor: Any) -> torch.Tensor:

@@ -13,11 +13,11 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.gradients import local_part
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import foreach_copy_
 from distributed_training.parallel.private_pipelining import GivenOrder, TwoWayStage
 from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology
 
 RUN_BY: dict[str, Any] = {  # schedule -> a class of torch's, or one derived from it
     "gpipe": get_schedule_class("GPipe"),

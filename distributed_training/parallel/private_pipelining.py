@@ -6,8 +6,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from distributed_training.plan.orders import Operation, find_orders
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.orders import Operation, expect_spans, find_orders
+from distributed_training.predict.simulate import expect_spans
 
 
 class TwoWayStage(PipelineStage):

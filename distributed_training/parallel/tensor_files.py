@@ -20,8 +20,8 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
-from distributed_training.plan.topology import Topology
 
 COPY = "copy of "  # begins the name of a part that other nodes' files have under its own
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}

@@ -1,4 +1,4 @@
-"""A run, planned once (advise/make.py): everything that will happen, as plain data in
+"""A run, planned once (planner/make_plan.py): everything that will happen, as plain data in
 <run>/plan.json. A dry run prints it, every process reads it, the record repeats it. No torch."""
 
 from dataclasses import dataclass, field, replace
@@ -8,9 +8,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from distributed_training.models import ModelSize, ModelSpec, find_model
-from distributed_training.plan.layouts import Layout
+from distributed_training.plan.layout import Layout, show_axes
 from distributed_training.plan.schedules import FoundOrders, Schedule, find_schedule
-from distributed_training.plan.topology import show_axes
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
@@ -65,7 +64,7 @@ class Plan:
     prediction: dict[str, Any] | None = None
     # Agents of torchrun that started the processes: what one of them starts again goes on.
     launchers: list[str] = field(default_factory=list)
-    orders: FoundOrders | None = None  # if they depend on durations (predict/orders.py)
+    orders: FoundOrders | None = None  # if they depend on durations (plan/orders.py)
     num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
     packing: Packing | None = None  # of records; None as above, and where they are not packed
 

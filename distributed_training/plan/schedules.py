@@ -7,6 +7,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+# A receive occupies as many SMs while it waits. With NCCL's own choice matrix products that would
+# fill all of a GPU take up to 1.8 times as long beside it (results/channels.json).
+P2P_CHANNELS = 4
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
@@ -21,7 +25,7 @@ class Schedule:
     stages_per_rank: int = 1  # or 2
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     splits_backward: bool = False  # gradients of inputs and of weights at different times
-    timed: bool = False  # an order for what this model's operations take (predict/orders.py)
+    timed: bool = False  # an order for what this model's operations take (orders.py)
     searched: bool = False  # which takes a second or two to find
     # Whether m micro-batches can be run over p processes
     takes: Callable[[int, int], bool] = lambda p, m: True
@@ -41,7 +45,7 @@ class Schedule:
 class FoundOrders:
     """What was found for a pipeline, and the durations in seconds that it was found for."""
 
-    by_place: tuple[str, ...]  # what each process along pp does, as predict/orders.py writes it
+    by_place: tuple[str, ...]  # what each process along pp does, as orders.py writes it
     stage_s: tuple[tuple[float, float, float], ...]  # of each stage's F, I and W
     message_s: float  # until what one process made is on the next
 

@@ -7,8 +7,8 @@ arithmetic's width for each token and unit of hidden size, tensor by tensor as t
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from distributed_training.plan.orders import find_orders
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.orders import find_orders
 from distributed_training.predict.rates import FITTED
 from distributed_training.predict.traffic import Formulas, formulas_by_place
 from distributed_training.settings.strategies import Strategy

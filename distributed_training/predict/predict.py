@@ -2,18 +2,15 @@
 
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from distributed_training.plan.choose import lay_out
 from distributed_training.plan.plan import Plan
 from distributed_training.predict.memory import MemoryEstimate, estimate_memory
-from distributed_training.predict.orders import search_orders, time_orders
 from distributed_training.predict.rates import FITTED, Rates, cpu_rates, measured_rates, rates_of
-from distributed_training.predict.speed import StepTime, Work, estimate_step
+from distributed_training.predict.speed import StepTime, estimate_step
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import plural
-from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.machine import GIB, Machine, find_gpu, known_gpu, limited_to
@@ -97,27 +94,6 @@ def this_machine(
         name=name,
         is_here=True,
     )
-
-
-def lay_out_on(cluster: Cluster, config: RunConfig, mesh: dict[str, int] | None = None) -> Plan:
-    """A draft for the cluster's processes (`lay_out`). If its schedule depends on durations, it has
-    the orders for the durations that the cluster's rates mean, or an H200's if it has no rates.
-    Durations go with the orders: processes that put messages in different orders
-    would deadlock."""
-    here = cluster.processes_a_node
-    plan = lay_out(config, cluster.machine, cluster.num_processes, here, mesh=mesh)
-    if not plan.schedule.timed:
-        return plan
-    work = Work(plan, cluster.rates or rates_of(known_gpu("H200")))
-    costs = {key: float(cost.sum()) for key, cost in work.operations().items()}
-    blocks = plan.layout.blocks_per_stage
-    seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in range(len(blocks)))
-    m = plan.batch.num_microbatches
-    if plan.schedule.searched:
-        orders = search_orders(seconds, blocks, m, work.message())
-    else:
-        orders = time_orders(seconds, m, work.message())
-    return replace(plan, orders=orders)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from distributed_training.plan.orders import Step, find_orders
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import P2P_CHANNELS
-from distributed_training.predict.orders import Step, find_orders, flow, length_of, simulate
+from distributed_training.plan.schedules import P2P_CHANNELS
 from distributed_training.predict.rates import FITTED, Rates, tiled
+from distributed_training.predict.simulate import flow, length_of, simulate
 from distributed_training.predict.traffic import Formulas, Shapes, formulas_by_place, sent_bytes
 
 # Bytes a parameter that AdamW and clipping read and write: its weight, gradient and moments; with

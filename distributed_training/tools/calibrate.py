@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from distributed_training.advise.make import draft_plan
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
+from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.predict import this_machine
 from distributed_training.predict.rates import cpu_rates, from_calibration
 from distributed_training.predict.speed import BACKWARD_ATTENTION, UPDATE_BYTES, Work

@@ -24,21 +24,22 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from tqdm import tqdm
 
-from distributed_training.plan.data import AUTO_SAMPLES, peek_data
+from distributed_training.planner.data import AUTO_SAMPLES, peek_data
+from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import this_machine
 from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, duration, last_part, short_path
 from distributed_training.records.tables import MEASURED, NOTHING, Comparison, Layout, differing
-from distributed_training.run import prepare
-from distributed_training.run.launch import requested_processes
-from distributed_training.run.ranks import beside, handling
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import expand_home, load_json, parse_as
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import strategy_options
+from distributed_training.start.launch import requested_processes
+from distributed_training.start.ranks import beside
+from distributed_training.supervise.process import handling
 
 # Not part of what is compared; a key that is typed or in the plan stays as it is.
 QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
@@ -134,7 +135,7 @@ def predicted_s(runs: Sequence[tuple[RunConfig, int]], run_s: float) -> float | 
         found: list[float | None] = []
         for config, count in runs:
             try:
-                plan = prepare.make_plan(config, this_machine(machine, count, count), peek_data)
+                plan = make_plan(config, this_machine(machine, count, count), peek_data)
             except UserError:  # it says so when its turn comes
                 found.append(0.0)
                 continue

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import psutil
 
-from distributed_training.advise import make
+from distributed_training.planner import checks
 from distributed_training.records.display import WIDTH
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import (
@@ -174,14 +174,14 @@ def building(machine: Machine) -> Iterator[Finding]:
     for what, there, lack, package in (
         ("compiler", compiler, "offload and infinity cannot build", "apt-get install g++"),
         ("ninja", ninja, "extensions cannot be built", "pip install ninja"),
-        ("libaio", make.has_libaio(), "infinity needs it", "apt-get install libaio-dev"),
+        ("libaio", checks.has_libaio(), "infinity needs it", "apt-get install libaio-dev"),
     ):  # fmt: skip
         yield check(bool(there), what, "there" if there else f"missing: {lack}", package)
     if machine.num_gpus and shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
         yield warn("toolkit", "no nvcc: infinity's extension needs the CUDA toolkit's headers")
     for name in ("cpu_adam", "async_io", "pin_memory"):
         try:
-            make.refuse_stale_lock(name)
+            checks.refuse_stale_lock(name)
         except UserError as error:
             what, _, fix = str(error).rpartition("rm ")
             yield fail("lock", what.split(";")[0], f"rm {fix}")

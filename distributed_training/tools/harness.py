@@ -32,15 +32,15 @@ from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.agree import from_rank_0, gather
-from distributed_training.plan.data import cut_data
+from distributed_training.parallel.mesh import Topology, limit_channels
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology, limit_channels
-from distributed_training.run import worker
-from distributed_training.run.rendezvous import agree_on_plan
+from distributed_training.planner.data import cut_data
 from distributed_training.settings.config import RunConfig, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
+from distributed_training.start.rendezvous import agree_on_plan
 from distributed_training.tools import links
+from distributed_training.train.build import build_engine, build_sampler, build_topology
 
 
 @dataclass(kw_only=True, slots=True)
@@ -181,14 +181,14 @@ def _do_run(
             values = {"output_dir": str(group.folder), **given}
             config = build_config(values, defaults=strategy_defaults, options=strategy_options)
         plan = agree_on_plan(config, group.process, gather)
-        topology = worker.build_topology(plan, group.process, group.device)
+        topology = build_topology(plan, group.process, group.device)
         model = None
         if kept is not None:
             topology = kept.topology(topology)
             model = kept.initial_model(plan)
         data = cut_data(plan)
-        sampler = worker.build_sampler(plan, data, topology)
-        engine = worker.build_engine(plan, topology, model)
+        sampler = build_sampler(plan, data, topology)
+        engine = build_engine(plan, topology, model)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
     except UserError as error:  # on every rank
         return str(error)

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distributed_training.advise.rank import settings_of
 from distributed_training.data.corpus import EMBEDDED, PROSE, WIKITEXT
 from distributed_training.data.samples import AUTO_SAMPLES
-from distributed_training.plan.choose import choose_model
-from distributed_training.plan.data import find_sources, fit_to_data, peek_data
 from distributed_training.plan.plan import Plan
+from distributed_training.planner.choose import choose_model
+from distributed_training.planner.data import find_sources, fit_to_data, peek_data
+from distributed_training.planner.rank import settings_of
 from distributed_training.predict.predict import Prediction
 from distributed_training.settings.config import AUTO, KEYS, PATHS, RunConfig
 from distributed_training.settings.errors import UserError

@@ -23,14 +23,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.benchmark import Timer
 
 from distributed_training.parallel.agree import gather
-from distributed_training.plan.topology import process_group, show_axes
+from distributed_training.parallel.mesh import process_group
+from distributed_training.plan.layout import show_axes
 from distributed_training.predict.traffic import TURNS, sent_bytes
 from distributed_training.records.display import duration, short_path
 from distributed_training.records.record import plural, provenance, write_json
-from distributed_training.run import launch, worker
-from distributed_training.run.ranks import Process, current_process, single_process
 from distributed_training.settings.config import RENDEZVOUS_S
 from distributed_training.settings.errors import UserError
+from distributed_training.start import launch, worker
+from distributed_training.start.ranks import current_process, single_process
+from distributed_training.supervise.process import Process
 
 BUDGET_S = 0.15  # for one figure
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from distributed_training.checkpoint import export, resume
 from distributed_training.data import hub, report
 from distributed_training.data.cache import load_bytes, token_cache, tokenise
 from distributed_training.data.corpus import read_corpus
@@ -24,12 +25,12 @@ from distributed_training.models import ModelSpec, find_model, peft, weights
 from distributed_training.models.adapters import base_folder, is_adapter, read_adapters
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.parallel.tensor_files import TensorFiles
-from distributed_training.plan.data import choose_dataset, choose_tokenizer, cut_data
 from distributed_training.plan.plan import PLAN_FILE, Plan, load_plan
+from distributed_training.planner.data import choose_dataset, choose_tokenizer, cut_data
 from distributed_training.records import metrics
 from distributed_training.records.display import Display, short_path
+from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
-from distributed_training.run.saving import export, resume
 from distributed_training.settings.config import RunConfig, build_config, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path
@@ -93,7 +94,7 @@ def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
 def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
     """(the model on the CPU, its tokenizer, whether it was trained on conversations) of a run; its
     newest checkpoint's where it has no hf/ yet."""
-    checkpoint = resume.newest_checkpoint(given_path(given).resolve())
+    checkpoint = newest_checkpoint(given_path(given).resolve())
     if checkpoint is None or kind == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(given, kind)
         model = spec.build(dropout=0.0, seed=0)
@@ -287,7 +288,7 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
     merged/ if that exists); with `merge`, write the whole model instead of adapters, which may also
     come from hf/."""
     run = given_path(given).resolve()
-    checkpoint = resume.newest_checkpoint(run)
+    checkpoint = newest_checkpoint(run)
     exported = run if run.name == LAST else run / LAST
     if checkpoint is None and merge and is_adapter(exported):
         return merge_exported(exported, to)

@@ -12,27 +12,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.advise import scaling
-from distributed_training.advise.make import check_memory
-from distributed_training.advise.rank import choose_spread, layout_name, pick, rank_layouts
 from distributed_training.models import find_model
-from distributed_training.plan.choose import choose_model
+from distributed_training.planner import scaling
+from distributed_training.planner.checks import check_memory
+from distributed_training.planner.choose import choose_model, lay_out_on
+from distributed_training.planner.rank import choose_spread, layout_name, pick, rank_layouts
 from distributed_training.predict.predict import (
     ROOMS,
     Cluster,
     Prediction,
-    lay_out_on,
     parse_cluster,
     this_machine,
 )
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
-from distributed_training.run.launch import launch_command, requested_processes
-from distributed_training.run.ranks import run_ranks
 from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import expand_home, shown
 from distributed_training.settings.machine import GIB, detect_machine
+from distributed_training.start.launch import launch_command, requested_processes
+from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.jobs import batch_script, options_of
 from distributed_training.tools.plan_table import legend, table, why_first, work_asked
 

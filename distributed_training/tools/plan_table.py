@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import DataRow, TableFormat, tabulate
 
-from distributed_training.advise import scaling
-from distributed_training.advise.rank import SAFE, layout_name
+from distributed_training.planner import scaling
+from distributed_training.planner.rank import SAFE, layout_name
 from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.settings.machine import GIB

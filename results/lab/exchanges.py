@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import provenance, write_json
-from distributed_training.run.loop import learning_rate
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.keys import Parser
 from distributed_training.tools.harness import Run, every_run, open_group
+from distributed_training.train.loop import learning_rate
 
 PLAN = load_json(ROOT / "results/plans/cpu-exchanges.json", "plan")
 COMMAND = "torchrun --nproc_per_node=2 results/lab/exchanges.py OUT.json --seed SEED"

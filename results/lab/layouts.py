@@ -34,14 +34,14 @@ import torch.distributed as dist
 
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.parallel.agree import gather
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.pipeline import Pipeline
-from distributed_training.plan.topology import Topology
-from distributed_training.predict.orders import find_orders
+from distributed_training.plan.orders import find_orders
 from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
 from distributed_training.records.record import start_record, timestamp
-from distributed_training.run.worker import describe_run
 from distributed_training.tools import harness
 from distributed_training.tools.overlap import length, union
+from distributed_training.train.worker import describe_run
 from results.lab.analysis.bubble import bubble, explain
 from results.lab.runs import Measured, Runs, collect, read_plan
 

@@ -25,14 +25,14 @@ from torch.profiler import ProfilerActivity
 
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.parallel.agree import from_rank_0, gather
-from distributed_training.plan.topology import Topology
+from distributed_training.parallel.mesh import Topology
 from distributed_training.records.metrics import StepTimer
 from distributed_training.records.record import provenance, write_json
-from distributed_training.run.profiling import SILENT
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 from distributed_training.tools import harness
 from distributed_training.tools.overlap import STEP, Rank, Spans, clip, read_trace, union
+from distributed_training.train.profiling import SILENT
 from results.lab.runs import read_plan
 
 NUM_WARMUP = NUM_EAGER_STEPS + 2  # the first replay of a graph included

@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_training.models.gpt2 import SIZES, gpt2_size
-from distributed_training.plan.topology import Topology
+from distributed_training.parallel.mesh import Topology
 from distributed_training.predict.traffic import Formulas, sent_bytes
 from distributed_training.records.record import provenance, write_json
-from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
 from distributed_training.settings.keys import Parser
+from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.tools.harness import Run, every_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")

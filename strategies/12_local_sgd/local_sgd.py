@@ -17,9 +17,9 @@ from distributed_training.engines.base import MOMENTS, StepResult
 from distributed_training.engines.native import NativeEngine
 from distributed_training.models.decoder import Decoder, Past
 from distributed_training.parallel.gradients import average
+from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology
 
 
 class LocalSGD(NativeEngine):

@@ -18,7 +18,7 @@ from distributed_training.data.pieces import PROMPT
 from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
 from distributed_training.settings.errors import UserError
 from tests.data.test_corpus import pieces_of, texts_of
-from tests.plan.helpers import plan_for
+from tests.planner.helpers import plan_for
 from tests.support import refused
 
 STORY = "Größe, “naïve” 日本 🙂\nsecond line\n"

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from distributed_training.checkpoint import saver
 from distributed_training.engines import deepspeed, native
 from distributed_training.parallel.gradients import local_part
-from distributed_training.run import watch, worker
-from distributed_training.run.loop import Trainer
-from distributed_training.run.saving import checkpoint
+from distributed_training.supervise import watch
+from distributed_training.train import worker as training
+from distributed_training.train.loop import Trainer
 from tests.pool import run_script
 
 
@@ -84,7 +85,7 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
 def with_rank_1_frozen_at_the_end(job: dict[str, Any]) -> None:
     """Once the model is written and the record says so."""
     watch.BEAT_S, watch.LOST_S = 0.5, 10.0
-    right = worker._train
+    right = training.train
 
     def train(*arguments: Any) -> int:
         code = right(*arguments)
@@ -93,7 +94,7 @@ def with_rank_1_frozen_at_the_end(job: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return code
 
-    worker._train = train
+    training.train = train
     run_script(*job["arguments"])
 
 
@@ -112,7 +113,7 @@ def without_its_folder(job: dict[str, Any]) -> None:
 
 def with_full_disk(job: dict[str, Any]) -> None:
     """The second checkpoint finds no room: on the disk itself, or by a limit of this process."""
-    right, calls = checkpoint.Saver.begin, []
+    right, calls = saver.Saver.begin, []
 
     def save(*arguments: Any, **options: Any) -> Any:
         calls.append(None)
@@ -124,7 +125,7 @@ def with_full_disk(job: dict[str, Any]) -> None:
                     file.write(bytes(4096))
         return right(*arguments, **options)
 
-    checkpoint.Saver.begin = save
+    saver.Saver.begin = save
     run_script(*job["arguments"])
 
 
@@ -137,5 +138,5 @@ def with_ctrl_c_in_a_library(job: dict[str, Any]) -> None:
         except KeyboardInterrupt:  # as a tensor's constructor does
             raise ValueError("could not determine the shape")  # noqa: B904
 
-    worker.build_engine = build_engine
+    training.build_engine = build_engine
     run_script(*job["arguments"])

@@ -8,8 +8,9 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from distributed_training.run import rendezvous, watch
-from distributed_training.run.loop import Trainer
+from distributed_training.start import rendezvous
+from distributed_training.supervise import watch
+from distributed_training.train.loop import Trainer
 from tests.e2e.nodes import Node, unplug
 from tests.pool import run_script
 

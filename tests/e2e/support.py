@@ -22,7 +22,7 @@ AS_ON_GPUS = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import real_model_example
-from distributed_training.run import launch
+from distributed_training.start import launch
 launch.can_fork = lambda machine: False
 sys.exit(real_model_example.main())
 """

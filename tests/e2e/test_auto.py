@@ -7,11 +7,11 @@ import pytest
 
 from distributed_training.predict.memory import estimate_memory
 from distributed_training.records.record import append_metrics, write_json
-from distributed_training.run.launch import ran_out_early
 from distributed_training.settings.config import AUTO
+from distributed_training.start.launch import ran_out_early
 from tests.conftest import SMALL, assert_ok, run_command, settings
 from tests.e2e.support import run_folders
-from tests.plan.helpers import plan_for
+from tests.planner.helpers import plan_for
 from tests.pool import ROOT
 from tests.support import GPU_MACHINE, record_values, refused
 
@@ -23,7 +23,7 @@ import torch
 import real_model_example
 real_model_example.__file__ = __file__  # --num_gpus starts this script
 from distributed_training.engines import native
-from distributed_training.run import launch
+from distributed_training.start import launch
 
 launch.can_fork = lambda machine: False
 Engine, steps, on_gpus = native.NativeEngine, [], []

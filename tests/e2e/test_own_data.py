@@ -7,10 +7,10 @@ from pathlib import Path
 
 import transformers
 
+from tests.checkpoint.test_export import command
 from tests.conftest import ROOT, SCRIPT, assert_ok, clean_environment, only_record, train
 from tests.data.test_records import CHAT
 from tests.e2e.support import metrics
-from tests.run.test_export import command
 
 GUIDE = (ROOT / "REAL_MODELS_GUIDE.md").read_text()
 EXAMPLES = dict(re.findall(r"^```\w+ (\w+\.(?:jsonl|csv))\n(.*?)^```", GUIDE, re.M | re.S))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.advise.make import has_libaio
+from distributed_training.planner.checks import has_libaio
 from tests.conftest import SMALL, assert_ok, light_pool, run_command, script, settings
 from tests.e2e.support import H200, fake_nvidia_smi
 from tests.pool import ROOT, SCRIPT

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training.checkpoint.resume import read_meta
 from distributed_training.plan.plan import load_plan
 from distributed_training.predict.memory import estimate_copy
-from distributed_training.run.saving.resume import list_checkpoints, read_meta
+from distributed_training.records.folder import list_checkpoints
 from tests.conftest import SMALL, assert_ok, train
 from tests.e2e.support import (
     final_weights,

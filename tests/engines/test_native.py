@@ -11,7 +11,7 @@ from distributed_training.engines.native import NativeEngine
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
-from tests.plan.helpers import plan_for
+from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from distributed_training.predict.orders import build_orders
+from distributed_training.plan.orders import build_orders
 from distributed_training.settings.files import ROOT
 from results.lab.analysis.bubble import bubble, explain
 from results.lab.layouts import LeftOver, busy_seconds, leave_out_left_over

@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from distributed_training.advise.make import draft_plan
 from distributed_training.models.gpt2 import SIZES, gpt2_size
-from distributed_training.plan.topology import Topology
+from distributed_training.parallel.mesh import Topology
+from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.predict import this_machine
 from distributed_training.predict.traffic import Formulas, sent_by_axis, sent_bytes
 from distributed_training.settings.config import build_config

@@ -7,7 +7,7 @@ from distributed_training.data.samples import IGNORE_INDEX
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import summed_cross_entropy
 from distributed_training.predict.memory import estimate_memory
-from tests.plan.helpers import plan_for
+from tests.planner.helpers import plan_for
 from tests.support import GPU_MACHINE, refused
 
 BATCH, TOKENS, HIDDEN, ROWS, VOCABULARY = 3, 20, 8, 128, 100

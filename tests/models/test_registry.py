@@ -8,7 +8,7 @@ import pytest
 from distributed_training.models import find_model
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.own_code import name_families
-from tests.plan.helpers import plan_for
+from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, refused
 
 LLAMAS = [str(ROOT / "tests/models" / name) for name in ("grouped", "untied")]

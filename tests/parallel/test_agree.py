@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from distributed_training.parallel import agree
 from distributed_training.records.record import code
-from distributed_training.run import rendezvous
-from distributed_training.run.ranks import Process
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
+from distributed_training.start import rendezvous
+from distributed_training.supervise.process import Process
 from tests.support import CPU_MACHINE, small_text
 
 VALUES = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text())}
@@ -70,7 +70,7 @@ def test_another_value_on_another_rank_is_named(tmp_path):
 
 
 def test_other_code_on_another_rank_is_named(tmp_path, monkeypatch):
-    file = "distributed_training/run/loop.py"
+    file = "distributed_training/train/loop.py"
     assert {file, "strategies/12_local_sgd/local_sgd.py"} <= code().keys()
     versions = iter([{file: "one"}, {file: "another"}])
     monkeypatch.setattr(rendezvous, "code", lambda: next(versions))

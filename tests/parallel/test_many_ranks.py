@@ -8,9 +8,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.gradients import local_part
 from distributed_training.predict.memory import estimate_state
-from distributed_training.run import worker
-from distributed_training.run.ranks import Process
-from tests.plan.helpers import plan_for
+from distributed_training.supervise.process import Process
+from distributed_training.train.build import build_engine, build_topology
+from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE
 
 WORLD_SIZE, HERE = 128, 8
@@ -30,8 +30,8 @@ def set_up(plan, rank):
     )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
     try:
-        topology = worker.build_topology(plan, process, torch.device("cpu"))
-        engine = worker.build_engine(plan, topology)
+        topology = build_topology(plan, process, torch.device("cpu"))
+        engine = build_engine(plan, topology)
         whole = sum(parameter.numel() for parameter in engine.parameters)
         part = sum(local_part(parameter).nbytes for parameter in engine.parameters)
         tp = [rank] if engine.tp_group is None else dist.get_process_group_ranks(engine.tp_group)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed_training.checkpoint.saver import load_checkpoint, load_own, own_parts
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models import attention, decoder, llama
@@ -24,15 +25,15 @@ from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel import lora
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.compression import apply_compression, bucket_mib
+from distributed_training.parallel.mesh import process_group
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
-from distributed_training.plan.topology import process_group
-from distributed_training.run import worker
-from distributed_training.run.loop import learning_rate
-from distributed_training.run.ranks import current_process
-from distributed_training.run.saving.checkpoint import load_checkpoint, load_own, own_parts
 from distributed_training.settings.config import build_config
+from distributed_training.start import worker
+from distributed_training.start.ranks import current_process
 from distributed_training.tools.harness import Run, every_run, open_group
 from distributed_training.tools.parity.apart import rows_of
+from distributed_training.train.build import build_engine
+from distributed_training.train.loop import learning_rate
 from results.lab import traffic
 from tests.support import save_now, started
 
@@ -190,7 +191,7 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
     take(second_half)
     straight = run.engine.full_state()
     run.engine.close()
-    run.engine = worker.build_engine(run.plan, run.topology)
+    run.engine = build_engine(run.plan, run.topology)
     saved = TensorFiles(sorted(path.iterdir()))
     # As on another number of processes, and without learning: nothing may move.
     run.engine.load(saved, counters)

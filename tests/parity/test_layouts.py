@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from distributed_training.advise.make import has_libaio
+from distributed_training.planner.checks import has_libaio
 from distributed_training.settings.files import ROOT
 from tests.parity.support import (
     DEEP,

@@ -18,7 +18,7 @@ from distributed_training.settings.config import RunConfig
 from tests.conftest import only_record
 from tests.parity import reference as plain
 from tests.parity.test_reference import SETTINGS, assert_follows, folder, load, run
-from tests.plan.helpers import plan_for
+from tests.planner.helpers import plan_for
 from tests.support import GPU_MACHINE, refused
 
 __all__ = ["folder"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distributed_training.advise.make import has_libaio
+from distributed_training.planner.checks import has_libaio
 from distributed_training.settings.keys import Options
 from distributed_training.settings.strategies import list_strategies, strategy_options
 from real_model_example import CONFIG

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from distributed_training.advise.make import draft_plan
-from distributed_training.advise.rank import as_chosen, best_layout, rank_layouts
+from distributed_training.planner.make_plan import draft_plan
+from distributed_training.planner.rank import as_chosen, best_layout, rank_layouts
 from distributed_training.predict.memory import estimate_copy, estimate_memory, estimate_state
 from distributed_training.predict.predict import parse_cluster, predict, this_machine
-from tests.plan.helpers import merged
+from tests.planner.helpers import merged
 from tests.support import CPU_MACHINE, refused
 
 H200 = parse_cluster("8xH200")

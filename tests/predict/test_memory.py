@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 
 from distributed_training.models.gpt2 import SIZES
-from distributed_training.plan.data import cut_data
+from distributed_training.planner.data import cut_data
+from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.memory import bytes_a_parameter, estimate_memory
 from distributed_training.predict.predict import this_machine
 from distributed_training.predict.rates import FITTED
-from distributed_training.run.prepare import make_plan
 from distributed_training.settings.config import build_config
-from tests.plan.helpers import plan_for
+from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, small_text
 
 SIZE = SIZES["gpt2"]

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from distributed_training.advise.rank import enumerate_plans, rank_layouts, settings_of
 from distributed_training.plan.schedules import divisors
+from distributed_training.planner.rank import enumerate_plans, rank_layouts, settings_of
 from distributed_training.predict.memory import estimate_memory, estimate_state
 from distributed_training.predict.predict import parse_cluster, this_machine
 from distributed_training.predict.rates import FITTED, calibration_file, rates_of, remember_speed
@@ -22,7 +22,7 @@ from distributed_training.settings.machine import GPUS
 from distributed_training.settings.strategies import MESH_AXES, load_strategy
 from results.lab.analysis import blind
 from results.lab.pages import validate
-from tests.plan.helpers import NAMES, merged, plan_for
+from tests.planner.helpers import NAMES, merged, plan_for
 from tests.support import GPU_MACHINE
 
 H200 = rates_of(GPUS["H200"])

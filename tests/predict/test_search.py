@@ -6,15 +6,24 @@ import random
 import pytest
 from torch.distributed.pipelining import schedules
 
-from distributed_training.advise.make import draft_plan
 from distributed_training.parallel import private_pipelining as private
+from distributed_training.plan import orders
 from distributed_training.plan.plan import PLAN_AS_JSON
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict import orders
+from distributed_training.planner import choose
+from distributed_training.planner.make_plan import draft_plan
+from distributed_training.planner.search import search_orders
 from distributed_training.predict.predict import parse_cluster
+from distributed_training.predict.simulate import (
+    by_operation,
+    expect_spans,
+    flow,
+    length_of,
+    simulate,
+)
 from distributed_training.predict.speed import Work
 from distributed_training.settings.config import build_config
-from tests.plan.helpers import plan_for
+from tests.planner.helpers import plan_for
 from tests.support import GPU_MACHINE
 
 # Of six gpt2-medium blocks and the loss on an H200, 32 x 1024 tokens, in ms.
@@ -28,15 +37,13 @@ def durations(blocks, block=BLOCK, loss=LOSS):
     return tuple(map(tuple, stages))
 
 
-def search_orders(*durations):
-    return tuple(map(orders.read_order, orders.search_orders(*durations).by_place))
+def search_order(*durations):
+    return tuple(map(orders.read_order, search_orders(*durations).by_place))
 
 
 def length(found, seconds, message=MESSAGE):
     ranks = SCHEDULES["zb-v"].ranks(len(seconds) // 2)
-    return orders.length_of(
-        orders.simulate(found, orders.by_operation(seconds), orders.flow(ranks, message))
-    )
+    return length_of(simulate(found, by_operation(seconds), flow(ranks, message)))
 
 
 def held(order, blocks):
@@ -51,7 +58,7 @@ def held(order, blocks):
 @pytest.mark.parametrize(("blocks", "m"), [(MEDIUM, 1), (MEDIUM, 8), ((3, 2, 2, 1), 12)])
 def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
     seconds, p = durations(blocks), len(blocks) // 2
-    found, known = search_orders(seconds, blocks, m, MESSAGE), orders.build_orders("zb-v", p, m)
+    found, known = search_order(seconds, blocks, m, MESSAGE), orders.build_orders("zb-v", p, m)
     for rank in range(p):
         assert sorted(found[rank]) == sorted(known[rank])
         kept = min(p + 1, m) * (blocks[rank] + blocks[-1 - rank])
@@ -67,7 +74,7 @@ def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
 def test_gpt2_mediums_step_gets_shorter_by_a_twentieth():
     """Within 3% of what no order can beat: that of the process which starts last."""
     seconds = durations(MEDIUM)
-    found = length(search_orders(seconds, MEDIUM, 8, MESSAGE), seconds)
+    found = length(search_order(seconds, MEDIUM, 8, MESSAGE), seconds)
     assert found < 0.955 * length(orders.build_orders("zb-v", 4, 8), seconds)
     begins = sum(seconds[stage][0] + MESSAGE for stage in range(3))
     busy = 8 * sum(seconds[3] + seconds[4])
@@ -78,7 +85,7 @@ def test_equal_operations_idle_as_the_formula_says():
     """No order on a V is shorter: the last process waits for p - 1 forward passes."""
     seconds = ((1.0, 1.0, 1.0),) * 8
     for m in (7, 10):
-        found = length(search_orders(seconds, (1,) * 8, m, 0.0), seconds, 0.0)
+        found = length(search_order(seconds, (1,) * 8, m, 0.0), seconds, 0.0)
         assert 1 - 6 * m / found == pytest.approx(SCHEDULES["zb-auto"].bubble(4, m))
 
 
@@ -96,7 +103,7 @@ def test_one_micro_batch_over_two_processes_as_by_brute_force(seed):
         for words in ("F0 F3 I3 W3 I0 W0", "F1 F2 I2 W2 I1 W1")
     ]  # fmt: skip
     best = min(length(pair, seconds) for pair in itertools.product(*shuffled))
-    found = length(search_orders(seconds, (1, 1, 1, 1), 1, MESSAGE), seconds)
+    found = length(search_order(seconds, (1, 1, 1, 1), 1, MESSAGE), seconds)
     assert found == pytest.approx(best)
 
 
@@ -107,14 +114,14 @@ def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkey
     plans = [draft_plan(build_config(words), of) for of in (slow, quick)]
     for cluster, plan in zip((slow, quick), plans, strict=True):
         costs = Work(plan, cluster.rates).operations()
-        spans = orders.expect_spans(plan)
+        spans = expect_spans(plan)
         for (kind, stage, _), (begin, end) in spans.items():
             assert end - begin == pytest.approx(costs[kind, stage].sum())
         found, m = orders.find_orders(plan), plan.batch.num_microbatches
         assert set(found[0]) == set(orders.build_orders("zb-v", 2, m)[0])
-        monkeypatch.setattr(orders, "search_orders", None)
+        monkeypatch.setattr(choose, "search_orders", None)
         read = PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan))
-        assert (orders.find_orders(read), orders.expect_spans(read)) == (found, spans)
+        assert (orders.find_orders(read), expect_spans(read)) == (found, spans)
 
 
 def lowered(plan):
@@ -181,7 +188,7 @@ def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
     """Both ends of every edge have them in one order, and none waits for what comes later."""
     words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
     plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **words)
-    ranks, spans = plan.layout.ranks, orders.expect_spans(plan)
+    ranks, spans = plan.layout.ranks, expect_spans(plan)
     before = lowered(plan)
     found = {
         rank: private._in_order_of_messages(actions, spans) for rank, actions in before.items()

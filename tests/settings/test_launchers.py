@@ -4,9 +4,10 @@ import os
 
 import pytest
 
-from distributed_training.run.ranks import Process, current_process
 from distributed_training.settings.errors import exit_code
 from distributed_training.settings.launchers import SOURCES, find_source
+from distributed_training.start.ranks import current_process
+from distributed_training.supervise.process import Process
 from tests.support import refused
 
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2"}

@@ -14,7 +14,7 @@ from distributed_training.settings.strategies import (
     strategy_defaults,
     strategy_options,
 )
-from tests.plan.helpers import NAMES
+from tests.planner.helpers import NAMES
 from tests.support import named_strategy, own_json, refused
 
 

@@ -11,7 +11,7 @@ from distributed_training.predict.rates import FITTED, cpu_rates, from_calibrati
 from distributed_training.predict.speed import estimate_step
 from distributed_training.tools import calibrate, links
 from tests.conftest import heavy_pool
-from tests.plan.helpers import CPU_CALIBRATION, plan_for
+from tests.planner.helpers import CPU_CALIBRATION, plan_for
 from tests.support import CPU_MACHINE
 
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
+import distributed_training.planner.make_plan as planning
 from distributed_training import cli
-from distributed_training.advise import make
-from distributed_training.run import launch
 from distributed_training.settings.config import PRESETS_DIR
 from distributed_training.settings.strategies import MESH_AXES
+from distributed_training.start import launch
 from distributed_training.tools import jobs
 from distributed_training.tools import plan as command
 from real_model_example import CONFIG
@@ -68,7 +68,7 @@ def call(monkeypatch):
     def run(words):
         picked, printed = [], []
         pick, describe = command.pick, launch.describe_plan
-        monkeypatch.setattr(make, "find_sources", lambda plan: plan)
+        monkeypatch.setattr(planning, "find_sources", lambda plan: plan)
         monkeypatch.setattr(launch, "peek_data", lambda plan: None)
         with monkeypatch.context() as patch:
             patch.setattr(command, "pick", lambda choices: picked.extend(pick(choices)) or picked)

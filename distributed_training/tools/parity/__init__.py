@@ -21,12 +21,12 @@ from types import ModuleType
 
 from distributed_training.records.display import duration, fold, short_path
 from distributed_training.records.record import plural, write_json
-from distributed_training.run import launch
-from distributed_training.run.ranks import current_process, run_ranks
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import list_strategies, load_strategy
+from distributed_training.start import launch
+from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.tools import compare
 from distributed_training.tools.parity.trials import (
     NOT_PACKED,

@@ -23,16 +23,16 @@ import torch
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.records import metrics
 from distributed_training.records.display import WIDTH, Display
+from distributed_training.records.folder import list_checkpoints
 from distributed_training.records.tables import differing
-from distributed_training.run.loop import Trainer
-from distributed_training.run.saving import claims
-from distributed_training.run.saving.resume import list_checkpoints
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import threads_per_process
+from distributed_training.supervise import claims
 from distributed_training.tools import harness
 from distributed_training.tools.parity.apart import OneByOne
 from distributed_training.tools.parity.trials import AGAIN, APART, NOT_PACKED, OK, REFERENCE
+from distributed_training.train.loop import Trainer
 
 # Relative differences that sums in another order cause in fp32, with a margin.
 LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}

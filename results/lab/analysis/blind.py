@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.predict.predict import Prediction, lay_out_on, parse_cluster, predict
+from distributed_training.planner.choose import lay_out_on
+from distributed_training.predict.predict import Prediction, parse_cluster, predict
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from distributed_training.plan.orders import Order
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.predict.orders import Order, flow, length_of, simulate
+from distributed_training.predict.simulate import flow, length_of, simulate
 
 
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from distributed_training.advise.make import has_libaio
+from distributed_training.planner.checks import has_libaio
 from distributed_training.records.record import versions
 from distributed_training.settings.files import ROOT
 from tests.conftest import new_heavy_pool

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from distributed_training.advise.make import has_libaio
+from distributed_training.planner.checks import has_libaio
 from distributed_training.records.record import versions
 from tests.conftest import SMALL, clean_environment, heavy_pool, settings
 from tests.parity.support import small_infinity

@@ -18,8 +18,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import real_model_example
+from distributed_training.checkpoint import saver
 from distributed_training.models.gpt2 import SIZES, gpt2_size
-from distributed_training.run import launch
+from distributed_training.start import launch
 
 # Parts of it are large enough for infinity's files.
 SIZES["four-wide-layers"] = gpt2_size(
@@ -94,7 +95,7 @@ def strike_in_save(checkpoint: Any, own: bool) -> None:
             struck()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        checkpoint.write_parts = write_parts
+        saver.write_parts = write_parts  # type: ignore[assignment]
 
 
 def arrange(rank: int) -> None:
@@ -103,11 +104,10 @@ def arrange(rank: int) -> None:
     if own and KIND == "killed at the start":
         struck()
         os.kill(os.getpid(), signal.SIGKILL)
-    from distributed_training.run.loop import Trainer
-    from distributed_training.run.saving import checkpoint
+    from distributed_training.train.loop import Trainer
 
     right_update = Trainer._update
-    right_begin = checkpoint.Saver.begin
+    right_begin = saver.Saver.begin
 
     def update(self: Trainer) -> None:
         if own and self.step + 1 == JOB["step"]:
@@ -119,11 +119,11 @@ def arrange(rank: int) -> None:
 
     def begin(self: Any, engine: Any, **options: Any) -> None:
         if options["step"] >= JOB["step"]:
-            strike_in_save(checkpoint, own)
+            strike_in_save(saver, own)
         right_begin(self, engine, **options)
 
     Trainer._update = update  # type: ignore[method-assign]
-    checkpoint.Saver.begin = begin  # type: ignore[method-assign]
+    saver.Saver.begin = begin  # type: ignore[method-assign]
 
 
 def begin_process() -> None:

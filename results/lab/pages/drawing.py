@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from distributed_training.models import ModelSize
+from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.topology import Topology
 from distributed_training.predict.memory import estimate_state
 from results.lab.pages.laws import GIB, plan_of
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.advise.make import draft_plan
 from distributed_training.models.llama import SIZES
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
+from distributed_training.planner.choose import lay_out_on
+from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.memory import STATE, Held, estimate_state
-from distributed_training.predict.predict import lay_out_on, parse_cluster, predict
+from distributed_training.predict.predict import parse_cluster, predict
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import (

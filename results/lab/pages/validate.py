@@ -13,10 +13,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from distributed_training.advise.make import draft_plan
+from distributed_training.plan.orders import write_orders
 from distributed_training.plan.plan import Plan
+from distributed_training.planner.make_plan import draft_plan
+from distributed_training.planner.search import fixed_zb_v
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.orders import fixed_zb_v, write_orders
 from distributed_training.predict.predict import Prediction, predict, this_machine
 from distributed_training.predict.rates import cpu_rates, from_calibration, rates_of
 from distributed_training.predict.speed import estimate_step

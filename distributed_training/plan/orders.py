@@ -1,0 +1,93 @@
+"""In which order each process of a pipeline works. No torch import.
+
+Orders are those of torch.distributed.pipelining (schedules.py of 2.11 to 2.13), but for `zb-v`,
+which is its authors' (zb_v.py), and `zb-auto`, which planner/search.py finds. An operation is
+(kind, stage, micro-batch): "F" forward, "B" backward, "I" backward for inputs only, "W" backward
+for weights only."""
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from distributed_training.plan.plan import Plan
+from distributed_training.plan.schedules import FoundOrders
+from distributed_training.plan.zb_v import build_words, mid_durations
+
+Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each other
+Operation = tuple[str, int, int]
+Order = tuple[Operation, ...]  # of one process
+
+
+def find_orders(plan: Plan) -> tuple[Order, ...]:
+    """What each process along pp does: as the schedule says, or as was found for the durations."""
+    if plan.orders is not None:
+        return tuple(map(read_order, plan.orders.by_place))
+    assert not plan.schedule.searched, "lay_out_on searches"
+    schedule = plan.config.pipeline_schedule
+    return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)
+
+
+@functools.cache
+def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
+    """What each of `p` processes does for `m` micro-batches."""
+    if p == 1:  # one after the other
+        schedule = "1f1b"
+    if schedule == "zb-v":
+        return tuple(order_in_v(word, p, rank) for rank, word in enumerate(build_words(p, m)))
+    return tuple(_one_f_one_b(schedule, p, m, rank) for rank in range(p))
+
+
+def read_order(text: str) -> Order:
+    """Such as "F0 F0 I7 W7": kinds and stages."""
+    return _numbered((word[0], int(word[1:])) for word in text.split())
+
+
+def _numbered(steps: Iterable[Step]) -> Order:
+    """With micro-batches: those of each kind and stage follow each other."""
+    numbers: dict[Step, Iterator[int]] = defaultdict(itertools.count)
+    return tuple((kind, stage, next(numbers[kind, stage])) for kind, stage in steps)
+
+
+def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
+    """1F1B, interleaved 1F1B and ZB-H1: forwards to begin with, then one of each, then the rest;
+    GPipe: all forwards to begin with."""
+    local = 2 if schedule == "interleaved" else 1
+    a_round = m // max(1, m // p)
+    count = m * local
+    ahead = min((local - 1) * a_round + local * (p - 1 - rank), count)
+    if schedule == "gpipe":
+        ahead = count
+    splits = schedule == "zb-h1"
+    order: list[Step] = []  # kinds and local stages
+    for step in range(count + ahead):
+        if step < count:
+            order.append(("F", step // a_round % local))
+        if step >= ahead:
+            order.append(("I" if splits else "B", local - 1 - (step - ahead) // a_round % local))
+            if splits and step - ahead >= rank:
+                order.append(("W", 0))
+    if splits:
+        order += [("W", 0)] * min(rank, m)
+    return _numbered((kind, at * p + rank) for kind, at in order)
+
+
+def order_in_v(word: str, p: int, rank: int) -> Order:
+    """The order of a word, whose small letters are operations of the process's second stage."""
+    second = 2 * p - 1 - rank
+    return _numbered((x.upper(), rank if x.isupper() else second) for x in word)
+
+
+def time_orders(
+    seconds: tuple[tuple[float, float, float], ...], m: int, message_s: float
+) -> FoundOrders:
+    """What each process does for `m` micro-batches under `zb-v`, for F, I and W of each stage."""
+    p = len(seconds) // 2
+    words = build_words(p, m, *mid_durations(seconds), message_s)
+    orders = [order_in_v(word, p, rank) for rank, word in enumerate(words)]
+    return FoundOrders(by_place=write_orders(orders), stage_s=seconds, message_s=message_s)
+
+
+def write_orders(orders: Iterable[Iterable[Step | Operation]]) -> tuple[str, ...]:
+    """Such as "F0 F0 I7 W7", as `read_order` reads it."""
+    return tuple(" ".join(f"{step[0]}{step[1]}" for step in order) for order in orders)

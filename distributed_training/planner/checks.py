@@ -1,0 +1,155 @@
+"""What is known to fail is refused here, before processes start or weights load. No torch."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from distributed_training.plan.plan import Plan
+from distributed_training.predict.predict import Prediction
+from distributed_training.records.display import gib
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.machine import GIB
+from distributed_training.settings.strategies import Strategy
+
+STALE_LOCK_S = 60.0
+
+
+def check_packages(plan: Plan) -> None:
+    """The packages that this strategy and this CONFIG import are installed."""
+    tracker = plan.config.log_to
+    strategy = f"strategy={plan.strategy.name!r}"
+    needed = {
+        "torch": ("every strategy", "-r requirements.txt"),
+        plan.strategy.traits.package: (strategy, "-r requirements.txt"),
+        tracker: (f"log_to={tracker!r}", tracker),
+    }
+    for package, (reason, source) in needed.items():
+        if package is not None and importlib.util.find_spec(package) is None:
+            what = f"the package {package} is not installed, and {reason} needs it"
+            raise UserError(what, fix=f"pip install {source}")
+
+
+def check_gpus(plan: Plan) -> None:
+    """No more processes on this machine than it has GPUs (any number on a machine without)."""
+    gpus = plan.machine.num_gpus
+    here = plan.processes_here
+    if gpus and here > gpus:
+        what = f"{here} processes are asked for but this machine has {gpus} GPU"
+        what += "s" if gpus > 1 else ""
+        raise UserError(what, "one process drives one GPU", f"use --num_gpus {gpus}")
+
+
+def check_swapping(plan: Plan) -> None:
+    """No parameters are swapped that would be overwritten in use."""
+    # On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
+    # gradients came out wrong. Parts below its 1 MiB threshold, as all of gpt2-tiny's, never swap.
+    matrices = (rows * columns for rows, columns in plan.size.block_matrices)
+    largest = max(plan.size.embedding_parameters, *matrices) * 4 / plan.num_processes
+    swaps = plan.strategy.offload["param"] == "nvme"
+    if swaps and not plan.machine.num_gpus and largest >= 2**20:
+        what = f"strategy={plan.strategy.name!r} with model={plan.config.model!r} needs a GPU"
+        why = "without one DeepSpeed overwrites parameters that are in use"
+        raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")
+
+
+def check_memory(prediction: Prediction, suggest: Callable[[Plan], list[str]]) -> None:
+    """GPU, but for `--force`, and host have the least that a step is likely to need; `suggest` says
+    what to set instead of a plan that does not fit its GPUs."""
+    plan = prediction.plan
+    memory = prediction.memory
+    machine = plan.machine
+    if prediction.room_on_gpu == "no" and not plan.config.force:
+        needed = memory.needed_bytes
+        what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"
+        why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
+        others = suggest(plan) or ["use more GPUs, or a smaller model"]
+        raise UserError(what, why, "; or ".join([*others, "--force tries all the same"]))
+    needed = memory.host_bytes * plan.processes_here
+    if needed > machine.ram_bytes:
+        what = f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM"
+        why = f"{machine.ram_bytes / GIB:.1f} GiB are available; the kernel would kill them"
+        raise UserError(what, why, "use a smaller model or fewer processes")
+
+
+def check_disk(plan: Plan) -> None:
+    """Room for the checkpoints that are kept, the one being written, the export, offload."""
+    config = plan.config
+    count = plan.size.num_learning(config.lora_rank, config.lora_targets)
+    num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
+    num_exported = [config.export, config.keep_best].count(True)
+    output = (12 * num_saved + 4 * num_exported) * count
+    written = {"output_dir": (plan.output_dir.absolute(), output)}
+    if plan.offload_dir is not None:
+        written["offload_dir"] = (plan.offload_dir, 20 * plan.size.num_parameters)
+    by_disk: dict[int, Counter[Path]] = defaultdict(Counter)
+    for key, (path, size) in written.items():
+        folder = next(parent for parent in (path, *path.parents) if parent.exists())
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            what = f"{folder} is not a folder that can be written to"
+            raise UserError(what, fix=f"set {key} elsewhere")
+        by_disk[folder.stat().st_dev][folder] += size
+    for sizes in by_disk.values():
+        needed = sum(sizes.values())
+        free = shutil.disk_usage(next(iter(sizes))).free
+        if needed > free:
+            what = f"the disk of {' and '.join(map(str, sizes))} has {gib(free)} free and "
+            what += f"the run may write {gib(needed)}"
+            fix = "set output_dir or offload_dir to a larger disk, or checkpoint_every to 0"
+            raise UserError(what, fix=fix)
+
+
+def check_extensions(plan: Plan) -> None:
+    """A compiler, libaio and no forgotten lock, where DeepSpeed will build an extension."""
+    extensions = built_extensions(plan.strategy)
+    compiler = os.environ.get("CXX", "c++")
+    asked = f"strategy={plan.strategy.name!r}"
+    if extensions and shutil.which(compiler) is None:
+        what = f"{asked} builds a C++ extension and there is no {compiler}"
+        raise UserError(what, fix="apt-get install g++, or take one that needs none: dp, fsdp")
+    if "async_io" in extensions and not has_libaio():
+        fix = "apt-get install libaio-dev or, without root, bash strategies/6_zero_infinity/run.sh"
+        raise UserError(f"{asked} needs libaio, and the compiler does not find it", fix=fix)
+    for name in extensions:
+        refuse_stale_lock(name)
+
+
+def built_extensions(strategy: Strategy) -> list[str]:
+    """Names (of folders, too) of all DeepSpeed extensions that a run builds."""
+    names = ["cpu_adam"] if strategy.steps_on_host else []
+    if strategy.swaps_to_disk:
+        names += ["async_io", "pin_memory"]
+    return names
+
+
+def has_libaio() -> bool:
+    """Whether the compiler finds libaio's header and library (CPATH and LIBRARY_PATH count)."""
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
+        return False
+    probe = "#include <libaio.h>\nint main(void) { return io_setup(1, (io_context_t *)0); }\n"
+    command = [compiler, "-x", "c", "-", "-o", os.devnull, "-laio"]
+    return subprocess.run(command, input=probe.encode(), capture_output=True).returncode == 0
+
+
+def refuse_stale_lock(name: str) -> None:
+    """A build of this extension that was killed leaves a file `lock` that every later run waits
+    for, in its folder of torch's cache, one per Python and CUDA version."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    version = sysconfig.get_python_version().replace(".", "")
+    cache = Path.home() / ".cache" / "torch_extensions"
+    for folder in [Path(root) / name] if root else cache.glob(f"py{version}_*/{name}"):
+        lock = folder / "lock"
+        age_s = time.time() - lock.stat().st_mtime if lock.exists() else 0
+        builds = (process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
+        if age_s > STALE_LOCK_S and not any(builds):
+            what = f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in "
+            fix = f"if no other machine is building either: rm {lock}"
+            raise UserError(what + "that folder", "torch would wait for it forever", fix)

@@ -1,0 +1,110 @@
+"""A strategy's DeepSpeed JSON, filled in from CONFIG; refused where they disagree. No torch."""
+
+import copy
+from typing import Any
+
+from distributed_training.plan.plan import Plan
+from distributed_training.planner.deepspeed_sections import ask_deepspeed, check_sections
+from distributed_training.settings.config import AUTO
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import shown
+
+# What every strategy's AdamW has; values that a JSON may repeat.
+OPTIMIZER: dict[str, tuple[Any, ...]] = {
+    "betas": ([0.9, 0.999],),
+    "eps": (1e-8,),
+    "adam_w_mode": (True,),
+    "bias_correction": (True,),
+    "amsgrad": (False,),
+    "torch_adam": (True, False),
+}
+# A loss scale with which fp16 skips the same steps under every strategy.
+FP16 = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
+# DeepSpeed's schedulers -> CONFIG's lr_schedule of that shape.
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+def fill_deepspeed_json(plan: Plan) -> dict[str, Any]:
+    """The strategy's JSON with CONFIG's values for "auto"; UserError where it has others, or what
+    this suite does not run as written."""
+    config = plan.config
+    batch = plan.batch
+    document = copy.deepcopy(dict(plan.strategy.document))
+    source = plan.strategy.source
+    unusual = check_sections(document, str(source))
+    decided = {
+        "train_micro_batch_size_per_gpu": ("micro_batch_size", batch.micro_batch_size),
+        "gradient_accumulation_steps": ("num_microbatches", batch.num_microbatches),
+        "gradient_clipping": ("max_grad_norm", config.max_grad_norm or 0.0),
+        "bf16.enabled": ("precision", config.precision == "bf16"),
+        "fp16.enabled": ("precision", config.precision == "fp16"),
+        "optimizer.params.lr": ("learning_rate", config.learning_rate),
+        "optimizer.params.weight_decay": ("weight_decay", config.weight_decay),
+    }
+    for path, (key, value) in decided.items():
+        *sections, last = path.split(".")
+        section = document
+        for name in sections:
+            section = section.setdefault(name, {})
+        if not _same(section.get(last, AUTO), value):
+            what = f"{source}: {path}={shown(section[last])} but CONFIG makes {key}="
+            what += repr(getattr(batch, key, getattr(config, key)))
+            raise UserError(what, fix=f'write "auto" in the JSON or change {key}')
+        section[last] = value
+    # It would assert in DeepSpeed for any other number of GPUs: checked and dropped.
+    written = document.pop("train_batch_size", AUTO)
+    if not _same(written, batch.global_batch_size):
+        what = f"{source}: train_batch_size={shown(written)} is not {batch.describe()}"
+        raise UserError(what, fix='write "auto" in the JSON')
+    for name, value in document.pop("optimizer")["params"].items():  # the same for every engine
+        if name in ("lr", "weight_decay") or value in (AUTO, *OPTIMIZER.get(name, ())):
+            continue
+        what = f"{source}: optimizer.params.{name}={shown(value)} is not what every strategy takes"
+        usual = OPTIMIZER.get(name)
+        raise UserError(what, fix=f"write {usual[0]!r}" if usual else "remove it")
+    scheduler = document.pop("scheduler", None)
+    unwanted = [f"pipeline.{key}" for key in document.get("pipeline", {}) if key != "stages"]
+    if unwanted:
+        why = "pipeline_cut and activation_checkpointing in CONFIG decide it"
+        raise UserError(f"{source}: {unwanted[0]} is not for the JSON", why, "remove it")
+    if scheduler:
+        # Even if all its values are "auto": DeepSpeed warms up logarithmically, we linearly.
+        kind = scheduler.get("type") if isinstance(scheduler, dict) else None
+        same = SCHEDULES.get(str(kind), "linear, cosine or constant")
+        why = "lr_schedule and warmup_steps in CONFIG decide it for every strategy"
+        fix = f"remove it and set lr_schedule to {same}"
+        raise UserError(f"{source}: scheduler is not for the JSON", why, fix)
+    if config.precision == "fp16":
+        scale = document["fp16"] = {**FP16, **document["fp16"]}
+        own = [f"fp16.{name}={scale[name]}" for name in FP16 if scale[name] != FP16[name]]
+        own += [f"fp16.loss_scale={scale['loss_scale']}"] if scale.get("loss_scale") else []
+        if own:
+            said = f"{', '.join(own)} in {source.name}: this run may skip other steps than "
+            plan.notes.append(f"{said}other strategies do")
+    zero = document.get("zero_optimization", {})
+    if zero.get("stage") == 3:  # its own linear layer is slower when blocks are compiled
+        zero.setdefault("memory_efficient_linear", False)
+    for part in ("offload_optimizer", "offload_param"):
+        section = document.get("zero_optimization", {}).get(part) or {}
+        if section.get("nvme_path") == AUTO:
+            section["nvme_path"] = str(plan.offload_dir)
+    left = ", ".join(_auto_paths(document))
+    if left:
+        raise UserError(f'{source}: "auto" is not understood at {left}', fix="write a value")
+    if unusual:
+        ask_deepspeed(document, str(source))
+        names = ", ".join(unusual)
+        plan.notes.append(f"{names} in {source.name}: DeepSpeed accepts it, and it is not planned")
+    return document
+
+
+def _same(written: object, value: object) -> bool:
+    """Open, or equal, and not just because Python counts True as 1."""
+    alike = isinstance(written, bool) == isinstance(value, bool)
+    return written == AUTO or (alike and written == value)
+
+
+def _auto_paths(node: Any, path: str = "") -> list[str]:
+    if not isinstance(node, dict):
+        return [path.lstrip(".")] if node == AUTO else []
+    return [found for key, value in node.items() for found in _auto_paths(value, f"{path}.{key}")]

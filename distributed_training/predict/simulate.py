@@ -1,0 +1,89 @@
+"""How long a pipeline takes to carry out its orders. No torch."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from distributed_training.plan.orders import Operation, Step, find_orders
+from distributed_training.plan.plan import Plan
+
+
+def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
+    """(kind, stage) -> seconds, of the durations of each stage's F, I and W."""
+    return {
+        (kind, stage): took
+        for stage, each in enumerate(stage_s)
+        for kind, took in zip("FIW", each, strict=True)
+    }
+
+
+def flow(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
+    """What an operation's result is for on the next stage, and how many seconds later it is there:
+    at once where that is in the same process. `ranks`: the process of each stage."""
+    gives: dict[Step, tuple[Step, float]] = {}
+    for stage, (rank, following) in enumerate(itertools.pairwise(ranks)):
+        apart = 0.0 if rank == following else message_s
+        gives["F", stage] = ("F", stage + 1), apart
+        for kind in "BI":
+            gives[kind, stage + 1] = (kind, stage), apart
+    return gives
+
+
+def simulate(
+    orders: Sequence[Sequence[Step | Operation]],
+    seconds: Mapping[Step, float],
+    gives: Mapping[Step, tuple[Step, float]],
+    launching: Mapping[Step, float] | None = None,
+) -> dict[Step, list[tuple[float, float]]]:
+    """Begin and end of each operation, by micro-batch, where one of a stage takes `seconds` and its
+    result is for what `flow` says; nothing where processes wait for each other forever.
+
+    `launching`: seconds for which the host of a process launches an operation, one after the other
+    and ahead of the GPU, which cannot end before."""
+    # When each micro-batch's input, or the gradient of its output, is there.
+    ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
+    spans: dict[Step, list[tuple[float, float]]] = defaultdict(list)
+    hosts = [0.0] * len(orders)
+    clock = [0.0] * len(orders)
+    left = [list(reversed(order)) for order in orders]
+    while any(left):
+        before = sum(map(len, left))
+        for rank, steps in enumerate(left):
+            end = clock[rank]
+            while steps:
+                step = steps[-1][:2]
+                done = spans[step]
+                begin = end
+                if step in ready:
+                    there = ready[step]
+                    if len(there) == len(done):
+                        break
+                    if there[len(done)] > begin:
+                        begin = there[len(done)]
+                end = begin + seconds[step]
+                if launching:
+                    hosts[rank] += launching[step]
+                    end = max(end, hosts[rank])
+                done.append((begin, end))
+                if step in gives:
+                    to, message_s = gives[step]
+                    ready[to].append(end + message_s)
+                steps.pop()
+            clock[rank] = end
+        if sum(map(len, left)) == before:
+            return {}
+    return spans
+
+
+def length_of(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float:
+    """Seconds until the last operation ends."""
+    return max((each[-1][1] for each in spans.values()), default=math.inf)
+
+
+def expect_spans(plan: Plan) -> dict[Operation, tuple[float, float]]:
+    """Begin and end of each operation of a step in seconds, by what the search went by."""
+    assert plan.orders is not None
+    seconds = by_operation(plan.orders.stage_s)
+    spans = simulate(find_orders(plan), seconds, flow(plan.layout.ranks, plan.orders.message_s))
+    return {(*step, number): span for step in spans for number, span in enumerate(spans[step])}

@@ -1,0 +1,312 @@
+"""From CONFIG to processes: the plan is made here, once, unless a launcher came first.
+
+Launch settings are read from the environment here, in ranks.py and rendezvous.py. No torch before
+training begins.
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import math
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from distributed_training.checkpoint.resume import at_checkpoint
+from distributed_training.plan.layout import show_axes
+from distributed_training.plan.plan import Plan, load_plan
+from distributed_training.planner.data import cut_data, peek_data
+from distributed_training.planner.make_plan import make_plan
+from distributed_training.predict.memory import estimate_memory
+from distributed_training.predict.predict import parse_cluster, this_machine
+from distributed_training.records.display import describe_prediction
+from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
+from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.errors import UserError, exit_code, printable
+from distributed_training.settings.files import shown
+from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
+from distributed_training.settings.own_code import name_code, named_code
+from distributed_training.settings.strategies import load_strategy
+from distributed_training.start import run_dir
+from distributed_training.start.ranks import (
+    Command,
+    Ranks,
+    beside,
+    current_process,
+    run_ranks,
+    single_process,
+    starting,
+)
+from distributed_training.supervise.process import Process, Startup
+
+SEEN_WITHIN_S = 5.0  # a process's end; the memory of a GPU is freed before
+TRIAL_STEPS = 20  # by which what "auto" chose has shown that its memory suffices
+PLANNED = "--planned"  # the option of processes that are started here
+CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
+
+
+def start(config: RunConfig, script: Path, words: list[str], options: argparse.Namespace) -> int:
+    """Train under `config`: as a worker when a launcher started this process, else plan, and start
+    as many processes as --num_gpus says. Or, with --dry-run, say what it would be with these
+    `words`, here or on a --cluster. Returns the exit code."""
+    num_gpus: str | None = options.num_gpus
+    dry_run: bool = options.dry_run
+    max_restarts: int = options.max_restarts
+    process = current_process()
+    startup = Startup()
+    if not dry_run and (process is None or process.rank == 0):
+        print("planning the run, importing torch ...", flush=True)
+    if process is not None:
+        if num_gpus not in (None, "all", str(process.world_size)):
+            what = f"--num_gpus {num_gpus} but the launcher started {process.world_size} processes"
+            raise UserError(what, fix="give the number to the launcher only")
+        if not dry_run:
+            return _work(config, process, startup)
+        if process.rank > 0:
+            return 0
+    if options.cluster is not None or options.gpu is not None:
+        cluster = parse_cluster(options.cluster or "1", options.gpu)
+    elif process is not None:
+        if not process.local_world_size:
+            what = f"how many of the {process.world_size} processes are on this machine is not said"
+            raise UserError(what, "without --dry-run they tell each other", "set LOCAL_WORLD_SIZE")
+        cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
+    else:
+        machine = detect_machine()
+        # Every number of processes has layouts of some strategy.
+        mesh = {} if config.strategy == AUTO else load_strategy(config).mesh
+        count = requested_processes(num_gpus, machine, mesh)
+        cluster = this_machine(machine, count, count)
+    if dry_run:
+        plan = at_checkpoint(make_plan(config, cluster, peek_data))
+        command_line = launch_command(plan, os.path.relpath(script), words)
+        print(describe_plan(plan, "(this one)" if process else command_line))
+        return 0
+    machine = cluster.machine
+    count = cluster.num_processes
+    make = partial(make_plan, cluster=cluster, cut=cut_data)
+    if count == 1 and machine.num_gpus > 1:
+        print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
+    unsure = AUTO in (config.strategy, config.batch_size)
+    if count == 1 and not max_restarts and not (unsure and machine.num_gpus):
+        plan = run_dir.reserve_run_dir(make(config))
+        startup.end("plan")
+        return _work(plan, single_process(), startup)
+    prepare_environment(count)
+    command: Command | Callable[[Path], int]
+    begun: Ranks = ()
+    if not can_fork(machine):
+        command = [str(script), PLANNED]
+        # They import torch while the run is planned, unless they are too many for the machine.
+        with starting(command, count if count <= machine.num_gpus else 0) as begun:
+            plan = run_dir.reserve_run_dir(make(config))
+    else:
+        # In another process: tokenizers begin threads, and with threads none can be forked.
+        planned = beside(lambda: run_dir.plan_as_text(partial(make, config)))
+        worker = import_worker()
+        startup.end("import")
+        plan = run_dir.reserve_run_dir(run_dir.plan_from_text(planned()))
+        worker.use_cpu()
+        plan.strategy.load_engine()  # DeepSpeed, say
+        startup.end("plan")
+        command = partial(train_as_fork, worker, startup.seconds)
+    code = spawn(plan, command, max_restarts, begun)
+    # Where what "auto" chose runs out of memory, the next best that is predicted to need less.
+    while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
+        from distributed_training.planner.rank import layout_name
+
+        what = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
+        below = config.model_copy(update={"below_bytes": estimate_memory(plan).needed_bytes})
+        plan = run_dir.reserve_run_dir(make(below))
+        instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
+        print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
+        code = spawn(plan, command, max_restarts)
+    return code
+
+
+def can_fork(machine: Machine) -> bool:
+    """CUDA does not outlive a fork, and importing DeepSpeed may begin with it."""
+    return not machine.num_gpus
+
+
+def train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
+    """Run this process's part of the plan with what the launching process has imported."""
+    process = current_process()
+    assert process is not None
+    return exit_code(partial(worker.run, load_plan(run_dir), process, Startup(startup_s)))
+
+
+def ran_out_early(run_dir: Path) -> bool:
+    """Whether a run ended by running out of GPU memory, within TRIAL_STEPS."""
+    if not (run_dir / RECORD_FILE).is_file() or load_record(run_dir).status != "oom":
+        return False
+    metrics = run_dir / METRICS_FILE
+    return not metrics.is_file() or metrics.read_bytes().count(b"\n") <= TRIAL_STEPS
+
+
+def start_planned() -> int:
+    """Run this process's part of the plan that the launching process makes meanwhile. The first
+    line of standard input holds the run's folder and the folders of code that the user named."""
+    process = current_process()
+    assert process is not None
+    worker = import_worker()
+    startup = Startup()
+    worker.warm_up(process)
+    startup.end("import")
+    line = sys.stdin.readline()
+    if not line:  # the launching process was killed
+        return 1
+    run_dir, folders = json.loads(line)
+    for folder in folders:
+        name_code(Path(folder))
+    plan = load_plan(Path(run_dir))
+    startup.end("plan")
+    code = worker.run(plan, process, startup)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking torch and its compiler's processes down takes seconds
+
+
+def _work(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
+    prepare_environment(process.local_world_size or process.world_size)
+    worker = import_worker()
+    startup.end("import")
+    return worker.run(given, process, startup)
+
+
+def import_worker() -> ModuleType:
+    """What a process trains with, and so torch, once its environment is prepared."""
+    gc.disable()  # it would look through the modules again and again while they are imported
+    worker = importlib.import_module("distributed_training.start.worker")
+    gc.freeze()
+    gc.enable()
+    return worker
+
+
+def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
+    """The number that `--num_gpus` asks for; 1 when it was not given."""
+    if num_gpus == "all":
+        fixed = math.prod(size for size in mesh.values() if size > 0)
+        return machine.num_gpus or fixed * -(-CPU_PROCESSES // fixed)
+    if num_gpus is not None and (not num_gpus.isdecimal() or int(num_gpus) == 0):
+        raise UserError(f"--num_gpus {shown(num_gpus)} is not a positive number or all")
+    return int(num_gpus or 1)
+
+
+def prepare_environment(processes_here: int) -> None:
+    """Settings that libraries read from the environment, for this process and its children."""
+    # Extensions are built with ninja, which lies beside this Python even if not activated.
+    folder = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "")
+    if folder not in path.split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([folder, path])
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # Otherwise fragments take up to 10 GiB of a GPU with a model of 8B parameters.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same variable
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def spawn(
+    plan: Plan, what: Command | Callable[[Path], int], max_restarts: int, begun: Ranks = ()
+) -> int:
+    """Start the plan's processes, unless they have `begun`, and again where one fails; wait, return
+    the run's exit code. The end of one that was killed is recorded here."""
+    if callable(what):
+        what = partial(what, plan.run_dir)
+    file = plan.run_dir / RECORD_FILE
+    before = file.stat().st_mtime_ns if file.is_file() else None
+    line = json.dumps([str(plan.run_dir), named_code()])
+    ended = run_ranks(what, plan.num_processes, begun, line)
+    notes = plan.notes
+    for count in range(1, max_restarts + 1):
+        if ended.signum or not any(ended.codes.values()):
+            break
+        saved, note = run_dir.started_again(plan, f" ({count})")
+        plan = replace(plan, checkpoint=saved, notes=[*notes, note])
+        run_dir.write_plan(plan)
+        ended = run_ranks(what, plan.num_processes, line=line)
+    if plan.offload_dir is not None:  # a run that failed could not remove its files
+        shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    code = ended.exit_code
+    reason = ended.reason
+    if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
+        if reason and not ended.signum:
+            print(f"failed: {reason}, before training began", file=sys.stderr)
+        return code
+    # Where the record does not say better. Peers of a process that was killed may have failed for
+    # want of it before its end was seen here.
+    status = "interrupted" if ended.signum else "failed"
+    known = reason or ended.left_early
+    said = known or "a process ended without a message"
+    ago_s = SEEN_WITHIN_S if min(ended.codes.values(), default=0) < 0 else 0.0
+    mark_stopped(plan.run_dir, status, said, consequence=not known, ago_s=ago_s)
+    state = load_record(plan.run_dir)
+    if state.status in ("oom", "failed"):
+        print(f"{state.status}: {state.error}", file=sys.stderr)
+        return 1
+    if state.status == "interrupted" and code < 128:  # only the processes were told to
+        return 128 + signal.SIGINT
+    # Nothing was left to do, unless it was being sent to the Hub.
+    if state.status == "ok" and code and not ended.signum and plan.config.push is None:
+        what = reason or "a process ended with an error"
+        print(f"note: {what}, after the run had finished", file=sys.stderr)
+        return 0
+    return code
+
+
+def launch_command(plan: Plan, script: str, words: list[str]) -> str:
+    """What to type, on each node, to start the processes of a plan; `words`: the options."""
+    here = plan.processes_here
+    nodes = plan.num_processes // here
+    start = ["python", script]
+    if nodes > 1:
+        # By itself torchrun waits ten minutes for the others.
+        wait = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
+        place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
+        place.append(f"--rdzv_id={secrets.token_hex(8)}")  # which nobody else can guess
+        start = ["torchrun", *place, wait, f"--nproc_per_node={here}", script]
+    elif here > 1 and not any(word.startswith(("--num_gpus", "--num-gpus")) for word in words):
+        start += ["--num_gpus", str(here)]
+    return shlex.join([*start, *words])
+
+
+def describe_plan(plan: Plan, typed_command: str) -> str:
+    """CONFIG as decided, how the batch is cut, the command, the mesh and the DeepSpeed JSON."""
+    requested = plan.requested.to_user_words()
+    source = os.path.relpath(plan.strategy.source)
+    on_gpu = plan.machine.num_gpus > 0
+    predicted = describe_prediction(plan.prediction, plan.num_steps, on_gpu=on_gpu)
+    lines = ["resolved CONFIG"]
+    for key, value in plan.config.to_user_words().items():
+        was = "" if requested[key] == value else f"    (was {requested[key]!r})"
+        if key in plan.config.from_defaults:
+            was = "    (the strategy's default)"
+        lines.append(f"  {key:<24} {value!r}{was}")
+    lines += [
+        f"  batch: {plan.batch.describe()}",
+        f"  steps: {plan.num_steps or 'known once the text is cut into samples'}",
+        f"  predicted: {predicted}",
+        *(f"  note: {printable(note)}" for note in plan.notes),
+        *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
+        "launch command",
+        f"  {typed_command}",
+        f"mesh (from {source}): {show_axes(plan.mesh)}",
+    ]
+    if plan.mesh["pp"] > 1:
+        blocks = ", ".join(map(str, plan.layout.blocks_per_stage))
+        lines.append(f"pipeline: {plan.config.pipeline_schedule}, blocks a stage {blocks}")
+    if plan.deepspeed_json is not None:
+        text = json.dumps(plan.deepspeed_json, indent=2)
+        lines += [f"DeepSpeed JSON (from {source})", textwrap.indent(text, "  ")]
+    return "\n".join(lines)

@@ -1,0 +1,334 @@
+"""Which process of a run this is; how those of one machine are started and ended together.
+
+Not by torchrun's agent: its store listens on every interface and unpickles what it is sent. Rank 0
+gets a socket that is bound to loopback already, and serves the store on that. No torch.
+
+On GPUs each rank is a new Python, as CUDA does not outlive a fork. Without, where importing torch
+would take all cores for seconds, the ranks are forks of one process that has imported it."""
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from distributed_training.settings.errors import RunError, UserError
+from distributed_training.settings.files import shown
+from distributed_training.settings.launchers import find_source
+from distributed_training.settings.machine import threads_per_process
+from distributed_training.supervise.process import LAUNCHER, Process, handling, numbered
+
+LOOPBACK = "127.0.0.1"
+STORE_SOCKET = "RANKS_STORE_SOCKET"  # rank 0's file descriptor
+
+# Ranks are killed after so long: torchrun's variable, and its default; after one has failed.
+PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+PATIENCE_S = 30.0
+FAILED_S = 10.0
+# Ranks are ended that long without computing, once another has ended well and nobody watches them:
+STOPPED_S = 30.0
+STILL_S = 600.0  # rank 0 may send its model to the Hub
+POLL_S = 0.05
+STOPS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
+    signal.SIGUSR1, signal.SIGUSR2,  # of SLURM before a time limit: --signal=USR1@90
+)  # fmt: skip
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent ends
+Command = Sequence[str]  # a script with its arguments
+Body = Callable[[], int]  # what a fork does; returns the exit code
+Ranks = Sequence[psutil.Process]
+
+
+def current_process() -> Process | None:
+    """Return what a launcher set for this process, under torchrun's names from now on; None if no
+    launcher started it. Raises UserError for ranks that cannot meet."""
+    source = find_source(os.environ)
+    if source is None:
+        _refuse_other_launchers()
+        return None
+    rank = _number(source.rank)
+    world_size = _number(source.world_size)
+    # Libraries look for these.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    if not 0 <= rank < world_size:
+        what = f"{source.rank}={rank} is not a rank of {source.world_size}={world_size} processes"
+        raise UserError(what, fix="ranks begin at 0")
+    if world_size == 1:
+        return single_process()
+    if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        started = f"{source.launcher} started this command {world_size} times"
+        if source.launcher in ("by hand", "PyTorchJob"):
+            started = f"RANK={rank} and WORLD_SIZE={world_size} are set"
+        fix = "on one machine, type --num_gpus N without a launcher; on several, one task a node, "
+        fix += "with torchrun in it: sbatch --nodes=2 configs/train.slurm. Or set both to the "
+        fix += "host of rank 0 and a free port there"
+        raise UserError(f"{started} without {' and '.join(absent)}", fix=fix)
+    _number("MASTER_PORT")
+    local = {"local_rank": source.local_rank, "local_world_size": source.local_world_size}
+    told = {field: _number(name) for field, name in local.items() if name}
+    os.environ.update({field.upper(): str(number) for field, number in told.items()})
+    return Process(
+        rank=rank, world_size=world_size, **{"local_rank": 0, "local_world_size": 0} | told
+    )
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        what = f"{name}={shown(text)} is not a number"
+        raise UserError(what, "a launcher sets it", "start with torchrun, or unset RANK")
+    return int(text)
+
+
+def _refuse_other_launchers() -> None:
+    """Raise UserError if a launcher meant several processes but told this one no rank."""
+    nodes = os.environ.get("PET_NNODES", "1").rpartition(":")[2]
+    if "RANK" in os.environ:
+        what = "RANK is set but WORLD_SIZE is not"
+        raise UserError(what, fix="start with torchrun, or unset RANK")
+    if nodes != "1":  # a TrainJob of Kubeflow
+        what = f"PET_NNODES={nodes}, but this process has no rank"
+        raise UserError(what, "torchrun reads it", f"type torchrun {Path(sys.argv[0]).name} ...")
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
+        what = "accelerate launch started one process, though several were asked for"
+        why = "without GPUs it needs --mpirun_hostfile"
+        raise UserError(what, why, "leave accelerate out: --num_gpus N starts N processes")
+
+
+def single_process() -> Process:
+    """Set what libraries ask the environment for, as a launcher of one process would."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
+    return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How the ranks ended."""
+
+    signum: int  # by which this process was told to stop; 0: it was not
+    codes: dict[int, int]  # of the ranks that had ended before they were told to, as Popen has them
+
+    @property
+    def exit_code(self) -> int:
+        """A launcher's: the ranks' own where all that failed agree."""
+        if self.signum:
+            return 128 + self.signum
+        failed = {code for code in self.codes.values() if code}
+        if len(failed) == 1 and min(failed) > 0:
+            return min(failed)
+        return int(bool(failed))
+
+    @property
+    def reason(self) -> str:
+        """The signal to stop, or who was killed; "" where each ended by itself."""
+        if self.signum:
+            return signal.Signals(self.signum).name
+        # Some abort for want of a peer that was killed.
+        codes = {code for code in self.codes.values() if code < 0}
+        code = next(iter(sorted(codes - {-signal.SIGABRT}) or codes), 0)
+        return f"{self._ranks_with(code)}: {killed_by(-code)}" if code else ""
+
+    @property
+    def left_early(self) -> str:
+        """Who was gone when others failed for want of it."""
+        if 0 not in self.codes.values() or not any(self.codes.values()):
+            return ""
+        return f"{self._ranks_with(0)}: left before the run's end, with exit code 0"
+
+    def _ranks_with(self, code: int) -> str:
+        return numbered("rank", [rank for rank in sorted(self.codes) if self.codes[rank] == code])
+
+
+@contextlib.contextmanager
+def starting(command: Command, count: int) -> Iterator[Ranks]:
+    """Ranks for `run_ranks`, which start while the block runs; they end where it fails."""
+    ranks: list[psutil.Process] = []
+    try:
+        if count:
+            _start(ranks, command, count)
+        yield ranks
+    except BaseException:
+        _end(ranks, told=False)
+        raise
+
+
+def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "") -> Ended:
+    """Start `what` so many times, unless they have `begun`, give each command a `line` of input and
+    wait for all; one that fails ends the others. Signals to stop, and Ctrl-Z, are passed on."""
+    ranks = list(begun)
+    told: list[int] = []
+    codes: dict[int, int] = {}
+
+    def tell(signum: int, _frame: Any) -> None:
+        told.append(signum)
+        _send(ranks, signum)
+
+    def pause(*_: Any) -> None:
+        _send(ranks, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        _send(ranks, signal.SIGCONT)  # as `fg` let this one go on
+
+    with handling({**dict.fromkeys(STOPS, tell), signal.SIGTSTP: pause}):
+        try:
+            if not ranks:
+                _start(ranks, what, count)
+            for process in [] if callable(what) else ranks:
+                # It may have ended already.
+                with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+                    pipe.write(f"{line}\n".encode())
+            if told:  # before all were there
+                _send(ranks, told[-1])
+            moved_at = time.monotonic()
+            moved: Any = None
+            while not (told or any(codes.values()) or len(codes) == len(ranks)):
+                gone, alive = psutil.wait_procs(ranks, POLL_S)
+                codes = {ranks.index(process): process.returncode for process in gone}
+                cpu_s, stopped = _activity(alive) if codes else (None, False)
+                if cpu_s is None or cpu_s != moved:
+                    moved_at = time.monotonic()
+                    moved = cpu_s
+                elif time.monotonic() - moved_at > (STOPPED_S if stopped else STILL_S):
+                    still = numbered("rank", [ranks.index(process) for process in alive])
+                    print(
+                        f"note: {still}: did not end with the others", file=sys.stderr, flush=True
+                    )
+                    break
+        finally:
+            _end(ranks, told=bool(told))
+    return Ended(signum=told[0] if told else 0, codes=codes)
+
+
+def _activity(processes: Iterable[psutil.Process]) -> tuple[list[float], bool]:
+    """Return how long each process has been computing, and whether one is stopped (SIGSTOP)."""
+    cpu_s = []
+    stopped = False
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            cpu_s.append(sum(process.cpu_times()[:2]))
+            stopped = stopped or process.status() == psutil.STATUS_STOPPED
+    return cpu_s, stopped
+
+
+def _start(ranks: list[psutil.Process], what: Command | Body, count: int) -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        environment = {
+            "OMP_NUM_THREADS": str(threads_per_process(count)), **os.environ,
+            "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(listener.getsockname()[1]),
+            LAUNCHER: str(os.getpid()), STORE_SOCKET: str(listener.fileno()),
+        }  # fmt: skip
+        for rank in range(count):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if callable(what):
+                ranks.append(fork(functools.partial(_be_rank, what, own, listener)))
+                continue
+            process = psutil.Popen(
+                [sys.executable, "-u", *what],
+                env=own,
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()] if rank == 0 else [],
+                start_new_session=True,  # a terminal's Ctrl-C reaches them once, from here
+            )
+            ranks.append(process)
+
+
+def _be_rank(body: Body, environment: Mapping[str, str], of_rank_0: socket.socket) -> int:
+    if environment["RANK"] != "0":
+        of_rank_0.close()
+    os.environ.update(environment)
+    Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")  # for top; at most 15 letters
+    return body()
+
+
+def _send(ranks: Ranks, signum: int) -> None:
+    for process in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            process.send_signal(signum)
+
+
+def _end(ranks: Ranks, *, told: bool) -> None:
+    """Leave none, once there was time to save or, where one has failed, to say what they know."""
+    patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
+    if not told:
+        _send(ranks, signal.SIGTERM)
+        patience_s = min(patience_s, FAILED_S)
+    _, left = psutil.wait_procs(ranks, patience_s)
+    _send(left, signal.SIGKILL)
+    psutil.wait_procs(left)
+
+
+def fork(body: Body) -> psutil.Process:
+    """Let a copy of this process, which has no other threads, do what `body` does: with signals as
+    in a new one, and out of the terminal's reach, whose Ctrl-C comes once, from here."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signals = (*STOPS, signal.SIGTSTP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    if pid := os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return psutil.Process(pid)
+    code = 1
+    try:
+        try:
+            os.setsid()
+            for signum in signals:
+                if signal.getsignal(signum) != signal.SIG_IGN:
+                    interrupts = signum == signal.SIGINT
+                    own = signal.default_int_handler if interrupts else signal.SIG_DFL
+                    signal.signal(signum, own)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # standard input
+            code = body()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # also where a second signal comes meanwhile
+        os._exit(code)  # what is below in the stack is of the process that forked
+
+
+def beside(answer: Callable[[], str]) -> Callable[[], str]:
+    """Let another process answer, from now on and as long as this one lives; returns what waits for
+    the answer. That raises RunError where the process was killed, SystemExit where it failed."""
+    read, write = os.pipe()
+
+    def body() -> int:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+        with contextlib.suppress(KeyboardInterrupt), open(write, "w") as pipe:
+            pipe.write(answer())
+        return 0
+
+    process = fork(body)
+    os.close(write)
+
+    def wait() -> str:
+        with open(read) as pipe:
+            text = pipe.read()
+        code = process.wait()
+        if code < 0:
+            raise RunError(f"the process that planned was {killed_by(-code)}")
+        if code or not text:
+            raise SystemExit(code or 1)
+        return text
+
+    return wait
+
+
+def killed_by(signum: int) -> str:
+    """Of a process: by which signal, and what that means most often."""
+    name = signal.Signals(signum).name
+    return f"killed by {name}" + ("; most often memory ran out" if name == "SIGKILL" else "")

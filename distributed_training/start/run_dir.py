@@ -1,0 +1,74 @@
+"""From CONFIG to a plan that processes can carry out, in a folder of its own. No torch import."""
+
+import contextlib
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from distributed_training.checkpoint import resume
+from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
+from distributed_training.records.folder import list_checkpoints
+from distributed_training.records.record import FAULTS_FILE, free_path
+from distributed_training.settings.errors import UserError
+from distributed_training.supervise import claims
+
+LATEST = "latest"  # in output_dir, a link to the newest run's folder
+
+
+def reserve_run_dir(plan: Plan) -> Plan:
+    """Find the run to resume, or make a folder, under the next free name where another run was
+    quicker; write the plan into it, and let <output_dir>/latest point to it. Raises UserError for a
+    run that another process has, also one that began since the plan was made."""
+    plan = replace(plan, command=shlex.join(["python", *sys.argv]))
+    plan.output_dir.mkdir(parents=True, exist_ok=True)
+    with claims.one_at_a_time(plan.output_dir):
+        plan = resume.at_checkpoint(plan)
+        if plan.checkpoint is None:
+            plan = replace(plan, run_dir=free_path(plan.output_dir, plan.run_dir.name))
+            plan.run_dir.mkdir()
+        claims.claim(plan.run_dir, resume.identity(plan))
+        write_plan(plan)
+        with contextlib.suppress(OSError):  # a file system without links
+            latest = plan.output_dir / f".latest-{plan.run_dir.name}"
+            latest.symlink_to(plan.run_dir.name)
+            latest.replace(plan.output_dir / LATEST)
+    return plan
+
+
+def plan_as_text(make: Callable[[], Plan]) -> str:
+    """What other processes are told: the plan that was made, or why there is none."""
+    try:
+        return PLAN_AS_JSON.dump_json(make()).decode()
+    except UserError as error:
+        said = str(error)
+    except OSError as error:  # a full or read-only disk under the cache, most often
+        said = f"preparing the data failed; {error}; set output_dir elsewhere"
+    return json.dumps({"error": said})
+
+
+def plan_from_text(text: str) -> Plan:
+    """The plan; raises UserError with the words of the process that could make none."""
+    answer = json.loads(text)
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return PLAN_AS_JSON.validate_json(text)
+
+
+def write_plan(plan: Plan) -> None:
+    """Put the plan into the run's folder, which says nothing of an earlier attempt's end then."""
+    (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)
+    (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
+
+
+def started_again(before: Plan, attempt: str = "") -> tuple[Path | None, str]:
+    """Where a run that has begun goes on, and a note: its last checkpoint since it was planned, or
+    where it was resumed from (later ones were passed over then); None: at the beginning."""
+    planned_at = (before.run_dir / PLAN_FILE).stat().st_mtime
+    saved = before.checkpoint
+    for checkpoint in list_checkpoints(before.run_dir):  # oldest first
+        if checkpoint.stat().st_mtime >= planned_at:
+            saved = checkpoint
+    return saved, f"started again{attempt}, from {saved.name if saved else 'the beginning'}"

@@ -1,0 +1,71 @@
+"""Commands that a run prints for its user: to continue it, to use and to improve its model."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from distributed_training.plan.plan import Plan
+from distributed_training.records.display import best_before, short_path
+from distributed_training.records.record import LAST, Record
+from distributed_training.settings.config import KEYS
+from distributed_training.supervise.process import LAUNCHER
+
+
+def to_continue(plan: Plan) -> tuple[str, str]:
+    """Return words that introduce the command that continues this run, and the command."""
+    if _has_own_launcher(plan):
+        return "to continue, start it as before and add", f"--resume {short_path(plan.run_dir)}"
+    return "to continue, type", again(plan, resume=short_path(plan.run_dir))
+
+
+def after_the_end(plan: Plan, record: Record) -> list[str]:
+    """Return three commands for a finished run: try the model, compare the runs, train longer (or,
+    if the run overfitted, keep the best weights)."""
+    config = plan.config
+    script = _script(plan)
+    found = []
+    if (plan.run_dir / LAST).is_dir():
+        prompt = [] if config.generate is None else ["--prompt", config.generate]
+        best = ["--best"] if best_before(record) and record.best else []
+        words = ["python", script, "generate", short_path(plan.run_dir), *best, *prompt]
+        found.append(shlex.join(words))
+    is_default = plan.output_dir.absolute() == Path(script).absolute().parent / "runs"
+    runs = [] if is_default else [short_path(plan.output_dir)]
+    found.append(shlex.join(["python", script, "report", *runs]))
+    if _has_own_launcher(plan):
+        return found
+    best_row = best_before(record)
+    if best_row and best_row["step"]:
+        return found if record.best else [*found, again(plan, keep_best=True)]
+    longer = {"epochs": 2 * config.epochs}
+    if config.max_steps > 0:
+        longer = {"max_steps": 2 * config.max_steps}
+    return [*found, again(plan, **longer)]
+
+
+def again(plan: Plan, **changes: Any) -> str:
+    """Return the command that started this run, as it is typed in the current folder, with other
+    values of some keys; a `resume` in it is dropped."""
+    words = shlex.split(plan.command)
+    dropped = {name for key in {"resume", *changes} for name in (key, *KEYS[key].aliases)}
+    kept = ["python", _script(plan)]
+    options = iter(words[2:])
+    for word in options:
+        name, equals, _ = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name.replace("-", "_") in dropped:
+            if not equals:
+                next(options)
+        elif word.startswith("--") or name not in dropped:  # not KEY=VALUE after --set
+            kept.append(word)
+    typed = [f"--{name}={value}" for name, value in changes.items()]
+    return shlex.join([*kept, *typed])
+
+
+def _script(plan: Plan) -> str:
+    return short_path(Path(shlex.split(plan.command)[1]).absolute())
+
+
+def _has_own_launcher(plan: Plan) -> bool:
+    """Whether torchrun, deepspeed or another launcher started the processes."""
+    return bool(plan.launchers) or (plan.num_processes > 1 and LAUNCHER not in os.environ)

@@ -1,0 +1,196 @@
+"""One process's part of a run, from the data to the finished record."""
+
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed_training.checkpoint import resume
+from distributed_training.checkpoint.export import push_folder, write_card
+from distributed_training.data.samples import Data, Sampler
+from distributed_training.parallel import agree
+from distributed_training.parallel.mesh import Topology
+from distributed_training.plan.plan import Plan
+from distributed_training.planner.data import cut_data
+from distributed_training.predict.memory import estimate_state
+from distributed_training.predict.rates import remember_speed
+from distributed_training.records import metrics
+from distributed_training.records import record as records
+from distributed_training.records.display import Display, header_rows, short_path, summary_rows
+from distributed_training.settings.errors import UserError
+from distributed_training.supervise import claims, commands
+from distributed_training.supervise.process import Startup
+from distributed_training.supervise.watch import THE_END, Watch
+from distributed_training.train.build import build_engine, build_extensions, build_sampler
+from distributed_training.train.loop import Trainer
+
+
+def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup: Startup) -> int:
+    """From data to the finished record; the exit code. Collective."""
+    first = topology.rank == 0
+    display = Display(enabled=first)
+    for note in plan.notes:
+        display.note(note)
+    data = cut_data(plan)
+    # Machines may hold other files under one name, or another Python, which is the embedded corpus.
+    agree.check_ranks_agree({"training data": data.fingerprint}, ask)
+    build_extensions(plan, topology, display)
+    startup.end("data")
+    sampler = build_sampler(plan, data, topology)
+    history = records.History()
+    record = None
+    if first:
+        if plan.checkpoint is None:  # rows of an attempt that saved nothing
+            records.truncate_metrics(plan.run_dir, 0)
+        else:
+            state = resume.state_of(plan.checkpoint, resume.read_meta(plan.checkpoint))
+            history = records.History(**state.model_dump())
+        values = describe_run(plan, sampler, data) | vars(history)
+        record = records.start_record(plan.run_dir, **values)
+    about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
+    log_to = plan.config.log_to if first else None
+    going_on = resume.read_meta(plan.checkpoint).step if plan.checkpoint and first else 0
+    tracker = metrics.build_tracker(log_to, plan.run_dir, about, going_on)
+    history = records.History(**agree.from_rank_0(vars(history)))
+    engine = build_engine(plan, topology)
+    if record is not None:
+        record.update(dtypes=engine.describe_dtypes())
+        display.table(header_rows(records.Record.model_validate(record.values)))
+    trainer = Trainer(
+        engine, plan, topology, data, sampler, display, history, record, tracker,
+        watch.at, startup,
+    )  # fmt: skip
+    if plan.checkpoint is not None:
+        trainer.restore(plan.checkpoint)
+        display.say(f"resumed from {short_path(plan.checkpoint)}")
+    startup.end("model")
+    signum = trainer.run()
+    watch.at(THE_END)
+    results = collect_results(trainer)
+    if record is not None:
+        status = "interrupted" if signum else "ok"
+        record.update(**results, status=status, finished_at=records.timestamp())
+        finished = records.Record.model_validate(record.values)
+        if not signum:
+            display.table(summary_rows(finished))
+            display.commands("next, for example:", *commands.after_the_end(plan, finished))
+        for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
+            if folder.is_dir():
+                write_card(folder, finished)
+        tracker.close(finished)
+    if signum:
+        saved = plan.config.checkpoint_every != 0
+        what = f"interrupted at step {trainer.step} of {trainer.num_steps}"
+        if saved:
+            words, command = commands.to_continue(plan)
+            display.commands(f"{what}; {words}", command)
+        else:
+            display.say(f"{what}; checkpoint_every=0: nothing was saved")
+    engine.close()
+    dist.barrier()
+    if first:
+        claims.release(plan.run_dir)
+    if plan.offload_dir is not None and topology.local_rank == 0:
+        shutil.rmtree(plan.offload_dir, ignore_errors=True)
+    return 128 + signum if signum else 0
+
+
+def push(run_dir: Path, name: str) -> int:
+    """Send a finished run's model to the Hub; return the exit code."""
+    try:
+        print(f"pushed {push_folder(run_dir / records.LAST, name)}", flush=True)
+    except UserError as error:  # the run is finished all the same
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
+    """What the record says before the first step; records/record.py describes it."""
+    config = plan.config
+    strategy = plan.strategy
+    pp = plan.mesh["pp"]
+    pipeline = {
+        "schedule": config.pipeline_schedule,
+        "num_microbatches": plan.batch.num_microbatches,
+        "blocks_per_stage": list(plan.layout.blocks_per_stage),
+        "stage_ranks": list(plan.layout.ranks),
+        "ideal_bubble": plan.schedule.bubble(pp, plan.batch.num_microbatches),
+    }
+    sharding = strategy.sharding
+    return {
+        "command": plan.command,
+        "config": config.to_user_words(),
+        "config_requested": plan.requested.to_user_words(),
+        "from_strategy_defaults": list(config.from_defaults),
+        "engine_options": config.engine_options,
+        "deepspeed_json": plan.deepspeed_json,
+        "strategy": {"name": strategy.name, "engine": strategy.engine, "sharding": sharding},
+        "work": {**plan.work, "data_fingerprint": data.fingerprint},
+        "notes": plan.notes,
+        "run_dir": str(plan.run_dir),
+        "resumed_from": str(plan.checkpoint) if plan.checkpoint else None,
+        "world_size": plan.num_processes,
+        "mesh": plan.mesh,
+        "pipeline": pipeline if pp > 1 else None,
+        "machine": asdict(plan.machine),
+        "cuda": torch.version.cuda if plan.machine.num_gpus else None,
+        "num_parameters": plan.size.num_parameters,
+        "num_learning": plan.size.num_learning(config.lora_rank, config.lora_targets),
+        "dtypes": None,  # known when the engine is built
+        "estimated_state_bytes": estimate_state(plan),
+        "prediction": plan.prediction,
+        "batch": plan.batch.model_dump(),
+        "data": {
+            "form": data.form,
+            "num_train_samples": len(data.train),
+            "num_validation_samples": len(data.validation),
+            "real_token_share": data.train.real_share,
+            # With packed records a sample is a block of some of them.
+            "num_train_records": len(data.train.starts) if plan.packing else None,
+            "num_validation_records": len(data.validation.starts) if plan.packing else None,
+            "mean_document_tokens": plan.packing and plan.packing.mean_length,
+            "steps_per_epoch": sampler.steps_per_epoch,
+        },
+        "num_steps": plan.num_steps,
+    }
+
+
+def collect_results(trainer: Trainer) -> dict[str, Any]:
+    """History, performance, memory by rank, disk traffic with checkpoints. Collective."""
+    plan = trainer.plan
+    config = plan.config
+    sampler = trainer.sampler
+    timed = trainer.timed
+    # Steps that the data fill (the last of an epoch takes as long with fewer tokens), untraced.
+    slowed = trainer.profile.slowed if trainer.profile else ()
+    full = [s for step, s in timed if sampler.is_full(step - 1) and step not in slowed]
+    samples = min(sampler.global_batch_size, sampler.num_samples)
+    performance = metrics.summarise_performance(
+        full or [seconds for _, seconds in timed],
+        tokens_per_step=samples * config.max_length * trainer.data.train.real_share,
+        flops_per_token=plan.size.flops_per_token(plan.attended, frozen=config.lora_rank > 0),
+        world_size=plan.num_processes,
+        device_name=plan.machine.gpu_name,
+    )
+    if trainer.topology.rank == 0:
+        remember_speed(plan, performance)
+    peaks = trainer.memory.as_dict()
+    ranks = agree.gather({"rank": trainer.topology.rank, **peaks, "disk": trainer.disk})
+    memory: dict[str, Any] = {
+        name: None if mine is None else max(rank[name] for rank in ranks)
+        for name, mine in peaks.items()
+    }
+    total = {name: sum(rank["disk"][name] for rank in ranks) for name in trainer.disk}
+    return {
+        **vars(trainer.history),
+        "profile": trainer.profile and trainer.profile.record,
+        "performance": performance,
+        "memory": memory | {"by_rank": ranks},
+        "disk": total | {"num_steps": max(1, len(timed))} if total else None,
+        "sample": trainer.sample,
+    }

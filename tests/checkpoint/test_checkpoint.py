@@ -1,0 +1,353 @@
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import pickle
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distributed_training.checkpoint import resume
+from distributed_training.checkpoint import saver as saver_module
+from distributed_training.checkpoint.resume import FORMAT, check_files, read_meta
+from distributed_training.checkpoint.saver import Saver, load_checkpoint
+from distributed_training.engines.base import Engine
+from distributed_training.parallel.mesh import Topology
+from distributed_training.parallel.tensor_files import part_of
+from distributed_training.records.folder import list_checkpoints
+from distributed_training.settings.errors import UserError
+from tests.support import refused, save_now, started
+
+WORK = {"model": "gpt2-tiny", "global_batch_size": 8, "seed": 42, "learning_rate": 3e-4}
+SPREAD = {"strategy": "zero2", "num_processes": 1, "mesh": "dp_shard 1"}
+TOPOLOGY = Topology(
+    world_size=1, rank=0, local_rank=0, dp_replicate=1, dp_shard=1, device_type="cpu"
+)
+RANK_0 = "rank-00000.safetensors"
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+class FakeEngine(Engine):
+    """Holds one number."""
+
+    # What saving and loading never ask for.
+    train_step = eval_step = logits = describe_dtypes = full_state = None
+
+    def __init__(self, value=0):
+        self.state = torch.full((10, 4), float(value))
+
+    @property
+    def value(self):
+        (value,) = self.state.unique().tolist()
+        return value
+
+    def state_parts(self):
+        yield part_of("weight/w", self.state, (10, 4), (0, 0))
+
+    def counters(self):
+        return {"adam_steps": self.value}
+
+    def load(self, saved, counters):
+        for part in self.state_parts():
+            part.get().copy_(saved.read(part))
+        assert counters == self.counters()
+
+
+def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
+    config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True, typed=())
+    strategy = SimpleNamespace(name=spread["strategy"], swaps_to_disk=False, steps_on_host=False)
+    return SimpleNamespace(
+        config=config, run_dir=run_dir, work=work, spread=spread, checkpoint=None,
+        processes_here=1, strategy=strategy, notes=[], own_disks=False,
+        sources={}, data_fingerprint="",
+    )  # fmt: skip
+
+
+def save(run_dir, step, *, engine=None, **plan):
+    plan, engine = plan_of(run_dir, **plan), engine or FakeEngine(step)
+    return save_now(engine, plan, TOPOLOGY, step=step, data_fingerprint="tokens")
+
+
+def load(folder, engine=None, *, tokens="tokens", spread=SPREAD):
+    plan = plan_of(None, spread=spread)
+    return load_checkpoint(folder, engine or FakeEngine(), plan, TOPOLOGY, tokens)
+
+
+def begin(saver, engine, step):
+    saver.begin(engine, step=step, data_fingerprint="tokens")
+
+
+def find_resume(given, output_dir, work=WORK, strategy="zero2"):
+    plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
+    plan.config.resume, plan.output_dir = given, output_dir
+    found = resume.find_resume(plan)
+    return plan.notes if found is None else found[0]
+
+
+def make_run(output_dir, name, *steps, status="interrupted", work=WORK):
+    run_dir = output_dir / name
+    run_dir.mkdir(parents=True)
+    started(run_dir).update(status=status)
+    for step in steps:
+        save(run_dir, step, work=work)
+    return run_dir
+
+
+def edit_meta(folder, **changes):
+    resume.write_meta(folder, read_meta(folder).model_copy(update=changes))
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_published(tmp_path, monkeypatch):
+    done = []
+
+    def fsync(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def publish(source, target, os_replace=os.replace):
+        done.append(f"{Path(source).name} -> {Path(target).name}")
+        os_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", publish)
+    save(tmp_path, 5)
+    renamed = done.index(".writing-00000005 -> step-00000005")
+    assert {RANK_0, "meta.json", ".writing-00000005"} <= set(done[:renamed])
+    assert done[renamed + 1 :] == ["checkpoints"]
+
+
+def test_what_is_saved_while_training_goes_on_is_the_state_of_its_step(tmp_path, monkeypatch):
+    engine, gate = FakeEngine(7), threading.Event()
+    torch.manual_seed(1)
+    expected = save(tmp_path / "while training waits", 5, engine=engine)
+    write_parts = saver_module.write_parts
+    monkeypatch.setattr(
+        saver_module, "write_parts", lambda *words: gate.wait(60) and write_parts(*words)
+    )
+    saver = Saver(plan_of(tmp_path), TOPOLOGY)
+    begin(saver, engine, 5)
+    engine.state += torch.rand(10, 4)  # the next step
+    assert not saver.ending.done()
+    assert list_checkpoints(tmp_path) == []
+    gate.set()
+    folder, row = saver.finish()
+    assert list_checkpoints(tmp_path) == [folder]
+    for name in (RANK_0, "meta.json"):
+        assert (folder / name).read_bytes() == (expected / name).read_bytes()
+    assert (row["step"], row["bytes"]) == (5, (folder / RANK_0).stat().st_size)
+
+
+def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp_path):
+    good, engine = save(tmp_path, 1, keep=1), FakeEngine(2)
+    engine.counters = dict
+    for poison in (float("nan"), -float("inf")):
+        engine.state[3, 1] = poison
+        saver = Saver(plan_of(tmp_path, keep=1), TOPOLOGY)
+        begin(saver, engine, 2)
+        engine.state.fill_(2)  # what was copied counts
+        with pytest.raises(FloatingPointError, match=r"weight/w has .* not finite on rank 0"):
+            saver.finish()
+        assert list_checkpoints(tmp_path) == [good]
+    healed = save(tmp_path, 2, keep=1, engine=engine)
+    assert list_checkpoints(tmp_path) == [healed]
+
+
+def test_loading_restores_engine_step_and_random_numbers(tmp_path):
+    """Another layout draws numbers of its own."""
+    drawn, other = [], {**SPREAD, "strategy": "fsdp"}
+    for step, seed in ((12, 1), (12, 2), (24, 1)):
+        torch.manual_seed(seed)
+        folder, engine = save(tmp_path, step, engine=FakeEngine(34)), FakeEngine()
+        expected = torch.rand(4)
+        assert (load(folder, engine), engine.value) == (step, 34)
+        assert torch.equal(torch.rand(4), expected)
+        load(folder, spread=other)
+        drawn.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_what_is_no_tensor_file_is_never_loaded(tmp_path):
+    """A pickle, whose code would run."""
+    folder = save(tmp_path, 1)
+    (folder / RANK_0).write_bytes(pickle.dumps(Path))
+    with refused(str(folder), "cannot be loaded", "remove that folder"):
+        load(folder)
+
+
+def test_without_room_for_a_copy_the_state_itself_is_written(tmp_path, monkeypatch):
+    """While training waits."""
+    monkeypatch.setattr(saver_module, "available_ram_bytes", lambda: 100)
+    saver = Saver(plan_of(tmp_path), TOPOLOGY)
+    begin(saver, FakeEngine(3), 3)
+    folder, _ = saver.finish()
+    assert saver.memory is None
+    engine = FakeEngine()
+    assert (load(folder, engine), engine.value) == (3, 3)
+
+
+def test_weights_are_those_of_the_last_save_and_none_without_a_copy(tmp_path, monkeypatch):
+    saver = Saver(plan_of(tmp_path), TOPOLOGY)
+    begin(saver, FakeEngine(3), 3)
+    assert saver.weights(3)["w"].unique().tolist() == [3]
+    assert not saver.weights(2)
+    saver.finish()
+    monkeypatch.setattr(saver_module, "available_ram_bytes", lambda: 100)
+    begin(saver, FakeEngine(4), 4)
+    assert not saver.weights(4)
+    saver.finish()
+
+
+def test_one_flipped_bit_is_found_and_a_file_that_is_missing(tmp_path):
+    """In a file that is read in pieces."""
+    engine = FakeEngine()
+    engine.state = torch.ones(2**20, 4)
+    engine.state_parts = lambda: [part_of("weight/w", engine.state, (2**20, 4), (0, 0))]
+    engine.counters = dict
+    folder = save(tmp_path, 1, engine=engine)
+    check_files(folder, read_meta(folder))
+    with open(folder / RANK_0, "r+b") as file:
+        file.seek(-5000, 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    with refused(str(folder), "is damaged", f"{RANK_0} has other contents", "resume to None"):
+        check_files(folder, read_meta(folder))
+    (folder / RANK_0).unlink()
+    with refused("is damaged", f"{RANK_0} is missing"):
+        check_files(folder, read_meta(folder))
+
+
+def test_each_flipped_bit_of_a_meta_is_found_and_a_folder_of_another_step(tmp_path):
+    folder = save(tmp_path, 1)
+    file = folder / "meta.json"
+    whole, meta = file.read_bytes(), read_meta(folder)
+    for place, bit in itertools.product(range(0, len(whole), 3), range(8)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+        with contextlib.suppress(UserError):
+            assert read_meta(folder) == meta  # of white space
+    file.write_bytes(whole)
+    with refused("is damaged", "the folder another name"):
+        read_meta(folder.rename(folder.with_name("step-00000041")))
+
+
+def test_what_another_release_or_nobody_wrote_is_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    edit_meta(folder, format=FORMAT + 1)
+    with refused("of a later release", f"format {FORMAT + 1} instead of {FORMAT}"):
+        read_meta(folder)
+    for content, *said in (
+        (b'{"format": 3, "step": 1}', str(folder), "of an earlier release", "weights=<run>/hf"),
+        (b"[]", f"{folder} is not a checkpoint of this suite", "remove that folder"),
+        (b"\xff\xfe\x00", "is not a checkpoint"),
+    ):
+        (folder / "meta.json").write_bytes(content)
+        with refused(*said):
+            read_meta(folder)
+
+
+def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(tmp_path):
+    (said,) = find_resume("auto", tmp_path)
+    assert f"no run in '{tmp_path}' has a checkpoint" in said
+    make_run(tmp_path, "20260103-finished", 5, status="ok")
+    (said,) = find_resume("auto", tmp_path)
+    assert "20260103-finished, the newest with a checkpoint, has finished" in said
+    make_run(tmp_path, "20260104-other-seed", 6, work={**WORK, "seed": 1})
+    (said,) = find_resume("auto", tmp_path)
+    assert "20260104-other-seed, the newest with a checkpoint, is of other work: seed was 1" in said
+    assert f"; to go on with that, --resume {os.path.relpath(tmp_path)}/20260104-other-seed" in said
+    make_run(tmp_path, "20260101-a", 1)
+    wanted = make_run(tmp_path, "20260102-b", 3, 4, status="failed")
+    make_run(tmp_path, "20260105-without-checkpoint")
+    (tmp_path / "a-file").write_text("")
+    found = find_resume("auto", tmp_path)
+    assert found == wanted / "checkpoints" / "step-00000004"
+
+
+def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
+    """Otherwise of two strategies that are compared one would go on with the other's run."""
+    (own,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
+    (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
+    edit_meta(other, spread={**SPREAD, "strategy": "dp"})
+    for strategy, expected in {"zero2": own, "dp": other, "fsdp": other}.items():
+        assert find_resume("auto", tmp_path, strategy=strategy) == expected
+    with open(other.parents[1] / ".owner.json", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert find_resume("auto", tmp_path, strategy="fsdp") == own, "the other one goes on"
+
+
+def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
+    run_dir = make_run(tmp_path, "a", 1, 20, 30)
+    first, second, third = list_checkpoints(run_dir)
+    (third / RANK_0).unlink()
+    (second / "meta.json").write_text("{")
+    assert find_resume("auto", tmp_path) == first
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert f"{second} is not a checkpoint" in told[0]
+    assert f"{third} is damaged; {RANK_0} is missing" in told[1]
+    # What was passed over gives way, though it is of a later step.
+    folder = save(run_dir, 15, keep=1)
+    assert list_checkpoints(run_dir) == [folder]
+
+
+def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
+    run_dir = make_run(tmp_path, "a")
+    for path in (tmp_path / "missing", run_dir, run_dir / "record.json"):
+        with refused(f"resume='{path}' holds no checkpoint", "auto, or None"):
+            find_resume(str(path), tmp_path)
+    save(run_dir, 1)
+    for work, said in (
+        ({**WORK, "global_batch_size": 4}, "global_batch_size was 8 and is 4"),
+        ({**WORK, "new": 1}, "new was None and is 1"),
+        ({}, "seed was 42 and is None"),
+    ):
+        with refused("is of another run", said, f"type export {os.path.relpath(run_dir)}, then"):
+            find_resume(str(run_dir), tmp_path, work)
+    (run_dir / "hf").mkdir()
+    with refused(f"from its weights: --weights {os.path.relpath(run_dir)}/hf"):
+        find_resume(str(run_dir), tmp_path, {})
+
+
+def test_files_are_known_by_their_contents(tmp_path):
+    """The run saved its texts as "tokens", and has a folder of weights."""
+    work = {**WORK, "dataset": "./a.txt", "tokenizer": "tok", "weights": "w", "model": "m"}
+    saved = plan_of(tmp_path / "a", work=work)
+    saved.sources = {"weights": "8-1234", "model": "9-5678"}
+    save_now(FakeEngine(1), saved, TOPOLOGY, step=1, data_fingerprint="tokens")
+    meta = read_meta(list_checkpoints(tmp_path / "a")[0])
+    moved = dict.fromkeys(("dataset", "validation_dataset", "tokenizer"), "/moved")
+    plan = plan_of(None, work={**work, **moved, "weights": "/v", "model": "/n"})
+    plan.data_fingerprint, plan.sources = "tokens", {"weights": "8-1234", "model": "9-5678"}
+    assert resume._differences(meta, plan) == ""
+    plan.sources["weights"] = "8-4321"
+    assert resume._differences(meta, plan) == "weights was 'w' and is '/v'"
+    plan.data_fingerprint = "others"
+    plan.config.typed = ("dataset",)
+    assert resume._differences(meta, plan) == "dataset was './a.txt' and is '/moved'", "as typed"
+
+
+@pytest.mark.parametrize("content", [b'{"schema_version": 0}', b"{", None])
+def test_a_damaged_record_is_read_from_the_checkpoint(content, tmp_path, caplog):
+    run_dir = make_run(tmp_path, "20260101-a", 1)
+    (folder,) = list_checkpoints(run_dir)
+    whole = (run_dir / "record.json").read_bytes()
+    (run_dir / "record.json").unlink()
+    if content:
+        (run_dir / "record.json").write_bytes(content)
+    for given in ("auto", str(run_dir), str(folder)):
+        assert find_resume(given, tmp_path) == folder
+    assert resume.state_of(folder, read_meta(folder)).started_at == json.loads(whole)["started_at"]
+    (folder / "record.json").unlink()
+    assert find_resume("auto", tmp_path)
+    assert f"passes over {folder}" in caplog.records[-1].getMessage()
+    with refused(f"{run_dir}/record.json"):
+        find_resume(str(run_dir), tmp_path)
+
+
+def test_other_tokens_are_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    with refused(str(folder), "is not what", "resume to None"):
+        load(folder, tokens="other tokens")

@@ -1,0 +1,131 @@
+"""Two nodes that share no disk: two processes, each with another folder for the run's."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from distributed_training.checkpoint import saver
+from distributed_training.checkpoint.resume import ElsewhereError, find_resume
+from distributed_training.parallel.agree import gather
+from distributed_training.parallel.mesh import Topology
+from distributed_training.records.folder import list_checkpoints
+from distributed_training.settings.errors import UserError
+from distributed_training.start import rendezvous
+from distributed_training.supervise.process import Process
+from tests.checkpoint.test_checkpoint import FakeEngine, plan_of
+from tests.conftest import heavy_pool
+from tests.support import refused, save_now, started
+
+FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
+
+
+def on_two_nodes(folder):
+    """What each rank saw, in a list, once two checkpoints are written and a third one fails."""
+    dist.init_process_group("gloo")
+    rank, seen = dist.get_rank(), {}
+    topology = Topology(
+        world_size=2, rank=rank, local_rank=0, dp_replicate=2, dp_shard=1, device_type="cpu"
+    )
+    plan = plan_of(folder / f"node{rank}", keep=1)
+    plan.own_disks = True
+
+    def save(step):
+        engine = FakeEngine(step)
+        save_now(engine, plan, topology, step=step, data_fingerprint="tokens")
+
+    def steps(case):
+        seen[case] = [int(found.name[-1]) for found in list_checkpoints(plan.run_dir)]
+
+    def refusal(case, **changes):
+        changed = SimpleNamespace(**{**vars(plan), **changes})
+        seen[case] = None
+        process = Process(rank=rank, world_size=2, local_rank=0, local_world_size=1)
+        try:
+            rendezvous.check_disks(changed, process)
+        except UserError as error:
+            seen[case] = str(error)
+
+    save(1)
+    save(2)
+    steps("saved")
+    right = saver._publish
+
+    def publish(*arguments):
+        if rank == 0:
+            raise OSError("No space left on device")
+        right(*arguments)
+
+    saver._publish = publish
+    with pytest.raises(OSError, match="No space left"):
+        save(3)
+    saver._publish = right
+    steps("one failed")
+    save(4)
+    steps("saved again")
+    plan.checkpoint = list_checkpoints(plan.run_dir)[-1]
+    rendezvous.run_dir.write_plan = lambda plan: None
+    refusal("nothing")
+    refusal("one folder", run_dir=folder / "node0", checkpoint=None)
+    file = plan.checkpoint / FILES[rank]
+    whole = file.read_bytes()
+    if rank == 1:
+        file.unlink()
+    refusal("missing")
+    file.write_bytes(whole[:-1] + b"?" if rank == 1 else whole)
+    refusal("damaged")
+    file.write_bytes(whole)
+    seen = gather(seen)
+    dist.destroy_process_group()
+    return seen
+
+
+def find_on(given, output_dir, own_disks=True):
+    """As a process that is alone on the first node."""
+    plan = plan_of(None)
+    plan.own_disks = own_disks
+    plan.config.resume, plan.output_dir = given, output_dir
+    return (find_resume(plan) or [None])[0]
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nodes")
+    seen = heavy_pool().call(f"{__name__}:on_two_nodes", folder, num_processes=2)
+    return folder, seen
+
+
+def test_what_the_first_node_has_all_have(two_nodes):
+    """It publishes last, and the others drop nothing before."""
+    first, second = two_nodes[1]
+    assert first["saved"] == second["saved"] == [2]
+    assert (first["one failed"], second["one failed"]) == ([2], [2, 3])
+    assert first["saved again"] == second["saved again"] == [4]
+
+
+def test_every_rank_is_told_what_is_wrong_on_one_node(two_nodes):
+    first, second = two_nodes[1]
+    assert first["nothing"] is None
+    for case, words in {
+        "one folder": "sees another node's",
+        "missing": "lacks rank-00001.safetensors; written on",
+        "damaged": "is damaged; rank-00001.safetensors has other contents",
+    }.items():
+        assert words in first[case] == second[case]
+
+
+def test_auto_does_not_begin_anew_where_a_node_is_missing(two_nodes, tmp_path):
+    folder, _ = two_nodes
+    run_dir = tmp_path / "20260101-a"
+    shutil.copytree(folder / "node0", run_dir)
+    for resume in ("auto", str(run_dir)):
+        with refused("record.json of", "the run's first node was"):
+            find_on(resume, tmp_path)
+    started(run_dir).update(status="interrupted")
+    for resume in ("auto", str(run_dir)):
+        assert find_on(resume, tmp_path).parents[1] == run_dir
+        with pytest.raises(ElsewhereError, match="is not whole"):
+            find_on(resume, tmp_path, own_disks=False)
+    started(run_dir).update(status="ok")
+    assert find_on("auto", tmp_path, own_disks=False) is None

@@ -1,0 +1,207 @@
+"""Sampling, the weights that keep_best keeps, those of checkpoints, and the commands `generate` and
+`export`."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distributed_training.checkpoint.export import continuation
+from distributed_training.plan.plan import load_plan
+from distributed_training.planner.data import cut_data
+from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only_record, train
+from tests.e2e.support import assert_refused
+from tests.pool import SCRIPT
+
+# Logits: one row per last token.
+TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
+
+
+def sample(logits=lambda window, past: TABLE[window], prompt=(5,), **changes):
+    settings = {"num_tokens": 30, "context": 8, "eos_ids": [-1], "seed": 3, **changes}
+    return [*prompt, *continuation(logits, list(prompt), **settings)]
+
+
+def test_generation_depends_on_the_seed_alone_and_at_temperature_zero_on_nothing():
+    torch.manual_seed(1)
+    first = sample()
+    torch.manual_seed(2)
+    assert sample() == first
+    assert sample(seed=4) != first
+    assert len(first) == 31
+    ids = sample(temperature=0.0)
+    assert ids[1:] == [int(TABLE[last].argmax()) for last in ids[:-1]]
+    assert sample(temperature=0.0, seed=4) == ids
+    eos = first[10]
+    assert sample(eos_ids=[-1, eos]) == first[: first.index(eos, 1)]
+
+
+def test_generation_takes_one_of_the_forty_likeliest_and_sees_no_more_than_the_context():
+    windows = []
+
+    def logits(window, past):
+        windows.append(window[0].tolist())
+        return TABLE[window]
+
+    ids = sample(logits, prompt=range(6), num_tokens=200)
+    new = [int((TABLE[last] > TABLE[last, new]).sum()) for last, new in itertools.pairwise(ids[5:])]
+    assert 20 < max(new) < 40
+    padded = [([*ids[:end], -1, -1])[:8] for end in (6, 7)]
+    assert windows == padded + [ids[:end][-8:] for end in range(8, 206)]
+
+
+# The rate is so high that the last evaluation is not the best.
+NOISY = {"learning_rate": 0.03, "lr_schedule": "constant", "warmup_steps": 0, "eval_every": 1,
+         "max_steps": 6}  # fmt: skip
+
+
+def run(folder, strategy, num_processes=2, **changes):
+    values = {**SMALL, **NOISY, "strategy": strategy, "output_dir": folder, **changes}
+    result = train(values, num_processes=num_processes)
+    assert_ok(result)
+    return only_record(folder), result.stdout
+
+
+def validation_loss(run_dir, folder):
+    """Mean loss of the weights in `folder` over the run's validation samples, in one process."""
+    plan = load_plan(run_dir)
+    samples = cut_data(plan).validation
+    model = plan.model.build(dropout=0.0, seed=0)
+    plan.model.load(model, folder)
+    with torch.no_grad():
+        arrays = map(torch.from_numpy, samples.batch(np.arange(len(samples))))
+        return float(model.eval()(*arrays).sum()) / int(samples.lengths.sum())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pp"])
+def test_the_best_weights_are_those_of_the_lowest_validation_loss(strategy, tmp_path):
+    record, _ = run(tmp_path / "best", strategy, keep_best=True)
+    run_dir = Path(record["run_dir"])
+    trained = [entry for entry in record["evaluations"] if entry["step"] > 0]
+    lowest = min(trained, key=lambda entry: entry["loss"])
+    assert lowest["step"] < trained[-1]["step"], "the test needs a run that gets worse"
+    assert record["best"]["step"] == lowest["step"]
+    assert validation_loss(run_dir, run_dir / "best") == pytest.approx(lowest["loss"], rel=1e-5)
+    last = validation_loss(run_dir, run_dir / "hf")
+    assert last == pytest.approx(trained[-1]["loss"], rel=1e-5)
+    assert (run_dir / "best" / "README.md").read_text().count(f"after step {lowest['step']},") == 1
+
+
+def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
+    """And neither drawing it nor keeping the best weights changes training."""
+    record, out = run(tmp_path / "a", "zero3", max_steps=2, generate="def ", keep_best=True)
+    assert record["sample_before"].startswith("def ")
+    assert record["sample_before"] != record["sample"]
+    assert out.index("sample before training:") < out.index("step      0/2")
+    assert record["best"]["step"] == 2  # from where hf/ comes then
+    weights = [Path(record["run_dir"], name, "model.safetensors") for name in ("best", "hf")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    silent, out = run(tmp_path / "silent", "zero3", max_steps=2, generate=None)
+    assert silent["best"] is silent["sample_before"] is silent["sample"] is None
+    assert "sample" not in out.partition("step      0")[2]
+    assert silent["loss_curve"] == record["loss_curve"]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run with two checkpoints, and in hf/ the weights of the copy for the last."""
+    folder = tmp_path_factory.mktemp("runs")
+    changes = {"checkpoint_every": 2, "keep_checkpoints": 2, "max_steps": 4}
+    record, _ = run(folder, "dp", 1, **changes, learning_rate=1e-4)
+    return Path(record["run_dir"])
+
+
+def test_a_run_answers_a_prompt_and_lines(run_dir):
+    words = ("--prompt", "def ", "--num_tokens", 12)
+    asked = command("generate", run_dir, *words)
+    assert asked.stdout.startswith("def ")
+    other = command("generate", run_dir.parent / "latest", *words, "--seed", 1)
+    assert other.stdout != asked.stdout
+    lines = subprocess.run(
+        [sys.executable, str(SCRIPT), "generate", run_dir / "hf", "--num_tokens", "12"],
+        input="def \ndef \n", capture_output=True, text=True, timeout=60, env=clean_environment(),
+    )  # fmt: skip
+    assert lines.stdout == 2 * asked.stdout
+
+
+def test_the_text_is_that_of_transformers(run_dir):
+    """The likeliest tokens, from the exported folder."""
+    transformers = pytest.importorskip("transformers")
+    folder = run_dir / "hf"
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("import os", return_tensors="pt").input_ids
+    theirs = model.generate(ids, max_new_tokens=20, do_sample=False)
+    asked = command(
+        "generate", folder, "--prompt=import os", "--max_new_tokens=20", "--temperature=0"
+    )
+    assert asked.stdout == tokenizer.decode(theirs[0], skip_special_tokens=True) + "\n"
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for words, said in {
+        (tmp_path / "none",): "does not exist",
+        (tmp_path / "empty",): "neither a run nor a model",
+        (tmp_path / "empty", "--top_k", 0): "at least 1",
+        (): "required: run",
+    }.items():
+        assert_refused(command("generate", *words), said)
+
+
+def command(*words):
+    return heavy_pool().script(words)
+
+
+def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
+    """Here one that was killed after it had saved: its last weights are in hf/ to compare with."""
+    killed = tmp_path / run_dir.name
+    shutil.copytree(run_dir, killed)
+    shutil.rmtree(killed / "hf")
+    record = json.loads((run_dir / "record.json").read_text())
+    (killed / "record.json").write_text(json.dumps({**record, "status": "running"}))
+    words = ["generate", killed, "--prompt", "def ", "--num_tokens", 5]
+    from_checkpoint = command(*words)
+    assert "no hf/ yet" in from_checkpoint.stderr
+    result = command("export", killed)
+    assert_ok(result)
+    assert command(*words).stdout == from_checkpoint.stdout
+    assert result.stdout.startswith("exported ")
+    assert "/hf (Hugging Face's format, after step 4)" in result.stdout
+    for file in (run_dir / "hf").iterdir():
+        assert (killed / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert_refused(command("export", killed), "hf is there already", "--to")
+    older = killed / "checkpoints" / "step-00000002"
+    assert_ok(command("export", older, "--to", tmp_path / "older"))
+    assert "after step 2" in (tmp_path / "older" / "README.md").read_text()
+    other = load_file(tmp_path / "older" / "model.safetensors")
+    for name, weight in load_file(run_dir / "hf" / "model.safetensors").items():
+        assert other[name].shape == weight.shape
+        assert not torch.equal(other[name], weight), name
+    assert_refused(command("export", tmp_path), "holds no checkpoint", "runs/latest")
+
+
+def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
+    """As PEFT merges them."""
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    base = run_dir / "hf"
+    values = {"model": str(base), "weights": str(base), "lora_rank": 4, "learning_rate": 0.05}
+    values |= {"max_steps": 2, "checkpoint_every": 0, "output_dir": str(tmp_path)}
+    assert_ok(train({**SMALL, **values}))
+    made = Path(only_record(tmp_path)["run_dir"])
+    assert_ok(command("export", made, "--merge"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    merged = peft.PeftModel.from_pretrained(model, made / "hf").merge_and_unload()
+    ours = transformers.AutoModelForCausalLM.from_pretrained(made / "merged").state_dict()
+    for name, weight in merged.state_dict().items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
+    assert_refused(command("export", made / "hf", "--merge"), "merged is there already", "--to")

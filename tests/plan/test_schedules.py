@@ -1,0 +1,87 @@
+"""What schedules ask for and cost, against their own orders simulated."""
+
+import hashlib
+import itertools
+import json
+
+import pytest
+
+from distributed_training.plan.orders import build_orders, read_order, time_orders
+from distributed_training.plan.schedules import SCHEDULES
+from distributed_training.plan.zb_v import mid_durations
+from distributed_training.predict.simulate import flow, length_of, simulate
+from distributed_training.settings.files import ROOT
+
+FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
+
+
+def test_micro_batches_that_a_schedule_takes():
+    """Of 1 to 12 over 4 processes."""
+    expected = {name: list(range(1, 13)) for name in SCHEDULES}
+    expected["1f1b"] = list(range(4, 13))
+    expected["interleaved"] = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
+    for name, schedule in SCHEDULES.items():
+        assert [m for m in range(1, 13) if schedule.takes(4, m)] == expected[name]
+        for number in range(1, 61):
+            taken = [m for m in range(1, number + 1) if number % m == 0 and schedule.takes(4, m)]
+            assert schedule.counts(4, number) == taken
+
+
+def test_a_message_takes_its_time_between_processes_and_none_within_one():
+    """Forward 1, backward 2: of one micro-batch over two stages all follows in a row."""
+    seconds = {(kind, stage): took for kind, took in (("F", 1.0), ("B", 2.0)) for stage in (0, 1)}
+    orders = build_orders("gpipe", 2, 1)
+    assert length_of(simulate(orders, seconds, flow((0, 1), 0.25))) == 6.5
+    alone = [orders[0][:1] + orders[1] + orders[0][1:]]
+    assert length_of(simulate(alone, seconds, flow((0, 0), 0.25))) == 6.0
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_orders_are_whole_and_idle_and_hold_as_the_closed_forms_say(name):
+    """Of equal stages, a backward pass twice as long as a forward one, in equal halves."""
+    schedule, parts = SCHEDULES[name], SCHEDULES[name].stages_per_rank
+    kinds = "FIW" if schedule.splits_backward else "FB"
+    lengths = {"F": 1 / parts, "B": 2 / parts, "I": 1 / parts, "W": 1 / parts}
+    compared = 0
+    for p, m in itertools.product(range(2, 9), range(1, 33)):
+        if not schedule.takes(p, m):
+            continue
+        orders, ranks = build_orders(name, p, m), schedule.ranks(p)
+        done = [operation for order in orders for operation in order]
+        assert sorted(done) == sorted(itertools.product(kinds, range(len(ranks)), range(m)))
+        seconds = {(kind, s): lengths[kind] for kind in kinds for s in range(len(ranks))}
+        length = length_of(simulate(orders, seconds, flow(ranks, 0.0)))
+        busy = sum(seconds[kind, stage] for kind, stage, _ in done)
+        bubble = schedule.bubble(p, m)
+        if bubble is not None:
+            assert 1 - busy / p / length == pytest.approx(bubble), (p, m)
+            compared += 1
+        if name != "interleaved" or m % p == 0:
+            held = max(most_held(order) for order in orders)
+            assert held / parts == schedule.kept(p, m), (p, m)
+    assert compared > 80
+
+
+def test_zb_v_is_its_authors_order_at_any_durations():
+    """As zbv.py of sail-sg/zero-bubble-pipeline-parallelism gave it, which the tutorial keeps."""
+    file = ROOT / "pipedream_tutorial" / "tests" / "zb_v_authors.json"
+    for p, m, f, i, w, message, digest in json.loads(file.read_text())["cases"]:
+        if p == 1:  # no pipeline
+            continue
+        orders = time_orders(((f, i, w),) * 2 * p, m, message).by_place
+        cells = [[f"{s}{kind}{n}" for kind, s, n in read_order(order)] for order in orders]
+        text = ";".join(map(",".join, cells))
+        assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest, (p, m, f, i, w, message)
+
+
+def test_uneven_stages_count_as_the_middle_process():
+    """The mean of a process's two stages, of which the median, kind by kind."""
+    down = ((1.0, 2.0, 3.0), (5.0, 5.0, 5.0), (9.0, 0.0, 1.0))
+    up = ((9.0, 2.0, 1.0), (7.0, 5.0, 7.0), (3.0, 4.0, 1.0))
+    assert mid_durations((*down, *up)) == (6.0, 3.0, 2.0)
+
+
+def most_held(order):
+    """Micro-batches of a stage whose activations a process holds at once."""
+    steps = [{"F": 1, "I": 0}.get(kind, -1) for kind, _, _ in order]
+    return max(itertools.accumulate(steps))

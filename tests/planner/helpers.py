@@ -1,0 +1,89 @@
+"""Plans and layouts from a few words of CONFIG."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distributed_training.models import find_model
+from distributed_training.plan.layout import Layout
+from distributed_training.plan.plan import Plan
+from distributed_training.planner.layouts import Candidate, build_layout, cut_batch, fill_mesh
+from distributed_training.planner.make_plan import draft_plan, make_plan
+from distributed_training.predict.predict import this_machine
+from distributed_training.records.record import Batch
+from distributed_training.settings.config import RunConfig, build_config
+from distributed_training.settings.machine import Machine
+from distributed_training.settings.strategies import (
+    load_strategy,
+    strategy_defaults,
+    strategy_options,
+)
+from tests.support import CPU_MACHINE
+
+UNSPLIT = ["dp", "zero1", "zero2", "zero3", "offload", "infinity", "fsdp"]
+SPLIT = ["tp", "pp", "3d", "hybrid"]
+NAMES = [*UNSPLIT, *SPLIT]
+
+
+# What `plan --calibrate` could write of a CPU, all but what its model's own times mean.
+CPU_CALIBRATION: dict[str, Any] = {
+    "matrix_products": [
+        {
+            "tokens": 16, "in": 64, "out": 192, "dtype": f"torch.{dtype}",
+            "flops_per_s": dict.fromkeys(("forward", "inputs", "weights"), 2e12),
+        }
+        for dtype in ("bfloat16", "float32")
+    ],
+    "attention": [{"length": length, "flops_per_s": {"both": 1e12}} for length in (512, 1024)],
+    "seconds": {"kernel": 1e-6},
+    "memory_bytes_per_s": {"block": 1e9, "head": 1e9, "update": 1e9},
+    "training_s": {},
+    "collectives": [],
+}  # fmt: skip
+
+
+class LaidOut(NamedTuple):
+    """What CONFIG's words make of so many processes, as a plan decides it."""
+
+    mesh: Mapping[str, int]
+    layout: Layout
+    batch: Batch
+
+
+def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
+    """`words` are those of --set; raise UserError as a plan would."""
+    asked = candidate(*words, **config)
+    filled = dataclasses.replace(asked, mesh=fill_mesh(asked, world_size))
+    return LaidOut(filled.mesh, build_layout(filled), cut_batch(filled))
+
+
+def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:
+    """CONFIG's words, and --set's, over the strategy's own mesh or another."""
+    built = build_config({"model": "gpt2-medium", **config}, overrides=words)
+    strategy = load_strategy(built)
+    model = find_model(built.model)
+    return Candidate(config=built, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
+
+
+def merged(config: Mapping[str, Any], *texts: str) -> RunConfig:
+    """CONFIG and what is typed, as the command line merges them."""
+    given = {"defaults": strategy_defaults, "options": strategy_options}
+    return build_config(config, overrides=texts, **given)
+
+
+def plan_for(
+    tmp_path: Path,
+    machine: Machine = CPU_MACHINE,
+    num_processes: int = 2,
+    *,
+    here: int | None = None,
+    checked: bool = True,
+    below_bytes: int | None = None,
+    **config: Any,
+) -> Plan:
+    """A plan of gpt2-tiny, or a draft that no check has seen; `here` processes on this machine."""
+    values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
+    make = make_plan if checked else draft_plan
+    built = merged(values).model_copy(update={"below_bytes": below_bytes})
+    return make(built, this_machine(machine, num_processes, here or num_processes))

@@ -1,0 +1,73 @@
+"""How a step's sequences are cut, and what a user may ask for."""
+
+import itertools
+
+import pytest
+
+from distributed_training.plan.schedules import SCHEDULES
+from distributed_training.planner.layouts import cut_batch
+from distributed_training.settings.errors import UserError
+from tests.planner.helpers import candidate, lay_out
+
+
+def cut(mesh, name, **config):
+    """(Batch, the schedule it is cut for)"""
+    asked = candidate(mesh=mesh, strategy="3d", pipeline_schedule=name, **config)
+    return cut_batch(asked), asked.schedule
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "config", "cut"),
+    [
+        # micro-batches of a replica, sequences of each
+        ("dp", 4, {"batch_size": 3, "grad_accum_steps": 5}, (5, 3)),
+        ("tp", 4, {"batch_size": 4}, (1, 16)),
+        # Without it a quarter of a block's values is not divided over tp: 8 would be 5 sequences.
+        ("tp", 2, {"batch_size": 4, "sequence_parallel": False}, (2, 4)),
+        ("pp", 2, {"batch_size": 1}, (2, 1)),  # there are no 4 sequences
+        ("pp", 4, {"batch_size": 4}, (8, 2)),  # at least 2 x pp
+        ("pp", 2, {"batch_size": 3}, (6, 1)),  # 4 and 5 do not divide 6
+        # However it is cut, the first process keeps half of 16 sequences: singly, at the worst.
+        ("pp", 2, {"batch_size": 1, "grad_accum_steps": 8, "pipeline_schedule": "gpipe"}, (16, 1)),
+        ("3d", 8, {"batch_size": 4}, (4, 4)),
+    ],
+)
+def test_cuts_by_hand(strategy, processes, config, cut):
+    batch = lay_out(processes, strategy=strategy, **config).batch
+    assert (
+        batch.global_batch_size
+        == config["batch_size"] * config.get("grad_accum_steps", 1) * processes
+    )
+    assert (batch.num_microbatches, batch.micro_batch_size) == cut
+
+
+def typed(text):
+    """The settings that a refusal suggests, each a dictionary."""
+    *pairs, last = text.partition("; set ")[2].split("; or ")
+    assert pairs
+    assert last == "both to auto"
+    yield {"micro_batch_size": "auto", "num_microbatches": "auto"}
+    for pair in pairs:
+        yield {key: int(n) for key, n in (word.split("=") for word in pair.split())}
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_a_cut_that_cannot_be_is_refused_with_some_that_can(name, pp):
+    mesh = {"pp": pp, "dp_replicate": 2, "dp_shard": 1, "tp": 1}
+    numbers = ("auto", 1, 3, 5, 6, 100)
+    refusals = 0
+    for size, count in itertools.product(numbers, numbers):
+        config = {"batch_size": 3, "micro_batch_size": size, "num_microbatches": count}
+        try:
+            batch, schedule = cut(mesh, name, **config)
+        except UserError as error:
+            refusals += 1
+            for settings_ in typed(str(error)):
+                cut(mesh, name, **{**config, **settings_})
+        else:
+            assert size in ("auto", batch.micro_batch_size)
+            assert count in ("auto", batch.num_microbatches)
+            assert schedule.takes(pp, batch.num_microbatches)
+            assert batch.micro_batch_size * batch.num_microbatches * 2 == batch.global_batch_size
+    assert refusals

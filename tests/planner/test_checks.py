@@ -1,0 +1,224 @@
+"""What is refused before processes start: each check at its boundary."""
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import time
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from distributed_training.models.gpt2 import SIZES
+from distributed_training.planner import checks
+from distributed_training.planner.rank import what_fits
+from distributed_training.predict.memory import estimate_memory
+from distributed_training.predict.predict import predict, this_machine
+from tests.planner.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, named_strategy, refused
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _no_extensions_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+
+
+def draft(tmp_path, strategy="zero2", machine=CPU_MACHINE, num_processes=2, **config):
+    """A plan that no check has seen."""
+    config = {"precision": "fp32", "offload_dir": str(tmp_path / "offload"), **config}
+    return plan_for(tmp_path, machine, num_processes, checked=False, strategy=strategy, **config)
+
+
+def suggest(plan):
+    return what_fits(plan, this_machine(plan.machine, plan.num_processes, plan.processes_here))
+
+
+def check_fit(plan):
+    checks.check_memory(predict(plan, None), suggest)
+
+
+def with_gpus(**changes):
+    return dataclasses.replace(GPU_MACHINE, **changes)
+
+
+SMALL = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
+
+
+def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
+    for strategy in ("dp", "zero3", "offload"):  # which swap no parameters
+        checks.check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
+    checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-tiny"))
+    checks.check_swapping(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
+    with refused("model='gpt2-medium' needs a GPU", "overwrites", "set model to gpt2-tiny"):
+        checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-medium"))
+
+
+def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    gone = {"deepspeed", "mlflow"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name)
+    )
+    checks.check_packages(draft(tmp_path, "fsdp"))
+    with refused("deepspeed is not installed", "'zero1' needs it", "-r requirements.txt"):
+        checks.check_packages(draft(tmp_path, "zero1"))
+    with refused("log_to='mlflow' needs it", "pip install mlflow"):
+        checks.check_packages(draft(tmp_path, "fsdp", log_to="mlflow"))
+
+
+def test_no_more_processes_than_gpus(tmp_path):
+    checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=4))
+    checks.check_gpus(draft(tmp_path, machine=CPU_MACHINE, num_processes=64))
+    # Those on other machines do not count.
+    checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=8, here=4))
+    with refused("5 processes", "has 4 GPUs", "--num_gpus 4"):
+        checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=4), num_processes=5))
+    with refused("has 1 GPU;"):
+        checks.check_gpus(draft(tmp_path, machine=with_gpus(num_gpus=1), num_processes=2))
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "pp"])
+def test_what_a_refusal_suggests_fits(strategy, tmp_path):
+    """A batch too large by far, on four GPUs of 16 GiB."""
+    words = {"machine": SMALL, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
+    uncut = {"micro_batch_size": 64}
+    large = draft(tmp_path, strategy, **uncut, **words)
+    suggested = suggest(large)
+    assert suggested
+    for text in suggested:
+        settings = dict(pair.split("=") for pair in text.removeprefix("set ").split())
+        other = settings.pop("strategy", strategy)
+        cut = {} if "num_microbatches" in settings or other != strategy else uncut
+        numbers = {key: int(v) if v.isdecimal() else v for key, v in settings.items()}
+        check_fit(draft(tmp_path, other, **words, **cut, **numbers))
+
+
+def test_what_may_fit_is_not_refused_nor_what_is_forced(tmp_path):
+    memory = estimate_memory(draft(tmp_path, "dp", with_gpus(), model="gpt2"))
+    least, most = memory.likely_bytes
+    assert least < memory.needed_bytes < most
+    needed = memory.needed_bytes
+    for room, size in (
+        ("yes", most), ("tight", most - 1), ("tight", needed), ("unlikely", needed - 1),
+        ("unlikely", least),
+    ):  # fmt: skip
+        plan = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=size), model="gpt2")
+        check_fit(plan)
+        assert predict(plan, None).room == room
+    small = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=least - 1), model="gpt2")
+    with refused("gpt2 under dp needs", "GiB a GPU", "NVIDIA H200 has", "set ", "--force"):
+        check_fit(small)
+    check_fit(dataclasses.replace(small, config=small.config.model_copy(update={"force": True})))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "machine", "per_parameter"),
+    [
+        # What each of 2 processes holds at least, a parameter: state, or the model as it is built.
+        ("fsdp", CPU_MACHINE, 8),
+        ("offload", GPU_MACHINE, 4 + 6 + 2),
+    ],
+)
+def test_host_memory_boundary_is_the_prediction(strategy, machine, per_parameter, tmp_path):
+    # A checkpoint's copy is left out first.
+    roomy = estimate_memory(draft(tmp_path, strategy, machine, model="gpt2", checkpoint_every=0))
+    needed = 2 * roomy.host_bytes
+    assert needed > 2 * per_parameter * SIZES["gpt2"].num_parameters
+    enough, short = (
+        draft(tmp_path, strategy, dataclasses.replace(machine, ram_bytes=size), model="gpt2")
+        for size in (needed, needed - 1)
+    )
+    check_fit(enough)
+    with refused("2 processes need about", "GiB of RAM", "fewer processes"):
+        check_fit(short)
+
+
+def free_disk(monkeypatch, num_bytes):
+    usage = Mock(return_value=SimpleNamespace(free=num_bytes))
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    return usage
+
+
+@pytest.mark.parametrize(
+    ("config", "per_parameter"),
+    [
+        ({"keep_checkpoints": 3}, 12 * 4 + 4),
+        ({"checkpoint_every": "signal"}, 12 + 4),
+        ({"keep_best": True}, 12 * 2 + 4 * 2),
+        ({"checkpoint_every": 0, "export": False}, 0),
+    ],
+)
+def test_disk_boundary_by_hand(config, per_parameter, tmp_path, monkeypatch):
+    needed = per_parameter * SIZES["gpt2"].num_parameters
+    asked = free_disk(monkeypatch, needed)
+    checks.check_disk(draft(tmp_path, model="gpt2", **config))
+    asked.assert_called_once_with(tmp_path)  # the nearest folder that exists
+    if needed:
+        free_disk(monkeypatch, needed - 1)
+        with refused(f"{tmp_path} has", "GiB free", "checkpoint_every to 0"):
+            checks.check_disk(draft(tmp_path, model="gpt2", **config))
+
+
+def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "offload").mkdir()
+    here = draft(tmp_path, "infinity", model="gpt2", checkpoint_every=0)
+    free_disk(monkeypatch, 23 * SIZES["gpt2"].num_parameters)  # 4 for runs, 20 for offload
+    with refused(f"{tmp_path / 'runs'} and {tmp_path / 'offload'}", "GiB free"):
+        checks.check_disk(here)
+    free_disk(monkeypatch, 24 * SIZES["gpt2"].num_parameters)
+    checks.check_disk(here)
+
+
+def test_extensions_that_are_built():
+    """By their names in DeepSpeed."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+    from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
+
+    for name, builders in {
+        "dp": [],
+        "zero3": [],
+        "offload": [CPUAdamBuilder],
+        "infinity": [CPUAdamBuilder, AsyncIOBuilder, PinMemoryBuilder],
+    }.items():
+        names = [builder().name for builder in builders]
+        assert checks.built_extensions(named_strategy(name)) == names
+
+
+def test_no_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    checks.check_extensions(draft(tmp_path, "zero3"))
+    with refused("no no-such-compiler", "apt-get install g++", "dp, fsdp"):
+        checks.check_extensions(draft(tmp_path, "offload"))
+
+
+def make_lock(folder):
+    """Ten minutes old."""
+    folder.mkdir(parents=True)
+    lock = folder / "lock"
+    lock.write_text("")
+    os.utime(lock, (time.time() - 600,) * 2)
+
+
+def test_a_stale_lock_is_found_in_torchs_cache_unless_a_build_runs(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    version = sysconfig.get_python_version().replace(".", "")
+    cache = tmp_path / ".cache" / "torch_extensions"
+    make_lock(cache / "py27_cpu" / "cpu_adam")  # another Python's is not ours
+    checks.check_extensions(draft(tmp_path, "offload"))
+    folder = cache / f"py{version}_cpu" / "cpu_adam"
+    make_lock(folder)
+    build = subprocess.Popen(["sleep", "60"], cwd=folder)
+    try:
+        checks.check_extensions(draft(tmp_path, "offload"))
+    finally:
+        build.kill()
+        build.wait()
+    with refused(str(folder / "lock"), "no process here builds"):
+        checks.check_extensions(draft(tmp_path, "offload"))

@@ -1,0 +1,187 @@
+"""`plan` as it is typed: the table, JSON, the batch script, bad input."""
+
+import dataclasses
+import json
+import re
+import sys
+
+import pytest
+
+from distributed_training.cli import main
+from distributed_training.predict.predict import parse_cluster
+from distributed_training.settings.config import AUTO
+from distributed_training.settings.files import ROOT
+from distributed_training.tools import plan as command
+from real_model_example import CONFIG
+from tests.conftest import light_pool
+from tests.e2e.support import assert_refused
+from tests.planner.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused
+
+OWN = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
+FIELDS = [
+    "strategy", "axes", "schedule", "micro_batch_size", "num_microbatches", "fits", "validated",
+    "memory_bytes", "step_time_s", "tokens_per_s", "likely_s", "likely_bytes",
+]  # fmt: skip
+
+
+def plan(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["real_model_example.py", "plan", *words])
+    return main(CONFIG, "About.", str(ROOT / "real_model_example.py"))
+
+
+def test_a_table_of_ten_rows_and_eight_columns_commands_and_a_reason(monkeypatch, capsys):
+    words = "--cluster", "2x8xH100-80GB", "--model", "gpt2-xl", "--batch_size", "4"
+    assert plan(monkeypatch, *words) == 0
+    out = capsys.readouterr().out
+    title, _, heading, *rest = out.splitlines()
+    assert title.startswith("gpt2-xl on 2 x 8 x H100-80GB: 64 x 512 tokens per step")
+    assert heading.split() == [
+        "pick",
+        "layout",
+        "GiB",
+        "s/step",
+        "tok/s",
+        "MFU",
+        "likely",
+        "bound",
+        "by",
+    ]
+    rows = [row for row in rest if " not validated, -15/+35% " in row]
+    assert len(rows) == 10
+    assert rows[0].startswith("first")
+    assert ["safest" in row.split("  ")[0] for row in rows].count(True) == 1
+    commands = [line for line in rest if line.startswith("  torchrun --nnodes=2 ")]
+    assert len(commands) == sum(not row.startswith(" ") for row in rows)
+    assert all("--model gpt2-xl --batch_size 4 --strategy " in line for line in commands)
+    assert all(re.search(r" --rdzv_id=[0-9a-f]{16} ", line) for line in commands)
+    assert "Network: 400 Gbit/s per GPU" in " ".join(out.split())
+
+
+def test_what_is_left_open_is_searched_and_what_is_typed_is_kept(monkeypatch, capsys):
+    """A model whose state fits nowhere without recomputation, at the largest batch that pays."""
+    words = "--cluster", "1xH100-80GB", "--model", "gpt2-xl", "--max_length", "1024"
+    assert plan(monkeypatch, *words) == 0
+    assert "tokens per step" in (out := capsys.readouterr().out)
+    assert not re.search(r"xl on H100-80GB: 4 x 1024", out)
+    assert re.search(r"--batch_size \d+ .*--strategy dp", out)
+    assert plan(monkeypatch, *words, "--batch_size", "64", "--micro_batch_size", "64") == 0
+    out = capsys.readouterr().out
+    assert "64 x 1024 tokens per step" in out
+    assert re.search(r"dp \+(selective|full)", out)
+    assert re.search(r"--activation_checkpointing (selective|full)", out)
+    assert plan(monkeypatch, *words, "--batch_size", "4", "--activation_checkpointing", "full") == 0
+    assert re.search(r"dp \+full", capsys.readouterr().out)
+
+
+def test_strategy_filters(monkeypatch, capsys):
+    words = "--cluster", "4xH200", "--model", "gpt2", "--strategy", "fsdp", "--json"
+    assert plan(monkeypatch, *words) == 0
+    assert {layout["strategy"] for layout in json.loads(capsys.readouterr().out)} == {"fsdp"}
+
+
+def test_offload_is_not_for_cpus_unless_it_is_asked_for(monkeypatch, capsys):
+    for words, there in (([], False), (["--strategy", "offload"], True)):
+        assert plan(monkeypatch, "--json", "--model", "gpt2-tiny", *words) == 0
+        layouts = json.loads(capsys.readouterr().out)
+        assert ("offload" in {layout["strategy"] for layout in layouts}) is there
+
+
+def test_tokens_become_steps_hours_and_a_price(monkeypatch, capsys):
+    words = "--cluster", "2xH200", "--model", "gpt2", "--batch_size", "8", "--price", "2"
+    assert plan(monkeypatch, *words, "--tokens", "1B") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1B tokens in 122,071 steps take" in out
+    assert "at 2 per GPU-hour" in out
+    assert "--max_steps 122071" in out
+    assert plan(monkeypatch, *words, "--tokens", "many") == 2
+    assert "write 300M, 1B or 2e9" in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_refused_with_its_reason(monkeypatch, capsys):
+    assert plan(monkeypatch, "--cluster", "4xH200", "--model", "nobody/nothing") == 2
+    err = capsys.readouterr().err
+    assert "model='nobody/nothing' is not in the Hugging Face cache" in err
+    assert plan(monkeypatch, "--cluster", "H200", "--model", "gpt2", "--max_length", "4096") == 2
+    assert "it has 1024 positions" in capsys.readouterr().err
+
+
+def test_what_is_typed_is_typed_once(monkeypatch, capsys):
+    typed = "--pp", "2", "--pipeline_schedule", "zb-auto"
+    assert plan(monkeypatch, "--cluster", "2xH200", "--model", "gpt2", *typed) == 0
+    table, _, commands = capsys.readouterr().out.partition("\nfirst: ")
+    assert " zb-auto m" in table
+    found = [line for line in commands.splitlines() if line.startswith("  python ")]
+    assert found
+    for line in found:
+        assert line.count("--pp 2") == line.count("--pipeline_schedule zb-auto") == 1
+
+
+def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
+    assert plan(monkeypatch, "--cluster", "4xH200", "--json", "--model", "gpt2") == 0
+    layouts = json.loads(capsys.readouterr().out)
+    # Orders are searched for where one asks for them.
+    schedules = {None, "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}
+    assert {layout["schedule"] for layout in layouts} == schedules
+    assert all(list(layout) == FIELDS for layout in layouts)
+    assert {layout["strategy"] for layout in layouts} > {"dp", "zero3", "fsdp", "tp", "pp", "3d"}
+    for layout in layouts:
+        assert {len(by_rank) for by_rank in layout["memory_bytes"].values()} == {4}
+        assert (layout["schedule"] is None) == (layout["axes"]["pp"] == 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster", "4xH201"], ["'H201' is not known", "did you mean 'H20'?", "--gpu '{"]),
+        (["--cluster", "0x8xH200"], ["nodes x GPUs x kind", "8xH200"]),
+        (["--cluster", "99999x99999xT4"], ["at most"]),
+        (["--cluster", "8xH200", "--num_gpus", "4"], ["leave out --num_gpus"]),
+        (["--cluster", "2x8", "--gpu", '{"memory_gib": 48}'], ["tflops is missing"]),
+        (["--cluster", "2x8", "--gpu", "{"], ["is not JSON"]),
+        (["--cluster", "8xH200", "--gpu", OWN], ["nodes x GPUs x kind, or with --gpu"]),
+        (["--gpu", OWN], ["this machine has none", "--cluster 1x8"]),
+        (["--cluster", "1xT4", "--model", "gpt2-xl", "--batch_size", "1", "--max_length", "4096"],
+         ["it has 1024 positions"]),
+        (["--cluster", "2x1", "--gpu", '{"memory_gib": 0.5, "tflops": 9, "memory_gb_s": 9}',
+          "--model", "gpt2-xl"], ["fits nowhere", "needs least", "GPUs with"]),
+    ],
+)  # fmt: skip
+def test_bad_input_is_answered_in_one_line(words, said):
+    assert_refused(light_pool().script(["plan", *words]), *said)
+
+
+def test_clusters_are_read():
+    for text, expected in {
+        "2x8xH100-80GB": (16, 8, "H100-80GB"),
+        "2x8 H100-80GB": (16, 8, "H100-80GB"),
+        "2 x 8 x H100-80GB": (16, 8, "H100-80GB"),
+        "8xh200": (8, 8, "H200"),
+        "RTX 4090": (1, 1, "RTX-4090"),
+        "4xA100": (4, 4, "A100-80GB"),
+    }.items():
+        cluster = parse_cluster(text)
+        found = (cluster.num_processes, cluster.processes_a_node, cluster.machine.gpu_name)
+        assert found == expected
+
+
+def test_too_little_ram_is_told_from_too_small_gpus(monkeypatch, capsys):
+    poor = dataclasses.replace(GPU_MACHINE, ram_bytes=2**30)
+    monkeypatch.setattr(command, "detect_machine", lambda: poor)
+    assert plan(monkeypatch, "--model", "gpt2", "--strategy", "dp") == 2
+    said = capsys.readouterr().err
+    assert "of RAM; 1.0 GiB are available" in said
+    assert "GPUs with" not in said
+
+
+def test_auto_takes_the_planners_choice_and_says_so(tmp_path):
+    for machine, count in ((CPU_MACHINE, 2), (GPU_MACHINE, 1)):
+        planned = plan_for(tmp_path, machine, count, checked=False, strategy=AUTO)
+        assert (planned.strategy.name, planned.requested.strategy) == ("dp", AUTO)
+        assert any("strategy is dp, the planner's" in note for note in planned.notes)
+    words = {"strategy": "dp", "model": "gpt2", "batch_size": AUTO}
+    busy = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, **words)
+    assert busy.config.batch_size >= 8
+    with refused("finds none that fits gpt2-xl"):
+        small = dataclasses.replace(GPU_MACHINE, gpu_memory_bytes=2**30)
+        plan_for(tmp_path, small, 1, checked=False, strategy=AUTO, model="gpt2-xl")

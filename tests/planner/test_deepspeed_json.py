@@ -1,0 +1,191 @@
+"""A strategy's DeepSpeed JSON filled in from CONFIG, and where the two disagree."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from distributed_training.planner.deepspeed_json import FP16, OPTIMIZER, fill_deepspeed_json
+from distributed_training.records.record import Batch
+from distributed_training.settings.config import build_config
+from distributed_training.settings.strategies import load_strategy
+from tests.planner.helpers import NAMES, plan_for
+from tests.support import named_strategy, own_json, refused
+
+DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_deepspeed_json]
+# CONFIG and the batch of the tests below, and what the JSON must hold for them.
+CONFIG = {"max_grad_norm": 0.5, "precision": "bf16", "learning_rate": 2e-4, "weight_decay": 0.1}
+BATCH = Batch(global_batch_size=60, micro_batch_size=3, num_microbatches=5, num_replicas=4)
+DECIDED = {
+    "train_micro_batch_size_per_gpu": ("micro_batch_size", 3),
+    "gradient_accumulation_steps": ("num_microbatches", 5),
+    "gradient_clipping": ("max_grad_norm", 0.5),
+    "bf16.enabled": ("precision", True),
+    "fp16.enabled": ("precision", False),
+}
+
+
+def fill(tmp_path, document, strategy="zero2", **config):
+    """`document` as the strategy's deepspeed_config, filled in."""
+    path = tmp_path / "given.json"
+    path.write_text(json.dumps(document))
+    given = {**CONFIG, "strategy": strategy, "deepspeed_config": str(path), **config}
+    built = build_config(given)
+    return filled_in(load_strategy(built), built)
+
+
+def filled_in(strategy, config):
+    words = {"strategy": strategy, "config": config, "batch": BATCH, "notes": []}
+    return fill_deepspeed_json(SimpleNamespace(offload_dir="/fast/disk", **words))
+
+
+def value_at(document, path):
+    for part in path.split("."):
+        document = document[part]
+    return document
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_filling_leaves_no_auto_and_takes_config(name):
+    strategy = named_strategy(name)
+    before = json.dumps(strategy.document)
+    filled = filled_in(strategy, build_config({**CONFIG, "strategy": name}))
+    assert '"auto"' in before
+    assert '"auto"' not in json.dumps(filled)
+    assert [value_at(filled, path) for path in DECIDED] == [value for _, value in DECIDED.values()]
+    assert filled["zero_optimization"]["stage"] == strategy.zero.stage
+    assert json.dumps(strategy.document) == before
+
+
+def test_offload_folder_is_filled_in_where_the_json_leaves_it_open(tmp_path):
+    path = "zero_optimization.offload_param.nvme_path"
+    for given, expected in (("auto", "/fast/disk"), ("/own", "/own")):
+        filled = fill(tmp_path, own_json("infinity", **{path: given}), "infinity")
+        assert value_at(filled, path) == expected
+        assert value_at(filled, path.replace("param", "optimizer")) == "/fast/disk"
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "said", "config"),
+    [
+        ("train_micro_batch_size_per_gpu", "3", "micro_batch_size=3", {}),
+        ("gradient_accumulation_steps", 1, "num_microbatches=5", {}),
+        ("fp16.enabled", True, "precision='bf16'", {}),
+        # True is not 1.
+        ("gradient_clipping", True, "max_grad_norm=1.0", {"max_grad_norm": 1.0}),
+    ],
+)
+def test_disagreement_names_both_sides(path, wrong, said, config, tmp_path):
+    with refused("given.json", f"{path}={wrong!r}", said, f"change {said.split('=')[0]}"):
+        fill(tmp_path, own_json(**{path: wrong}), **config)
+
+
+def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
+    document = own_json(
+        **{path: value for path, (_, value) in DECIDED.items()},
+        train_batch_size=60,
+        optimizer={"type": "AdamW", "params": {"lr": 2e-4, "weight_decay": 0.1}},
+        scheduler={},
+    )
+    filled = fill(tmp_path, document)
+    assert filled == fill(tmp_path, own_json())
+    assert not {"train_batch_size", "optimizer", "scheduler"} & set(filled)
+    bare = fill(tmp_path, {"zero_optimization": {"stage": 2}}, precision="fp16")
+    assert (bare["fp16"], bare["bf16"]) == ({**FP16, "enabled": True}, {"enabled": False})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train_batch_size": 64}, ("train_batch_size=64", "60 = 4 replicas x 5 micro")),
+        ({"optimizer": {"type": "Adam"}}, ("optimizer.type='Adam'", "AdamW")),
+        ({"optimizer": {"params": {"lr": 1.0}}}, ("params.lr=1.0", "learning_rate")),
+        ({"optimizer": {"params": {"eps": 1e-6}}}, ("optimizer.params.eps=1e-06", "write 1e-08")),
+        ({"optimizer": {"params": {"foo": 1}}}, ("optimizer.params.foo=1", "remove it")),
+        ({"optimizer": None}, ("optimizer", "is not a JSON object")),
+        ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_schedule to constant", "remove")),
+        ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition", "pipeline_cut", "remove")),
+        # "auto" that nobody decides is named by its place.
+        ({"timers": {"a": {"b": "auto"}}}, ("not understood at timers.a.b",)),
+        # What nobody acts on, what CONFIG decides, what changes the arithmetic.
+        (
+            {"zero_optimisation": {"stage": 3}},
+            ("acts on zero_optimisation", "'zero_optimization'?"),
+        ),
+        ({"offload_optimizer": {"device": "cpu"}}, ("move it into zero_optimization",)),
+        ({"bfloat16": {"enabled": True}}, ("rename it to bf16",)),
+        ({"wandb": {"enabled": True}}, ("wandb is not for the JSON", "set log_to")),
+        ({"amp": {"enabled": True, "opt_level": "O1"}}, ("amp", "set precision")),
+        ({"communication_data_type": "fp16"}, ("communication_data_type='fp16'", "same work")),
+        ({"gradient_predivide_factor": 2.0}, ("gradient_predivide_factor=2.0",)),
+        ({"progressive_layer_drop": {"enabled": True}}, ("progressive_layer_drop would change",)),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, ("data_types would change",)),
+        ({"zero_optimization.zero_quantized_weights": True}, ("zero_quantized_weights=True",)),
+        ({"bf16.bf16_master_weights_and_grads": True}, ("bf16_master_weights_and_grads=True",)),
+    ],
+    ids=str,
+)
+def test_what_config_decides_is_not_for_the_json(changes, words, tmp_path):
+    with refused("given.json", *words):
+        fill(tmp_path, own_json(**changes))
+
+
+def test_what_every_engine_has_is_what_a_json_may_repeat():
+    from distributed_training.engines.base import ADAM
+
+    assert OPTIMIZER["betas"] == ([*ADAM["betas"]],)
+    assert OPTIMIZER["eps"] == (ADAM["eps"],)
+    assert own_json()["fp16"] == {**FP16, "enabled": "auto"}
+
+
+def test_what_changes_nothing_is_accepted(tmp_path):
+    usual = {"params": {"betas": [0.9, 0.999], "eps": 1e-8, "lr": "auto"}}
+    off = {"amp": {"enabled": False}, "wandb": {"enabled": False, "project": "p"}, "elasticity": {}}
+    none = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
+    passed_on = {"wall_clock_breakdown": True, "steps_per_print": 1}
+    filled = fill(tmp_path, own_json(optimizer=usual, **off, **none, **passed_on))
+    assert filled == fill(tmp_path, own_json(**passed_on))
+
+
+def test_sizes_that_the_trainer_fills_follow_from_the_hidden_size(tmp_path):
+    names = (
+        "reduce_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+    )
+    open_sizes = {f"zero_optimization.{name}": "auto" for name in names}
+    path = tmp_path / "given.json"
+    path.write_text(json.dumps(own_json("zero3", **open_sizes)))
+    words = {"strategy": "zero3", "deepspeed_config": str(path), "model": "gpt2"}  # 768 wide
+    plan = plan_for(tmp_path, checked=False, **words)
+    zero = plan.strategy.document["zero_optimization"]
+    assert [zero[name] for name in names] == [768 * 768, 530841, 7680]
+    assert plan.strategy.zero.reduce_bucket_size == 768 * 768
+
+
+def test_unusual_values_are_for_deepspeed_to_judge(tmp_path):
+    """In a child process: importing it takes seconds, and no usual JSON pays for that."""
+    path = "zero_optimization.stage3_prefetch_bucket_size"
+    with refused("given.json: DeepSpeed does not accept", path.rpartition(".")[2], "integer"):
+        fill(tmp_path, own_json("zero3", **{path: 15099494.4}), "zero3")
+
+
+@pytest.mark.parametrize(
+    ("zero", "strategy"),
+    [
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "offload"),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, "offload"),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "offload"),
+        ({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}, "infinity"),
+        ({"stage": 2, "offload_optimizer": {"device": "none"}}, "zero2"),
+    ],
+)
+def test_a_json_runs_under_the_strategy_of_its_form_and_others_name_it(zero, strategy, tmp_path):
+    path = tmp_path / "given.json"
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    given = {"deepspeed_config": str(path), "model": "gpt2-tiny"}
+    assert load_strategy(build_config({**given, "strategy": strategy})).zero.stage == zero["stage"]
+    with refused("given.json means", f"set strategy to {strategy}"):
+        load_strategy(
+            build_config({**given, "strategy": "zero3" if zero["stage"] < 3 else "zero2"})
+        )

@@ -1,0 +1,96 @@
+"""Cuts of a model into stages against brute force, and what is refused before anything starts."""
+
+import itertools
+import math
+
+import pytest
+
+from distributed_training.models.gpt2 import SIZES, gpt2_size
+from distributed_training.plan.schedules import SCHEDULES
+from distributed_training.planner.layouts import balanced_cut
+from tests.planner.helpers import lay_out, plan_for
+from tests.support import refused
+
+DEEP = gpt2_size(vocab_size=2048, num_positions=64, num_layers=7, num_heads=4, hidden_size=32)
+
+
+def layout_for(world_size, **config):
+    return lay_out(world_size, **{"max_length": 1024, **config}).layout
+
+
+def all_cuts(num_layers, num_stages):
+    for ends in itertools.combinations(range(1, num_layers), num_stages - 1):
+        bounds = (0, *ends, num_layers)
+        yield [b - a for a, b in itertools.pairwise(bounds)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+@pytest.mark.parametrize("pp", [2, 3, 4, 6])
+@pytest.mark.parametrize(
+    "size", [SIZES["gpt2-tiny"], SIZES["gpt2"], DEEP], ids=["tiny", "gpt2", "deep"]
+)
+@pytest.mark.parametrize("seq_len", [32, 1024])
+def test_no_cut_has_a_cheaper_costliest_process(size, pp, schedule, seq_len):
+    ranks = SCHEDULES[schedule].ranks(pp)
+    if len(ranks) > size.num_layers:
+        return
+    block = 6 * sum(map(math.prod, size.block_matrices)) + 12 * size.hidden_size * seq_len
+    head = 6 * size.padded_vocab_size * size.hidden_size
+
+    def costliest(counts):
+        costs = [0] * pp
+        for rank, count in zip(ranks, counts, strict=True):
+            costs[rank] += block * count
+        costs[ranks[-1]] += head
+        return max(costs)
+
+    ours = balanced_cut(size, seq_len, ranks)
+    assert ours in list(all_cuts(size.num_layers, len(ranks)))
+    assert costliest(ours) == min(costliest(cut) for cut in all_cuts(size.num_layers, len(ranks)))
+
+
+def test_a_cut_of_ones_own():
+    layout = layout_for(2, strategy="pp", pipeline_cut="20, 4")
+    assert layout.stages == (range(0, 20), range(20, 24))
+    for cut in ("20,5", "24", "24,0", "10,10,4", "a,b", "-1,25"):
+        with refused(f"pipeline_cut='{cut}'", "2 numbers", "24 blocks", "write 14,10"):
+            layout_for(2, strategy="pp", pipeline_cut=cut)
+    with refused("there is no pipeline"):
+        layout_for(2, strategy="dp", pipeline_cut="12,12")
+
+
+XL = {"model": "gpt2-xl", "max_length": 1000}
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "config", "words"),
+    [
+        (8, {"strategy": "tp", **XL},
+         ("tp=8 does not divide num_heads=25", "; take fsdp")),
+        # What fits comes with what else it needs.
+        (8, {"strategy": "tp", "num_microbatches": 7, **XL},
+         ("take fsdp with num_microbatches=auto",)),
+        # Stages and blocks.
+        (16, {"strategy": "pp", "pipeline_schedule": "interleaved"},
+         ("pp=16 needs 32 stages", "24 blocks", "; set pp=8 dp_replicate=2; or")),
+        # A product that is not the number of processes.
+        (8, {"strategy": "3d", "dp_shard": 3},
+         ("pp 2 x dp_shard 3 x tp 2", " needs 12; set dp_shard=2; or")),
+        (7, {"strategy": "hybrid"}, ("needs a multiple of 2; set pp=7",)),
+        (2, {"strategy": "hybrid", "pipeline_schedule": "zb-v"},
+         ("pipeline_schedule='zb-v'", "its engine has 1f1b", "strategy to pp or 3d")),
+        (2, {"strategy": "pp", "pipeline_schedule": "zb-h1", "activation_checkpointing": "full"},
+         ("'full' does not go", "zb-h1", "set it to none")),
+    ],
+)  # fmt: skip
+def test_layouts_that_cannot_be(num_processes, config, words):
+    with refused(*words):
+        layout_for(num_processes, **config)
+
+
+def test_tokens_that_tp_does_not_divide(tmp_path):
+    words = {"strategy": "tp", "max_length": 255, "checked": False}
+    with refused("max_length=255", "tp=2", "max_length to 254", "sequence_parallel to False"):
+        plan_for(tmp_path, micro_batch_size=1, **words)
+    plan_for(tmp_path, micro_batch_size=2, **words)  # samples are dealt out
+    plan_for(tmp_path, micro_batch_size=1, sequence_parallel=False, **words)

@@ -1,0 +1,113 @@
+"""What the text decides: how many samples and steps there are, and how long the warm-up is."""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+import distributed_training.planner.make_plan as planning
+from distributed_training.data.cache import token_cache
+from distributed_training.planner import data
+from distributed_training.planner.data import cut_data, peek_data
+from distributed_training.planner.make_plan import make_plan
+from distributed_training.predict.predict import parse_cluster, this_machine
+from distributed_training.settings.config import build_config
+from tests.support import CPU_MACHINE, refused
+
+LENGTH = 64
+
+
+def plan_for(tmp_path, words, *, cut=cut_data, **config):
+    text = tmp_path / "mine.txt"
+    text.write_text("one more word " * words)
+    values = {
+        "model": "gpt2-tiny", "strategy": "dp", "dataset": str(text), "max_length": LENGTH,
+        "output_dir": str(tmp_path / "runs"), **config,
+    }  # fmt: skip
+    return make_plan(build_config(values), this_machine(CPU_MACHINE, 2, 2), cut)
+
+
+def test_a_short_text_is_taken_whole(tmp_path):
+    plan = plan_for(tmp_path, 2000, epochs=3)
+    num_samples = len(cut_data(plan).train)
+    assert 8 < num_samples < 1000
+    assert plan.config.num_samples == plan.work["num_samples"] == num_samples
+    assert plan.num_steps == 3 * math.ceil(num_samples / plan.batch.global_batch_size)
+    assert f"the text has {num_samples} samples to train on, not 1000" in plan.notes
+    assert plan.config.warmup_steps == 10 < plan.num_steps
+
+
+def test_two_samples_are_enough(tmp_path):
+    plan = plan_for(tmp_path, 32)  # 2 x 64 tokens and one
+    assert (plan.config.num_samples, plan.num_steps) == (1, 2)
+    assert plan.config.warmup_steps == 1
+    assert "warm-up is 1 of 2 steps, not 10" in plan.notes
+    with refused("is too short", "longer text"):
+        plan_for(tmp_path, 31)
+
+
+def test_more_steps_than_epochs_have_repeat_the_data(tmp_path):
+    plan = plan_for(tmp_path, 32, max_steps=9)
+    assert plan.num_steps == 9
+    said = "max_steps=9 repeats the data: it takes 9 passes instead of epochs=2"
+    assert said in plan.notes
+
+
+def test_a_trace_needs_a_step_before_it(tmp_path):
+    assert plan_for(tmp_path, 2000, max_steps=4, profile=3).num_steps == 4
+    with refused("profile=4", "4 steps", "lower profile"):
+        plan_for(tmp_path, 2000, max_steps=4, profile=4)
+
+
+def test_a_dry_run_cuts_a_short_text_and_leaves_nothing(tmp_path):
+    plan = plan_for(tmp_path, 2000, cut=peek_data)
+    assert not (tmp_path / "runs").exists()
+    whole = plan_for(tmp_path, 2000)
+    assert (plan.config, plan.num_steps, plan.notes) == (whole.config, whole.num_steps, whole.notes)
+    assert plan_for(tmp_path, 400_000, cut=peek_data).num_steps is None
+
+
+def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_path, monkeypatch):
+    plan = plan_for(tmp_path, 2000)
+    expected = cut_data(plan).train
+    (tmp_path / "mine.txt").write_text("another text " * 3000)
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "read_corpus", None)
+        found = cut_data(plan).train
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    # Others may write to output_dir: tokens are not read from there.
+    assert not (tmp_path / "runs" / ".cache").exists()
+    # A machine with a disk of its own has no such cache, and reads its own text.
+    shutil.rmtree(token_cache() / plan.cache)
+    assert cut_data(plan).cache != plan.cache
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"tokenizer": "embedded"}, ["dataset='wikitext-2'", "hf download Salesforce/wikitext"]),
+        ({"dataset": "embedded"}, ["tokenizer='gpt2'", "hf download openai-community/gpt2 "]),
+    ],
+)
+def test_a_strict_run_replaces_nothing(config, said, tmp_path):
+    values = {"model": "gpt2", "weights": "random", "strategy": "dp", **config}
+    values["output_dir"] = str(tmp_path)
+    built = build_config(values)
+    cluster = this_machine(CPU_MACHINE, 1, 1)
+    assert make_plan(built, cluster).config.weights == "random"
+    with refused(*said):
+        make_plan(built.model_copy(update={"strict": True}), cluster)
+
+
+def test_a_plan_for_other_machines_does_not_check_this_one(tmp_path, monkeypatch):
+    def fail(*_):
+        raise AssertionError("looked at this machine")
+
+    for name in ("check_packages", "check_disk", "check_extensions"):
+        monkeypatch.setattr(planning, name, fail)
+    values = {"model": "gpt2-tiny", "strategy": "offload", "dataset": "embedded"}
+    built = build_config({**values, "output_dir": str(tmp_path)})
+    assert make_plan(built, parse_cluster("2x2xH100-80GB")).num_processes == 4
+    with pytest.raises(AssertionError):
+        make_plan(built, this_machine(CPU_MACHINE, 1, 1))

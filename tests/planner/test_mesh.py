@@ -1,0 +1,128 @@
+"""Meshes: what is filled in or refused; every suggestion of a refusal is typed in and accepted."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from distributed_training.parallel.mesh import Topology
+from distributed_training.plan.schedules import divisors
+from distributed_training.planner.layouts import fill_mesh, nearest_layouts, show_settings
+from distributed_training.settings import strategies as strategy_module
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.strategies import MESH_AXES
+from tests.planner.helpers import candidate, lay_out
+from tests.support import refused
+
+AXES = (
+    "", "tp=3", "tp=5 dp_shard=1", "pp=99", "pp=3", "dp_shard=3", "pp=1 tp=8",
+    "dp_replicate=2", "dp_replicate=-1 dp_shard=4", "tp=-1 dp_shard=1 pp=2",
+)  # fmt: skip
+ASKED = [
+    *itertools.product(("tp", "pp", "3d", "fsdp"), AXES),
+    *itertools.product(["hybrid"], ("", "pp=3", "pp=5", "pp=99")),
+]
+OF_THE_LAYOUT = ("does not make", "does not divide", "stages but")
+OTHERS = (
+    "batch_size=8",
+    "num_microbatches=8 pipeline_schedule=interleaved max_length=1000",
+    "grad_accum_steps=7 pipeline_schedule=zb-h1 activation_checkpointing=full",
+    "pipeline_cut=6,6 pipeline_schedule=zb-v max_length=500 sequence_parallel=false",
+    "micro_batch_size=3",
+)
+
+
+@pytest.fixture(autouse=True)
+def _read_once(monkeypatch):
+    """Thousands of layouts, and the strategies' files stay as they are."""
+    for name in ("list_strategies", "_read_folder"):
+        cached = functools.cache(getattr(strategy_module, name))
+        monkeypatch.setattr(strategy_module, name, cached)
+
+
+def suggestions(text):
+    """Words to type, of all that a refusal suggests."""
+    choices = re.search(r"; set (.+)$", text)
+    for words in choices[1].split("; or ") if choices else []:
+        yield words.split()
+    fsdp = re.search(r"; take fsdp(?: with (.+))?$", text)
+    if fsdp:
+        yield ["strategy=fsdp", *(fsdp[1] or "").split()]
+
+
+@pytest.mark.parametrize("model", ["gpt2-tiny", "gpt2", "gpt2-xl"])
+@pytest.mark.parametrize(("strategy", "axes"), ASKED)
+def test_every_suggestion_is_accepted(model, strategy, axes):
+    for world_size in range(1, 17):
+        other = OTHERS[world_size % len(OTHERS)]
+        asked = [f"model={model}", f"strategy={strategy}", *axes.split(), *other.split()]
+        try:
+            lay_out(world_size, *asked)
+        except UserError as error:
+            text = str(error)
+            if not any(part in text for part in OF_THE_LAYOUT):
+                continue
+            found = list(suggestions(text))
+            assert found, text
+            for words in found:
+                lay_out(world_size, *asked, *words)
+
+
+@pytest.mark.parametrize("given", [[], ["dp_shard=3"]])
+@pytest.mark.parametrize(("model", "world_size"), [("gpt2-tiny", 8), ("gpt2-xl", 20)])
+def test_all_layouts_are_found_and_the_nearest_first(given, model, world_size):
+    asked = [f"model={model}", "strategy=3d", "max_length=500"]
+    all_found = nearest_layouts(candidate(*asked, *given), world_size)
+    found = [
+        tuple(lay_out(world_size, *asked, *given, *show_settings(settings).split()).mesh.values())
+        for settings in all_found
+    ]
+    existing = []
+    for sizes in itertools.product(divisors(world_size), repeat=4):
+        words = [f"{axis}={n}" for axis, n in zip(MESH_AXES, sizes, strict=True)]
+        with contextlib.suppress(UserError):
+            lay_out(world_size, *asked, *words)
+            existing.append(sizes)
+    assert sorted(found) == sorted(existing)
+    lengths = [len(settings) for settings in all_found]
+    assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize(
+    ("axes", "world_size", "expected"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 3}, 6, {}),
+        ({"dp_replicate": -1, "dp_shard": 3}, 6, {"dp_replicate": 2}),
+        ({"pp": 2, "dp_shard": -1, "tp": 2}, 16, {"dp_shard": 4}),
+        ({"dp_replicate": 2, "dp_shard": -1}, 3, "x.json needs a multiple of 2"),
+        # Of a closed mesh no multiple would do.
+        ({"dp_replicate": 2, "dp_shard": 2}, 8, "x.json needs 4"),
+        ({"dp_replicate": -1, "dp_shard": -1}, 4, "at most one axis may be -1"),
+        ({"dp_replicate": 0, "dp_shard": -1}, 4, "at most one axis may be -1"),
+    ],
+)
+def test_a_strategys_open_axis_takes_what_is_left_or_it_is_refused(axes, world_size, expected):
+    asked = candidate(strategy="3d", model="gpt2")
+    mesh = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}
+    strategy = dataclasses.replace(asked.strategy, mesh=mesh, source=Path("x.json"))
+    asked = dataclasses.replace(asked, strategy=strategy)
+    if isinstance(expected, dict):
+        assert fill_mesh(asked, world_size) == {**mesh, **expected}
+    else:
+        with refused(expected):
+            fill_mesh(asked, world_size)
+
+
+def test_tp_is_innermost_and_every_place_is_taken_once():
+    mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 4}
+    all_of_them = [
+        Topology(world_size=48, rank=rank, local_rank=rank, device_type="cpu", **mesh)
+        for rank in range(48)
+    ]
+    places = [(one.pp_rank, one.dp_rank, one.tp_rank) for one in all_of_them]
+    assert places == list(itertools.product(range(2), range(6), range(4)))
+    assert all_of_them[0].axes == mesh

@@ -1,0 +1,224 @@
+import dataclasses
+import json
+import shutil
+from unittest.mock import Mock
+
+import pytest
+
+from distributed_training.data import hub
+from distributed_training.data.tokenizer import EMBEDDED_DIR
+from distributed_training.models import find_model, weights
+from distributed_training.planner.data import find_sources
+from distributed_training.planner.make_plan import draft_plan, make_plan
+from distributed_training.predict.predict import this_machine
+from distributed_training.settings.config import build_config
+from tests.planner.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_text
+
+GIB = 2**30
+
+
+def gpu(**changes):
+    return dataclasses.replace(GPU_MACHINE, **changes)
+
+
+def decide(machine=CPU_MACHINE, *, world_size=1, **config):
+    """(the plan as far as it is decided and its sources are found, its notes)"""
+    built = build_config({"strategy": "zero2", **config})
+    plan = find_sources(draft_plan(built, this_machine(machine, world_size, world_size)))
+    return plan, plan.notes
+
+
+def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words():
+    """But for what is typed, and what CONFIG has otherwise than by default."""
+    own = {"dataset": str(small_text()), "epochs": 2, "max_length": 100}
+    built = build_config({"strategy": "dp", **own}, overrides=["batch_size=4"])
+    config = draft_plan(built, this_machine(CPU_MACHINE, 2, 2)).config
+    found = (config.epochs, config.max_steps, config.dropout, config.max_length, config.batch_size)
+    assert found == (60, 1200, 0.1, 100, 4)
+    assert config.dataset == own["dataset"]
+    for values, machine in (
+        (own, gpu()), ({**own, "dataset": "embedded"}, CPU_MACHINE),
+        ({**own, "model": "gpt2-tiny"}, CPU_MACHINE),
+    ):  # fmt: skip
+        built = build_config({"strategy": "dp", **values})
+        assert draft_plan(built, this_machine(machine, 2, 2)).config.epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("world_size", "blocks", "config"),
+    [
+        (2, 2, {"strategy": "pp"}),
+        (4, 4, {"strategy": "pp"}),
+        (2, 4, {"strategy": "pp", "pipeline_schedule": "zb-v"}),  # two stages a process
+        (8, 2, {"strategy": "3d"}),
+        (4, 2, {}),
+    ],
+)
+def test_without_a_gpu_the_model_has_a_block_for_each_stage(world_size, blocks, config):
+    plan, _ = decide(world_size=world_size, **config)
+    assert plan.size.num_layers == blocks
+    assert (plan.config.learning_rate, plan.config.tokenizer) == (3e-3, "embedded")
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "precision", "compiled"),
+    [
+        (CPU_MACHINE, "gpt2-tiny", "fp32", False),
+        (gpu(), "gpt2-medium", "bf16", True),
+        (gpu(gpu_memory_bytes=12 * GIB - 1), "gpt2", "bf16", True),
+        (gpu(compute_capability=(7, 5)), "gpt2-medium", "fp16", True),
+        (gpu(compute_capability=(6, 1)), "gpt2-medium", "fp16", False),
+    ],
+)
+def test_auto_becomes_what_the_machine_can_do(machine, model, precision, compiled):
+    plan, notes = decide(machine)
+    config, said = plan.config, " / ".join(notes)
+    assert (config.model, config.precision, config.compile) == (model, precision, compiled)
+    assert ("no GPU found" in said) == (machine is CPU_MACHINE)
+    assert ("less than 12 GiB" in said) == (model == "gpt2")
+
+
+def sources_of(plan):
+    config = plan.config
+    named = config.dataset, config.tokenizer, config.weights
+    return (*named, plan.tokenizer_dir, plan.weights_dir)
+
+
+def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
+    plan, notes = decide(gpu())
+    assert sources_of(plan) == ("embedded", "embedded", "random", EMBEDDED_DIR, None)
+    text = " / ".join(notes)
+    for words in ("WikiText-2 is not available", "GPT-2's tokenizer is not", "weights are random"):
+        assert words in text
+    assert "hidden from unit tests" in text  # the reason
+
+
+def test_missing_weights_are_pointed_out(monkeypatch):
+    """On a Hub that has all else; the shipped tokenizer stands in for GPT-2's."""
+    monkeypatch.setattr(hub, "fetch_folder", lambda *_, **__: EMBEDDED_DIR)
+    monkeypatch.setattr(weights, "fetch_weights", Mock(side_effect=OSError("404")))
+    resolved, notes = decide(gpu())
+    assert (resolved.config.tokenizer, resolved.config.weights) == ("gpt2", "random")
+    assert any("pretrained weights are not available (404)" in note for note in notes)
+    for named in ({"weights": "pretrained"}, {"model": "gpt2-medium"}):
+        words = ("hf download openai-community/gpt2-medium", "set weights to random")
+        with refused("weights='pretrained (gpt2-medium)'", *words):
+            decide(gpu(), **named)
+
+
+def test_learning_rate_follows_the_weights(tmp_path):
+    tiny = find_model("gpt2-tiny")
+    tiny.save(dict(tiny.build(dropout=0.0, seed=0).state_dict()), tmp_path, eos_token_id=0)
+    for rate, config in {
+        3e-3: {"model": "gpt2-tiny"}, 3e-4: {"weights": "random"},
+        5e-5: {"weights": str(tmp_path), "tokenizer": "embedded", "model": "gpt2-tiny"},
+        2e-4: {"lora_rank": 4, "weights": "random"},
+        0.0: {"learning_rate": 0.0, "weights": "random"},
+    }.items():  # fmt: skip
+        assert decide(**{"model": "gpt2", **config})[0].config.learning_rate == rate
+
+
+OLD = gpu(compute_capability=(7, 5), gpu_name="Old")
+TINY = {"model": "gpt2-tiny"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "values", "said"),
+    [
+        # What is asked for by name is never replaced.
+        (CPU_MACHINE, {"tokenizer": "gpt2", "weights": "random"},
+         ("tokenizer='gpt2'", "hf download openai-community/gpt2 vocab.json merges.txt")),
+        (CPU_MACHINE, {}, ("weights='pretrained (gpt2)'", "hf download", "weights to random")),
+        (CPU_MACHINE, {"weights": "none/such"}, ("/none/such'", "no config.json")),
+        (CPU_MACHINE, {"tokenizer": "embedded"}, ("'embedded'", "need their own tokenizer")),
+        (CPU_MACHINE, {"weights": "pretrained", "tokenizer": "embedded"},
+         ("'embedded'", "need their own tokenizer", "random")),
+        (CPU_MACHINE, {"weights": "pretrained", **TINY}, ("'gpt2-tiny'", "is not published")),
+        (CPU_MACHINE, {"precision": "fp16"}, ("precision='fp16' needs a GPU", "set fp32")),
+        (OLD, {"precision": "bf16"}, ("precision='bf16' is not supported by Old", "set fp16")),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_refused(machine, values, said):
+    with refused(*said):
+        decide(machine, **{"model": "gpt2", **values})
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(tmp_path):
+    shutil.copytree(EMBEDDED_DIR, tmp_path / "big")
+    file = tmp_path / "big" / "vocab.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "extra": 2048}))
+    tokenizer = str(tmp_path / "big")
+    with refused("has 2049 tokens, gpt2-tiny 2048 rows", "no row for 'extra'"):
+        decide(model="gpt2-tiny", tokenizer=tokenizer)
+    resolved, _ = decide(model="gpt2", tokenizer=tokenizer, weights="random")
+    assert (resolved.config.tokenizer, str(resolved.tokenizer_dir)) == (tokenizer, tokenizer)
+
+
+def test_tensor_parallelism_across_machines_is_pointed_out(tmp_path):
+    for here, said in ((8, False), (2, True), (6, True)):
+        plan = plan_for(tmp_path, num_processes=24, here=here, strategy="tp", tp=4, dp_replicate=6)
+        assert any("tp=4 reaches across machines" in note for note in plan.notes) == said
+
+
+def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "fetch_folder", Mock(side_effect=AssertionError("asked the Hub")))
+    given = {"strategy": "tp", "model": "gpt2-xl", "output_dir": str(tmp_path)}
+    with refused("tp=2 does not divide num_heads=25"):
+        make_plan(build_config(given), this_machine(gpu(num_gpus=2), 2, 2))
+    given = build_config({**given, "strategy": "dp"})
+    with refused("needs 26.0 GiB a GPU", "use more GPUs"):
+        make_plan(given, this_machine(gpu(gpu_memory_bytes=2 * GIB), 1, 1))
+
+
+TP = {"strategy": "tp", "world_size": 2}
+TWO = {"world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "values", "words"),
+    [
+        ("compile", True, {"strategy": "infinity"}, "strategy='infinity'"),
+        ("compile", True, {"dropout": 0.1, "sequence_parallel": False, **TP}, "dropout under tp"),
+        ("compile", "whole", {"strategy": "dp", **TWO}, "2 processes, whose exchanges"),
+        ("compile", "whole", {"strategy": "zero1"}, "strategy='zero1': DeepSpeed's hooks"),
+        ("compile", "whole", {"strategy": "dp", "activation_checkpointing": "full"}, "activation_"),
+        ("cuda_graphs", True, {"strategy": "zero2", **TWO}, "strategy='zero2'"),
+        ("cuda_graphs", True, {"strategy": "dp", "gradient_compression": "bf16"}, "gradient_comp"),
+        ("cuda_graphs", True, {"dropout": 0.1, **TP}, "dropout under tp or activation"),
+        ("async_tp", True, {"compile": False, **TP}, "compile=False"),
+        ("async_tp", True, {"sequence_parallel": False, **TP}, "sequence_parallel=False"),
+        ("async_tp", True, {"strategy": "fsdp", **TWO}, "tp=1"),
+    ],
+)
+def test_what_is_in_the_way_of_a_switch(key, asked, values, words):
+    """ "auto" goes without it and says so, but for what few ask for."""
+    resolved, notes = decide(gpu(num_gpus=2), **values)
+    said = {"compile": "not compiled", "cuda_graphs": "no CUDA graph"}
+    if asked is True:
+        assert getattr(resolved.config, key) is False
+        assert key == "async_tp" or any(f"{said[key]}: {words}" in note for note in notes)
+    with refused(f"{key}={asked!r} does not work with {words}", "auto or False"):
+        decide(gpu(num_gpus=2), **{**values, key: asked})
+
+
+def test_exchanges_overlap_products_under_compiled_tp_where_that_was_measured():
+    ampere = gpu(num_gpus=2, compute_capability=(8, 0))
+    assert decide(gpu(num_gpus=2, compute_capability=(9, 0)), **TP)[0].config.async_tp is True
+    assert decide(ampere, **TP)[0].config.async_tp is False
+    assert decide(ampere, async_tp=True, **TP)[0].config.async_tp is True
+    for machine, why in ((gpu(num_gpus=1), "tp=2 over machines of 1 GPUs"), (CPU_MACHINE, "a CPU")):
+        with refused(f"async_tp=True does not work with {why}", "auto"):
+            decide(machine, async_tp=True, **TP)
+    with refused("cuda_graphs=True does not work with a CPU"):
+        decide(CPU_MACHINE, strategy="dp", cuda_graphs=True)
+
+
+def test_steps_that_are_compiled_and_one_cuda_graph():
+    for values in (
+        {"strategy": "dp", "dropout": 0.1},
+        {"strategy": "fsdp", "activation_checkpointing": "selective"},
+        {"strategy": "pp", "pipeline_schedule": "zb-v", "model": "gpt2", "weights": "random"},
+    ):
+        config = decide(gpu(), world_size=2, **values)[0].config
+        assert config.cuda_graphs is config.compile is True

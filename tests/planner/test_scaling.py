@@ -1,0 +1,62 @@
+"""Scaling laws: closed forms against a search, published figures, and what is refused."""
+
+import math
+
+import pytest
+
+from distributed_training.planner.scaling import FITS, count, parse_budget
+from tests.conftest import light_pool
+from tests.support import refused
+
+CHINCHILLA, REPLICATION = FITS
+
+
+@pytest.mark.parametrize("fit", FITS, ids=["Chinchilla", "replication"])
+@pytest.mark.parametrize("flops", [1e18, 5.76e23])
+def test_the_optimum_is_the_lowest_of_all_sizes(fit, flops):
+    parameters, tokens = fit.optimum(flops)
+    assert 6 * parameters * tokens == pytest.approx(flops)
+    best = fit.loss(parameters, tokens)
+    for step in range(-60, 61):
+        other = parameters * 1.03**step
+        assert fit.loss(other, flops / 6 / other) >= best
+    assert fit.tokens_for(parameters) == pytest.approx(tokens)
+    assert fit.flops_for(best) == pytest.approx(flops)
+
+
+def test_published_figures():
+    """Exponents of the abstracts; at Chinchilla's own budget the replication finds about the 20
+    tokens a parameter that it was trained with, the original fit many more."""
+    for fit, exponent in ((CHINCHILLA, 0.4565), (REPLICATION, 0.5126)):
+        small, large = fit.optimum(1e20)[0], fit.optimum(1e22)[0]
+        assert math.log(large / small) / math.log(100) == pytest.approx(exponent, abs=5e-4)
+    found = (fit.optimum(5.76e23) for fit in FITS)
+    chinchilla, replication = (tokens / parameters for parameters, tokens in found)
+    assert replication == pytest.approx(20, abs=3)
+    assert chinchilla > 55
+
+
+def test_budgets_and_losses():
+    cluster, seconds = parse_budget("2x8xH100-80GB 1.5d")
+    assert (cluster.num_processes, seconds) == (16, 129600)
+    for text in ("", "8xH200", "24h", "8xH200 x h", "8xH200 1.2.3h", "8xH200 0h", "8xH200 24y"):
+        with refused("GPUs and a time"):
+            parse_budget(text)
+    for loss in (1.69, 1.75, 0.0, math.nan, math.inf):
+        with refused("is reached by no model"):
+            REPLICATION.flops_for(loss)
+
+
+def test_as_typed():
+    """One model's share of the table is checked in full; the budget's speeds are the planner's."""
+    shown = light_pool().script(
+        ["plan", "--budget", "1xH200 24h", "--per_device_train_batch_size", "8"]
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "with 8 x 512 tokens" in shown.stdout
+    assert "1 x H200 for 24 hours" in shown.stdout
+    rows = {line.split()[0]: line.split() for line in shown.stdout.splitlines() if line.strip()}
+    assert rows["gpt2-xl"][3] == count(CHINCHILLA.tokens_for(1_557_611_200))
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    reverse = light_pool().script(["plan", "--target_loss", "2.5", "--cluster", "1xH200"])
+    assert "by replication" in reverse.stdout

@@ -1,0 +1,269 @@
+"""Who plans, who prints, who trains, and how that ends."""
+
+import contextlib
+import importlib.metadata
+import io
+import json
+import os
+import signal
+import socket
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from distributed_training.records.record import LOST, load_record, mark_stopped
+from distributed_training.settings import machine, own_code
+from distributed_training.settings.config import build_config
+from distributed_training.start import launch, rendezvous, run_dir, worker
+from distributed_training.start import launch as launch_module
+from distributed_training.start.ranks import Ended, current_process, single_process
+from distributed_training.supervise.process import Process
+from tests.conftest import SCRIPT, SMALL, heavy_pool, only_record, settings
+from tests.planner.helpers import plan_for
+from tests.pool import run_script
+from tests.support import CPU_MACHINE, GPU_MACHINE, refused, started
+
+
+def test_number_of_processes():
+    for text, on, mesh, count in (
+        (None, GPU_MACHINE, {}, 1),
+        ("3", CPU_MACHINE, {}, 3),
+        ("all", GPU_MACHINE, {}, 4),
+        ("all", CPU_MACHINE, {"dp_shard": -1}, 2),
+        ("all", CPU_MACHINE, {"pp": 2, "dp_shard": -1, "tp": 2}, 4),
+        ("all", CPU_MACHINE, {"tp": 3, "dp_shard": -1}, 3),
+    ):
+        assert launch.requested_processes(text, on, mesh) == count
+    for wrong in ("0", "two", "1.5"):
+        with refused(f"--num_gpus {wrong!r}", "positive number or all"):
+            launch.requested_processes(wrong, CPU_MACHINE, {})
+
+
+def test_processes_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
+    for given, processes, threads in (
+        ({}, 4, "1"), ({}, 2, "3"), ({"OMP_NUM_THREADS": "5"}, 2, "5")
+    ):  # fmt: skip
+        monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin:/bin", **given})
+        launch.prepare_environment(processes)
+        assert os.environ["OMP_NUM_THREADS"] == threads
+        assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin:/bin"  # ninja's
+
+
+WHOLE = {0: 0, 1: 0}
+KILLED = {1: -signal.SIGKILL}
+
+
+@pytest.fixture
+def spawn(tmp_path, monkeypatch):
+    """Calls spawn() with ranks that touch the record, then end as the test says."""
+
+    def call(codes, *, signum=0, recorded=True, push=None):
+        def run_ranks(command, count, begun, line):
+            assert (command, count, json.loads(line)[0]) == (["x.py"], 2, str(tmp_path))
+            if recorded:
+                os.utime(tmp_path / "record.json")
+            return Ended(signum=signum, codes=codes)
+
+        monkeypatch.setattr(launch, "run_ranks", run_ranks)
+        config = SimpleNamespace(push=push)
+        plan = SimpleNamespace(
+            run_dir=tmp_path, offload_dir=None, config=config, num_processes=2, notes=[]
+        )
+        return launch.spawn(plan, ["x.py"], 0)
+
+    return call
+
+
+def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
+    for codes, signum, code in ((WHOLE, 0, 0), ({0: 2}, 0, 2), ({}, signal.SIGTERM, 143)):
+        assert spawn(codes, signum=signum, recorded=False) == code
+    started(tmp_path).update(status="interrupted")  # another attempt's does not count
+    assert spawn({0: 2}, recorded=False) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "codes", "code", "said"),
+    [
+        ("running", {3: -9, 1: -9, 0: 1}, 1, "failed: ranks 1, 3: killed by SIGKILL; most often"),
+        ("running", {0: -9, 1: -6}, 1, "failed: rank 0: killed by SIGKILL"),
+        ("running", {0: 1, 1: 0}, 1, "failed: rank 1: left before the run's end, with exit code 0"),
+        ("running", {0: 1}, 1, "failed: a process ended without a message"),
+        ("failed", WHOLE, 1, "failed: "),
+        ("oom", {0: 1}, 1, "oom: "),
+        ("interrupted", {0: 143}, 143, ""),
+        ("interrupted", {0: 143, 1: 1}, 130, ""),
+        ("ok", WHOLE, 0, ""),
+        ("ok", KILLED, 0, "note: rank 1: killed by SIGKILL"),
+        ("ok", {0: 1}, 0, "note: a process ended with an error, after the run had finished"),
+    ],
+)
+def test_the_record_and_how_the_ranks_ended(status, codes, code, said, spawn, tmp_path, capsys):
+    started(tmp_path).update(status=status)
+    assert spawn(codes) == code
+    printed = capsys.readouterr().err
+    assert printed.startswith(said)
+    assert bool(printed) == bool(said)
+    state = load_record(tmp_path)
+    assert state.status == ("failed" if status == "running" else status)
+    if status == "running":
+        assert printed == f"failed: {state.error}\n"
+    if status == "ok" and codes == KILLED:
+        assert spawn(codes, push="user/name") == 1, "it was being sent to the Hub"
+
+
+def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
+    started(tmp_path)
+    mark_stopped(tmp_path, "failed", f"rank 0 {LOST}: closed", consequence=True)
+    assert spawn({0: 1}) == 1
+    assert load_record(tmp_path).error == f"rank 0 {LOST}: closed"
+    mark_stopped(tmp_path, "failed", "rank 0: IndexError: what it was sent was nonsense")
+    assert spawn(KILLED) == 1
+    assert load_record(tmp_path).error == "rank 1: killed by SIGKILL; most often memory ran out"
+
+
+def test_one_process_is_a_launchers_only_one(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "eth7"})
+    process = single_process()
+    assert process == current_process()
+    store = worker.open_store(process, 60)
+    with worker.process_group(torch.device("cpu"), store):
+        ends = psutil.Process().net_connections("inet")
+        assert {end.laddr.ip for end in ends if end.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        first = Process(rank=0, world_size=2, local_rank=0, local_world_size=2)
+        with refused(f"cannot listen at 127.0.0.1:{port}", "--master_port"):
+            rendezvous.meet(first, 5)
+
+
+@pytest.mark.parametrize(
+    ("machines", "local_ranks", "words"),
+    [
+        ("aabb", ("", "", "", ""), ""),
+        ("aabb", ("0", "1", "0", "1"), ""),
+        ("abab", ("0", "0", "1", "1"), "rank 0 is not process 0 of the 2 on a"),
+        ("aaab", ("0", "1", "2", "0"), "rank 3 is not process 0 of the 3 on b"),
+        ("aabb", ("0", "1", "0", "0"), "rank 3 on b has LOCAL_RANK=0 instead of 1"),
+    ],
+)
+def test_ranks_find_out_how_many_are_on_their_machine(machines, local_ranks, words, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    told = {"local_world_size": 0, "wrong_interface": ""}
+    places = [
+        {"host": host, "machine": host, "local_rank": local_rank, **told}
+        for host, local_rank in zip(machines, local_ranks, strict=True)
+    ]
+    process = Process(rank=3, world_size=4, local_rank=0, local_world_size=0)
+    with refused(words) if words else contextlib.nullcontext():
+        assert rendezvous.locate(process, places) == Process(
+            rank=3, world_size=4, local_rank=1, local_world_size=2
+        )
+        assert os.environ == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("gloo", "nccl", "wrong"),
+    [
+        ("", "", ""),
+        ("eth0", "=eth0", ""),
+        ("eth0,lo", "eth,ib", ""),
+        ("lo", "^docker", ""),
+        ("lo", "=eth1,=eth0:5000", ""),
+        ("=eth0", "", "GLOO_SOCKET_IFNAME='=eth0' names no interface of "),
+        ("eth", "", "GLOO_SOCKET_IFNAME='eth' names"),
+        ("eth0,eth1", "", "GLOO_SOCKET_IFNAME='eth0,eth1' names"),
+        ("", "=eth", "NCCL_SOCKET_IFNAME='=eth' names"),
+        ("", "enp", "NCCL_SOCKET_IFNAME='enp' names"),
+        ("", "^lo,eth", "NCCL_SOCKET_IFNAME='^lo,eth' names"),
+    ],
+)
+def test_interfaces_that_are_not_there_are_named(gloo, nccl, wrong, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
+    found = rendezvous.find_wrong_interface(["lo", "eth0"])
+    assert found.startswith(wrong)
+    assert bool(found) == bool(wrong)
+    assert not wrong or found.endswith(": lo, eth0")
+
+
+def run_without_planning(run_dir):
+    """In a process of its own, where nothing that plans can be called."""
+    launch_module.make_plan = machine.detect_machine = None
+    load_plan = launch.load_plan
+
+    def load_after_naming(folder):
+        assert own_code.named_code() == [str(run_dir / "family")]
+        return load_plan(folder)
+
+    launch.load_plan = load_after_naming
+    sys.stdin = io.StringIO(json.dumps([str(run_dir), [str(run_dir / "family")]]) + "\n")
+    launch.start_planned()
+
+
+def test_a_process_acts_on_plan_json_and_plans_nothing_itself(tmp_path):
+    plan = plan_for(tmp_path, CPU_MACHINE, 1, **SMALL, strategy="dp", max_steps=9)
+    plan = run_dir.reserve_run_dir(plan)
+    values = json.loads((plan.run_dir / "plan.json").read_text())
+    values["num_steps"] = 1
+    (plan.run_dir / "plan.json").write_text(json.dumps(values))
+    heavy_pool().call("tests.start.test_launch:run_without_planning", plan.run_dir, num_processes=1)
+    assert only_record(tmp_path / "runs")["num_steps"] == 1
+
+
+def run_without_deepspeed(arguments):
+    """In a process of its own, as where neither DeepSpeed nor transformers is installed."""
+    find_version = importlib.metadata.version
+
+    def version(package):
+        if package in ("deepspeed", "transformers"):
+            raise importlib.metadata.PackageNotFoundError(package)
+        return find_version(package)
+
+    importlib.metadata.version = version
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        sys.modules[name] = None
+    run_script(*arguments)
+
+
+def test_native_strategies_train_where_deepspeed_is_not_installed(tmp_path):
+    values = {**SMALL, "strategy": "fsdp", "max_steps": 2, "output_dir": tmp_path}
+    arguments = [str(SCRIPT), *settings(values)]
+    function = "tests.start.test_launch:run_without_deepspeed"
+    heavy_pool().call(function, arguments, num_processes=1)
+    assert only_record(tmp_path)["versions"].keys() == {"python", "torch", "numpy", "tokenizers"}
+
+
+def test_auto_on_a_gpu_is_confirmed_and_a_named_strategy_is_not(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
+    monkeypatch.setattr(launch, "single_process", lambda: None)
+    monkeypatch.setattr(launch, "starting", lambda *_: contextlib.nullcontext([]))
+    monkeypatch.setattr(launch, "spawn", lambda plan, *_: begun.append(plan.num_processes) or 0)
+    monkeypatch.setattr(launch, "_work", lambda *_: 0)
+    values = {"model": "gpt2-tiny", "output_dir": str(tmp_path), "dataset": SMALL["dataset"]}
+    for on, strategy, num_gpus in (
+        (GPU_MACHINE, "auto", None),
+        (GPU_MACHINE, "auto", "2"),
+        (CPU_MACHINE, "auto", None),
+        (GPU_MACHINE, "dp", None),
+    ):
+        monkeypatch.setattr(launch, "detect_machine", lambda on=on: on)
+        config = build_config({**values, "strategy": strategy, "num_samples": 4})
+        words = {
+            "num_gpus": num_gpus,
+            "dry_run": False,
+            "max_restarts": 0,
+            "cluster": None,
+            "gpu": None,
+        }
+        assert launch.start(config, SCRIPT, [], SimpleNamespace(**words)) == 0
+    assert begun == [1, 2]

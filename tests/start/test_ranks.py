@@ -1,0 +1,176 @@
+"""Ranks are started together, and none is left when one has failed or they are told to stop."""
+
+import functools
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from distributed_training.settings.errors import RunError, exit_code
+from distributed_training.start import ranks as ranks_module
+from distributed_training.start.ranks import PATIENCE, beside, fork, run_ranks, starting
+from distributed_training.supervise.process import Startup
+from tests.conftest import clean_environment
+
+BEGIN = """
+import os, pathlib, signal, sys, time
+rank = int(os.environ["RANK"])
+(pathlib.Path(sys.argv[1]) / f"pid-{rank}").write_text(str(os.getpid()))
+while rank == 1 and not (pathlib.Path(sys.argv[1]) / "pid-0").exists():
+    time.sleep(0.01)
+"""
+WAIT = "time.sleep(60)\n"
+
+
+@pytest.fixture(params=["new", "forked"])
+def ranks(request, tmp_path, monkeypatch):
+    """Runs two ranks that do as `text` says; how they ended."""
+
+    def call(text):
+        script = tmp_path / "script.py"
+        script.write_text(BEGIN + text)
+        if request.param == "new":
+            return run_ranks([str(script), str(tmp_path)], 2)
+        monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path)])
+
+        def act():
+            runpy.run_path(str(script))
+            return 0
+
+        return run_ranks(functools.partial(exit_code, act), 2)
+
+    yield call
+    pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
+    assert len(pids) == 2
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_they_start_while_the_run_is_planned_and_end_where_that_fails(tmp_path):
+    script = tmp_path / "script.py"
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    told = f"[input(), *map(os.environ.get, {names})]"
+    write = f"(pathlib.Path(sys.argv[1]) / f'told-{{rank}}').write_text(' '.join({told}))"
+    script.write_text(BEGIN + write)
+    command = [str(script), str(tmp_path)]
+    with starting(command, 2) as begun:
+        ranks_there = list(begun)
+    assert run_ranks(command, 2, ranks_there, "a folder").exit_code == 0
+    assert (tmp_path / "told-0").read_text() == "a folder 0 0 2 2 127.0.0.1"
+    assert (tmp_path / "told-1").read_text() == "a folder 1 1 2 2 127.0.0.1"
+    with pytest.raises(KeyboardInterrupt), starting(command, 2) as begun:
+        raise KeyboardInterrupt
+    assert [process.returncode for process in begun] == [-signal.SIGTERM] * 2
+
+
+def test_only_who_failed_by_itself_is_blamed(ranks):
+    began = time.monotonic()
+    ended = ranks(f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n{WAIT}")
+    assert (ended.exit_code, ended.codes) == (1, {1: -signal.SIGKILL})
+    assert time.monotonic() - began < 30
+
+
+def test_who_does_not_end_is_killed(ranks, monkeypatch):
+    monkeypatch.setenv(PATIENCE, "0.5")
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    assert ranks(f"if rank == 1: sys.exit(3)\n{deaf}\n{WAIT}").codes == {1: 3}
+
+
+def test_who_is_frozen_once_another_has_ended_is_killed(ranks, monkeypatch, capfd):
+    monkeypatch.setattr(ranks_module, "STOPPED_S", 1.0)
+    monkeypatch.setattr(ranks_module, "FAILED_S", 0.5)
+    ended = ranks("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)")
+    assert (ended.exit_code, ended.codes) == (0, {0: 0})
+    assert "note: rank 1: did not end with the others\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signals_are_passed_on(signum, ranks, tmp_path):
+    def stop():
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signum)
+
+    before = signal.getsignal(signum)
+    threading.Thread(target=stop).start()
+    ended = ranks(
+        "folder = pathlib.Path(sys.argv[1])\n"
+        f"signal.signal({int(signum)}, lambda *_: sys.exit((folder / f'got-{{rank}}').touch()))\n"
+        f"(folder / f'ready-{{rank}}').touch()\n{WAIT}"
+    )
+    assert (ended.signum, ended.exit_code) == (signum, 128 + signum)
+    assert len(list(tmp_path.glob("got-*"))) == 2
+    assert signal.getsignal(signum) == before
+
+
+def test_a_fork_ends_though_a_second_signal_comes_while_it_does():
+    def body():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+        sys.stdout = SimpleNamespace(flush=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        return 3
+
+    assert fork(body).wait(30) == 3
+
+
+def test_ctrl_z_stops_all_and_they_go_on_together(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(BEGIN + WAIT)
+    program = (
+        "import sys\n"
+        "from distributed_training.start.ranks import run_ranks\n"
+        "run_ranks(sys.argv[1:], 2)"
+    )
+    command = [sys.executable, "-c", program, script, tmp_path]
+    launcher = psutil.Popen(list(map(str, command)), env=clean_environment())
+
+    def wait_until(stopped):
+        end = time.monotonic() + 30
+        while True:
+            everyone = [launcher, *launcher.children()]
+            if len(everyone) == 3 and all(
+                (each.status() == psutil.STATUS_STOPPED) == stopped for each in everyone
+            ):
+                return everyone
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    while len(list(tmp_path.glob("pid-*"))) < 2:
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGTSTP)
+    wait_until(stopped=True)
+    launcher.send_signal(signal.SIGCONT)
+    _, *ranks = wait_until(stopped=False)
+    launcher.terminate()
+    launcher.wait(30)
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_another_process_answers_meanwhile(capfd):
+    answer = beside(lambda: "x" * 100_000)  # more than a pipe holds
+    assert answer() == "x" * 100_000
+    with pytest.raises(RunError, match="killed by SIGKILL; most often memory ran out"):
+        beside(lambda: os.kill(os.getpid(), signal.SIGKILL))()
+    with pytest.raises(SystemExit, match="1"):
+        beside(lambda: str(1 / 0))()
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_phases_are_counted_from_the_start_of_the_process():
+    program = (
+        "import time\n"
+        "from distributed_training.supervise.process import Startup\n"
+        "startup = Startup()\n"
+        "time.sleep(0.5)\n"
+        "startup.end('import')\n"
+        "print(startup.seconds['import'])"
+    )
+    began = time.monotonic()
+    said = subprocess.check_output([sys.executable, "-c", program], env=clean_environment())
+    assert 0.5 < float(said) < time.monotonic() - began + 0.02  # a tick of the system
+    assert Startup({"import": 3.0}).seconds == {"import": 3.0}

@@ -1,0 +1,131 @@
+"""What torchrun starts again goes on with the same work, on as many processes as there are."""
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from distributed_training.planner.make_plan import make_plan, take_over
+from distributed_training.predict.predict import this_machine
+from distributed_training.settings.config import build_config
+from distributed_training.start.rendezvous import go_on
+from distributed_training.start.run_dir import reserve_run_dir, started_again
+from tests.planner.helpers import merged
+from tests.support import CPU_MACHINE, refused
+
+AGENTS = ["a 100 1.5", "b 7 2.5"]
+
+
+def config_for(output_dir, **values):
+    about = {"model": "gpt2-tiny", "strategy": "dp", "dataset": "embedded", "num_samples": 40}
+    return build_config({**about, "output_dir": str(output_dir), **values})
+
+
+def planned(config, num_processes):
+    return make_plan(config, this_machine(CPU_MACHINE, num_processes, 1))
+
+
+@pytest.fixture
+def begun(tmp_path):
+    def begin(num_processes, launchers=AGENTS, **values):
+        plan = planned(config_for(tmp_path, **values), num_processes)
+        return reserve_run_dir(replace(plan, launchers=launchers))
+
+    return begin
+
+
+@pytest.mark.parametrize("batch", [(4, 1), (3, 2)], ids=str)
+def test_the_global_batch_stays(batch, begun, tmp_path):
+    values = {"batch_size": batch[0], "grad_accum_steps": batch[1]}
+    before = begun(4, **values)
+    for count in (1, 2, 3, 4, 6):
+        asked = config_for(tmp_path, **values)
+        if before.batch.global_batch_size % count:
+            with refused(f"{count} processes cannot share the global batch"):
+                go_on(asked, AGENTS[:1], count)
+            continue
+        config, (note,) = go_on(asked, AGENTS[:1], count)
+        assert planned(config, count).work == before.work
+        assert config.batch_size <= batch[0]
+        assert ("global batch stays" in note) is (count != 4)
+        assert "from the beginning" in note
+
+
+def test_a_batch_that_was_left_to_the_planner_stays(begun, tmp_path):
+    before = begun(2, batch_size="auto", strategy="auto")
+    config, _ = go_on(config_for(tmp_path, batch_size="auto", strategy="auto"), AGENTS, 1)
+    assert planned(config, 1).work == before.work
+
+
+def test_it_is_the_run_of_these_launchers(begun, tmp_path):
+    asked = config_for(tmp_path)
+    assert go_on(asked, AGENTS, 2) == (asked, [])
+    older, _ = begun(2), begun(2, launchers=["a 100 9.5"])
+    saved = older.run_dir.resolve() / "checkpoints/step-00000007"
+    saved.mkdir(parents=True)
+    assert go_on(asked, ["a 101 1.5"], 2) == go_on(asked, [], 2) == (asked, [])
+    config, notes = go_on(asked, AGENTS[1:], 2)
+    assert config == asked.model_copy(update={"resume": str(saved)})
+    assert notes == ["started again, from step-00000007"]
+
+
+def test_what_was_passed_over_is_not_gone_on_from(tmp_path):
+    """Resumed from the older of two checkpoints, and started again before and after a save."""
+    older, newer, saved = (tmp_path / f"checkpoints/step-0000000{step}" for step in (2, 5, 3))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "plan.json").touch()
+    for folder in (older, newer):
+        folder.mkdir()
+        os.utime(folder, (1, 1))
+    plan = SimpleNamespace(run_dir=tmp_path, checkpoint=older)
+    assert started_again(plan) == (older, "started again, from step-00000002")
+    newer.rmdir()
+    saved.mkdir()
+    assert started_again(plan)[0] == saved
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run of local SGD on 4 processes, with a checkpoint: its folder and its plan."""
+    own = ("strategy=local_sgd", "local_steps=3", "seed=7", "batch_size=2", "max_length=128")
+    config = {"model": "gpt2-tiny", "dataset": "embedded", "output_dir": str(tmp_path)}
+    plan = reserve_run_dir(planned(merged(config, *own, "hang_timeout_s=50"), 4))
+    meta = plan.run_dir / "checkpoints/step-00000007/meta.json"
+    meta.parent.mkdir(parents=True)
+    meta.touch()
+    return plan
+
+
+@pytest.mark.parametrize("count", [4, 2, 8])
+def test_a_run_that_is_named_goes_on_with_its_own_work(count, saved):
+    shipped = {"strategy": "auto", "seed": 42, "batch_size": 4, "max_length": 512, "model": "auto"}
+    config, notes = take_over(merged(shipped, f"resume={saved.run_dir}"), count)
+    plan = planned(config.model_copy(update={"resume": None}), count)
+    assert plan.work == saved.work
+    assert (plan.strategy.name, plan.options.local_steps) == ("local_sgd", 3)
+    assert config.batch_size == {4: 2, 2: 2, 8: 1}[count]
+    assert config.hang_timeout_s != 50  # no work
+    assert notes[0].startswith("as in the run: strategy='local_sgd', model='gpt2-tiny', ")
+    assert "seed=7" in notes[0]
+    assert ("the global batch stays 8" in notes[-1]) is (count != 4)
+
+
+@pytest.mark.parametrize("typed", [{"seed": 8}, {"local_steps": 4}], ids=str)
+def test_what_was_typed_counts(typed, saved):
+    """In CONFIG or on the command line."""
+    own = {"strategy": "local_sgd"}
+    words = [f"resume={saved.run_dir}", "strategy=local_sgd"]
+    more = [f"{name}={value}" for name, value in typed.items()]
+    for config in (merged(own | typed, *words), merged(own, *words, *more)):
+        config, notes = take_over(config, 4)
+        plan = planned(config.model_copy(update={"resume": None}), 4)
+        assert plan.work == saved.work | typed
+        assert not any(name in " ".join(notes) for name in typed)
+
+
+def test_a_strategy_that_is_typed_leaves_out_the_others_keys(saved):
+    config, _ = take_over(merged({}, f"resume={saved.run_dir}", "strategy=fsdp"), 4)
+    assert (config.strategy, config.seed, config.engine_options) == ("fsdp", 7, {})
+    with refused("3 processes", "global batch of 8 evenly"):
+        take_over(merged({}, f"resume={saved.run_dir}"), 3)

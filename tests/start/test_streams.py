@@ -1,0 +1,88 @@
+"""What is printed where nobody reads any more."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from distributed_training.start import streams
+from distributed_training.start.streams import LastingStream
+from tests.conftest import clean_environment
+from tests.pool import ROOT
+
+
+def test_a_reader_that_stalls_or_goes_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(streams, "STALLED_S", 0.2)
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream, os.fdopen(os.dup(writer), "w") as other:
+        lasting = LastingStream(stream)
+        lasting.write("first\n")
+        lasting.write("x" * 100_000 + "\n")  # more than a pipe holds
+        held = b""
+        while len(held) < 60_000:
+            held += os.read(reader, 2**20)
+        assert held.startswith(b"first\nxxx")
+        lasting.write("it reads again\n")
+        assert os.read(reader, 2**20).endswith(b"it reads again\n")
+        lasting.write("a line")  # as print does: then its end
+        stream.write("of another process\n")
+        stream.flush()
+        lasting.write("\n")
+        assert os.read(reader, 2**20) == b"of another process\na line\n"
+        os.close(reader)
+        for _ in range(2):
+            lasting.write("nobody is there\n")
+            lasting.flush()
+        assert os.get_blocking(other.fileno()), "others share the old one"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_go_nowhere(closed, tmp_path):
+    """And no file that is opened later takes their place."""
+    command = f'{sys.executable} real_model_example.py --dry-run --set output_dir="$0" {closed}'
+    environment = clean_environment()
+    done = subprocess.run(
+        ["sh", "-c", command, tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_characters_that_an_encoding_lacks_end_nothing():
+    command = [sys.executable, ROOT / "real_model_example.py", "--dry-run"]
+    words = [
+        "--generate",
+        "größer \U0001f642",
+        "--dataset",
+        "embedded-prose",
+        "--model",
+        "gpt2-tiny",
+    ]
+    environment = clean_environment(PYTHONIOENCODING="ascii")
+    found = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "'gr??er ?'" in found.stdout
+
+
+NOTEBOOK = """
+import runpy, signal, sys, types
+shell = types.SimpleNamespace(kernel=object())
+sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: shell)
+before = signal.getsignal(signal.SIGCHLD), sys.stdout, dict(__import__("os").environ)
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert end.code == 2
+assert before == (signal.getsignal(signal.SIGCHLD), sys.stdout, dict(__import__("os").environ))
+assert not [name for name in sys.modules if name.startswith("distributed_training")]
+"""
+
+
+def test_a_notebooks_kernel_is_left_as_it_was():
+    script = str(ROOT / "real_model_example.py")
+    code = f"import sys; sys.argv = [{script!r}, '--seed', '1']\n{NOTEBOOK}"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    (line,) = found.stdout.splitlines()
+    assert line.endswith(f"!{sys.executable} {script} --seed 1")

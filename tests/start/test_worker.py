@@ -1,0 +1,106 @@
+"""The parts of a worker that need no second process."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed_training.models.gpt2 import SIZES
+from distributed_training.models.gpt2 import build as build_model
+from distributed_training.records.record import load_record
+from distributed_training.settings.config import build_config
+from distributed_training.start import rendezvous, worker
+from distributed_training.supervise import ending
+from distributed_training.supervise.process import Process
+from distributed_training.train.build import build_engine
+from tests.planner.helpers import plan_for
+from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology, refused, started
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero2"])
+def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path, monkeypatch):
+    """DeepSpeed starts from rounded weights, so every strategy does, in fp32."""
+    for name in ("native.NativeEngine", "deepspeed.DeepSpeedEngine"):
+        monkeypatch.setattr(f"distributed_training.engines.{name}", lambda model, *_: model)
+    plan = plan_for(tmp_path, CPU_MACHINE, 1, strategy=strategy, precision="bf16", seed=7)
+    actual = dict(build_engine(plan, cpu_topology(plan)).named_parameters())
+    expected = build_model(SIZES["gpt2-tiny"], dropout=0.0, seed=7).state_dict()
+    assert actual.keys() == expected.keys()  # the output layer is still the embedding
+    for name, parameter in actual.items():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, expected[name].bfloat16().float()), name
+
+
+def test_what_needs_less_memory_is_advised_where_it_helps(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
+    long = {"batch_size": 128, "max_length": 128}  # tokens of a loss
+    for count, values, divide, chunk in (
+        (2, {"strategy": "dp", **long}, True, True),
+        (1, {"strategy": "dp"}, False, False),
+        (2, {"strategy": "fsdp", **long, "loss_chunk_tokens": 4096}, False, False),
+        (2, {"strategy": "tp", **long}, False, False),
+    ):
+        plan = plan_for(tmp_path, GPU_MACHINE, count, **values)
+        text = ending.explain_out_of_memory(plan, cpu_topology(plan), "tried to allocate")
+        assert ("strategy=zero3 or fsdp" in text) == divide
+        assert ("; --set loss_chunk_tokens=8192; " in text) == chunk
+        assert f"--set micro_batch_size={plan.batch.micro_batch_size // 2} " in text
+        assert "on rank 0: tried to allocate\n  1.00 GiB" in text
+
+
+def test_a_cause_on_another_nodes_disk_is_known_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    store = dist.HashStore()
+    for rank, error in enumerate((ValueError("a bad line"), RuntimeError("Broken pipe"))):
+        run_dir = tmp_path / str(rank)
+        run_dir.mkdir()
+        started(run_dir)
+        plan = SimpleNamespace(run_dir=run_dir, own_disks=True, offload_dir=None)
+        with pytest.raises(SystemExit):
+            ending.end_failed(plan, SimpleNamespace(rank=rank, local_rank=0), error, store)
+        assert load_record(run_dir).error == "rank 0: ValueError: a bad line"
+
+
+PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)
+
+
+@pytest.mark.parametrize(
+    ("planned", "seen", "device", "variable"),
+    [
+        (8, 8, torch.device("cuda", 4), ("TORCH_CUDA_ARCH_LIST", "9.0")),  # this machine's own
+        (0, 0, torch.device("cpu"), ("DS_ACCELERATOR", "cpu")),
+        (5, 4, ("5 processes", "4 GPUs", "start 4", "--gpus-per-node, not --gpus-per-task"), ()),
+        (5, 0, ("torch", "cannot use this machine's GPU"), ()),
+    ],
+)
+def test_each_process_gets_a_device_or_is_refused(planned, seen, device, variable, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"TORCH_CUDA_ARCH_LIST": "8.0 9.0a"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    if variable:
+        assert worker.prepare(planned, PROCESS) == device
+        assert variable in os.environ.items()
+    else:
+        with refused(*device):
+            worker.prepare(planned, PROCESS)
+
+
+def test_a_full_disk_under_a_cache_is_an_answer_for_all_ranks(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rendezvous.plan_data, "cut_data", full)
+    monkeypatch.setattr(rendezvous, "detect_machine", lambda: CPU_MACHINE)
+    sent = []
+    config = build_config({"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)})
+    with refused("No space left on device; set output_dir elsewhere"):
+        rendezvous.agree_on_plan(
+            config, replace(PROCESS, rank=0), lambda mine: sent.append(mine) or [mine]
+        )
+    assert list(json.loads(sent[-1])) == ["error"]

@@ -1,0 +1,134 @@
+"""Who has a run's folder."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+
+import pytest
+
+from distributed_training.settings.errors import RunError
+from distributed_training.supervise import claims
+from tests.conftest import clean_environment
+from tests.support import refused
+
+IDENTITY = {"strategy": "dp", "seed": 1}
+# A launcher that is killed once a rank of its run has begun.
+LAUNCHER = """
+import os, pathlib, sys, time
+from distributed_training.supervise import claims
+run_dir = pathlib.Path(sys.argv[1])
+began, tell = os.pipe()
+if rank := os.fork():
+    claims.claim(run_dir, {"strategy": "dp", "seed": 1})
+    os.write(tell, b"x")
+else:
+    os.read(began, 1)
+    claims.hold(run_dir)
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_held():
+    yield
+    for run_dir in list(claims._held):
+        claims.release(run_dir)
+    claims._seen.clear()
+
+
+def claim_as(run_dir, **changes):
+    run_dir.mkdir(exist_ok=True)
+    claims.claim(run_dir, IDENTITY)
+    file = run_dir / claims.OWNER_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
+    """Also where its launcher was killed, and whatever number that has where one asks."""
+    run_dir = tmp_path / "a"
+    run_dir.mkdir()
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(run_dir)],
+        stdout=subprocess.PIPE, text=True, env=clean_environment(),
+    )  # fmt: skip
+    rank = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.wait()
+    here = f"process {launcher.pid} on {platform.node()} began it"
+    for refuse in (
+        lambda: claims.refuse_held(run_dir),
+        lambda: claims.claim(run_dir, IDENTITY),
+        lambda: claims.refuse_doubling(tmp_path, IDENTITY),
+    ):
+        with refused("is going on", here, "resume=None"):
+            refuse()
+    claims.refuse_doubling(tmp_path, {**IDENTITY, "seed": 2})
+    os.kill(rank, 9)
+    end = time.monotonic() + 30
+    while claims.is_locked(run_dir):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    claims.refuse_doubling(tmp_path, IDENTITY)
+    for _ in range(2):
+        claims.claim(run_dir, IDENTITY)
+    assert json.loads((run_dir / claims.OWNER_FILE).read_text())["pid"] == os.getpid()
+    claims.refuse_held(run_dir)  # one's own
+    for _ in range(2):
+        claims.release(run_dir)
+    assert not claims.is_locked(run_dir)
+
+
+def test_who_was_taken_over_meanwhile_stops(tmp_path):
+    claim_as(tmp_path / "a")
+    claims.renew(tmp_path / "a")
+    claim_as(tmp_path / "a", hostname="another-host", claimed_at=time.time() + 60)
+    claims._seen[tmp_path / "a"] = claims._read(tmp_path / "a").model_copy(update={"pid": 1})
+    with pytest.raises(RunError, match="on another-host has taken the run over"):
+        claims.renew(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("end", "kernel"), [("renewed", "another"), ("renewed", ""), ("released", ""), ("silent", "")]
+)
+def test_of_another_machine_or_without_locks_it_is_renewed_or_nobodys(
+    end, kernel, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(claims, "RENEWED_S", 30.0 if end == "renewed" else 1.0)
+    claim_as(tmp_path / "a", hostname="another-host", kernel=kernel)
+    os.close(claims._held.pop(tmp_path / "a"))
+    claims._seen.clear()
+    does = {"renewed": claims.renew, "released": claims.release, "silent": lambda _: None}[end]
+    timer = threading.Timer(0.3, does, [tmp_path / "a"])
+    timer.start()
+    with refused("is going on", "another-host") if end == "renewed" else nullcontext():
+        claims.refuse_held(tmp_path / "a")
+    timer.join()
+    (tmp_path / "a" / claims.OWNER_FILE).write_text("{")
+    claims.refuse_held(tmp_path / "a")
+
+
+def test_a_lock_of_another_user_is_shared_and_one_that_is_kept_is_named(tmp_path, monkeypatch):
+    (tmp_path / ".lock").touch()
+    real = os.open
+
+    def denied(path, flags, *mode):
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(claims, "LOCKED_S", 0.2)
+    monkeypatch.setattr(os, "open", denied)
+    with claims.one_at_a_time(tmp_path):
+        pass
+    with (
+        claims.one_at_a_time(tmp_path),
+        refused(f"kept {tmp_path / '.lock'} locked"),
+        claims.one_at_a_time(tmp_path),
+    ):
+        pass

@@ -1,0 +1,40 @@
+"""Commands that a run prints for its user."""
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from distributed_training.records.display import WIDTH, pasteable
+from distributed_training.supervise import commands
+
+
+@pytest.mark.parametrize(
+    ("typed", "changes", "expected"),
+    [
+        ("--strategy zero2 --num_gpus 2", {"resume": "runs/a"},
+         "--strategy zero2 --num_gpus 2 --resume=runs/a"),
+        ("--resume_from_checkpoint old --epochs=3", {"resume": "runs/a"},
+         "--epochs=3 --resume=runs/a"),
+        ("--num-train-epochs 3 --dataset 'my notes.txt'", {"epochs": 6},
+         "--dataset 'my notes.txt' --epochs=6"),
+        ("--set epochs=1 resume=auto lr=1e-3", {"epochs": 2}, "--set lr=1e-3 --epochs=2"),
+        ("train --preset words", {"max_steps": 8}, "train --preset words --max_steps=8"),
+    ],
+)  # fmt: skip
+def test_a_run_is_started_again_with_other_values(typed, changes, expected):
+    plan = SimpleNamespace(command=f"python real_model_example.py {typed}")
+    assert commands.again(plan, **changes) == f"python real_model_example.py {expected}"
+
+
+def test_a_launcher_starts_its_run_again():
+    plan = SimpleNamespace(run_dir=Path("runs/a"), launchers=["torchrun"])
+    assert commands.to_continue(plan)[1] == "--resume runs/a"
+
+
+def test_long_commands_can_be_pasted():
+    words = ["python", "x.py", *(f"--key{n}=a value with blanks" for n in range(20))]
+    text = pasteable(shlex.join(words))
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert shlex.split(text.replace("\\\n", "")) == words

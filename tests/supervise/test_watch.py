@@ -1,0 +1,109 @@
+"""What a process tells the others of where it is."""
+
+import re
+import sys
+import threading
+import time
+
+import pytest
+
+from distributed_training.supervise.process import Process
+from distributed_training.supervise.watch import LOST_S, Watch, who_is_late
+
+
+@pytest.fixture
+def watch():
+    found = Watch(Process(rank=0, world_size=1, local_rank=0, local_world_size=1))
+    yield found
+    found.end()
+
+
+@pytest.mark.parametrize(
+    ("module", "waits"),
+    [
+        ("torch.distributed.distributed_c10d", True),
+        ("torch.nn.parallel.distributed", True),  # DDP's forward pass exchanges sizes of buckets
+        ("torch._ops", True),  # a wait_tensor of tensor parallelism
+        ("deepspeed.comm.torch", True),
+        ("deepspeed.runtime.swap_tensor.async_swapper", False),
+        # What DeepSpeed wraps its functions in says nothing about them.
+        ("deepspeed.runtime.zero.partition_parameters > deepspeed.utils.nvtx", True),
+        ("deepspeed.ops.adam.cpu_adam > deepspeed.utils.nvtx", False),
+        ("__main__", False),
+    ],
+)
+def test_whether_it_waits_for_others(watch, module, waits):
+    *callers, inner = module.split(" > ")
+    gate = threading.Lock()
+    there = {"__name__": inner, "gate": gate}
+    exec("def inside():\n    gate.acquire()", there)
+    target = there["inside"]
+    for caller in callers:
+        above = {"__name__": caller, "target": target}
+        exec("def outside():\n    target()", above)
+        target = above["outside"]
+    with gate:
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        while sys._current_frames()[thread.ident].f_code.co_name != "inside":
+            time.sleep(0.001)
+        watch.at("where another thread works", thread=thread.ident)
+        assert watch._describe()["waits"] == waits
+    thread.join(10)
+
+
+def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
+    watch.end()
+    watch.world_size, watch._least_s = 2, 60.0
+    watch.at("saving step 3")
+    watch._clock += 200  # is no step
+    limits = []
+    for seconds in (1, 5, 5, 300):
+        watch.at("step", is_step=True)
+        limits.append(watch.limit_s)
+        watch._clock += seconds
+    watch.at("step", is_step=True)
+    assert [*limits, watch.limit_s] == [600, 60, 60, 100, 100]
+    watch.at("the end")
+    assert watch.limit_s == 600
+    watch._given_s = 7
+    assert watch.limit_s == 7
+    watch._least_s = 600.0  # where steps are compiled
+    watch.at("step", is_step=True)
+    assert watch.limit_s == 7
+    watch._steps_s.clear()  # it is the first
+    assert watch.limit_s == 600
+    watch._given_s = 0
+    assert watch.limit_s == 0, "never, also while the first step is compiled"
+    watch._given_s, watch.world_size = None, 1
+    assert watch.limit_s == 0, "nobody waits for it"
+
+
+@pytest.mark.parametrize(
+    ("heard_s", "answered_s", "reason"),
+    [
+        (LOST_S + 1, 2, "lost rank 0 in starting: it shows no sign of life for 30 s, is frozen"),
+        # Its last sign was read twice before the cable was pulled: the launcher here is cut off
+        # as well, and has to end.
+        (LOST_S + 1, LOST_S - 1, ""),
+        (LOST_S + 3, LOST_S + 1, "rank 1 on .* lost rank 0 on node0: it shows no sign of life"),
+    ],
+)
+def test_a_frozen_rank_0_is_told_from_a_node_cut_off(
+    watch, monkeypatch, heard_s, answered_s, reason
+):
+    watch.end()
+    watch.rank, watch.world_size = 1, 2
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    watch._heard, watch._answered = watch._clock - heard_s, watch._clock - answered_s
+    found = [""]
+    monkeypatch.setattr(watch, "_give_up", lambda reason, *_: found.append(reason))
+    watch._look_at_others()
+    assert re.match(reason or "$", found[-1])
+
+
+def test_the_rank_that_is_in_no_collective_is_waited_for():
+    same = {"count": 3, "host": "n", "place": "step 3", "where": "loop.py:126 _update"}
+    states = [{**same, "waits": True}, {**same, "waits": False}, {**same, "waits": True}]
+    said = "waiting for rank 1 on n, in step 3 at loop.py:126 _update"
+    assert who_is_late(states) == said

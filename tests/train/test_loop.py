@@ -1,0 +1,299 @@
+import itertools
+import math
+import os
+import signal
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from distributed_training.checkpoint import saver
+from distributed_training.data.samples import Data, Sampler, Samples
+from distributed_training.engines.base import StepResult
+from distributed_training.records.display import Display
+from distributed_training.records.record import History
+from distributed_training.settings.config import build_config
+from distributed_training.train import loop
+from distributed_training.train.loop import Trainer, learning_rate
+from tests.checkpoint.test_checkpoint import TOPOLOGY
+
+
+@pytest.mark.parametrize("warmup", [0, 4, 30])
+def test_rates_rise_to_the_peak_and_follow_the_schedule(warmup):
+    for schedule, after_warmup in {
+        "constant": lambda progress: 1.0,
+        "linear": lambda progress: 1.0 - progress,
+        "cosine": lambda progress: (1.0 + math.cos(math.pi * progress)) / 2,
+    }.items():
+        values = {"learning_rate": 2.0, "lr_schedule": schedule, "warmup_steps": warmup}
+        found = [learning_rate(build_config(values), step, 20) for step in (*range(21), 500)]
+        rising = [2.0 * (step + 1) / warmup for step in range(warmup)]
+        falling = [2.0 * after_warmup(step / (20 - warmup)) for step in range(21 - warmup)]
+        expected = [*(rising + falling)[:21], 2.0 * after_warmup(1.0)]
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5, 10 and, cut short, 12
+
+
+class CountingEngine:
+    """Steps without a model; `at_step` may do something while a step is on its way."""
+
+    def __init__(self, losses=None, at_step=lambda step: None):
+        self.losses = losses or [2.0] * NUM_STEPS
+        self.at_step = at_step
+        self.step = 0
+
+    def set_learning_rate(self, rate):
+        pass
+
+    def train_step(self, batch):
+        self.step += 1
+        self.at_step(self.step)
+        loss = torch.tensor(self.losses[self.step - 1]) * batch.num_targets
+        return StepResult(loss, None, False)
+
+    def eval_step(self, inputs, targets):
+        return torch.tensor(1.0)
+
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(autouse=True)
+def saved(monkeypatch):
+    """Steps that are saved; nothing is written."""
+    steps = []
+    monkeypatch.setattr(saver.Saver, "begin", lambda *_, step, **__: steps.append(step))
+    return steps
+
+
+@pytest.fixture
+def exported(monkeypatch):
+    """Steps whose best weights are exported; nothing is written."""
+    steps = []
+
+    monkeypatch.setattr(Trainer, "_export", lambda trainer, *_: steps.append(trainer.step))
+    return steps
+
+
+def make_trainer(engine=None, **config):
+    lengths = np.full(STEPS_PER_EPOCH, 2)
+    samples = Samples(np.arange(100), np.arange(STEPS_PER_EPOCH), lengths, 2, 0, lengths.copy())
+    values = {"batch_size": 1, "learning_rate": 0.1, "export": False, "generate": None}
+    config = build_config({**values, **config})
+    return Trainer(
+        engine=engine or CountingEngine(),
+        plan=SimpleNamespace(
+            config=config, run_dir=Path("x"), own_disks=False, num_steps=NUM_STEPS
+        ),
+        topology=TOPOLOGY,
+        data=Data(
+            samples,
+            samples.take(0, 2),
+            "",
+            SimpleNamespace(talks=lambda form: False),
+            bytes_of=np.ones(100, np.int32),
+        ),
+        sampler=Sampler(
+            num_samples=STEPS_PER_EPOCH,
+            global_batch_size=1,
+            micro_batch_size=1,
+            num_microbatches=1,
+            num_replicas=1,
+            replica=0,
+            seed=0,
+        ),
+        display=Display(enabled=True),
+    )
+
+
+def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monkeypatch):
+    def finish(saver):
+        saver.step = 4
+        raise FloatingPointError("weight/w has numbers that are not finite on rank 0")
+
+    monkeypatch.setattr(saver.Saver, "finish", finish)
+    trainer = make_trainer(checkpoint_every=4)
+    trainer.saver.ending = Future()
+    with pytest.raises(loop.NonFiniteError, match="step 4 is not saved: weight/w has") as caught:
+        trainer.run()
+    assert caught.value.step == 4
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [(None, [5, 10, 12]), (0, []), ("signal", []), (4, [4, 8, 12])]
+)
+def test_checkpoints_are_saved_when_they_are_due_once_the_record_has_what_led_to_them(
+    every, steps, monkeypatch
+):
+    """A kill between the two would lose for good what the record lacks."""
+    monkeypatch.setattr(loop.records, "append_metrics", lambda *_: None)
+    record, curves = {"skipped_steps": []}, []
+    trainer = make_trainer(checkpoint_every=every)
+    trainer.record = SimpleNamespace(update=lambda **values: record.update(values))
+
+    def publish(*_, step, **__):
+        curves.append((step, [row[0] for row in record["loss_curve"]], record["step"]))
+
+    monkeypatch.setattr(saver.Saver, "begin", publish)
+    trainer.run()
+    assert curves == [(step, list(range(1, step + 1)), step) for step in steps]
+
+
+def test_nothing_is_published_beside_an_unfinished_checkpoint(monkeypatch):
+    done = []
+    row = {"copied": True}
+    monkeypatch.setattr(saver.Saver, "begin", lambda *_, step, **__: done.append(step))
+    monkeypatch.setattr(
+        saver.Saver, "finish", lambda _: done.append("finished") or (Path("x"), row)
+    )
+    engine = CountingEngine(at_step=lambda step: done.append(step) if step == 5 else None)
+    engine.eval_step = lambda *_: torch.tensor(1.0 / (1 + engine.step))
+    trainer = make_trainer(engine, checkpoint_every=4, keep_best=True)
+    trainer.saver.ending = Future()
+    monkeypatch.setattr(Trainer, "_export", lambda *_: done.append("best"))
+    trainer.run()
+    finished = [before for before, after in itertools.pairwise(done) if after != "finished"]
+    assert [what for what in done if what != "finished"] == [4, 5, "best", 8, "best", "best", 12]
+    assert set(finished) == {"finished"}
+    assert done[-1] == "finished"
+
+
+def test_an_evaluation_and_its_save_are_one_line_and_the_last_save_is_told(monkeypatch, capsys):
+    def finish(saver):
+        saver.ending = None
+        return Path("checkpoints/step"), {"copied": True}
+
+    monkeypatch.setattr(saver.Saver, "finish", finish)
+    trainer = make_trainer(checkpoint_every=None)
+    begin = lambda saver, *_, **__: setattr(saver, "ending", Future())  # noqa: E731
+    monkeypatch.setattr(saver.Saver, "begin", begin)
+    trainer.run()
+    lines = capsys.readouterr().out.splitlines()
+    evaluated = [line for line in lines if "validation" in line]
+    assert [line.endswith("; saving") for line in evaluated] == [False, *[True] * 3]
+    others = [line for line in lines if line not in evaluated]
+    saves = [line for line in others if "saved" in line or "saving" in line]
+    assert saves == ["saved checkpoints/step"]
+
+
+@pytest.mark.parametrize(
+    ("signum", "every", "steps"),
+    [
+        (signal.SIGINT, "signal", [7]),
+        (signal.SIGTERM, 0, []),
+        (signal.SIGUSR1, None, [5, 7]),
+        (signal.SIGUSR2, 100, [7]),
+    ],
+)
+def test_a_signal_stops_after_the_step_and_saves_unless_told_never_to(signum, every, steps, saved):
+    engine = CountingEngine(at_step=lambda step: step == 7 and os.kill(os.getpid(), signum))
+    before = signal.getsignal(signum)
+    assert make_trainer(engine, checkpoint_every=every).run() == signum
+    assert engine.step == 7
+    assert saved == steps
+    assert signal.getsignal(signum) == before
+
+
+@pytest.mark.parametrize(
+    ("losses", "stop_after", "steps"),
+    [
+        ([5, 4, 3, 2, 1, 0, 0], 0, 12),
+        ([5, 4, 3, 2, 1, 0, 0], 1, 12),
+        ([5, 4, 4, 3, 3.5, 3, 2], 2, 10),  # equal is not lower
+        ([5, 4, 4, 3, 3.5, 3, 2], 1, 4),
+        ([5, 4, math.nan, math.nan, 1, 1, 1], 2, 6),
+        ([5, 6, 7, 8, 9, 9, 9], 12, 12),
+    ],
+)
+def test_a_run_stops_where_the_loss_has_stopped_falling(losses, stop_after, steps, saved):
+    trainer = make_trainer(
+        CountingEngine(), eval_every=2, checkpoint_every=3, stop_after=stop_after
+    )
+    found = iter(losses)
+
+    def evaluate(*_):
+        trainer.history.evaluations.append({"step": trainer.step, "loss": next(found)})
+
+    trainer._evaluate = evaluate
+    trainer._end_epoch = lambda: None
+    trainer.sampler = SimpleNamespace(steps_per_epoch=100, step_batch=trainer.sampler.step_batch)
+    assert trainer.run() == 0
+    assert (trainer.step, trainer.num_steps) == (steps, steps)
+    assert saved[-1] == steps
+
+
+def test_a_signal_that_comes_later_ends_the_process(monkeypatch):
+    clock, raised, trainer = [1000.0], [], make_trainer()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(signal, "signal", lambda *arguments: raised.append(arguments))
+    monkeypatch.setattr(signal, "raise_signal", lambda signum: raised.append(signum))
+    for seconds, expected in (
+        (0.0, []),
+        (loop.PATIENCE_S, []),
+        (0.1, [(signal.SIGTERM, signal.SIG_DFL), signal.SIGTERM]),
+    ):
+        clock[0] += seconds
+        trainer._receive(signal.SIGTERM, None)
+        assert raised == expected
+
+
+def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
+    rows = [{"step": step} for step in (0, 3, 6)]
+    curve = [[step, 1.0] for step in range(1, 7)]
+    values = {"step": 6, "loss_curve": curve, "evaluations": rows, "epochs": rows[1:]}
+    history = History(**values, skipped_steps=[2, 5], best={"step": 4})
+    history.cut(4)
+    kept = {"step": 4, "loss_curve": curve[:4], "evaluations": rows[:2], "epochs": rows[1:2]}
+    assert history == History(**kept, skipped_steps=[2], best={"step": 4})
+    history.cut(3)
+    assert history.best is None, "it is done again"
+
+
+@pytest.mark.parametrize(
+    ("losses", "steps"),
+    [
+        # After steps 0, 3, 5, 6, 9, 10, 12; the untrained model's counts for nothing.
+        ([1.0, 4.0, 3.0, 3.0, 2.0, 5.0, 1.5], [3, 5, 9, 12]),
+        ([9.0, float("nan"), 3.0, 5.0, 4.0, 3.0, 6.0], [5]),
+    ],
+)
+def test_the_best_so_far_is_saved_at_each_evaluation_that_beats_those_before(
+    losses, steps, exported
+):
+    engine = CountingEngine(losses=[*range(NUM_STEPS)])
+    trainer = make_trainer(engine, keep_best=True, eval_every=3)
+    values = iter(loss for loss in losses for _ in range(len(trainer.data.validation)))
+    engine.eval_step = lambda inputs, targets: torch.tensor(next(values) * len(targets) * 2.0)
+    trainer.run()
+    assert exported == steps
+    assert trainer.history.best["step"] == steps[-1]
+    epochs = [(epoch["step"], epoch["mean_step_loss"]) for epoch in trainer.history.epochs]
+    assert epochs == [(5, 2.0), (10, 7.0), (12, 10.5)]  # of their own steps
+
+
+def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch):
+    rows, batches = [], []
+    monkeypatch.setattr(loop.records, "append_metrics", lambda _, new: rows.extend(new))
+    answers = [
+        StepResult(torch.tensor(1.5), torch.tensor(0.5), False),
+        StepResult(torch.tensor(4.5), None, True),
+    ]
+    engine = CountingEngine()
+    engine.train_step = lambda batch: batches.append(batch) or answers[len(batches) - 1]
+    trainer = make_trainer(engine, precision="fp16")
+    trainer.num_steps, trainer.history.step = 3, 1
+    trainer.data.train.num_targets[:] = 1  # of two tokens
+    trainer.record = SimpleNamespace(update=lambda **_: None)
+    monkeypatch.setattr(trainer.timer, "durations_s", lambda: [[0.5], [0.25]][len(batches) - 1])
+    trainer.run()
+    found = [(r["step"], r["loss"], r["grad_norm"], r["tokens_per_s"], r["skipped"]) for r in rows]
+    assert [batch.num_tokens for batch in batches] == [2, 2]
+    assert found == [(2, 1.5, 0.5, 4.0, False), (3, 4.5, None, 8.0, True)]
+    assert trainer.history.loss_curve == [(2, 1.5), (3, 4.5)]
+    assert trainer.timed == [(2, 0.5), (3, 0.25)]
+    assert trainer.history.skipped_steps == [3]

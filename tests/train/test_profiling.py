@@ -1,0 +1,28 @@
+"""Which steps are traced: never the first, none while a graph is captured, all that were asked for
+where the run has them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from distributed_training.settings.config import build_config
+from distributed_training.train.profiling import steps_to_trace
+
+
+@pytest.mark.parametrize(
+    ("count", "graphs", "done", "num_steps", "traced"),
+    [
+        (3, False, 0, 100, [6, 7, 8]),
+        (3, True, 0, 100, [15, 16, 17]),  # the 13th is captured
+        (3, True, 0, 16, [10, 11, 12]),
+        (3, False, 40, 100, [46, 47, 48]),  # a resumed run warms up again
+        (3, False, 0, 5, [3, 4, 5]),
+        (3, True, 0, 10, [8, 9, 10]),
+        (20, True, 0, 16, list(range(2, 13))),
+        (3, False, 98, 100, [100]),
+    ],
+)
+def test_steps(count, graphs, done, num_steps, traced):
+    config = build_config({"profile": count, "cuda_graphs": graphs})
+    plan = SimpleNamespace(config=config, num_steps=num_steps)
+    assert list(steps_to_trace(plan, done)) == traced
