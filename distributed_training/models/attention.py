@@ -75,7 +75,10 @@ def attend(
         q, k, v, attn_mask=mask, is_causal=is_causal and mask is None, dropout_p=dropout,
         enable_gqa=grouped,
     )  # fmt: skip
-    return y.transpose(1, 2)
+    # Contiguous, so that its gradient always has the same strides. cuDNN's backward pass (torch
+    # 2.11) reuses the strides of the first gradient of these shapes: a compiled step after an eager
+    # one, in the same process, would compute wrong gradients. Free if q is a view of [B, T, H, K].
+    return y.transpose(1, 2).contiguous()
 
 
 def _attend_in_documents(
