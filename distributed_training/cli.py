@@ -19,7 +19,7 @@ from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
 from distributed_training.settings.config import KEYS, RunConfig, build_config
 from distributed_training.settings.errors import UserError, exit_code
-from distributed_training.settings.files import did_you_mean, shown
+from distributed_training.settings.files import did_you_mean, require_writable, shown
 from distributed_training.settings.keys import (
     Key,
     Parser,
@@ -213,7 +213,15 @@ def links(add: Add, program: Program) -> Act:
     add("--seconds", metavar="S", type=float, default=0.15, help="for a figure (default 0.15)")
     folder = program.output_dir / "links"
     add("--out", metavar="FOLDER", type=Path, default=folder, help="of the record and picture")
-    return lambda a: in_processes(program, a.num_gpus, lambda: _load("tools.links").main(a))
+
+    def act(a: argparse.Namespace) -> int:
+        process = current_process()
+        if process is None or process.rank == 0:
+            fix = "name another folder with --out"
+            require_writable(a.out, fix, "links.json", "links.png")
+        return in_processes(program, a.num_gpus, lambda: _load("tools.links").main(a))
+
+    return act
 
 
 def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]) -> int:

@@ -16,6 +16,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.predict.predict import Prediction
 from distributed_training.records.display import gib
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import require_writable
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import Strategy
 
@@ -91,10 +92,8 @@ def check_disk(plan: Plan) -> None:
         written["offload_dir"] = (plan.offload_dir, 20 * plan.size.num_parameters)
     by_disk: dict[int, Counter[Path]] = defaultdict(Counter)
     for key, (path, size) in written.items():
+        require_writable(path, f"set {key} to another folder")
         folder = next(parent for parent in (path, *path.parents) if parent.exists())
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            what = f"{folder} is not a folder that can be written to"
-            raise UserError(what, fix=f"set {key} elsewhere")
         by_disk[folder.stat().st_dev][folder] += size
     for sizes in by_disk.values():
         needed = sum(sizes.values())

@@ -20,7 +20,7 @@ from distributed_training.records.display import WIDTH, fill, fold, short_path
 from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import MEASURED, Comparison, Layout, Table, group_by_work
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import given_path
+from distributed_training.settings.files import given_path, require_writable
 from distributed_training.settings.keys import Parser
 
 MAX_TABLES = 3
@@ -239,6 +239,10 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     if not records:
         fix = f"train first, or name runs: {COMMAND} FOLDER"
         raise UserError(f"no run record in {', '.join(map(short_path, paths))}", fix=fix)
+    place = arguments.html or arguments.plots
+    fix = f"give another place to {'--html' if arguments.html else '--plots'}"
+    folder = place.parent if arguments.html else place
+    require_writable(folder, fix, *([place.name] if arguments.html else []))
     comparisons = group_by_work(records)[: None if arguments.all else MAX_TABLES]
     sections = build_sections(comparisons)
     about = short_path(os.path.commonpath([r.run_dir for r in records]))
@@ -250,17 +254,13 @@ def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
     above = "\n".join(filter(None, [about, fold(in_words(shared))]))
     texts = [above, *(terminal(section, shared) for section in sections), note]
     print("\n\n".join(filter(None, texts)), flush=True)
-    place = arguments.html or arguments.plots
     wrote = short_path(place)
-    try:
-        if arguments.html:
-            place.write_text(page("html", "Training runs", about, sections, note), encoding="utf-8")
-        else:
-            names = ", ".join(save_plots(sections, place))
-            wrote = names and f"{wrote}/{names}"
-    except OSError as error:
-        fix = f"give another place to {'--html' if arguments.html else '--plots'}"
-        raise UserError(f"{place} cannot be written", str(error), fix) from None
+    if arguments.html:
+        folder.mkdir(parents=True, exist_ok=True)
+        place.write_text(page("html", "Training runs", about, sections, note), encoding="utf-8")
+    else:
+        names = ", ".join(save_plots(sections, place))
+        wrote = names and f"{wrote}/{names}"
     if wrote:
         print(textwrap.fill(f"wrote {wrote}", WIDTH, break_long_words=False))
     return 0

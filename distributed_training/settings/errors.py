@@ -1,11 +1,15 @@
 """The one exception that is meant for users, and how a process ends with it."""
 
+import errno
 import os
 import signal
 import sys
 from collections.abc import Callable
 
 from distributed_training.settings.launchers import is_first
+
+# A disk that is full or read-only, and files that belong to others
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class UserError(ValueError):
@@ -43,6 +47,12 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
         if is_first(os.environ):  # every rank finds the same mistake; one says it
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        named = f"{printable(str(error.filename))}: " if error.filename else ""
+        print(f"error: {named}{error.strerror}", file=sys.stderr, flush=True)
+        return UserError.exit_code
     except KeyboardInterrupt:
         # Once training has begun, Ctrl-C saves.
         print("interrupted before training began" if trains else "interrupted", file=sys.stderr)

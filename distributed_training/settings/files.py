@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -47,6 +48,32 @@ def given_path(text: str | Path) -> Path:
     path = Path(text).expanduser()
     ours = ROOT / path
     return ours if ours.exists() and not path.exists() else path
+
+
+def obstacle_to_writing(folder: Path, *files: str) -> str:
+    """Create and remove a file in `folder`, or above it if it is still to be made, and open those
+    of its `files` that exist. Return what failed, "" if nothing did."""
+    at = folder = folder.absolute()
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(folder)
+        at = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=at) as probe:
+            probe.write(bytes(4096))  # a full disk still has names of files to give
+        for at in (folder / name for name in files):
+            if os.path.lexists(at):
+                # Opening a pipe that nobody reads would wait.
+                os.close(os.open(at, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        return f"{at} cannot be written: {error.strerror or error}"
+    return ""
+
+
+def require_writable(folder: Path, fix: str, *files: str) -> None:
+    """Raise UserError if `folder` or its `files` cannot be written. Commands call this before work
+    that takes long, whose results would be lost."""
+    if obstacle := obstacle_to_writing(folder, *files):
+        raise UserError(obstacle, fix=fix)
 
 
 def publish(made: Path, final: Path) -> None:

@@ -33,7 +33,7 @@ from distributed_training.records.display import WIDTH, duration, last_part, sho
 from distributed_training.records.tables import MEASURED, NOTHING, Comparison, Layout, differing
 from distributed_training.settings.config import AUTO, KEYS, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import expand_home, load_json, parse_as
+from distributed_training.settings.files import expand_home, load_json, parse_as, require_writable
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import strategy_options
@@ -48,6 +48,7 @@ WORK = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() i
 RECORDS = f"[!l]*/{records.RECORD_FILE}"  # not through the link "latest"
 # To start a run and to end it, roughly (results/records/first-minute).
 START_S = {"cpu": 8.0, "cuda": 15.0}
+OTHER_OUT = "name another folder with --out"
 PATIENCE_S = 30.0  # for a run that was told to stop
 SAID = ("tokens/s", "peak GPU memory", "peak host memory", "validation loss")  # of each run
 Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
@@ -97,6 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     """Do what is missing, then write the page; 1 where no run finished, 130 where interrupted."""
     runs, out = plan_runs(arguments, build, script, QUIETLY)
+    require_writable(out, OTHER_OUT, "compare.md", "compare.html", "log.txt")
     take_finished(runs, out)
     kept = count(runs, "ok")
     processes = records.plural(runs[0].num_processes, "process")

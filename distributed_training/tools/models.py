@@ -33,7 +33,7 @@ from distributed_training.records.folder import newest_checkpoint
 from distributed_training.records.record import BEST, LAST, RECORD_FILE, Record, load_record
 from distributed_training.settings.config import RunConfig, build_config, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import given_path
+from distributed_training.settings.files import given_path, require_writable
 
 MERGED = "merged"  # in a run's folder, the whole model of a LoRA run
 TOKENS_AT_ONCE = 2048  # that are evaluated: their logits are in memory
@@ -300,8 +300,7 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
     if merge and folder.exists():
         folder = folder.with_name(MERGED)
     folder = folder if to is None else Path(to).expanduser()
-    if folder.exists():
-        raise UserError(f"{folder} is there already", fix="name another folder with --to")
+    _require_new(folder)
     plan, record, meta, state = read_checkpoint(checkpoint)
     tokenizer = Tokenizer(plan.tokenizer_dir)
     chat = tokenizer.talks(record.data.get("form"))
@@ -314,8 +313,7 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
 def merge_exported(exported: Path, to: str | None) -> int:
     """Write the whole model of a run's exported adapters to `to`, or merged/ of the run."""
     folder = exported.with_name(MERGED) if to is None else Path(to).expanduser()
-    if folder.exists():
-        raise UserError(f"{folder} is there already", fix="name another folder with --to")
+    _require_new(folder)
     model, tokenizer, chat = load_model(str(exported), LAST)
     spec, _ = find_weights(str(exported), LAST)
     export.save_whole(model, spec, tokenizer, chat, base_folder(exported), folder)
@@ -323,6 +321,14 @@ def merge_exported(exported: Path, to: str | None) -> int:
         export.write_card(folder, load_record(exported.parent))
     print(f"exported {short_path(folder)} (Hugging Face's format, adapters merged)")
     return 0
+
+
+def _require_new(folder: Path) -> None:
+    """Raise UserError if a folder exists, or cannot be made."""
+    fix = "name another folder with --to"
+    if folder.exists():
+        raise UserError(f"{folder} is there already", fix=fix)
+    require_writable(folder, fix)
 
 
 def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, dict[str, torch.Tensor]]:
@@ -339,5 +345,7 @@ def push(given: str, repo_id: str, *, best: bool) -> int:
     """Upload the last or the best weights of a run, or a folder of them; the exit code."""
     check_push(repo_id)
     _, folder = find_weights(given, BEST if best else LAST)
+    if (folder.parent / RECORD_FILE).is_file():
+        require_writable(folder, "push a copy of that folder", export.CARD)  # it names the Hub
     print(f"pushed {export.push_folder(folder, repo_id)}")
     return 0

@@ -22,6 +22,7 @@ from tabulate import tabulate
 from distributed_training.records.display import short_path
 from distributed_training.records.record import TRACE_FILE, plural
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import require_writable
 
 Spans = list[tuple[float, float]]  # sorted, disjoint (begin, end)
 STEP = "ProfilerStep#"
@@ -216,6 +217,7 @@ def draw(ranks: Sequence[Rank], path: Path) -> None:
 
 def main(folder: Path) -> int:
     """Describe and draw a run; the exit code."""
+    require_writable(folder, "copy the run's folder to one of your own", "overlap.png")
     ranks = read_run(folder)
     print(describe(ranks))
     draw(ranks, folder / "overlap.png")

@@ -26,9 +26,10 @@ from distributed_training.predict.predict import (
 )
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
+from distributed_training.settings.cache import CACHE
 from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import expand_home, shown
+from distributed_training.settings.files import expand_home, require_writable, shown
 from distributed_training.settings.machine import GIB, detect_machine
 from distributed_training.start.launch import launch_command, requested_processes
 from distributed_training.start.ranks import run_ranks
@@ -66,6 +67,10 @@ def run(
 ) -> int:
     """Rank and print; `configure` gives CONFIG with `key=value` texts."""
     command = shlex.join(["python", *sys.argv])
+    job_file = None
+    if arguments.write:
+        job_file = Path(expand_home("--write", arguments.write))
+        require_writable(job_file.parent, "name another file with --write", job_file.name)
 
     def build(strategy: str | None) -> RunConfig:
         chosen = [] if strategy is None else [f"strategy={strategy}"]
@@ -79,6 +84,7 @@ def run(
             raise UserError("--calibrate measures this machine", fix="leave out --cluster")
         count = cluster.num_processes
         file = calibration_file(cluster.machine.gpu_name or f"cpu-x{count}")
+        require_writable(file.parent, f"set {CACHE} to another folder", file.name)
         # With all processes that are planned for; they need torch.
         if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
             raise UserError("measuring this machine failed", fix="see what is printed above")
@@ -126,14 +132,15 @@ def run(
     for choice in [choice for _, choice in picks]:
         words = options_of(choice.plan, arguments, configure)
         print(f"  {launch_command(choice.plan, os.path.relpath(script), words)}")
-    if arguments.write:
-        path = Path(expand_home("--write", arguments.write))
+    if job_file is not None:
         words = options_of(first.plan, arguments, configure, elsewhere=True)
         on = ["--cluster", arguments.cluster] if arguments.cluster else []
         on += ["--gpu", arguments.gpu] if arguments.gpu else []
-        job = batch_script(first, path, script, words, on=on, typed=command)
-        path.write_text(job, encoding="utf-8")
-        print(f"wrote {path}; check it with: bash {path}; submit it with: sbatch {path}")
+        job = batch_script(first, job_file, script, words, on=on, typed=command)
+        job_file.parent.mkdir(parents=True, exist_ok=True)
+        job_file.write_text(job, encoding="utf-8")
+        try_it = f"check it with: bash {job_file}; submit it with: sbatch {job_file}"
+        print(f"wrote {job_file}; {try_it}")
     return 0
 
 

@@ -23,6 +23,7 @@ from distributed_training.records.display import duration, fold, short_path
 from distributed_training.records.record import plural, write_json
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import require_writable
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import list_strategies, load_strategy
 from distributed_training.start import launch
@@ -71,6 +72,7 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
         for trial in trials:
             print(f"  {' '.join(compare.texts(trial.values))}")
         return 0
+    require_writable(out, compare.OTHER_OUT, "parity.html", "parity.json", "log.txt")
     out.mkdir(parents=True, exist_ok=True)
     runs_dir = out / "runs"
     shutil.rmtree(runs_dir, ignore_errors=True)

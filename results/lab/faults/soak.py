@@ -81,6 +81,7 @@ class Expected:
     named: str  # a pattern of the record's error, or of what was said
     recorded_s: float = 15.0  # from the fault until the record says so
     ended_s: float = 15.0  # until no process is left; a frozen one is given 30 s to end by itself
+    removes: bool = False  # the run's folder, so that all its steps are lost
 
 
 KILLED = Expected(("failed",), r"rank {rank}: killed by SIGKILL")
@@ -101,6 +102,13 @@ FAULTS = {
     "disk full": FULL,
     "no quota": FULL,
     "not finite": Expected(("failed",), r"not finite on ranks? ([\d, ]+, )?{rank}\b"),
+    "folder removed": Expected(("",), r"was removed or renamed", removes=True),
+    # After the export, before the record says that the run is finished
+    "killed after the export": KILLED,
+    "frozen after the export": Expected(("failed",), r"(lost|waiting for) rank {rank}\b", 60, 100),
+    # After the record says so
+    "killed at the end": Expected(("ok",), r"note: .*(rank {rank}\b|finished)"),
+    "frozen at the end": Expected(("ok",), r"note: .*(rank {rank}\b|finished)", 60, 100),
 }
 
 
@@ -164,7 +172,7 @@ class Mission:
         environment = {"SOAK": json.dumps(job | {"disk": str(self.runs)}), "OMP_NUM_THREADS": "1"}
         began = time.time()
         log = own / "log"
-        self._launch(environment, log, own / "processes")
+        code = self._launch(environment, log, own / "processes")
         ended = time.time()
         said = log.read_text(errors="replace")
         struck = own / "struck"
@@ -172,10 +180,13 @@ class Mission:
         record, written = newest_record(self.runs, began)
         paid = own / "paid"
         steps = len(paid.read_text().splitlines()) if paid.exists() else 0
-        lines = re.findall(r"^(?:error: |failed: |interrupted|note: rank ).*", said, re.MULTILINE)
+        lines = re.findall(
+            r"^(?:error: |failed: |interrupted|note: (?:ranks? |after )).*", said, re.MULTILINE
+        )
         row = {
             "kind": kind, "rank": rank, "step": step, "struck": at is not None,
             "status": record.get("status", ""), "error": record.get("error"), "said": lines[-1:],
+            "exit_code": code,
             "from": begin, "steps": steps, "steps_lost": begin + steps - saved_steps(self.runs),
             "seconds": round(ended - began, 1),
             "recorded_s": round(written - at, 1) if at and written > at else None,
@@ -186,7 +197,8 @@ class Mission:
         self.faults.append(row)
         return row
 
-    def _launch(self, environment: dict[str, Any], log: Path, processes: Path) -> None:
+    def _launch(self, environment: dict[str, Any], log: Path, processes: Path) -> int | None:
+        """Return the launcher's exit code; None if it was ended here."""
         count, values = STRATEGIES[self.strategy]
         arguments = settings({
             **SMALL, "strategy": self.strategy, "num_samples": 128, "epochs": 4,
@@ -200,7 +212,7 @@ class Mission:
                 arguments, num_processes=count, script=WORKER, limit_s=limit_s, **environment
             )
             log.write_text(result.stdout + result.stderr)
-            return
+            return result.returncode
         command = [sys.executable, str(WORKER), "--num_gpus", str(count), *arguments]
         with log.open("w") as out:
             launcher = subprocess.Popen(
@@ -218,8 +230,9 @@ class Mission:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
                 launcher.wait()
-                return
+                return None
             time.sleep(0.1)
+        return launcher.returncode
 
     def _judge(self, row: dict[str, Any]) -> None:
         """Whether the run ended as it must after its fault."""
@@ -227,13 +240,15 @@ class Mission:
             return
         expected = FAULTS[row["kind"]]
         words = f"{row['error']}\n{row['said']}"
-        row["named"] = row["status"] == "ok" or bool(
-            re.search(expected.named.format(rank=row["rank"]), words)
-        )
+        row["named"] = bool(re.search(expected.named.format(rank=row["rank"]), words))
+        if row["status"] == "ok" and expected.status != ("ok",):
+            row["named"] = True
         wrong = {
             f"status {row['status']!r}": row["status"] not in expected.status,
             "the culprit is not named": not (row["named"] or self.warm),
-            f"{row['steps_lost']} steps lost": row["steps_lost"] > 2 * SAVED_EVERY,
+            f"{row['steps_lost']} steps lost":
+                row["steps_lost"] > 2 * SAVED_EVERY and not expected.removes,
+            f"exit code {row['exit_code']}": (row["status"], row["exit_code"]) == ("ok", 1),
             f"recorded after {row['recorded_s']} s":
                 (row["recorded_s"] or 0) > expected.recorded_s,
             f"ended after {row['ended_s']} s": row["ended_s"] > expected.ended_s,

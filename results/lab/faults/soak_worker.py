@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -39,6 +40,12 @@ SIGNALS = {
     "terminal gone": (signal.SIGHUP, True),
     "Ctrl-C": (signal.SIGINT, True),
 }
+ENDS = {
+    "killed after the export": signal.SIGKILL,
+    "frozen after the export": signal.SIGSTOP,
+    "killed at the end": signal.SIGKILL,
+    "frozen at the end": signal.SIGSTOP,
+}
 
 
 def struck() -> None:
@@ -64,6 +71,11 @@ def strike_in_step(trainer: Any) -> None:
     elif KIND == "all killed":
         struck()
         kill_everyone()
+    elif KIND == "folder removed":
+        struck()
+        shutil.rmtree(trainer.plan.run_dir, ignore_errors=True)
+    elif KIND in ENDS and KIND.endswith("at the end"):
+        strike_at(trainer.engine, "close")
     elif KIND == "hangs":  # inside of the step, not before it is said to begin
 
         def hang(_batch: Any) -> None:
@@ -77,6 +89,18 @@ def strike_in_step(trainer: Any) -> None:
         trainer.engine.train_step = lambda batch: dataclasses.replace(
             result := step(batch), loss_sum=result.loss_sum * float("nan")
         )
+
+
+def strike_at(owner: Any, name: str) -> None:
+    """What goes wrong as a method returns."""
+    right = getattr(owner, name)
+
+    def method(*told: Any) -> Any:
+        right(*told)
+        struck()
+        os.kill(os.getpid(), ENDS[KIND])
+
+    setattr(owner, name, method)
 
 
 def strike_in_save(checkpoint: Any, own: bool) -> None:
@@ -106,6 +130,8 @@ def arrange(rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     from distributed_training.train.loop import Trainer
 
+    if own and KIND in ENDS and KIND.endswith("after the export"):
+        strike_at(Trainer, "_leave")
     right_update = Trainer._update
     right_begin = saver.Saver.begin
 
