@@ -78,7 +78,9 @@ class Display:
         warm = [row for row in rows if row["step"] != first]
         seconds = sum(row["step_time_s"] for row in warm or rows)
         text = f"epoch {last['epoch'] + 1}  loss {last['loss']:.4f}  lr {last['learning_rate']:.1e}"
-        if warm:
+        if seconds <= 0:
+            text += "  no speed: the clock stands still"
+        elif warm:
             speed = sum(row["num_tokens"] for row in warm) / seconds
             left_s = (self._total - step) * seconds / len(warm)
             left = tqdm.format_interval(round(left_s)).removeprefix("0")

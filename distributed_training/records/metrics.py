@@ -64,7 +64,7 @@ def summarise_performance(
     """Percentiles of step time with warm-up (MAX_WARMUP_STEPS, or a third where a run is short)
     left out, and what follows from the median. `tokens_per_step` are real, of the global batch."""
     warmup = min(MAX_WARMUP_STEPS, len(durations_s) // 3)
-    timed = np.array(durations_s[warmup:])
+    timed = np.array([seconds for seconds in durations_s[warmup:] if seconds > 0])
     if len(timed) == 0:
         return {"num_timed_steps": 0, "tokens_per_s": None, "mfu": None}
     tokens_per_s = tokens_per_step / float(np.median(timed))

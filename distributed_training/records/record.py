@@ -331,7 +331,7 @@ def git_commit() -> str | None:
     """Commit of this checkout, with "-dirty" when files differ; None outside a checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5)
         return answer.stdout.strip() or None
     return None
 

@@ -9,7 +9,8 @@ import stat
 import sys
 from pathlib import Path
 
-CACHE = "DISTRIBUTED_TRAINING_CACHE"  # variable with this suite's own folder
+# Variable with this suite's own folder; /dev/null: only a folder for temporary files
+CACHE = "DISTRIBUTED_TRAINING_CACHE"
 PRIVATE = 0o700
 
 
@@ -31,12 +32,19 @@ def use_private_caches() -> None:
     from importlib.metadata import version
 
     from distributed_training.settings.errors import UserError
+    from distributed_training.settings.launchers import is_first
 
     if not os.path.isabs(os.path.expanduser("~")):  # else libraries make a folder called ~ here
         home, why = private_folder("home", _temporary_folder())
         if why:
             raise UserError(f"{home} cannot be this user's home folder", why, "set HOME")
         os.environ["HOME"] = str(home)
+    root, _ = private_folder("")
+    if root.is_relative_to(_temporary_folder()) and not os.environ.get(CACHE):
+        os.environ[CACHE] = str(root)  # processes started from here say nothing
+        if is_first(os.environ):
+            note = f"note: this user has no home folder that can be written: caches are in {root}"
+            print(f"{note}; {CACHE} names another folder", file=sys.stderr)
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     for variable, name in {
         "TORCHINDUCTOR_CACHE_DIR": "inductor",  # Triton's is below it
@@ -59,9 +67,10 @@ def use_private_caches() -> None:
 
 def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
     """Make a folder of mode 0700 below the first of `roots` that allows it, by default this user's.
-    Return it, and why it cannot be used, if so."""
+    Return it, and why it cannot be used, if so. A folder that CACHE names has no substitute."""
     why = ""
-    for root in roots or (cache_folder().resolve(), _temporary_folder()):
+    others = () if _named_folder() else (_temporary_folder(),)
+    for root in roots or (cache_folder().resolve(), *others):
         folder = root
         try:
             root.mkdir(PRIVATE, parents=True, exist_ok=True)
@@ -76,6 +85,11 @@ def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
         except OSError as error:
             why = f"it cannot be made: {error.strerror}"
     return folder, why
+
+
+def _named_folder() -> str:
+    given = os.environ.get(CACHE, "")
+    return "" if given == os.devnull else given
 
 
 def _unsafe(folder: Path) -> str:

@@ -71,6 +71,31 @@ SOURCES = (
 )
 
 
+# Variables in which accelerate tells of settings, and what it calls these settings
+_ACCELERATE = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM", "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism",
+}  # fmt: skip
+ACCELERATE_JSON = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+
+
+def describe_unread(environment: Mapping[str, str], precision: str) -> str:
+    """Return a note about settings of `accelerate launch` that CONFIG decides here, "" if there are
+    none. A DeepSpeed JSON is compared with CONFIG's elsewhere."""
+    names = [
+        name
+        for variable, name in _ACCELERATE.items()
+        if environment.get(variable) == "true"
+        and not (name == "DeepSpeed" and ACCELERATE_JSON in environment)
+    ]
+    settings = [f"settings for {' and '.join(names)}"] if names else []
+    asked = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("no", precision):
+        settings.append(f"mixed_precision={asked}")
+    said = " and ".join(settings)
+    return said and f"CONFIG decides, not accelerate launch, whose {said} have no effect"
+
+
 def find_source(environment: Mapping[str, str]) -> Source | None:
     """The launcher that started this process as one of several; None if none did."""
     return next((source for source in SOURCES if source.applies(environment)), None)

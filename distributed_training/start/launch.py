@@ -34,6 +34,7 @@ from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError, exit_code, printable
 from distributed_training.settings.files import shown
+from distributed_training.settings.launchers import ACCELERATE_JSON, describe_unread
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
 from distributed_training.settings.own_code import name_code, named_code
 from distributed_training.settings.strategies import load_strategy
@@ -64,6 +65,10 @@ def start(config: RunConfig, script: Path, words: list[str], options: argparse.N
     max_restarts: int = options.max_restarts
     process = current_process()
     startup = Startup()
+    refuse_other_json(config)
+    unread = describe_unread(os.environ, config.precision)
+    if unread and (process is None or process.rank == 0):
+        print(f"note: {unread}", file=sys.stderr, flush=True)
     if not dry_run and (process is None or process.rank == 0):
         print("planning the run, importing torch ...", flush=True)
     if process is not None:
@@ -132,6 +137,20 @@ def start(config: RunConfig, script: Path, words: list[str], options: argparse.N
         print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
         code = spawn(plan, command, max_restarts)
     return code
+
+
+def refuse_other_json(config: RunConfig) -> None:
+    """Raise UserError if `accelerate launch` names another DeepSpeed JSON than CONFIG."""
+    given = os.environ.get(ACCELERATE_JSON)
+    if given is None:
+        return
+    ours = config.deepspeed_config
+    if config.strategy != AUTO:
+        ours = str(load_strategy(config).source)
+    if ours is None or os.path.realpath(given) != os.path.realpath(ours):
+        what = f"accelerate's deepspeed_config_file={shown(given)} is not CONFIG's"
+        fix = f"add --deepspeed_config {shlex.quote(given)}, or leave it out for accelerate"
+        raise UserError(what, f"strategy={config.strategy!r} uses {ours or 'its own'}", fix)
 
 
 def can_fork(machine: Machine) -> bool:

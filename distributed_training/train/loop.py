@@ -267,7 +267,8 @@ class Trainer:
                 "loss": loss_sum / row["num_targets"],
                 "grad_norm": None if norm is None else float(norm),
                 "step_time_s": seconds,
-                "tokens_per_s": row["num_tokens"] / seconds,
+                # A virtual machine's clock may stand still.
+                "tokens_per_s": row["num_tokens"] / seconds if seconds > 0 else None,
             }
             if row["skipped"]:
                 self.history.skipped_steps.append(row["step"])
