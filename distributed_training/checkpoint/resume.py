@@ -18,7 +18,15 @@ from distributed_training.records.folder import CHECKPOINTS, META_FILE, name_of,
 from distributed_training.records.record import LAST, RECORD_FILE, Record, load_record, write_json
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import crc32, crc32_of, parse_json, read_small, shown
+from distributed_training.settings.files import (
+    crc32,
+    crc32_of,
+    obstacle_to_writing,
+    parse_json,
+    read_small,
+    require_writable,
+    shown,
+)
 from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # in it, of the rest
@@ -158,6 +166,8 @@ def find_resume(plan: Plan) -> tuple[Path, Meta] | None:
     run = state_of(checkpoint, meta)
     run_dir = checkpoint.parents[1]
     claims.refuse_held(run_dir)
+    fix = f"start a new run from its weights: {_start_from(checkpoint)}"
+    require_writable(run_dir, fix, RECORD_FILE, claims.OWNER_FILE)
     if run.status == "ok" and run.step > meta.step:
         steps = f"steps {meta.step + 1} to {run.step}"
         plan.notes.append(f"{run_dir.name} has finished: its {steps} are done again")
@@ -187,6 +197,8 @@ def _newest(plan: Plan) -> tuple[Path, Meta] | None:
                 why = f"is of other work: {differences}; to go on with that, --resume {named}"
             else:
                 why = "has finished" if state_of(checkpoint, meta).status == "ok" else ""
+            if not why:
+                why = obstacle_to_writing(run_dir, RECORD_FILE, claims.OWNER_FILE)
         if why:
             obstacle = obstacle or f"{run_dir.name}, the newest with a checkpoint, {why}"
         elif not claims.is_locked(run_dir):

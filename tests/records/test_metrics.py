@@ -37,6 +37,11 @@ def test_throughput_and_mfu_by_hand():
     assert summary["mfu"] == pytest.approx(2000 * 6e9 / (4 * 989.5e12))
 
 
+def test_steps_of_a_clock_that_stands_still_have_no_speed():
+    assert summarise([0.0] * 9)["tokens_per_s"] is None
+    assert summarise([9.0] * 3 + [0.5, 0.0, 0.5, 0.0, 0.5, 0.5])["tokens_per_s"] == 2000
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

@@ -94,7 +94,7 @@ def test_a_reader_that_leaves_early_gets_no_traceback(runs):
 
 def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
-    with refused(f"{tmp_path / 'file'} cannot be written; ", "--plots"):
+    with refused(f"{tmp_path / 'file'} cannot be written: ", "--plots"):
         main([str(runs), "--plots", str(tmp_path / "file")])
     assert capsys.readouterr().out == "", "refused before the tables are made"
     (tmp_path / "empty").mkdir()

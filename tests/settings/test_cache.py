@@ -63,7 +63,7 @@ def refused_or_variables(**given):
     command = [sys.executable, "-c", code]
     answer = subprocess.run(command, env={**left, **given}, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
-    return answer.stdout.strip()
+    return (answer.stderr + answer.stdout).strip()
 
 
 def test_code_that_torch_compiles_is_kept_where_nobody_else_writes(tmp_path):
@@ -76,6 +76,19 @@ def test_code_that_torch_compiles_is_kept_where_nobody_else_writes(tmp_path):
     found = json.loads(refused_or_variables(DISTRIBUTED_TRAINING_CACHE=os.devnull, TMPDIR=tmp_path))
     folder = tmp_path / f"distributed-training-{os.geteuid()}" / "inductor"
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+
+
+def test_a_cache_folder_that_is_named_has_no_substitute_and_one_in_tmp_is_said(tmp_path):
+    said = refused_or_variables(**{CACHE: "/dev/null/cache", "TMPDIR": tmp_path})
+    assert said == (
+        "/dev/null/cache cannot hold code that this user runs; it cannot be made: Not a directory; "
+        f"set {CACHE} to a folder of your own"
+    )
+    homeless = {CACHE: "", "HOME": "/proc", "TMPDIR": tmp_path}
+    note, *variables = refused_or_variables(**homeless).splitlines()
+    folder = tmp_path / f"distributed-training-{os.geteuid()}"
+    assert f"caches are in {folder}; {CACHE} names another" in note
+    assert json.loads(variables[0])[CACHE] == str(folder), "its processes do not say it again"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,17 @@
+import os
 from pathlib import Path
 
 import pytest
 
 from distributed_training.settings.config import PATHS, build_config
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import expand_home, folder_label, load_json, shown
+from distributed_training.settings.files import (
+    expand_home,
+    folder_label,
+    load_json,
+    require_writable,
+    shown,
+)
 from tests.support import refused
 
 
@@ -13,6 +20,25 @@ def test_home_is_expanded_and_else_a_path_is_taken_as_written(monkeypatch):
     for text, path in (("~/runs", "/some/home/runs"), ("~", "/some/home"), ("a/b.txt", "a/b.txt")):
         assert expand_home("output_dir", text) == path
     assert expand_home("dataset", "b" * 255) == "b" * 255
+
+
+def test_writing_is_tried_and_leaves_nothing(tmp_path):
+    (tmp_path / "a.html").write_text("kept")
+    require_writable(tmp_path / "to" / "be" / "made", "")
+    require_writable(tmp_path, "", "a.html", "b.html")
+    assert [path.name for path in tmp_path.rglob("*")] == ["a.html"]
+    assert (tmp_path / "a.html").read_text() == "kept"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    for folder, file in (
+        ("a.html", ""), ("a.html/below", ""), ("link", ""), ("b" * 256, ""),
+        ("", "folder"), ("", "pipe"), ("", "link"),
+    ):  # fmt: skip
+        with refused("cannot be written: ", "; try another"):
+            require_writable(tmp_path / folder, "try another", *filter(None, [file]))
+    with refused("/proc cannot be written"):  # also for root
+        require_writable(Path("/proc/runs"), "try another")
 
 
 @pytest.mark.parametrize("text", ["~nobody-of-that-name/a", "b" * 256, "a/" * 3000])

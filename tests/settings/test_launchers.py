@@ -5,7 +5,7 @@ import os
 import pytest
 
 from distributed_training.settings.errors import exit_code
-from distributed_training.settings.launchers import SOURCES, find_source
+from distributed_training.settings.launchers import SOURCES, describe_unread, find_source
 from distributed_training.start.ranks import current_process
 from distributed_training.supervise.process import Process
 from tests.support import refused
@@ -104,3 +104,12 @@ def test_launchers_that_tell_half_are_refused(told, words, environment):
 def test_one_process_of_torchrun_is_no_cluster(environment):
     environment(**ONE)
     assert current_process() == Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def test_settings_of_accelerate_are_named():
+    assert describe_unread({"ACCELERATE_MIXED_PRECISION": "no"}, "fp32") == ""
+    assert describe_unread({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16") == ""
+    told = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_DEEPSPEED": "true"}
+    assert "whose settings for DeepSpeed and mixed_precision=fp16" in describe_unread(told, "bf16")
+    told["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "is compared with CONFIG's"
+    assert "DeepSpeed" not in describe_unread(told, "bf16")
