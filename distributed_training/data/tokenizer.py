@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import logging
 import re
 import shutil
 from collections.abc import Sequence
@@ -35,6 +36,21 @@ _PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n
 _SAFE_PATTERNS = tuple(
     f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_PATTERN % digits}" for digits in ("{1,3}", "")
 )
+
+
+_NO_SENTENCEPIECE = re.compile("Could not extract SentencePiece model")
+SENTENCEPIECE = "'sentencepiece>=0.2,<0.2.3' 'protobuf>=5'"  # as in pyproject.toml
+
+
+class _Warnings(logging.Handler):
+    """Keeps what transformers warns of while it opens a tokenizer, often why it then fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts = list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,18 +142,31 @@ class Tokenizer:
                 raise UserError(f"tokenizer {self.folder} cannot be read", why)
         if self._is_gpt2:
             return self._load_gpt2()
-        import transformers
+        from transformers import AutoTokenizer
+        from transformers.utils import logging as theirs
 
-        transformers.utils.logging.set_verbosity_error()
+        warnings = _Warnings()
+        theirs.set_verbosity_warning()
+        theirs.disable_default_handler()
+        theirs.add_handler(warnings)
         try:
-            loaded = transformers.AutoTokenizer.from_pretrained(
+            return AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=False, local_files_only=True
             )
         except Exception as error:  # whatever a class of transformers raises for its files
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             fix = "give the folder that the model's tokenizer was saved in"
+            # Then it takes the file for one of tiktoken, and asks for that package.
+            why = next(filter(_NO_SENTENCEPIECE.match, warnings.texts), "")
+            why = why.partition(" due to ")[2].partition(" Falling back")[0]
+            why = why or f"{type(error).__name__}: {error}"
+            if re.search("Protobuf|protobuf|SentencePiece library but it was not found", why):
+                fix = f"type: pip install {SENTENCEPIECE}"
+            why = " ".join(why.split())[:300]
             raise UserError(f"tokenizer {self.folder} cannot be read", why, fix) from None
-        return loaded
+        finally:
+            theirs.remove_handler(warnings)
+            theirs.enable_default_handler()
+            theirs.set_verbosity_error()
 
     def _load_gpt2(self) -> Any:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -314,7 +343,8 @@ class Tokenizer:
         return rows
 
     def _encode_spans(self, piece: Piece, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
-        """A token is in the loss if one of its characters is, as in transformers."""
+        """A token is in the loss if one of its characters is, as in transformers; but not a mark
+        beside an answer that only takes its white space."""
         assert piece.spans is not None
         if self._library is not None:
             encoding = self._library.encode(piece.text, add_special_tokens=special)
@@ -334,6 +364,12 @@ class Tokenizer:
         for first, last in piece.spans:
             if self._library is not None:
                 inside = np.flatnonzero((lasts > first) & (firsts < last))
+                for edge in (0, -1):
+                    if len(inside):
+                        start, end = int(firsts[inside[edge]]), int(lasts[inside[edge]])
+                        shared = piece.text[max(start, first) : min(end, last)]
+                        if not shared.strip() and piece.text[start:end].strip():
+                            inside = np.delete(inside, edge)
                 if len(inside):
                     mask[inside[0] : inside[-1] + 1] = True
             else:
@@ -345,13 +381,14 @@ class Tokenizer:
         of the text before it, if the ids of the whole begin with them."""
         if edge == len(text):
             return len(ids)
-        before = np.array(self._encode([text[:edge]], special=False)[0], np.int32)
         first = len(self.ends[0]) if special else 0
-        if not np.array_equal(ids[first : first + len(before)], before):
-            what = f"an answer's tokens cannot be found with the tokenizer {self.folder}"
-            why = f"{self.facts.kind} does not say where its tokens are, and the ids of the text "
-            raise UserError(what, f"{why}before the answer do not begin those of all of it")
-        return first + len(before)
+        for start in (text[:edge], text[:edge].rstrip()):  # a mark may take the space before it
+            before = np.array(self._encode([start], special=False)[0], np.int32)
+            if np.array_equal(ids[first : first + len(before)], before):
+                return first + len(before)
+        what = f"an answer's tokens cannot be found with the tokenizer {self.folder}"
+        why = f"{self.facts.kind} does not say where its tokens are, and the ids of the text "
+        raise UserError(what, f"{why}before the answer do not begin those of all of it")
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text for ids; `special`: with special tokens."""

@@ -1,0 +1,121 @@
+"""Tokenizers without tokenizer.json, slow and fast, against `AutoTokenizer` on the same folder: a
+real tokenizer.model, vocab.txt, bytes, with tokens added in each of the files that may do so."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import sentencepiece
+from transformers import AutoTokenizer
+
+from distributed_training.data.corpus import read_prose
+from distributed_training.data.pieces import Piece
+from distributed_training.data.tokenizer import Tokenizer
+from tests.support import refused
+
+MARKS = ("<|turn|>", "<|end|>")
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant{{ '\n' }}{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "what is a name </s> ?"},
+    {"role": "assistant", "content": "the name  of a list"},
+    {"role": "user", "content": " and "},
+    {"role": "assistant", "content": "the value"},
+]
+ANSWERS = ["the name of a list", "the value"]
+TEXTS = ["The value of a name is returned.\n\n A naïve 北京 🙂 <|end|> x", "a", " </s> ", ""]
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the value of a list is name what and user assistant"
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
+
+
+def added(first, **options):
+    plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    tokens = [{"content": mark, "special": True, **plain, **options} for mark in MARKS]
+    return {str(first + place): token for place, token in enumerate(tokens)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The content of a tokenizer.model of 400 tokens, unknown characters as bytes."""
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(read_prose()[:40]), model_writer=written, vocab_size=400,
+        model_type="bpe", byte_fallback=True, minloglevel=2,
+    )  # fmt: skip
+    return written.getvalue()
+
+
+IN_FILE = {"added_tokens.json": {mark: 400 + place for place, mark in enumerate(MARKS)}}
+# Name -> (class, file of the vocabulary, further settings, further files)
+CASES = {
+    "fast, added_tokens.json": ("LlamaTokenizer", "tokenizer.model", {}, IN_FILE),
+    "fast, special_tokens_map.json": (
+        "LlamaTokenizer", "tokenizer.model", {},
+        {"special_tokens_map.json": {**NAMES, "additional_special_tokens": MARKS}},
+    ),
+    "fast, marks that take the space before them": (
+        "LlamaTokenizer", "tokenizer.model", {"added_tokens_decoder": added(400, lstrip=True)}, {},
+    ),
+    "slow, added_tokens_decoder": (
+        "GPTSw3Tokenizer", "spiece.model", {"added_tokens_decoder": added(400)}, {},
+    ),
+    "slow, added_tokens.json": ("PLBartTokenizer", "sentencepiece.bpe.model", {}, IN_FILE),
+    "T5": ("T5Tokenizer", "spiece.model", {"extra_ids": 0}, IN_FILE),
+    "vocab.txt": (
+        "BertTokenizer", "vocab.txt", {"unk_token": "[UNK]", "pad_token": "[PAD]"},
+        {"added_tokens.json": {mark: len(WORDS.split()) + n for n, mark in enumerate(MARKS)}},
+    ),
+    "bytes": ("ByT5Tokenizer", None, {"extra_ids": 0}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:This sequence already has")
+@pytest.mark.parametrize("case", CASES)
+def test_ids_are_transformers_and_only_answers_are_learned(case, model, tmp_path):
+    cls, file, settings, files = CASES[case]
+    settings = {"tokenizer_class": cls, **NAMES, "chat_template": TEMPLATE, **settings}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if file is not None:
+        content = WORDS.replace(" ", "\n").encode() if file == "vocab.txt" else model
+        (tmp_path / file).write_bytes(content)
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.facts.kind == cls
+    assert theirs.is_fast == case.startswith(("fast", "T5", "vocab"))
+    for text in TEXTS:
+        ((ids, mask),) = ours.encode([Piece(text)])
+        assert ids.tolist() == theirs(text)["input_ids"]
+        assert mask is None
+    text = theirs.apply_chat_template(CHAT, tokenize=False)
+    said = [message["content"] + "<|end|>\n" for message in CHAT if message["role"] == "assistant"]
+    spans = [(text.index(answer), text.index(answer) + len(answer)) for answer in said]
+    ((ids, mask),) = ours.encode([Piece(text, spans, templated=True)])
+    assert ids.tolist() == theirs.apply_chat_template(CHAT)["input_ids"]
+    edges = np.flatnonzero(np.diff(mask.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    learned = [theirs.decode(ids[first:last]) for first, last in edges]
+    assert [" ".join(text.replace("<|end|>", "").split()) for text in learned] == ANSWERS
+    assert all("<|end|>" in text and "<|turn|>" not in text for text in learned)
+
+
+def test_a_model_file_that_cannot_be_read_says_why(model, tmp_path, monkeypatch):
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizer", **NAMES})
+    )
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    with refused("Error parsing message", "the model's tokenizer was saved in") as caught:
+        assert Tokenizer(tmp_path).facts
+    assert "tiktoken" not in str(caught.value)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    assert Tokenizer(tmp_path).num_tokens == 400
+
+    def import_protobuf():
+        raise TypeError("Detected incompatible Protobuf versions")
+
+    monkeypatch.setattr("transformers.convert_slow_tokenizer.import_protobuf", import_protobuf)
+    with refused("incompatible Protobuf", "pip install 'sentencepiece") as caught:
+        assert Tokenizer(tmp_path).facts
+    assert "tiktoken" not in str(caught.value)
