@@ -127,9 +127,10 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
 
 def at_checkpoint(plan: Plan) -> Plan:
     """The plan as it goes on from an earlier run, where `resume` says so and there is one."""
-    found = find_resume(plan)
+    notes: list[str] = []
+    found = find_resume(plan, notes)
     if found is None:
-        return plan
+        return replace(plan, notes=(*plan.notes, *notes))
     checkpoint, meta = found
     saved = meta.spread
     now = plan.spread
@@ -137,14 +138,15 @@ def at_checkpoint(plan: Plan) -> Plan:
     others = [key for key in saved if saved[key] != now.get(key)]
     if before != after:
         change = f"-> resuming {after}: resharding; the folder keeps its name"
-        plan.notes.append(f"saved {before} {change}")
+        notes.append(f"saved {before} {change}")
     elif others:
         change = f"{others[0]} {saved[others[0]]} -> resuming with {now.get(others[0])}"
-        plan.notes.append(f"saved {before} with {change}: resharding")
-    return replace(plan, run_dir=checkpoint.parents[1], checkpoint=checkpoint)
+        notes.append(f"saved {before} with {change}: resharding")
+    notes = [*plan.notes, *notes]
+    return replace(plan, run_dir=checkpoint.parents[1], checkpoint=checkpoint, notes=tuple(notes))
 
 
-def find_resume(plan: Plan) -> tuple[Path, Meta] | None:
+def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     """The checkpoint to continue from, and what it says of itself; None to start afresh. "auto"
     takes the newest unfinished run of the same work (before all, of the same strategy), at its
     newest checkpoint that can be read; what it passes over is a warning, and why it finds none a
@@ -154,7 +156,7 @@ def find_resume(plan: Plan) -> tuple[Path, Meta] | None:
     if resume is None:
         return None
     if resume == AUTO:
-        return _newest(plan)
+        return _newest(plan, notes)
     checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
     if differences := _differences(meta, plan):
@@ -170,7 +172,7 @@ def find_resume(plan: Plan) -> tuple[Path, Meta] | None:
     require_writable(run_dir, fix, RECORD_FILE, claims.OWNER_FILE)
     if run.status == "ok" and run.step > meta.step:
         steps = f"steps {meta.step + 1} to {run.step}"
-        plan.notes.append(f"{run_dir.name} has finished: its {steps} are done again")
+        notes.append(f"{run_dir.name} has finished: its {steps} are done again")
     return checkpoint, meta
 
 
@@ -181,7 +183,7 @@ def _start_from(checkpoint: Path) -> str:
     return option if Path(run_dir, LAST).is_dir() else f"type export {run_dir}, then {option}"
 
 
-def _newest(plan: Plan) -> tuple[Path, Meta] | None:
+def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     claims.refuse_doubling(plan.output_dir, identity(plan))
     found = dict[Path, Meta]()
     obstacle = ""
@@ -212,7 +214,7 @@ def _newest(plan: Plan) -> tuple[Path, Meta] | None:
     if found:
         obstacle = "every checkpoint of this work is damaged"
     obstacle = obstacle or f"no run in {shown(str(plan.output_dir))} has a checkpoint"
-    plan.notes.append(f"resume=auto starts a new run: {obstacle}")
+    notes.append(f"resume=auto starts a new run: {obstacle}")
     return None
 
 

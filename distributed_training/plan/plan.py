@@ -1,6 +1,7 @@
 """A run, planned once (planner/make_plan.py): everything that will happen, as plain data in
 <run>/plan.json. A dry run prints it, every process reads it, the record repeats it. No torch."""
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Plan:
     requested: RunConfig  # as merged from CONFIG, preset and --set; `config` has no "auto"
     config: RunConfig
     strategy: Strategy
+    model: ModelSpec
     machine: Machine
     num_processes: int
     processes_here: int  # those on this machine
@@ -48,7 +50,7 @@ class Plan:
     output_dir: Path
     run_dir: Path  # this run's folder; before `reserve_run_dir` only a name
     offload_dir: Path | None  # this run's own, for state that is kept on disk; None without such
-    notes: list[str]  # choices that were made for the user and why, one sentence each
+    notes: tuple[str, ...]  # choices that were made for the user and why, one sentence each
     command: str = ""  # as typed, but for a launcher's words; known to `reserve_run_dir`
     deepspeed_json: dict[str, Any] | None = None
     tokenizer_dir: Path = Path()
@@ -67,10 +69,6 @@ class Plan:
     orders: FoundOrders | None = None  # if they depend on durations (plan/orders.py)
     num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
     packing: Packing | None = None  # of records; None as above, and where they are not packed
-
-    @property
-    def model(self) -> ModelSpec:
-        return find_model(self.config.model)
 
     @property
     def size(self) -> ModelSize:
@@ -127,15 +125,27 @@ class Plan:
 PLAN_AS_JSON = TypeAdapter(Plan)
 
 
+def _with_model(text: bytes) -> bytes:
+    """Return plan.json with the model's shape, which earlier releases left out."""
+    document = json.loads(text)
+    if "model" not in document:
+        spec = find_model(document["config"]["model"])
+        document["model"] = TypeAdapter(ModelSpec).dump_python(spec, mode="json")
+    return json.dumps(document).encode()
+
+
 def load_plan(run_dir: Path) -> Plan:
     """The plan that the launching process wrote for this run; UserError where it is damaged."""
     file = run_dir / PLAN_FILE
     try:
         # A run's folder may have been copied or moved.
-        return replace(PLAN_AS_JSON.validate_json(read_small(file)), run_dir=run_dir.resolve())
+        plan = PLAN_AS_JSON.validate_json(_with_model(read_small(file)))
+        return replace(plan, run_dir=run_dir.resolve())
     except OSError as error:
         why = str(error.strerror)
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc']))} {first['msg']}"
+    except (KeyError, TypeError, ValueError):
+        why = "it is not the JSON that a run writes"
     raise UserError(f"{file} is not a plan that this code reads", why)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from distributed_training.data.hub import check_push
 from distributed_training.plan.plan import Plan
-from distributed_training.predict.predict import Prediction
+from distributed_training.planner.rank import what_fits
+from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import gib
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import require_writable
@@ -21,6 +23,24 @@ from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import Strategy
 
 STALE_LOCK_S = 60.0
+
+
+def check_run(prediction: Prediction, cluster: Cluster) -> None:
+    """Raise UserError for a run that is known to fail, the cheapest checks first. For a --cluster
+    this machine's packages, disks and compiler say nothing."""
+    plan = prediction.plan
+    if cluster.is_here:
+        check_packages(plan)
+    check_gpus(plan)
+    check_swapping(plan)
+    check_memory(prediction, lambda plan: what_fits(plan, cluster))
+    if cluster.is_here:
+        check_disk(plan)
+        check_extensions(plan)
+    if plan.config.push is not None:
+        if not plan.config.export:
+            raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
+        check_push(plan.config.push)
 
 
 def check_packages(plan: Plan) -> None:

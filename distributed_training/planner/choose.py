@@ -5,7 +5,7 @@ import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from distributed_training.models import find_model
 from distributed_training.plan.orders import time_orders
@@ -117,6 +117,7 @@ def lay_out(
         requested=given,
         config=with_values(config, **batch.model_dump(include=set(layouts.OPEN_BATCH))),
         strategy=strategy,
+        model=model,
         machine=machine,
         num_processes=num_processes,
         processes_here=processes_here,
@@ -129,7 +130,7 @@ def lay_out(
         output_dir=output_dir,
         run_dir=run_dir,
         offload_dir=offload_dir,
-        notes=notes,
+        notes=tuple(notes),
     )
     length = config.max_length
     if length % plan.tp_parts[1]:
@@ -157,116 +158,175 @@ def _choose_precision(config: RunConfig, machine: Machine) -> str:
 
 
 def _check_pairs(candidate: Candidate) -> None:
-    """Raises UserError for a key whose value does not go with another's, strategy or model."""
+    """Raise UserError for a key whose value does not go with another key, strategy or model."""
+    _check_model(candidate)
+    _check_strategy(candidate)
+    _check_compression(candidate)
+    _check_loss_chunks(candidate)
+
+
+def _refuse(candidate: Candidate, key: str, other: str, why: str, fix: str) -> NoReturn:
+    value = getattr(candidate.config, key)
+    raise UserError(f"{key}={value!r} does not go with {other}", why, fix)
+
+
+def _check_model(candidate: Candidate) -> None:
     config = candidate.config
     size = candidate.model.size
-    asked = candidate.strategy.mesh
-    mesh = candidate.mesh
-    tp = mesh["tp"]
-    native = candidate.strategy.traits.uses_ddp_and_fsdp
-    divided = {axis for axis in mesh if not asked[axis] == mesh[axis] == 1}
-    in_ddp = native and divided <= {"dp_replicate"}
-    in_fsdp = native and "dp_shard" in divided and "pp" not in divided
-    fp16 = config.precision == "fp16"
-    rounds = candidate.strategy.swaps_to_disk and config.precision == "fp32"
-    powersgd = config.gradient_compression == "powersgd"
-    own_buckets = config.bucket_cap_mb is not None
-    adds_errors = config.gradient_compression in ("powersgd", "topk-int8")
-    chunks = config.loss_chunk_tokens > 0
-    here = f"strategy={config.strategy!r}"
     named = f"model={config.model!r}"
-    kind = f"gradient_compression={config.gradient_compression!r}"
+    if config.max_length > size.num_positions:
+        why = f"it has {size.num_positions} positions"
+        _refuse(candidate, "max_length", named, why, f"set it to {size.num_positions} or less")
+    if config.gradient_compression == "powersgd" and config.compression_rank > size.hidden_size:
+        why = f"its matrices have {size.hidden_size} columns or rows"
+        fix = f"set it to {min(32, size.hidden_size)} or less"
+        _refuse(candidate, "compression_rank", named, why, fix)
+
+
+def _check_strategy(candidate: Candidate) -> None:
+    config = candidate.config
+    strategy = candidate.strategy
+    here = f"strategy={config.strategy!r}"
+    asked = strategy.mesh
+    mesh = candidate.mesh
+    in_use = {axis for axis in mesh if not asked[axis] == mesh[axis] == 1}
+    native = strategy.traits.uses_ddp_and_fsdp
+    in_ddp = native and in_use <= {"dp_replicate"}
+    in_fsdp = native and "dp_shard" in in_use and "pp" not in in_use
+    if config.lora_rank > 0 and strategy.swaps_to_disk and config.precision == "fp32":
+        other = f"{here} and precision='fp32'"
+        why = "DeepSpeed rounds frozen weights in files to 16 bits"
+        _refuse(candidate, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
+    if config.fsdp_prefetch != 1 and not in_fsdp:
+        fix = "set it to 1, or strategy to fsdp"
+        _refuse(candidate, "fsdp_prefetch", here, "it is for FSDP's blocks", fix)
+    if config.bucket_cap_mb is not None and not in_ddp:
+        fix = "set it to None, or strategy to dp"
+        _refuse(candidate, "bucket_cap_mb", here, "PyTorch's DDP has buckets", fix)
+    if config.gradient_compression != "none" and not in_ddp:
+        fix = "set it to none, or strategy to dp"
+        _refuse(candidate, "gradient_compression", here, "it works in PyTorch's DDP", fix)
+    if config.on_nonfinite == "skip" and not strategy.traits.leaves_out_updates:
+        why = "its engine updates before the norm of the gradients is known here"
+        _refuse(candidate, "on_nonfinite", here, why, "set it to rollback or stop")
+
+
+def _check_compression(candidate: Candidate) -> None:
+    """Refuse settings that do not go with a compression that adds its errors to later gradients."""
+    config = candidate.config
+    key = "gradient_compression"
+    if config.gradient_compression not in ("powersgd", "topk-int8"):
+        return
     stays = "what is not finite would stay in what is added to later gradients"
-    skips = config.on_nonfinite == "skip"
-    for refused, key, other, why, fix in (
-        (config.max_length > size.num_positions, "max_length", named,
-         f"it has {size.num_positions} positions", f"set it to {size.num_positions} or less"),
-        (config.lora_rank > 0 and rounds, "lora_rank", f"{here} and precision='fp32'",
-         "DeepSpeed rounds frozen weights in files to 16 bits",
-         "set precision to bf16, or strategy to offload"),
-        (config.fsdp_prefetch != 1 and not in_fsdp, "fsdp_prefetch", here,
-         "it is for FSDP's blocks", "set it to 1, or strategy to fsdp"),
-        (own_buckets and not in_ddp, "bucket_cap_mb", here,
-         "PyTorch's DDP has buckets", "set it to None, or strategy to dp"),
-        (config.gradient_compression != "none" and not in_ddp, "gradient_compression", here,
-         "it works in PyTorch's DDP", "set it to none, or strategy to dp"),
-        (adds_errors and own_buckets, "bucket_cap_mb", kind,
-         "it takes a single bucket on CPUs", "set it to None"),
-        (adds_errors and fp16, "gradient_compression", "precision='fp16'",
-         stays, "set precision to bf16"),
-        (adds_errors and skips, "gradient_compression", "on_nonfinite='skip'",
-         stays, "set on_nonfinite to rollback or stop"),
-        (skips and not candidate.strategy.traits.leaves_out_updates, "on_nonfinite", here,
-         "its engine updates before the norm of the gradients is known here",
-         "set it to rollback or stop"),
-        (chunks and tp > 1, "loss_chunk_tokens", f"tp={tp}",
-         f"its {tp} processes have a part of every token's logits", "set it to 0"),
-        (chunks and fp16, "loss_chunk_tokens", "precision='fp16'",
-         "gradients would be computed before they are scaled", "set precision to bf16, or it to 0"),
-        (powersgd and config.compression_rank > size.hidden_size, "compression_rank", named,
-         f"its matrices have {size.hidden_size} columns or rows",
-         f"set it to {min(32, size.hidden_size)} or less"),
-    ):  # fmt: skip
-        if refused:
-            raise UserError(f"{key}={getattr(config, key)!r} does not go with {other}", why, fix)
+    if config.bucket_cap_mb is not None:
+        other = f"{key}={config.gradient_compression!r}"
+        why = "it takes a single bucket on CPUs"
+        _refuse(candidate, "bucket_cap_mb", other, why, "set it to None")
+    if config.precision == "fp16":
+        _refuse(candidate, key, "precision='fp16'", stays, "set precision to bf16")
+    if config.on_nonfinite == "skip":
+        fix = "set on_nonfinite to rollback or stop"
+        _refuse(candidate, key, "on_nonfinite='skip'", stays, fix)
+
+
+def _check_loss_chunks(candidate: Candidate) -> None:
+    key = "loss_chunk_tokens"
+    tp = candidate.mesh["tp"]
+    if candidate.config.loss_chunk_tokens == 0:
+        return
+    if tp > 1:
+        why = f"its {tp} processes have a part of every token's logits"
+        _refuse(candidate, key, f"tp={tp}", why, "set it to 0")
+    if candidate.config.precision == "fp16":
+        why = "gradients would be computed before they are scaled"
+        _refuse(candidate, key, "precision='fp16'", why, "set precision to bf16, or it to 0")
 
 
 def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -> RunConfig:
-    """Whether blocks are compiled, exchanges along tp overlap products, a step is one graph."""
+    """Decide whether blocks are compiled, whether exchanges along tp overlap matrix
+    multiplications, and whether a step is one CUDA graph."""
     config = candidate.config
-    traits = candidate.strategy.traits
-    tp = candidate.mesh["tp"]
-    count = math.prod(candidate.mesh.values())
-    strategy = f"strategy={config.strategy!r}"
-    whole = config.compile == "whole"
-    drops = max(config.dropout, config.lora_dropout) > 0
-    recomputes = config.activation_checkpointing != "none"
-    capability = machine.compute_capability
-    num_gpus = machine.num_gpus
+    on_gpu = machine.num_gpus > 0
 
-    def decide(key: str, able: bool, obstacles: dict[str, bool], said: str = "") -> Any:
-        """As asked, or UserError with what is in the way; "auto" is whether the machine is `able`
-        and nothing is: what is, is noted after what is `said`."""
-        asked = getattr(config, key)
-        obstacle = next((words for words, is_there in obstacles.items() if is_there), "")
-        if asked == AUTO:
-            if said and able and obstacle:
-                notes.append(f"{said}: {obstacle}")
-            return able and not obstacle
-        if asked and obstacle:
-            what = f"{key}={asked!r} does not work with {obstacle}"
-            raise UserError(what, fix=f"set {key} to auto or False")
-        return asked
+    obstacle = _compile_obstacle(candidate)
+    can_compile = on_gpu and machine.compute_capability >= (7, 0)
+    compiled = _decide_switch(config, "compile", can_compile, obstacle)
+    if config.compile == AUTO and can_compile and obstacle:
+        notes.append(f"not compiled: {obstacle}")
 
-    # Where compiled blocks would be wrong or fail.
-    fetches = f"{strategy}, which fetches parameters while a block runs"
-    in_a_block = "dropout under tp with sequence_parallel=False: it changes generators in a block"
-    mode = f"activation_checkpointing={config.activation_checkpointing!r}"
-    compiled = decide("compile", num_gpus > 0 and capability >= (7, 0), {
-        fetches: candidate.strategy.fetches_parameters,
-        in_a_block: tp > 1 and drops and not config.sequence_parallel,
-        f"{count} processes, whose exchanges begin with each block": whole and count > 1,
-        f"{strategy}: DeepSpeed's hooks are between blocks": whole and traits.takes_deepspeed_json,
-        mode: whole and recomputes,
-    }, "not compiled")  # fmt: skip
-    async_tp = decide("async_tp", capability == (9, 0), {
-        "tp=1, which exchanges nothing": tp == 1,
-        "sequence_parallel=False, whose sums are not scattered": not config.sequence_parallel,
-        "a CPU": num_gpus == 0,
-        "compile=False": not compiled,
-        f"tp={tp} over machines of {num_gpus} GPUs": num_gpus % tp > 0,
-    })  # fmt: skip
-    # A graph cannot ask the host anything.
-    host = f"{strategy}, whose engine launches its own kernels"
-    hooks = "gradient_compression, whose hooks run on the host"
-    sets = "dropout under tp or activation checkpointing, which sets random generators"
-    graphs = decide("cuda_graphs", num_gpus > 0, {
-        host: not traits.replays_steps,
-        hooks: config.gradient_compression != "none",
-        sets: drops and (tp > 1 or recomputes),
-        "a CPU": num_gpus == 0,
-    }, "no CUDA graph")  # fmt: skip
+    obstacle = _async_tp_obstacle(candidate, machine, compiled)
+    async_tp = _decide_switch(config, "async_tp", machine.compute_capability == (9, 0), obstacle)
+
+    obstacle = _graph_obstacle(candidate, machine)
+    graphs = _decide_switch(config, "cuda_graphs", on_gpu, obstacle)
+    if config.cuda_graphs == AUTO and on_gpu and obstacle:
+        notes.append(f"no CUDA graph: {obstacle}")
     return with_values(config, compile=compiled, async_tp=async_tp, cuda_graphs=graphs)
+
+
+def _decide_switch(config: RunConfig, key: str, able: bool, obstacle: str) -> Any:
+    """Return the key's value; "auto" becomes whether the machine is `able` to and nothing is in
+    the way. Raises UserError if the user asked for it and there is an obstacle."""
+    asked = getattr(config, key)
+    if asked == AUTO:
+        return able and not obstacle
+    if asked and obstacle:
+        what = f"{key}={asked!r} does not work with {obstacle}"
+        raise UserError(what, fix=f"set {key} to auto or False")
+    return asked
+
+
+def _drops(config: RunConfig) -> bool:
+    return max(config.dropout, config.lora_dropout) > 0
+
+
+def _compile_obstacle(candidate: Candidate) -> str:
+    """Return why compiled blocks would be wrong or fail; "" if they would not."""
+    config = candidate.config
+    strategy = candidate.strategy
+    named = f"strategy={config.strategy!r}"
+    num_processes = math.prod(candidate.mesh.values())
+    if strategy.fetches_parameters:
+        return f"{named}, which fetches parameters while a block runs"
+    if candidate.mesh["tp"] > 1 and _drops(config) and not config.sequence_parallel:
+        return "dropout under tp with sequence_parallel=False: it changes generators in a block"
+    if config.compile != "whole":
+        return ""
+    if num_processes > 1:
+        return f"{num_processes} processes, whose exchanges begin with each block"
+    if strategy.traits.takes_deepspeed_json:
+        return f"{named}: DeepSpeed's hooks are between blocks"
+    if config.activation_checkpointing != "none":
+        return f"activation_checkpointing={config.activation_checkpointing!r}"
+    return ""
+
+
+def _async_tp_obstacle(candidate: Candidate, machine: Machine, compiled: Any) -> str:
+    tp = candidate.mesh["tp"]
+    if tp == 1:
+        return "tp=1, which exchanges nothing"
+    if not candidate.config.sequence_parallel:
+        return "sequence_parallel=False, whose sums are not scattered"
+    if machine.num_gpus == 0:
+        return "a CPU"
+    if not compiled:
+        return "compile=False"
+    if machine.num_gpus % tp:
+        return f"tp={tp} over machines of {machine.num_gpus} GPUs"
+    return ""
+
+
+def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
+    """Return why a step cannot be one CUDA graph, which cannot ask the host anything."""
+    config = candidate.config
+    recomputes = config.activation_checkpointing != "none"
+    if not candidate.strategy.traits.replays_steps:
+        return f"strategy={config.strategy!r}, whose engine launches its own kernels"
+    if config.gradient_compression != "none":
+        return "gradient_compression, whose hooks run on the host"
+    if _drops(config) and (candidate.mesh["tp"] > 1 or recomputes):
+        return "dropout under tp or activation checkpointing, which sets random generators"
+    return "a CPU" if machine.num_gpus == 0 else ""
 
 
 def lay_out_on(cluster: Cluster, config: RunConfig, mesh: dict[str, int] | None = None) -> Plan:

@@ -30,11 +30,11 @@ QUICKLY_CUT = 4_000_000  # bytes
 MAX_SPARE_ROWS = 128  # that embeddings have beyond their tokenizer's tokens
 
 
-def find_sources(plan: Plan) -> Plan:
-    """The plan with these and the learning rate; UserError where what is named is missing."""
+def find_sources(plan: Plan, notes: list[str]) -> Plan:
+    """Return the plan with its sources and its learning rate. Raises UserError if a file or a
+    name on the Hub that CONFIG gives is missing."""
     config = plan.config
     spec = plan.model
-    notes = plan.notes
     source, weights_dir = _choose_weights(config, spec, notes)
     adapters_dir = Path(source).resolve() if is_adapter(Path(source)) else None
     if weights_dir is not None:
@@ -61,6 +61,7 @@ def find_sources(plan: Plan) -> Plan:
     decided = {"tokenizer": tokenizer, "weights": source, "dataset": dataset}
     if spec.weights_dir is not None:  # runs/latest is another run's from now on
         decided["model"] = str(spec.weights_dir)
+        plan = replace(plan, model=find_model(decided["model"]))
     config = with_values(config, learning_rate=rate, **decided)
     sources = dict[str, str]()
     if weights_dir is not None:
@@ -162,10 +163,9 @@ def _cut(folder: Path, tokenizer: Tokenizer, plan: Plan) -> Data:
     return replace(data, counts=report.summarise(folder, plan.config))
 
 
-def fit_to_data(plan: Plan, data: Data) -> Plan:
+def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:
     """The number of samples and of steps, and no more warm-up than there are."""
     config = plan.config
-    notes = plan.notes
     train = data.train
     num_parts = len(train.starts)
     if config.num_samples == AUTO and num_parts < AUTO_SAMPLES:

@@ -24,7 +24,7 @@ FP16 = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def fill_deepspeed_json(plan: Plan) -> dict[str, Any]:
+def fill_deepspeed_json(plan: Plan, notes: list[str]) -> dict[str, Any]:
     """The strategy's JSON with CONFIG's values for "auto"; UserError where it has others, or what
     this suite does not run as written."""
     config = plan.config
@@ -80,7 +80,7 @@ def fill_deepspeed_json(plan: Plan) -> dict[str, Any]:
         own += [f"fp16.loss_scale={scale['loss_scale']}"] if scale.get("loss_scale") else []
         if own:
             said = f"{', '.join(own)} in {source.name}: this run may skip other steps than "
-            plan.notes.append(f"{said}other strategies do")
+            notes.append(f"{said}other strategies do")
     zero = document.get("zero_optimization", {})
     if zero.get("stage") == 3:  # its own linear layer is slower when blocks are compiled
         zero.setdefault("memory_efficient_linear", False)
@@ -94,7 +94,7 @@ def fill_deepspeed_json(plan: Plan) -> dict[str, Any]:
     if unusual:
         ask_deepspeed(document, str(source))
         names = ", ".join(unusual)
-        plan.notes.append(f"{names} in {source.name}: DeepSpeed accepts it, and it is not planned")
+        notes.append(f"{names} in {source.name}: DeepSpeed accepts it, and it is not planned")
     return document
 
 

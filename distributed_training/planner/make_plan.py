@@ -1,24 +1,17 @@
-"""From CONFIG and a machine to the plan of a run that starts afresh. What is known to fail is
-refused here, before processes start or weights load. No torch import."""
+"""From CONFIG and a machine to the plan of a run. No torch import."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from distributed_training.data.cache import token_cache
-from distributed_training.data.hub import check_push
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import Plan, load_plan
-from distributed_training.planner.checks import (
-    check_disk,
-    check_extensions,
-    check_gpus,
-    check_memory,
-    check_packages,
-    check_swapping,
-)
+from distributed_training.planner.checks import check_run
 from distributed_training.planner.choose import choose_model, lay_out_on
 from distributed_training.planner.data import find_sources, fit_to_data
+from distributed_training.planner.deepspeed_json import fill_deepspeed_json
+from distributed_training.planner.rank import choose_spread
 from distributed_training.predict.predict import Cluster, predict
 from distributed_training.records.folder import named_checkpoint
 from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
@@ -27,83 +20,61 @@ from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import defaults_for
 
 
-def decide_plan(config: RunConfig, cluster: Cluster, cut: Callable[[Plan], Data | None]) -> Plan:
-    """Decide and check everything (`make_plan`), what may be downloaded last."""
+def make_plan(
+    config: RunConfig, cluster: Cluster, cut: Callable[[Plan], Data | None] = lambda plan: None
+) -> Plan:
+    """Decide and check everything about a run. Downloads come after the checks of this machine.
 
-    def suggest(plan: Plan) -> list[str]:
-        from distributed_training.planner.rank import what_fits
-
-        return what_fits(plan, cluster)
-
-    plan = draft_plan(config, cluster)
+    `cut` returns the run's samples, or None if they are not wanted. Raises UserError at the first
+    obstacle."""
+    notes: list[str] = []
+    asked = take_over(config, cluster.num_processes, notes)
+    plan = draft_plan(asked, cluster, notes)
     prediction = predict(plan, cluster.rates)
-    # Cheapest first. For a --cluster this machine's packages, disks and compiler say nothing.
-    if cluster.is_here:
-        check_packages(plan)
-    check_gpus(plan)
-    check_swapping(plan)
-    check_memory(prediction, suggest)
-    if cluster.is_here:
-        check_disk(plan)
-        check_extensions(plan)
-    if plan.config.push is not None:
-        if not plan.config.export:
-            raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
-        check_push(plan.config.push)
-    plan = find_sources(plan)
+    check_run(prediction, cluster)
+    plan = find_sources(plan, notes)
     known = {path.name for path in token_cache().glob("*")}
     data = cut(plan)
     if data is not None:
-        plan = fit_to_data(plan, data)
-    if plan.cache in known or plan.packing is not None:
+        plan = fit_to_data(plan, data, notes)
         prediction = predict(plan, cluster.rates, tokenised=plan.cache in known)
     if plan.strategy.traits.takes_deepspeed_json:
-        from distributed_training.planner.deepspeed_json import fill_deepspeed_json
-
-        plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan))
+        plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan, notes))
     if prediction.room in ("tight", "unlikely"):
-        said = "memory is near the edge: runs of this kind have needed up to "
-        plan.notes.append(f"{said}{prediction.memory.likely_bytes[1] / GIB:.1f} GiB a GPU")
-    return replace(plan, prediction=prediction.as_record())
+        most = prediction.memory.likely_bytes[1] / GIB
+        notes.append(
+            f"memory is near the edge: runs of this kind have needed up to {most:.1f} GiB a GPU"
+        )
+    return replace(plan, prediction=prediction.as_record(), notes=tuple(notes))
 
 
-def draft_plan(config: RunConfig, cluster: Cluster) -> Plan:
-    """Decide what follows from CONFIG and the machine; check only that the layout exists."""
-    notes: list[str] = []
+def draft_plan(config: RunConfig, cluster: Cluster, notes: list[str] | None = None) -> Plan:
+    """Decide what follows from CONFIG and the machine: model, strategy, mesh, batch and switches.
+    The only check is that the layout exists."""
+    notes = [] if notes is None else notes
     decided = choose_model(config, cluster.machine, cluster.num_processes, notes)
     if AUTO in (decided.strategy, decided.batch_size):
-        from distributed_training.planner.rank import choose_spread
-
         decided = choose_spread(decided, cluster, notes)
     if config.checkpoint_every == 0:
         notes.append("checkpoint_every=0: nothing will be saved, not on Ctrl-C either")
     plan = lay_out_on(cluster, decided)
-    return replace(plan, requested=config, notes=notes + plan.notes)
+    notes += plan.notes
+    return replace(plan, requested=config, notes=tuple(notes))
 
 
-def make_plan(
-    config: RunConfig, cluster: Cluster, cut: Callable[[Plan], Data | None] = lambda plan: None
-) -> Plan:
-    """Decide and check everything about a run, what may have to be downloaded last; raise UserError
-    at the first obstacle. `cut` gives the run's samples, where they are wanted."""
-    notes = list[str]()
-    if config.resume not in (None, AUTO):
-        config, notes = take_over(config, cluster.num_processes)
-    plan = decide_plan(config, cluster, cut)
-    plan.notes.extend(notes)
-    return plan
-
-
-def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[str]]:
-    """CONFIG for so many processes with the work and strategy of the run that `resume` names, but
-    for what was typed; and notes of what differs. Raises UserError where it names none."""
+def take_over(config: RunConfig, num_processes: int, notes: list[str]) -> RunConfig:
+    """Return CONFIG with the work and the strategy of the run that `resume` names, except for keys
+    that were typed; unchanged if `resume` names no run. Raises UserError if that run is missing."""
+    if config.resume in (None, AUTO):
+        return config
     before = load_plan(named_checkpoint(str(config.resume)).parents[1])
     decided = before.config.to_user_words()
     open_keys = [name for name in ("strategy", *before.work) if name not in config.typed]
     words = config.to_user_words()
     asked = before.requested.to_user_words()
     own = [f"{name}={decided[name]!r}" for name in open_keys if words.get(name) != asked.get(name)]
-    notes = [f"as in the run: {', '.join(own)}"] if own else []
+    if own:
+        notes.append(f"as in the run: {', '.join(own)}")
     taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
     if "dataset" in config.typed:  # from which these were decided, unless they were asked for
         of_data: dict[str, Any] = {
@@ -120,15 +91,14 @@ def take_over(config: RunConfig, num_processes: int) -> tuple[RunConfig, list[st
         taken["engine_work"] = before.config.engine_work
     batch = ("batch_size", "grad_accum_steps")
     if set(batch).intersection(config.typed):
-        return with_values(config, **taken), notes
+        return with_values(config, **taken)
     taken |= {name: decided[name] for name in batch}
-    config, cut = share_batch(with_values(config, **taken), before, num_processes)
-    return config, notes + cut
+    return share_batch(with_values(config, **taken), before, num_processes, notes)
 
 
-def share_batch(config: RunConfig, before: Plan, num_processes: int) -> tuple[RunConfig, list[str]]:
-    """CONFIG for so many processes with the global batch of the run before, and a note where that
-    is cut otherwise. Raises UserError where they cannot share it evenly."""
+def share_batch(config: RunConfig, before: Plan, num_processes: int, notes: list[str]) -> RunConfig:
+    """Return CONFIG with the global batch of the run before, cut for `num_processes`. Raises
+    UserError if they cannot share it evenly."""
     size = before.batch.global_batch_size
     each, odd = divmod(size, num_processes)
     if odd:
@@ -137,9 +107,10 @@ def share_batch(config: RunConfig, before: Plan, num_processes: int) -> tuple[Ru
         raise UserError(what, why, "start a divisor of it")
     asked = before.config.batch_size if config.batch_size == AUTO else config.batch_size
     if int(asked) * config.grad_accum_steps == each:
-        return config, []
+        return config
     most = max(n for n in range(1, int(asked) + 1) if each % n == 0)
     batch = {"batch_size": most, "grad_accum_steps": each // most}
     config = with_values(config, **batch, micro_batch_size=AUTO, num_microbatches=AUTO)
     cut = " x ".join(f"{key} {value}" for key, value in batch.items())
-    return config, [f"the global batch stays {size}: {cut} x {num_processes}"]
+    notes.append(f"the global batch stays {size}: {cut} x {num_processes}")
+    return config

@@ -1,10 +1,8 @@
 """How fast a machine works: measured (`plan --calibrate`), else estimated from datasheets."""
 
-import contextlib
 import itertools
 import json
 import math
-import platform
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,8 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from distributed_training.plan.plan import Plan
-from distributed_training.records.record import timestamp
 from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.machine import ADAPTER_BYTES_PER_S, Gpu
 
@@ -108,60 +104,18 @@ def tiled(m: float, k: float, n: float, num_sms: int) -> float:
     return min(found)
 
 
-def calibration_file(device: str, what: str = "calibration") -> Path:
+def calibration_file(device: str) -> Path:
     """Where `plan --calibrate` keeps what it measured of a kind of device."""
-    return cache_folder() / f"{what}-{device.replace(' ', '-')}.json"
-
-
-def remember_speed(plan: Plan, performance: Mapping[str, Any]) -> None:
-    """Keep for the next plan on this machine by how much a run's host, where the GPU waited for
-    that, or its GPU, where it was alone, was slower than predicted, on top of what was known
-    before. A cache that cannot be written is none."""
-    said = plan.prediction
-    enough = performance["num_timed_steps"] >= 10  # from which their median is a speed
-    if not (plan.machine.num_gpus and said and said["step_time_s"] and enough):
-        return
-    part = "host" if said["bound_by"] == "host" else "gpu"
-    alone = plan.num_processes == 1 and said["bound_by"] in ("arithmetic", "memory")
-    ratio = performance["step_time_s"]["p50"] / said["step_time_s"]
-    if not (part == "host" or alone) or not 0.4 < ratio < 2.5:  # something else than a speed
-        return
-    path, known = _passing(str(plan.machine.gpu_name))
-    known["made_at"] = timestamp()
-    known["slower"][part] = ratio * known["slower"].get(part, 1.0)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(known, indent=1) + "\n")
-
-
-def _passing(device: str) -> tuple[Path, dict[str, Any]]:
-    """What runs on this machine, of this kind of device, measured in passing, and its file."""
-    path = calibration_file(f"{device}-{platform.node()}", "passing")
-    with contextlib.suppress(OSError, ValueError):
-        return path, json.loads(path.read_text())
-    return path, {"made_at": "", "slower": {}}
+    return cache_folder() / f"calibration-{device.replace(' ', '-')}.json"
 
 
 def measured_rates(device: str, base: Rates) -> Rates:
-    """`base` with what was measured of this kind of device in its place, if it was: by `plan
-    --calibrate`, and of a GPU by runs on this machine in passing."""
+    """Return `base` with the rates that `plan --calibrate` measured for this kind of device."""
     path = calibration_file(device)
     document = json.loads(path.read_text()) if path.is_file() else {}
     if document and ("training_s" in document or not base.on_host):  # else of an earlier version
-        base = from_calibration(document, base)
-    _, known = _passing(device)
-    slower = known["slower"]
-    if not slower:
-        return base
-    speeds = ("gemm_flops", "fp32_gemm_flops", "memory_bytes", "attention_flops")
-    found = {name: getattr(base, name) / slower.get("gpu", 1.0) for name in speeds}
-    return replace(
-        base,
-        **found,
-        host=host_costs(base.host, slower.get("host", 1.0)),
-        measured_at=known["made_at"],
-        measured=(*base.measured, *slower),
-    )
+        return from_calibration(document, base)
+    return base
 
 
 def from_calibration(document: Mapping[str, Any], base: Rates) -> Rates:

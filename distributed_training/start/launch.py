@@ -252,7 +252,7 @@ def spawn(
         if ended.signum or not any(ended.codes.values()):
             break
         saved, note = run_dir.started_again(plan, f" ({count})")
-        plan = replace(plan, checkpoint=saved, notes=[*notes, note])
+        plan = replace(plan, checkpoint=saved, notes=(*notes, note))
         run_dir.write_plan(plan)
         ended = run_ranks(what, plan.num_processes, line=line)
     if plan.offload_dir is not None:  # a run that failed could not remove its files

@@ -278,8 +278,8 @@ def agree_on_plan(
         cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
         going_on, notes = go_on(config, launchers, process.world_size)
         plan = make_plan(going_on, cluster, plan_data.cut_data)
-        plan.notes.extend([*notes, *standalone_note(process)])
-        return run_dir.reserve_run_dir(replace(plan, launchers=launchers))
+        notes = [*plan.notes, *notes, *standalone_note(process)]
+        return run_dir.reserve_run_dir(replace(plan, launchers=launchers, notes=tuple(notes)))
 
     return run_dir.plan_from_text(ask(run_dir.plan_as_text(make) if process.rank == 0 else "")[0])
 
@@ -301,8 +301,9 @@ def go_on(
     saved, note = run_dir.started_again(before)
     if saved:
         config = with_values(config, resume=str(saved))
-    config, cut = share_batch(config, before, num_processes)
-    return config, ["; ".join([note, *cut])]
+    notes = [note]
+    config = share_batch(config, before, num_processes, notes)
+    return config, ["; ".join(notes)]
 
 
 def check_disks(plan: Plan, process: Process) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +94,9 @@ def num_steps(plan: Plan) -> int | None:
         if not Path(config.dataset).exists():
             return None
         with contextlib.suppress(UserError, OSError):
-            plan = find_sources(replace(plan, notes=[]))
+            plan = find_sources(plan, [])
             data = peek_data(plan)
-            return fit_to_data(plan, data).num_steps if data else None
+            return fit_to_data(plan, data, []).num_steps if data else None
         return None
     samples = AUTO_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
     return config.epochs * math.ceil(samples / plan.batch.global_batch_size)

@@ -17,7 +17,6 @@ from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.data import cut_data
 from distributed_training.predict.memory import estimate_state
-from distributed_training.predict.rates import remember_speed
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, header_rows, short_path, summary_rows
@@ -177,8 +176,6 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
         world_size=plan.num_processes,
         device_name=plan.machine.gpu_name,
     )
-    if trainer.topology.rank == 0:
-        remember_speed(plan, performance)
     peaks = trainer.memory.as_dict()
     ranks = agree.gather({"rank": trainer.topology.rank, **peaks, "disk": trainer.disk})
     memory: dict[str, Any] = {

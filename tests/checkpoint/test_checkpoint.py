@@ -84,8 +84,9 @@ def begin(saver, engine, step):
 def find_resume(given, output_dir, work=WORK, strategy="zero2"):
     plan = plan_of(None, work=work, spread={**SPREAD, "strategy": strategy})
     plan.config.resume, plan.output_dir = given, output_dir
-    found = resume.find_resume(plan)
-    return plan.notes if found is None else found[0]
+    notes = []
+    found = resume.find_resume(plan, notes)
+    return notes if found is None else found[0]
 
 
 def make_run(output_dir, name, *steps, status="interrupted", work=WORK):

@@ -86,7 +86,7 @@ def find_on(given, output_dir, own_disks=True):
     plan = plan_of(None)
     plan.own_disks = own_disks
     plan.config.resume, plan.output_dir = given, output_dir
-    return (find_resume(plan) or [None])[0]
+    return (find_resume(plan, []) or [None])[0]
 
 
 @pytest.fixture(scope="module")

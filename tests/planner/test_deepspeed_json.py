@@ -35,8 +35,8 @@ def fill(tmp_path, document, strategy="zero2", **config):
 
 
 def filled_in(strategy, config):
-    words = {"strategy": strategy, "config": config, "batch": BATCH, "notes": []}
-    return fill_deepspeed_json(SimpleNamespace(offload_dir="/fast/disk", **words))
+    words = {"strategy": strategy, "config": config, "batch": BATCH}
+    return fill_deepspeed_json(SimpleNamespace(offload_dir="/fast/disk", **words), [])
 
 
 def value_at(document, path):

@@ -6,9 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-import distributed_training.planner.make_plan as planning
 from distributed_training.data.cache import token_cache
-from distributed_training.planner import data
+from distributed_training.planner import checks, data
 from distributed_training.planner.data import cut_data, peek_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import parse_cluster, this_machine
@@ -105,7 +104,7 @@ def test_a_plan_for_other_machines_does_not_check_this_one(tmp_path, monkeypatch
         raise AssertionError("looked at this machine")
 
     for name in ("check_packages", "check_disk", "check_extensions"):
-        monkeypatch.setattr(planning, name, fail)
+        monkeypatch.setattr(checks, name, fail)
     values = {"model": "gpt2-tiny", "strategy": "offload", "dataset": "embedded"}
     built = build_config({**values, "output_dir": str(tmp_path)})
     assert make_plan(built, parse_cluster("2x2xH100-80GB")).num_processes == 4

@@ -25,8 +25,9 @@ def gpu(**changes):
 def decide(machine=CPU_MACHINE, *, world_size=1, **config):
     """(the plan as far as it is decided and its sources are found, its notes)"""
     built = build_config({"strategy": "zero2", **config})
-    plan = find_sources(draft_plan(built, this_machine(machine, world_size, world_size)))
-    return plan, plan.notes
+    notes = []
+    plan = draft_plan(built, this_machine(machine, world_size, world_size), notes)
+    return find_sources(plan, notes), notes
 
 
 def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words():

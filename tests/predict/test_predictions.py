@@ -6,7 +6,6 @@ import itertools
 import json
 import shutil
 import statistics
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +13,7 @@ from distributed_training.plan.schedules import divisors
 from distributed_training.planner.rank import enumerate_plans, rank_layouts, settings_of
 from distributed_training.predict.memory import estimate_memory, estimate_state
 from distributed_training.predict.predict import parse_cluster, this_machine
-from distributed_training.predict.rates import FITTED, calibration_file, rates_of, remember_speed
+from distributed_training.predict.rates import FITTED, calibration_file, rates_of
 from distributed_training.predict.speed import estimate_step
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
@@ -96,21 +95,6 @@ def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
     assert rates.measured_at
     assert rates.gemm_flops == pytest.approx(7e14, rel=0.05)
     assert rates.link_bytes == pytest.approx(3e11, rel=0.05)
-
-
-def test_runs_measure_in_passing_what_the_next_plan_uses(tmp_path, monkeypatch):
-    monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path))
-    for bound_by, took in (("host", 0.15), ("host", 0.12), ("memory", 0.11), ("memory", 9.0)):
-        said = {"bound_by": bound_by, "step_time_s": 0.1}
-        plan = SimpleNamespace(machine=GPU_MACHINE, num_processes=1, prediction=said)
-        remember_speed(plan, {"num_timed_steps": 10, "step_time_s": {"p50": took}})
-    rates = this_machine(GPU_MACHINE, 4, 4).rates
-    assert rates.host.block == pytest.approx(1.5 * 1.2 * H200.host.block)
-    assert rates.gemm_flops == pytest.approx(H200.gemm_flops / 1.1), "no run is 90 times as slow"
-    assert rates.measured_at
-    (file,) = tmp_path.iterdir()
-    file.write_text("{")
-    assert this_machine(GPU_MACHINE, 4, 4).rates == H200
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def spawn(tmp_path, monkeypatch):
         monkeypatch.setattr(launch, "run_ranks", run_ranks)
         config = SimpleNamespace(push=push)
         plan = SimpleNamespace(
-            run_dir=tmp_path, offload_dir=None, config=config, num_processes=2, notes=[]
+            run_dir=tmp_path, offload_dir=None, config=config, num_processes=2, notes=()
         )
         return launch.spawn(plan, ["x.py"], 0)
 

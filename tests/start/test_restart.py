@@ -100,7 +100,8 @@ def saved(tmp_path):
 @pytest.mark.parametrize("count", [4, 2, 8])
 def test_a_run_that_is_named_goes_on_with_its_own_work(count, saved):
     shipped = {"strategy": "auto", "seed": 42, "batch_size": 4, "max_length": 512, "model": "auto"}
-    config, notes = take_over(merged(shipped, f"resume={saved.run_dir}"), count)
+    notes = []
+    config = take_over(merged(shipped, f"resume={saved.run_dir}"), count, notes)
     plan = planned(config.model_copy(update={"resume": None}), count)
     assert plan.work == saved.work
     assert (plan.strategy.name, plan.options.local_steps) == ("local_sgd", 3)
@@ -118,14 +119,15 @@ def test_what_was_typed_counts(typed, saved):
     words = [f"resume={saved.run_dir}", "strategy=local_sgd"]
     more = [f"{name}={value}" for name, value in typed.items()]
     for config in (merged(own | typed, *words), merged(own, *words, *more)):
-        config, notes = take_over(config, 4)
+        notes = []
+        config = take_over(config, 4, notes)
         plan = planned(config.model_copy(update={"resume": None}), 4)
         assert plan.work == saved.work | typed
         assert not any(name in " ".join(notes) for name in typed)
 
 
 def test_a_strategy_that_is_typed_leaves_out_the_others_keys(saved):
-    config, _ = take_over(merged({}, f"resume={saved.run_dir}", "strategy=fsdp"), 4)
+    config = take_over(merged({}, f"resume={saved.run_dir}", "strategy=fsdp"), 4, [])
     assert (config.strategy, config.seed, config.engine_options) == ("fsdp", 7, {})
     with refused("3 processes", "global batch of 8 evenly"):
-        take_over(merged({}, f"resume={saved.run_dir}"), 3)
+        take_over(merged({}, f"resume={saved.run_dir}"), 3, [])

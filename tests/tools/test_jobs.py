@@ -68,7 +68,7 @@ def call(monkeypatch):
     def run(words):
         picked, printed = [], []
         pick, describe = command.pick, launch.describe_plan
-        monkeypatch.setattr(planning, "find_sources", lambda plan: plan)
+        monkeypatch.setattr(planning, "find_sources", lambda plan, _: plan)
         monkeypatch.setattr(launch, "peek_data", lambda plan: None)
         with monkeypatch.context() as patch:
             patch.setattr(command, "pick", lambda choices: picked.extend(pick(choices)) or picked)
