@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
     # As PipeDream's formula:
     "use_all_workers": False,  # True: even where fewer are as fast or faster
     # 2: ring all-reduce over links that send and receive at once; 4: PipeDream's, one at a time.
-    "sync_factor": 2,  # synchronising m replicas sends this * (m - 1) / m of the weights' bytes
+    "sync_factor": 2,  # synchronizing m replicas sends this * (m - 1) / m of the weights' bytes
     "num_microbatches": 128,  # microbatches to simulate
     # The rest is for measuring. A third as many runs go before those that count.
     "device": "cpu",  # where to measure
@@ -198,8 +198,8 @@ def print_comparison(plans: dict[str, Plan]) -> None:
 
 
 def print_simulation(plan: Plan, num_microbatches: int) -> None:
-    """The plan's period and utilisation, with links as the planner and as the simulator has them"""
-    rows = [["simulated", "in flight", "period s", "of predicted", "utilisation"]]
+    """The plan's period and utilization, with links as the planner and as the simulator has them"""
+    rows = [["simulated", "in flight", "period s", "of predicted", "utilization"]]
     for busy, title in [(True, "links carry one message at a time"), (False, "links only delay")]:
         run = simulate_plan(plan, num_microbatches, busy_links=busy)
         period = ["-", "-"]
@@ -213,7 +213,7 @@ def print_simulation(plan: Plan, num_microbatches: int) -> None:
         print("\n-: too short a run to see it repeat; raise num_microbatches")
     slow = [str(k) for k, stage in enumerate(plan.stages) if stage.sync_s > stage.compute_s]
     if slow:
-        print(f"\npasses stretched to the time that workers synchronise: stage {', '.join(slow)}")
+        print(f"\npasses stretched to the time that workers synchronize: stage {', '.join(slow)}")
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -189,18 +189,18 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
     one = row.batch_idle
     tell(
         "one batch",
-        f"time {number(row.batch.makespan)}, utilisation {percent(1 - one.makespan_fraction)}, "
+        f"time {number(row.batch.makespan)}, utilization {percent(1 - one.makespan_fraction)}, "
         f"bubble {percent(one.makespan_fraction)} (within the ranks' own spans "
         f"{percent(one.span_fraction)})",
     )
     used = percent(1 - row.stream_idle.makespan_fraction)
     stream = number(row.stream_makespan)
-    tell(f"{row.config['num_batches']} batches", f"time {stream}, utilisation {used}")
+    tell(f"{row.config['num_batches']} batches", f"time {stream}, utilization {used}")
     if row.bound is None:
         tell_closed_form(row)
     else:  # the order was searched for
         tell(
-            "minimised",
+            "minimized",
             "one batch's time; of equally short orders the longest span of a rank, which is what "
             "further batches take at most",
         )

@@ -2,9 +2,14 @@
 
 import json
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from pipedream.__main__ import CONFIG
+from pipedream.schedules.orders import build_schedule
+from pipedream.simulate.blocking import blocking_programs, run_blocking
+from pipedream.simulate.comparison import measure
 
 from results.lab.tutorial import website
 from results.lab.tutorial.pages import FOLDER, stale
@@ -67,3 +72,34 @@ def test_every_picture_is_shown_and_every_folder_is_on_the_map() -> None:
 
 def test_pages_and_pictures_are_those_of_the_records() -> None:
     assert stale(FOLDER) == []
+
+
+ANSWERS = {  # in ADVANCED.md: (words of the answer, schedule, what is set, time of a batch)
+    "a batch takes 32 x 4 + 14 = 142": ("zb-h1", "num_stages=8 num_microbatches=32 forward=2"),
+    "and four 54.": ("interleaved", "num_microbatches=16 chunks=4 communication=1/8"),
+    "two take 54.25": ("interleaved", "num_microbatches=16 communication=1/8"),
+    "against 57.75": ("interleaved", "num_microbatches=16 chunks=4 communication=1/4"),
+    "Two: 56": ("interleaved", "num_microbatches=16 communication=1/4"),
+    "The fastest order takes 31": ("search", "memory=3"),
+    "33.28 + 3.06 = 36.34": ("zb-h1", "input_gradient=1.02 weight_gradient=2.14"),
+    "A third: 25.33": ("dualpipe-v", "overlap_saving=1/3"),
+    "takes 25.75": ("dualpipe-v", "overlap_saving=1/4"),
+    "the shortest order takes 30": ("search", "memory=7 communication=1"),
+    "35 x 3 + 2 (34 - 8) = 157": ("1f1b", "num_microbatches=32 communication=1"),
+}
+
+
+@pytest.mark.parametrize("words", ANSWERS)
+def test_answers_are_the_simulators(words: str) -> None:
+    assert words in (FOLDER / "ADVANCED.md").read_text()
+    name, changes = ANSWERS[words]
+    config = dict(CONFIG)
+    for change in changes.split():
+        key, value = change.split("=")
+        config[key] = int(value) if value.isdigit() else Fraction(value)
+    found = float(measure(name, config).batch.makespan)
+    assert float(re.findall(r"\d+(?:\.\d+)?", words)[-1]) == pytest.approx(found, abs=0.005)
+
+
+def test_gpipe_does_not_hang() -> None:
+    run_blocking(blocking_programs(build_schedule("gpipe", 2, 2)))

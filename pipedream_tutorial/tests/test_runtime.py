@@ -77,7 +77,7 @@ def test_benchmark_on_a_tiny_model(tmp_path):
          "--record", str(tmp_path / "record.json"), "--trace", str(tmp_path / "trace.json")]
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "gpt2-tiny, 4 blocks of hidden size 64 a stage" in done.stdout
+    assert "gpt2-tiny, 4 blocks of hidden size 64 per stage" in done.stdout
     assert "emulated" not in done.stdout
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["emulated_ms"] == {"forward": 0, "backward": 0}

@@ -99,3 +99,16 @@ def test_a_v_has_its_own_memory_and_traffic() -> None:
     activations = cost(wide, layout, sequences=8, microbatch=1).activations
     assert 4 * blocks <= activations <= 4 * (blocks + ends)
     assert peak_activations(schedule) == (4, 4, 4, 4)
+
+
+def test_the_price_of_zb_h1_depends_on_the_logits() -> None:
+    """COMPARISON.md: 61% with fp32 ones, 31% with bf16 ones, 38% if I holds both for a moment."""
+
+    def memory(**changes: object) -> Fraction:
+        layout = Layout(title="", pipeline=4, **changes)
+        return cost(MEDIUM, layout, sequences=64, microbatch=4).memory
+
+    flush = memory()
+    both = memory(schedule="zb-h1", logit_bytes=2) + 2 * 4 * 1024 * MEDIUM.vocabulary
+    found = memory(schedule="zb-h1"), memory(schedule="zb-h1", logit_bytes=2), both
+    assert [round(100 * (one / flush - 1)) for one in found] == [61, 31, 38]

@@ -1,4 +1,4 @@
-"""Charts: utilisation, idle time, memory."""
+"""Charts: utilization, idle time, memory."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ def utilization_comparison(work: Work) -> Figure:
     ax.set_xlim(0, 1)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_formatter(PercentFormatter(1))
-    ax.set_xlabel("utilisation: share of the ranks' time spent computing", fontsize=TEXT)
+    ax.set_xlabel("utilization: share of the ranks' time spent computing", fontsize=TEXT)
     return figure
 
 

@@ -245,7 +245,7 @@ def render(record: Record) -> str:
         f"* the run that the durations are from ({found['schedule']}, "
         f"m={found['num_microbatches']}): forward + backward in ms, {average}; from stage to stage "
         f"{found['communication_ms']:.2f} ms",
-        "bubble: the share of all stages' time that is idle; utilisation is the rest",
+        "bubble: the share of all stages' time that is idle; utilization is the rest",
         "simulated: from means; what else runs on this machine lengthens single operations",
         "results received before they were sent: "
         f"{sum(case['measured']['received_before_sent'] for case in cases)}",

@@ -186,7 +186,7 @@ class Workload:
             dtype = dtype or "float64"
             task = build_task(seed=config["seed"], microbatch_size=batch)
             self.loss = functional.cross_entropy
-            text = f"{count(self.layers, 'layer')} a stage, {batch} samples"
+            text = f"{count(self.layers, 'layer')} per stage, {batch} samples"
         else:
             dtype = dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
             # Four microbatches of normal numbers, in place of embedded text, and as the target.
@@ -196,11 +196,11 @@ class Workload:
             task = Task(x, y.to(getattr(torch, dtype)), batch)
             self.loss = functional.mse_loss
             text = (
-                f"{count(self.layers, 'block')} of hidden size {shape[2]} a stage (no embedding, "
+                f"{count(self.layers, 'block')} of hidden size {shape[2]} per stage (no embedding, "
                 f"no head), {batch} sequences of {shape[1]}"
             )
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.text = f"{name}, {text} a microbatch, {dtype}"
+        self.text = f"{name}, {text} per microbatch, {dtype}"
         inputs = task.inputs.to(self.device, self.dtype)
         self.task = task._replace(inputs=inputs, targets=task.targets.to(self.device))
 

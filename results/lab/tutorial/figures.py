@@ -220,7 +220,7 @@ def plan() -> Picture:
     ]
     notes = tuple(
         f"{name[:1].upper()}{name[1:]}: F + B are drawn as long as its {stage.replicas} workers "
-        f"synchronise, {float(stage.sync_s):.2f} s; they compute for {float(stage.compute_s):.2f} s"
+        f"synchronize, {float(stage.sync_s):.2f} s; they compute for {float(stage.compute_s):.2f} s"
         for name, stage in zip(names, found.stages, strict=True)
         if stage.sync_s > stage.compute_s
     )
@@ -348,7 +348,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     legend.append(Line2D([], [], label="calibrated on (filled)", **filled))
     figure, (ax,) = new_figure(
         f"{within} of {len(predicted)} predicted runs are within {GPU_GOAL.most:g} points of the "
-        f"measured utilisation; the worst is off by {abs(points_error(worst)):.1f}",
+        f"measured utilization; the worst is off by {abs(points_error(worst)):.1f}",
         [4.4], legend=legend, legend_columns=4, left=1.05,
         notes=[f"Farthest off: {where}"],
     )  # fmt: skip
@@ -364,7 +364,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     ax.set_ylim(-limit, limit)
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g}" if y else "0"))
-    ax.set_xlabel("measured utilisation", fontsize=TEXT)
+    ax.set_xlabel("measured utilization", fontsize=TEXT)
     ax.set_ylabel("simulated minus measured, points", fontsize=TEXT)
     ax.annotate(
         f"the goal on GPUs: within {GPU_GOAL.most:g} points", (0, -GPU_GOAL.most),

@@ -8,7 +8,7 @@ from pipedream.runtime.record import Record, makespan_error
 
 
 def points_error(case: Record) -> float:
-    """Simulated utilisation less the measured one, percentage points."""
+    """Simulated utilization less the measured one, percentage points."""
     return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
 
 

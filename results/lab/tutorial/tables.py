@@ -34,8 +34,8 @@ def study_intro(study: Record) -> str:
         "Made by `python results/lab/tutorial/staleness.py` in "
         f"{study['cpu_seconds']:.0f} s of CPU time: a residual network trained under each order, "
         f"{study['dtype']}. With stashing a microbatch's gradient is off by {largest} from "
-        "autograd's at its own weights. Final loss, median of 5 seeds; a batch's learning rate, of "
-        "which a microbatch's update takes 1/m:"
+        "autograd's at its own weights. The table gives the final loss, the median of 5 seeds. The "
+        "learning rate is for a batch; a microbatch's update uses 1/m of it."
     )
 
 

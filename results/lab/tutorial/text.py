@@ -32,7 +32,7 @@ def _device(record: Record) -> str:
 def summary(records: Mapping[str, Record]) -> str:
     """One line a record: how far the simulator was off at most, and whether that is the goal."""
     lines = [
-        "| record, runs predicted | makespan off by | utilisation off by | goal |",
+        "| record, runs predicted | makespan off by | utilization off by | goal |",
         "|---|---:|---:|---|",
     ]
     for name, record in records.items():
@@ -61,16 +61,16 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         ),
         "## Prediction against measurement",
         wrapped(
-            "The simulator is given the mean times of one run and predicts the others. Makespan: "
-            "from the first start to the last end. Utilisation: the share of it in which stages "
+            "The simulator gets the mean times of one run and predicts the others. Makespan: "
+            "from the first start to the last end. Utilization: the share of it in which stages "
             f"compute. The goals are {_goals(records)}."
         ),
         summary(records),
-        "![Measured and simulated utilisation](figures/prediction.png)",
+        "![Measured and simulated utilization](figures/prediction.png)",
         wrapped(
-            "Below, of the largest machine, for each m: makespan in ms and utilisation, with how "
-            "many points the simulated one is off. \\*: the run that the times are from. Of runs "
-            "that were repeated, those predicted worst are shown."
+            "The tables below are of the largest machine. For each m they give the makespan in ms "
+            "and the utilization, in brackets how many points the simulation is off. \\*: the run "
+            "that the times are from. Of repeated runs, the tables show the one predicted worst."
         ),
         *sections(records),
     ]
@@ -98,7 +98,7 @@ def verdict(records: Mapping[str, Record]) -> str:
         + f"{_share_of([same for same in equal if same is not None])} final weights compared with "
         f"one process's are equal bit for bit, {_share_of(same_versions).lower()} predicted runs "
         f"kept as many weight versions as simulated, and {early or 'no'} results were received "
-        "before they were sent, which would be a clock that is off."
+        "before they were sent, which shows that the clocks agree."
         + (f" A GPU waited for its host in {', '.join(late)}." if late else "")
     )
 
@@ -114,7 +114,7 @@ def printed(record: Record) -> str:
 
 
 def _goals(records: Mapping[str, Record]) -> str:
-    """'10% of the makespan on CPU, 3 points of utilisation on NVIDIA H200'."""
+    """'10% of the makespan on CPU, 3 points of utilization on NVIDIA H200'."""
     found = {_device(record): goal_of(record).text for record in records.values()}
     return ", ".join(f"{goal} on {device}" for device, goal in found.items())
 
@@ -128,6 +128,7 @@ def sections(records: Mapping[str, Record]) -> list[str]:
     for name, record in on_gpu.items():
         if record["num_stages"] == most:
             workload = record["workload"].replace(" (no embedding, no head)", "")
+            workload = workload.replace(" a stage", " per stage").replace(" a micro", " per micro")
             groups.setdefault(wrapped(f"Work: {workload}."), {})[name] = record
     found: list[str] = []
     for work, alike in groups.items():
@@ -170,7 +171,7 @@ def _run_table(record: Record) -> str:
 
 
 def _cell(case: Mapping[str, Any]) -> str:
-    """'471.2, 54.7% (+0.7)': makespan and utilisation, and how far off it was simulated."""
+    """'471.2, 54.7% (+0.7)': makespan and utilization, and how far off it was simulated."""
     text = f"{case['measured']['makespan_ms']:,.1f}" + r" \*" * case["calibrated_on"]
     text += f", {100 * case['measured']['utilisation']:.1f}%"
     return text if case["predicted"] is None else f"{text} ({points_error(case):+.1f})"
