@@ -58,7 +58,7 @@ def _trained(name: str) -> Value:
 
 
 def _peak(r: Record) -> float | None:
-    """Bytes that tensors hold on the fullest GPU, else the RAM of the fullest process."""
+    """Return the bytes of tensors on the fullest GPU; on a CPU the RAM of the fullest process."""
     on_gpu = r.memory.get("peak_allocated_bytes")
     return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
 
@@ -90,7 +90,7 @@ MEASURED = {
     "ms a step": MS_A_STEP,
     "MFU": Number(lambda r: r.performance.get("mfu"), "{:.1%}".format),
     "peak GPU memory": Number(lambda r: r.memory.get("peak_reserved_bytes"), gib),
-    "peak host memory": Number(lambda r: r.memory.get("peak_host_bytes"), gib),
+    "peak RAM": Number(lambda r: r.memory.get("peak_host_bytes"), gib),
     "training loss": Number(
         lambda r: finite(r.loss_curve[-1][1]) if r.loss_curve else None,
         "{:.3f}".format,
@@ -276,6 +276,8 @@ def results(comparison: Comparison) -> Table:
     about = "Median step of each run"
     if any(len(layout.records) > 1 for layout in layouts):
         about += "; mean ± standard deviation over the seeds"
+    if not any(r.machine["gpu_name"] for r in comparison.records):
+        about += "; peak RAM: the fullest process, tensors and libraries"
     return _table("Results", f"{about}.", columns)
 
 
@@ -283,7 +285,11 @@ def predictions(comparison: Comparison) -> Table:
     """What the plan said before each run."""
     records = comparison.records
     on_gpu = any(r.machine["gpu_name"] for r in records)
-    what = "what tensors hold on the fullest GPU" if on_gpu else "RAM of the fullest process"
+    what = (
+        "what tensors hold on the fullest GPU"
+        if on_gpu
+        else "the RAM of the fullest process, tensors and libraries"
+    )
     about = f"Memory is {what}. Each prediction was made before its run"
     layouts = comparison.finished if any(r.prediction for r in records) else []
     columns = {comparison.rows: [layout.name for layout in layouts]}

@@ -50,7 +50,7 @@ RECORDS = f"[!l]*/{records.RECORD_FILE}"  # not through the link "latest"
 START_S = {"cpu": 8.0, "cuda": 15.0}
 OTHER_OUT = "name another folder with --out"
 PATIENCE_S = 30.0  # for a run that was told to stop
-SAID = ("tokens/s", "peak GPU memory", "peak host memory", "validation loss")  # of each run
+SAID = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")  # of each run
 Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
 Values = dict[str, Any]
 

@@ -14,7 +14,7 @@ const START = {
 // there is a slider, its label, its help and, if they are others, its ends.
 const RULES = {
   p: { name: "num_stages", whole: [1, 16], label: "p, ranks", help: "GPUs; each holds one stage or more" },
-  m: { name: "num_microbatches", whole: [1, 64], label: "m, microbatches", help: "that a batch is cut into" },
+  m: { name: "num_microbatches", whole: [1, 64], label: "m, microbatches", help: "microbatches per batch" },
   n: { name: "num_batches", whole: [1, 8], label: "batches", help: "one after the other" },
   v: { name: "chunks", whole: [1, 8], label: "v, chunks", help: "stages per rank, under interleaved 1F1B" },
   K: {
@@ -29,7 +29,7 @@ const RULES = {
   W: { name: "weight_gradient", ends: [0, 4], label: "W, weight gradient", help: "second half of the backward pass" },
   c: {
     name: "communication", ends: [0, 4],
-    label: "c, communication", help: "time from one rank to the next; occupies neither",
+    label: "c, communication", help: "time of a message between two ranks; it occupies neither",
   },
   saving: {
     name: "overlap_saving", most: 1, ends: [0, 1],

@@ -22,13 +22,13 @@ const STOPPED = [
 const LEVELS = [
   {
     title: "Fill the pipeline",
-    text: "One microbatch at a time keeps 4 ranks busy a quarter of the time: each waits for the one before it, and on the way back for the one after it. Cut the batch into microbatches and let several be under way at once.",
+    text: "One microbatch at a time keeps 4 ranks busy a quarter of the time: each waits for the one before it, and on the way back for the one after it. Cut the batch into microbatches and let several be in flight at once.",
     start: { ...EVEN, schedule: "naive", p: 4, m: 4 },
     schedules: ["naive", "gpipe"],
     controls: ["m"],
     goals: [idleAtMost(0.2)],
     hint: "Under GPipe 3 of m + 3 time slots are idle on each rank. When is that a fifth?",
-    learned: "Each rank idles for (p-1)(F+B) a batch, however many microbatches there are: more of them dilute the bubble. 12 are enough for 20%.",
+    learned: "Each rank idles for (p-1)(F+B) per batch, for any number of microbatches. The more there are, the smaller is that share: 12 are enough for 20%.",
   },
   {
     title: "Beat GPipe's memory",
@@ -42,7 +42,7 @@ const LEVELS = [
   },
   {
     title: "Hide the W",
-    text: "The rank before waits for the input gradient I only; nobody waits for the weight gradient W. Cut every backward pass in two, then drag W operations into the holes.",
+    text: "The rank before waits only for the input gradient I; nobody waits for the weight gradient W. Cut every backward pass in two, then drag W operations into the holes.",
     start: { ...EVEN, schedule: "1f1b", p: 3, m: 4, K: 3, held: true },
     schedules: ["1f1b"],
     controls: ["cut"],
@@ -57,12 +57,12 @@ const LEVELS = [
     schedules: ["naive", "gpipe", "1f1b", "eager-1f1b"],
     controls: [],
     goals: [timeAtMost(39), heldAtMost(7)],
-    hint: "Ranks that run further ahead have something to do while messages travel.",
+    hint: "Ranks that run further ahead have work while messages travel.",
     learned: "Eager 1F1B starts 2(p-r)-1 forward passes instead of p-r, so its messages arrive before they are needed. It pays in memory: 7 instead of 4.",
   },
   {
     title: "Stash or be wrong",
-    text: "Without a flush the ranks are busy 91% of the time. But each rank updates its weights after every backward pass, and here into the same memory: forward and backward passes see different weights. Point at a backward pass to read which. The gradient error below is computed from a real small network. Make it exactly 0, and keep no more than 2 versions of the weights.",
+    text: "Without a flush the ranks are busy 91% of the time. But each rank updates its weights in place after every backward pass, so forward and backward passes use different versions. Point at a backward pass to read which. The gradient error below is computed from a real small network. Make it exactly 0, and keep no more than 2 versions of the weights.",
     start: { ...EVEN, schedule: "pipedream-no-stash", p: 4, m: 8, n: 4, versions: true, stale: true, held: false, gradients: true },
     schedules: ["1f1b", "pipedream-no-stash", "pipedream", "pipedream-vertical", "pipedream-2bw"],
     controls: [],
@@ -72,17 +72,17 @@ const LEVELS = [
       ["at most 2 weight versions on every stage", ({ numbers }) => numbers.peakVersions <= 2],
     ],
     hint: "Stashing makes the error 0 but keeps 4 versions on the first rank. One of the schedules updates once per batch and stays one batch behind.",
-    learned: "Stashing gives the exact gradient of the weights that the forward pass saw, so valid but not fresh: see the error against the newest weights. PipeDream-2BW needs two versions, whatever p; its weights are a whole batch behind. In this small network that costs more than being wrong: it ends with loss 1.49, no stashing with 0.28, whose gradient is only 4% off. At p = 8 and learning rate 4 (Free play) it is the other way: without stashing training diverges, and with it the loss falls.",
+    learned: "With stashing the gradient is exact at the weights that the forward pass used, but those are old: see the error at the newest weights. PipeDream-2BW needs two versions for any p; its weights are a whole batch behind. In this small network that costs more than a wrong gradient: its loss ends at 1.49, without stashing at 0.28, with a gradient only 4% off. At p = 8 and learning rate 4 (Free play) training diverges without stashing, and with stashing the loss falls.",
   },
   {
     title: "Beat the search",
-    text: "Room for 3 microbatches, messages as long as a forward pass. The search was stopped after a few tries and came to 29. Drag operations, and get to 28: OR-Tools has proved that no order takes less.",
+    text: "A rank may hold 3 microbatches, and a message takes as long as a forward pass. A search that was stopped after a few tries found 29. Drag operations and get to 28: OR-Tools has proved that no order takes less.",
     start: { ...EVEN, schedule: "csv", csv: STOPPED, p: 3, m: 6, c: "1", K: 3, held: true },
     schedules: ["csv"],
     controls: [],
     goals: [timeAtMost(28), heldAtMost(3)],
-    hint: "Moves that cost nothing are worth making too: they open room for others. On rank 0 put F3 before I1, which is free; then W1 and F4 before I2.",
-    learned: "A search does what you did: it moves single operations and keeps what is not longer, some thousand times a second. Under Free play choose it for other sizes.",
+    hint: "Moves that cost nothing help, too: they make other moves possible. On rank 0 move F3 before I1, which is free. Then move W1 and F4 before I2.",
+    learned: "A search does the same: it moves single operations, and keeps a move if the batch takes no longer. Choose it under Free play for other sizes.",
   },
 ];
 

@@ -285,7 +285,7 @@ const SCHEDULES = {
   },
   "1f1b": {
     build: oneFOneB, title: "1F1B with flush",
-    says: "Each backward pass as early as it can run: rank r holds only p-r microbatches.",
+    says: "Each backward pass runs as early as it can: rank r holds only p-r microbatches.",
   },
   "eager-1f1b": {
     build: byRank((r, p, m) => alternating(m, 2 * (p - 1 - r))), title: "Eager 1F1B",
@@ -293,29 +293,29 @@ const SCHEDULES = {
   },
   pipedream: {
     build: oneFOneB, policy: "stash", title: "PipeDream",
-    says: "1F1B without a flush: an update after each backward pass, and old weights are kept for it.",
+    says: "1F1B without a flush: weights change after each backward pass, and old versions are kept.",
   },
   "pipedream-vertical": {
     build: oneFOneB, policy: "vertical", title: "PipeDream, vertical sync",
-    says: "PipeDream, and a microbatch uses the same version of the weights on every stage.",
+    says: "PipeDream, but a microbatch uses the same version of the weights on every stage.",
   },
   "pipedream-no-stash": {
     build: oneFOneB, policy: "in-place", title: "PipeDream, no stashing",
-    says: "PipeDream that keeps no old weights: backward passes see newer ones, and gradients are wrong.",
+    says: "PipeDream without old weights: backward passes use newer ones, so gradients are wrong.",
   },
   "pipedream-2bw": {
     build: oneFOneB, policy: "2bw", title: "PipeDream-2BW",
-    says: "Without a flush, one update per batch, one batch behind: two versions of the weights do.",
+    says: "No flush, and one update per batch, one batch late: two versions of the weights are enough.",
   },
   interleaved: {
     build: interleaved, title: "Interleaved 1F1B",
     idle: "(p - 1) * (F + B) / v", when: "m >= p",
-    says: "Each rank has v shorter stages, so that the pipeline fills v times as fast; more messages.",
+    says: "Each rank has v shorter stages: the pipeline fills v times as fast, with more messages.",
   },
   "zb-h1": {
     build: byRank((r, p, m) => zeroBubble(m, p - 1 - r, r)), title: "ZB-H1",
     idle: "(p - 1) * (F + I - min(F, I, W))", when: "m >= p",
-    says: "The backward pass cut in two: W waits until its rank would idle, in 1F1B's memory.",
+    says: "The backward pass is cut in two. W waits until its rank would idle, in 1F1B's memory.",
   },
   "zb-h2": {
     build: byRank((r, p, m) => zeroBubble(m, 2 * (p - 1 - r), 2 * r)), title: "ZB-H2",
@@ -325,7 +325,7 @@ const SCHEDULES = {
   "zb-v": {
     build: zbV, title: "ZB-V",
     idle: "(p - 1) * F / 2", when: "F === I && W > 0 && W % F === 0 && m >= 2 * p - 1",
-    says: "Two stages per rank in a V, W placed by the durations: ZB-H2's density in 1F1B's memory.",
+    says: "Two stages per rank in a V, W placed by the durations: no pauses, in 1F1B's memory.",
   },
   "zb-v-fixed": {
     build: byRank(zbVFixed), title: "ZB-V, torch's order",
@@ -335,12 +335,12 @@ const SCHEDULES = {
   "v-half": {
     build: vHalf, title: "V-Half",
     idle: "(3 * ceil(p / 2) - 3.5) * F", when: "F === I && I === W && m >= p + 2 && p >= 3",
-    says: "ZB-V's two stages per rank, spaced so that a microbatch is gone sooner: about half of 1F1B's memory.",
+    says: "ZB-V's two stages per rank, spaced so that a microbatch ends sooner: about half of 1F1B's memory.",
   },
   "v-min": {
     build: vMin, title: "V-Min",
     idle: "(4 * p - 5) * F / 2", when: "F === I && I === W && m >= p + 1 && p >= 2 && p % 3 > 0",
-    says: "As tight as two stages per rank allow: about a third of 1F1B's memory, and pauses in between.",
+    says: "As tight as two stages per rank allow: about a third of 1F1B's memory, with pauses.",
   },
   "dualpipe-v": {
     build: dualpipeV, title: "DualPipeV",
@@ -361,7 +361,7 @@ const SCHEDULES = {
 const OWN = {
   search: {
     title: "Search within the memory limit",
-    says: "Moves single operations and keeps what is not longer, within the memory limit.",
+    says: "Moves single operations within the memory limit, and keeps a move if the batch takes no longer.",
   },
   csv: { title: "From a file", says: "The orders of the file, timed by the same rules." },
 };

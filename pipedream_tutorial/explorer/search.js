@@ -1,6 +1,6 @@
 // Schedules from search: the shortest order under a limit on activations (simulate/search.py).
 //
-// One stage a rank, backward passes in halves. A rank's order is a word of m letters F, I and W; in
+// One stage per rank, backward passes in halves. A rank's order is a word of m letters F, I and W; in
 // every beginning of it F leads I, I leads W, and F is at most `memory` ahead of W. Rules write
 // words, and moving single letters improves them. Of equally short orders the one with the shorter
 // span (of the rank where it is longest) is better for batches in a row. The random numbers are not

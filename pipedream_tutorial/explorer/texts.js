@@ -3,7 +3,7 @@
 
 const KINDS = {
   F: ["forward", "forward pass"],
-  R: ["forward again", "forward pass once more, as its activations were not kept,"],
+  R: ["forward again", "forward pass, repeated because its activations were not kept,"],
   B: ["backward", "backward pass"],
   I: ["input gradient", "input gradient, the first half of the backward pass"],
   W: ["weight gradient", "weight gradient, the second half of the backward pass"],
@@ -54,12 +54,12 @@ function weightText(use, op) {
 function slackText(item, slack, at) {
   const weight = item.every((op) => op.kind === "W");
   if (slack) {
-    const free = `Slack ${at(slack)}: in this order it may end that much later, and the whole ends no later.`;
-    return free + (weight ? " No other rank waits for a W: it may also move behind what comes after it." : "");
+    const free = `Slack ${at(slack)}: it may end that much later without delaying the end.`;
+    return free + (weight ? " No other rank waits for a W, so it may also move behind the next operation." : "");
   }
   return weight
-    ? "On a critical path. No other rank waits for a W, though: behind the next operation it may let that one start earlier."
-    : "On a critical path: if it starts earlier or gets shorter, the whole may end earlier.";
+    ? "On a critical path. No other rank waits for a W: moved behind the next operation, it may let that one start earlier."
+    : "On a critical path: if it starts earlier or gets shorter, the last rank may end earlier.";
 }
 
 function measuredText(pane, cell) {
@@ -80,16 +80,16 @@ function showLegend(panes, chosen) {
     ...Object.keys(KINDS).map((kind) => [used.has(kind), kind, `${kind}, ${KINDS[kind][0]}`]),
     [schedules.some(({ copies, stagesPerRank }) => copies * stagesPerRank > 1), "",
       "paler: a rank's later stages, or the second copy"],
-    [chosen.byVersion, "", "the kind at the foot; above it the version of the weights that a pass runs with (W reads none)"],
+    [chosen.byVersion, "", "below: the kind; above: the version of the weights that a pass uses (W uses none)"],
     [measured, "bad", "under a measured operation: it ended later than simulated"],
     [measured, "good", "it ended earlier"],
     [chosen.held, "held", "held: microbatches whose activations the rank keeps"],
-    [chosen.held && chosen.K, "bad", "above the memory limit, the dashed line"],
+    [chosen.held && chosen.K, "bad", "above the memory limit (dashed line)"],
     [chosen.versions, "versions", "versions: copies of the weights that the rank keeps"],
-    [chosen.stale, "stale", "behind: updates that the last gradient did not know of"],
+    [chosen.stale, "stale", "behind: updates that the last gradient missed"],
     [chosen.path, "path", "framed: the critical path"],
     [chosen.arrows, "quiet", "thin arrow: a message"],
-    [true, "ink", "thick frame: the operation pointed at"],
+    [true, "ink", "thick frame: the operation in focus"],
     [true, "accent", "framed, with an arrow: what it waits for; dashed arrow: what waits for it"],
   ];
   const items = entries.filter(([on]) => on).map(([, colour, text]) => {

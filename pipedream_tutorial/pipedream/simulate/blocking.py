@@ -35,7 +35,7 @@ def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[
 
     `paired` posts a send and the receive from the same peer that directly follows it as one step:
     Megatron-LM's fused send-and-receive in the steady part of 1F1B. Raises UserError for schedules
-    with more than one stage a rank.
+    with more than one stage per rank.
     """
     if schedule.copies > 1 or schedule.stages_per_rank > 1:
         raise UserError(

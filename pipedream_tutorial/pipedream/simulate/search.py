@@ -1,7 +1,7 @@
 """Schedules from search: the shortest order for given durations and a limit on activations.
 
-One stage a rank, backward passes in halves. Microbatches are alike, so a rank may take them in the
-order 0, 1, 2, ... in each kind of operation, and its order is a word of m letters F, m I and m W.
+One stage per rank, backward passes in halves. Microbatches are alike, so a rank may run them in
+the order 0, 1, 2, ... in each kind of operation. Its order is a word of m letters F, m I and m W.
 In every beginning of a word F leads I, I leads W, and F is at most `memory` ahead of W.
 
 Minimised is one batch's makespan. Of equally short orders the better one has the shorter span, of

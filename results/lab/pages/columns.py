@@ -15,7 +15,7 @@ NOT_MEASURED = "not measured"
 MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 DEFAULT = (
     "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
-    "peak host memory", "training loss", "validation perplexity", "status",
+    "peak RAM", "training loss", "validation perplexity", "status",
 )  # fmt: skip
 
 

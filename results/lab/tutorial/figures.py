@@ -278,7 +278,7 @@ def draw_frontier(record: Record, path: Path) -> Figure:
         [4.6],
         columns=2,
         legend=[
-            Line2D([], [], label=f"search: {least} (one stage a rank)", **CURVE),
+            Line2D([], [], label=f"search: {least} (one stage per rank)", **CURVE),
             Line2D([], [], label="fixed schedules", **BEATEN),
         ],
         notes=["F = I = W = 1 on every rank; two stages per rank may beat one: ZB-V does at c = 0"],
@@ -421,7 +421,7 @@ def draw_gib(record: Record, path: Path) -> Figure:
         f"What p - r is in GiB: under 1F1B rank 0 takes {first:.1f}, rank {RANKS - 1} {last:.1f}",
         [4.2], columns=2, left=0.95, right=0.3,
         notes=[
-            str(record["workload"]),
+            record["workload"].replace(" a stage", " per stage").replace(" a micro", " per micro"),
             f"{_machine(record)}, m = 8; ZB-V in torch's fixed order, V-Half and V-Min as their "
             "block repeated",
         ],

@@ -74,7 +74,7 @@ class Layout:
     sequence_parallel: bool = False
     """Between tensor-parallel parts the sequence is cut, too."""
     schedule: str = "1f1b"
-    """Of the pipeline: one with a single stage a rank, or zb-v."""
+    """Of the pipeline: one with a single stage per rank, or zb-v."""
     logit_bytes: int = 4
     """Of each logit that is kept for the backward pass."""
 
