@@ -192,13 +192,13 @@ class Comparison:
 
     def tables(self) -> list[Table]:
         """Those that there are figures for."""
-        memory = "Of the fullest process at its fullest moment, as predicted."
-        sent = "Of the process that sends most, by strategies/LAWS.md, collectives as rings."
+        memory = "The prediction for the fullest process at its peak."
+        sent = "The process that sends most; formulas of strategies/LAWS.md, collectives as rings."
         found = [
             results(self),
             predictions(self),
             _parts("Memory by component", memory, self, _memory),
-            _parts("Bytes sent a step", sent, self, _sent),
+            _parts("Bytes sent per step", sent, self, _sent),
         ]
         return [table for table in found if len(table.columns) > 1]
 

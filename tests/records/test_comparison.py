@@ -112,7 +112,7 @@ def test_predictions_stand_beside_what_was_measured(over_seeds):
     memory = rows_of(over_seeds, "Memory by component")["zero2"]
     assert list(memory) == ["strategy", "parameters", "activations", "in all"]
     assert memory["in all"] == "9.00 GiB"
-    assert rows_of(over_seeds, "Bytes sent a step")["dp"] == {
+    assert rows_of(over_seeds, "Bytes sent per step")["dp"] == {
         "strategy": "dp", "over dp_shard": "3.0 MiB", "in all": "3.0 MiB",
     }  # fmt: skip
 
