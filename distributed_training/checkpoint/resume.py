@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -159,7 +159,8 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
         return _newest(plan, notes)
     checkpoint = named_checkpoint(resume)
     meta = read_meta(checkpoint)
-    if differences := _differences(meta, plan):
+    longer = _typed_longer(meta, plan)
+    if differences := _differences(meta, plan, longer):
         fix = f"set these back, or start a new run from its weights: {_start_from(checkpoint)}"
         if "global_batch_size" in differences:
             fix += "; global_batch_size is batch_size x grad_accum_steps x processes"
@@ -170,6 +171,10 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     claims.refuse_held(run_dir)
     fix = f"start a new run from its weights: {_start_from(checkpoint)}"
     require_writable(run_dir, fix, RECORD_FILE, claims.OWNER_FILE)
+    for key in sorted(longer):
+        change = f"{key} was {shown(meta.work.get(key))} and is {shown(plan.work[key])}"
+        rate = f"the learning rate follows the schedule of {plan.num_steps} steps from there"
+        plan.notes.append(f"{change}: training continues after step {meta.step}, and {rate}")
     if run.status == "ok" and run.step > meta.step:
         steps = f"steps {meta.step + 1} to {run.step}"
         notes.append(f"{run_dir.name} has finished: its {steps} are done again")
@@ -249,7 +254,14 @@ def identity(plan: Plan) -> dict[str, Any]:
     return {**plan.work, "strategy": plan.strategy.name}
 
 
-def _differences(meta: Meta, plan: Plan) -> str:
+def _typed_longer(meta: Meta, plan: Plan) -> set[str]:
+    """Return the typed keys by which a run that is named is trained further than before."""
+    is_longer = plan.num_steps is None or plan.num_steps > meta.step
+    keys = {"max_steps", "epochs"}.intersection(plan.config.typed)
+    return {key for key in keys if is_longer and meta.work.get(key) != plan.work.get(key)}
+
+
+def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     saved = meta.work
     work = plan.work
     before = meta.spread.get("strategy")
@@ -259,7 +271,7 @@ def _differences(meta: Meta, plan: Plan) -> str:
     if before != now and saved.keys() != work.keys():  # keys of an engine's own
         found = [f"strategy was {before} and is {now}, which computes something else"]
         names = [name for name in work if name in saved]
-    names = [name for name in names if saved.get(name) != work.get(name)]
+    names = [name for name in names if saved.get(name) != work.get(name) and name not in allowed]
     same = _same_contents(meta, plan) if names else set()
     names = [name for name in names if name not in same]
     # What follows from keys that were typed, as the number of samples from a text, is no news.

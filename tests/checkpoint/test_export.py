@@ -205,3 +205,32 @@ def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
     for name, weight in merged.state_dict().items():
         torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
     assert_refused(command("export", made / "hf", "--merge"), "merged is there already", "--to")
+    bare = tmp_path / "bare"  # as others publish adapters, without the tokenizer of their base
+    bare.mkdir()
+    for file in (made / "hf").glob("adapter_*"):
+        shutil.copy(file, bare)
+    asked = ("--prompt", "the", "--num_tokens", 5, "--temperature", 0)
+    texts = [command("generate", folder, *asked) for folder in (bare, made)]
+    assert_ok(texts[0])
+    assert texts[0].stdout == texts[1].stdout
+
+
+def test_a_finished_run_is_trained_further(run_dir, tmp_path):
+    """With adapters and a constant rate it becomes the run that was longer from the beginning."""
+    base = run_dir / "hf"
+    values = {"model": str(base), "weights": str(base), "lora_rank": 4, "learning_rate": 0.01}
+    values |= {"lr_schedule": "constant", "warmup_steps": 0}
+    curves = []
+    for name, steps in (("long", 4), ("short", 2)):
+        output_dir = tmp_path / name
+        assert_ok(train({**values, "max_steps": steps, "output_dir": str(output_dir)}))
+        curves.append(only_record(output_dir)["loss_curve"])
+    made = only_record(output_dir)["run_dir"]
+    result = heavy_pool().script(["--resume", made, "--max_steps", 4])
+    assert_ok(result)
+    assert "max_steps was 2 and is 4: training continues after step 2" in result.stdout
+    curves.append(only_record(output_dir)["loss_curve"])
+    assert curves[0][:2] == curves[1]
+    assert curves[0] == curves[2]
+    again = heavy_pool().script(["--resume", made, "--max_steps", 3])
+    assert_refused(again, "max_steps was 4 and is 3")
