@@ -174,7 +174,7 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     for key in sorted(longer):
         change = f"{key} was {shown(meta.work.get(key))} and is {shown(plan.work[key])}"
         rate = f"the learning rate follows the schedule of {plan.num_steps} steps from there"
-        plan.notes.append(f"{change}: training continues after step {meta.step}, and {rate}")
+        notes.append(f"{change}: training continues after step {meta.step}, and {rate}")
     if run.status == "ok" and run.step > meta.step:
         steps = f"steps {meta.step + 1} to {run.step}"
         notes.append(f"{run_dir.name} has finished: its {steps} are done again")
@@ -256,9 +256,9 @@ def identity(plan: Plan) -> dict[str, Any]:
 
 def _typed_longer(meta: Meta, plan: Plan) -> set[str]:
     """Return the typed keys by which a run that is named is trained further than before."""
-    is_longer = plan.num_steps is None or plan.num_steps > meta.step
     keys = {"max_steps", "epochs"}.intersection(plan.config.typed)
-    return {key for key in keys if is_longer and meta.work.get(key) != plan.work.get(key)}
+    keys = {key for key in keys if meta.work.get(key) != plan.work.get(key)}
+    return keys if keys and (plan.num_steps is None or plan.num_steps > meta.step) else set()
 
 
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
