@@ -125,12 +125,15 @@ class Plan:
 PLAN_AS_JSON = TypeAdapter(Plan)
 
 
-def _with_model(text: bytes) -> bytes:
-    """Return plan.json with the model's shape, which earlier releases left out."""
+def _as_today(text: bytes) -> bytes:
+    """Return plan.json as this release writes it: with the model's shape, which earlier releases
+    left out, and without `below_bytes`."""
     document = json.loads(text)
     if "model" not in document:
         spec = find_model(document["config"]["model"])
         document["model"] = TypeAdapter(ModelSpec).dump_python(spec, mode="json")
+    for config in (document["config"], document["requested"]):
+        config.pop("below_bytes", None)
     return json.dumps(document).encode()
 
 
@@ -139,7 +142,7 @@ def load_plan(run_dir: Path) -> Plan:
     file = run_dir / PLAN_FILE
     try:
         # A run's folder may have been copied or moved.
-        plan = PLAN_AS_JSON.validate_json(_with_model(read_small(file)))
+        plan = PLAN_AS_JSON.validate_json(_as_today(read_small(file)))
         return replace(plan, run_dir=run_dir.resolve())
     except OSError as error:
         why = str(error.strerror)

@@ -21,15 +21,19 @@ from distributed_training.settings.strategies import defaults_for
 
 
 def make_plan(
-    config: RunConfig, cluster: Cluster, cut: Callable[[Plan], Data | None] = lambda plan: None
+    config: RunConfig,
+    cluster: Cluster,
+    cut: Callable[[Plan], Data | None] = lambda plan: None,
+    *,
+    below_bytes: int | None = None,
 ) -> Plan:
     """Decide and check everything about a run. Downloads come after the checks of this machine.
 
-    `cut` returns the run's samples, or None if they are not wanted. Raises UserError at the first
-    obstacle."""
+    `cut` returns the run's samples, or None if they are not wanted. "auto" chooses a layout that is
+    predicted to need less memory than `below_bytes`. Raises UserError at the first obstacle."""
     notes: list[str] = []
     asked = take_over(config, cluster.num_processes, notes)
-    plan = draft_plan(asked, cluster, notes)
+    plan = draft_plan(asked, cluster, notes, below_bytes)
     prediction = predict(plan, cluster.rates)
     check_run(prediction, cluster)
     plan = find_sources(plan, notes)
@@ -48,13 +52,18 @@ def make_plan(
     return replace(plan, prediction=prediction.as_record(), notes=tuple(notes))
 
 
-def draft_plan(config: RunConfig, cluster: Cluster, notes: list[str] | None = None) -> Plan:
+def draft_plan(
+    config: RunConfig,
+    cluster: Cluster,
+    notes: list[str] | None = None,
+    below_bytes: int | None = None,
+) -> Plan:
     """Decide what follows from CONFIG and the machine: model, strategy, mesh, batch and switches.
     The only check is that the layout exists."""
     notes = [] if notes is None else notes
     decided = choose_model(config, cluster.machine, cluster.num_processes, notes)
     if AUTO in (decided.strategy, decided.batch_size):
-        decided = choose_spread(decided, cluster, notes)
+        decided = choose_spread(decided, cluster, notes, below_bytes)
     if config.checkpoint_every == 0:
         notes.append("checkpoint_every=0: nothing will be saved, not on Ctrl-C either")
     plan = lay_out_on(cluster, decided)

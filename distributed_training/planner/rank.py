@@ -176,12 +176,16 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
     return [f"set {show_settings(settings)}" for settings in suggestions]
 
 
-def best_layout(build: Callable[[str], RunConfig], cluster: Cluster) -> Prediction | None:
-    """The simplest of the quickest layouts that fit, and that need less of a GPU than CONFIG's
+def best_layout(
+    build: Callable[[str], RunConfig], cluster: Cluster, below_bytes: int | None = None
+) -> Prediction | None:
+    """The simplest of the quickest layouts that fit, and that need less of a GPU than
     `below_bytes`; None without. `build` as for `rank_layouts`."""
     ranked = rank_layouts(build, cluster)
     # What the host lacks is for the run's own checks to say.
-    choices = [choice for choice in ranked if choice.room_on_gpu != "no" and _is_below(choice)]
+    choices = [
+        choice for choice in ranked if choice.room_on_gpu != "no" and _is_below(choice, below_bytes)
+    ]
     return first_choice(choices) if choices else None
 
 
@@ -217,16 +221,18 @@ def pick(choices: Sequence[Prediction]) -> list[tuple[str, Prediction]]:
     return [(", ".join(names), choice) for names, choice in found.values()]
 
 
-def _is_below(choice: Prediction) -> bool:
-    return choice.memory.needed_bytes < (choice.plan.config.below_bytes or sys.maxsize)
+def _is_below(choice: Prediction, below_bytes: int | None) -> bool:
+    return choice.memory.needed_bytes < (below_bytes or sys.maxsize)
 
 
-def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunConfig:
+def choose_spread(
+    config: RunConfig, cluster: Cluster, notes: list[str], below_bytes: int | None = None
+) -> RunConfig:
     """Decide "auto" for strategy and batch_size: what is predicted to be quickest here."""
     if config.strategy == AUTO:
         few = 8 if config.batch_size == AUTO else config.batch_size
         build = functools.partial(as_chosen, with_values(config, batch_size=few))
-        best = best_layout(build, cluster)
+        best = best_layout(build, cluster, below_bytes)
         if best is None:
             # Refused as that strategy is whose refusal says most, or for memory.
             plainest = "dp"
@@ -251,7 +257,7 @@ def choose_spread(config: RunConfig, cluster: Cluster, notes: list[str]) -> RunC
             with contextlib.suppress(UserError):
                 plan = lay_out_on(cluster, with_values(config, batch_size=size))
                 prediction = predict(plan, cluster.rates)
-                if prediction.room == "yes" and _is_below(prediction):
+                if prediction.room == "yes" and _is_below(prediction, below_bytes):
                     speeds[size] = prediction.tokens_per_s or size
         enough = BUSY * max(speeds.values(), default=0.0)
         size = next((size for size, speed in speeds.items() if speed >= enough), 1)

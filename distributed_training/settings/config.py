@@ -43,7 +43,7 @@ Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
 class RunConfig(Options):
-    """Everything that decides a run, validated. All fields but the last eight are CONFIG's keys."""
+    """Everything that decides a run, validated. All fields but the last seven are CONFIG's keys."""
 
     # fmt: off
     model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"))
@@ -212,8 +212,6 @@ class RunConfig(Options):
     force: bool = False
     # Whether missing data, weights or tokenizers are an error instead of replaced by shipped ones.
     strict: bool = False
-    # "auto" chooses what is predicted to need less of a GPU: so much has run out of memory.
-    below_bytes: int | None = None
     # Keys that CONFIG left open and the strategy's defaults decided.
     from_defaults: tuple[str, ...] = Field(default=(), strict=False)
     has_preset: bool = False

@@ -1,8 +1,8 @@
-"""From CONFIG to processes: the plan is made here, once, unless a launcher came first.
+"""From CONFIG to processes. Either this command starts them: it plans, and they read plan.json. Or
+a launcher has started this one: rank 0 plans, and the others receive the plan (rendezvous.py).
 
 Launch settings are read from the environment here, in ranks.py and rendezvous.py. No torch before
-training begins.
-"""
+training begins."""
 
 import argparse
 import gc
@@ -27,14 +27,14 @@ from distributed_training.plan.layout import show_axes
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.planner.data import cut_data, peek_data
 from distributed_training.planner.make_plan import make_plan
+from distributed_training.planner.rank import layout_name
 from distributed_training.predict.memory import estimate_memory
-from distributed_training.predict.predict import parse_cluster, this_machine
+from distributed_training.predict.predict import Cluster, parse_cluster, this_machine
 from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError, exit_code, printable
 from distributed_training.settings.files import shown
-from distributed_training.settings.launchers import ACCELERATE_JSON, describe_unread
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
 from distributed_training.settings.own_code import name_code, named_code
 from distributed_training.settings.strategies import load_strategy
@@ -57,100 +57,115 @@ CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next numbe
 
 
 def start(config: RunConfig, script: Path, words: list[str], options: argparse.Namespace) -> int:
-    """Train under `config`: as a worker when a launcher started this process, else plan, and start
-    as many processes as --num_gpus says. Or, with --dry-run, say what it would be with these
-    `words`, here or on a --cluster. Returns the exit code."""
-    num_gpus: str | None = options.num_gpus
-    dry_run: bool = options.dry_run
-    max_restarts: int = options.max_restarts
+    """Train under `config` and return the exit code. There are two ways to start: this command
+    starts the processes, or a launcher has started this one. With --dry-run print the plan and the
+    command with these `words` that would carry it out."""
     process = current_process()
+    if process is not None and options.num_gpus not in (None, "all", str(process.world_size)):
+        what = (
+            f"--num_gpus {options.num_gpus} but the launcher started {process.world_size} processes"
+        )
+        raise UserError(what, fix="give the number to the launcher only")
+    if options.dry_run:
+        return print_plan(config, script, words, options, process)
     startup = Startup()
-    refuse_other_json(config)
-    unread = describe_unread(os.environ, config.precision)
-    if unread and (process is None or process.rank == 0):
-        print(f"note: {unread}", file=sys.stderr, flush=True)
-    if not dry_run and (process is None or process.rank == 0):
+    if process is None or process.rank == 0:
         print("planning the run, importing torch ...", flush=True)
     if process is not None:
-        if num_gpus not in (None, "all", str(process.world_size)):
-            what = f"--num_gpus {num_gpus} but the launcher started {process.world_size} processes"
-            raise UserError(what, fix="give the number to the launcher only")
-        if not dry_run:
-            return _work(config, process, startup)
-        if process.rank > 0:
-            return 0
+        return _work(config, process, startup)  # rank 0 plans, the others receive the plan
+    return start_processes(config, script, options, startup)
+
+
+def print_plan(
+    config: RunConfig,
+    script: Path,
+    words: list[str],
+    options: argparse.Namespace,
+    process: Process | None,
+) -> int:
+    """Print what would run on a --cluster, under the launcher that started this `process`, or on
+    this machine. Start nothing."""
+    if process is not None and process.rank > 0:
+        return 0
     if options.cluster is not None or options.gpu is not None:
         cluster = parse_cluster(options.cluster or "1", options.gpu)
-    elif process is not None:
-        if not process.local_world_size:
-            what = f"how many of the {process.world_size} processes are on this machine is not said"
-            raise UserError(what, "without --dry-run they tell each other", "set LOCAL_WORLD_SIZE")
+    elif process is None:
+        cluster = _requested_cluster(config, options.num_gpus)
+    elif process.local_world_size:
         cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
     else:
-        machine = detect_machine()
-        # Every number of processes has layouts of some strategy.
-        mesh = {} if config.strategy == AUTO else load_strategy(config).mesh
-        count = requested_processes(num_gpus, machine, mesh)
-        cluster = this_machine(machine, count, count)
-    if dry_run:
-        plan = at_checkpoint(make_plan(config, cluster, peek_data))
-        command_line = launch_command(plan, os.path.relpath(script), words)
-        print(describe_plan(plan, "(this one)" if process else command_line))
-        return 0
+        what = f"how many of the {process.world_size} processes are on this machine is not said"
+        raise UserError(what, "without --dry-run they tell each other", "set LOCAL_WORLD_SIZE")
+    plan = at_checkpoint(make_plan(config, cluster, peek_data))
+    command = launch_command(plan, os.path.relpath(script), words)
+    print(describe_plan(plan, "(this one)" if process else command))
+    return 0
+
+
+def start_processes(
+    config: RunConfig, script: Path, options: argparse.Namespace, startup: Startup
+) -> int:
+    """Plan, write plan.json and start the processes that read it; return the run's exit code."""
+    cluster = _requested_cluster(config, options.num_gpus)
     machine = cluster.machine
     count = cluster.num_processes
-    make = partial(make_plan, cluster=cluster, cut=cut_data)
+    make = partial(make_plan, config, cluster, cut_data)
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
     unsure = AUTO in (config.strategy, config.batch_size)
-    if count == 1 and not max_restarts and not (unsure and machine.num_gpus):
-        plan = run_dir.reserve_run_dir(make(config))
+    if count == 1 and not options.max_restarts and not (unsure and machine.num_gpus):
+        plan = run_dir.reserve_run_dir(make())
         startup.end("plan")
         return _work(plan, single_process(), startup)
     prepare_environment(count)
     command: Command | Callable[[Path], int]
     begun: Ranks = ()
-    if not can_fork(machine):
+    if can_fork(machine):
+        plan, command = _plan_before_forks(make, startup)
+    else:
         command = [str(script), PLANNED]
         # They import torch while the run is planned, unless they are too many for the machine.
         with starting(command, count if count <= machine.num_gpus else 0) as begun:
-            plan = run_dir.reserve_run_dir(make(config))
-    else:
-        # In another process: tokenizers begin threads, and with threads none can be forked.
-        planned = beside(lambda: run_dir.plan_as_text(partial(make, config)))
-        worker = import_worker()
-        startup.end("import")
-        plan = run_dir.reserve_run_dir(run_dir.plan_from_text(planned()))
-        worker.use_cpu()
-        plan.strategy.load_engine()  # DeepSpeed, say
-        startup.end("plan")
-        command = partial(train_as_fork, worker, startup.seconds)
-    code = spawn(plan, command, max_restarts, begun)
-    # Where what "auto" chose runs out of memory, the next best that is predicted to need less.
+            plan = run_dir.reserve_run_dir(make())
+    code = spawn(plan, command, options.max_restarts, begun)
+    # If a layout that "auto" chose runs out of memory, try one that is predicted to need less.
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
-        from distributed_training.planner.rank import layout_name
-
-        what = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
-        below = config.model_copy(update={"below_bytes": estimate_memory(plan).needed_bytes})
-        plan = run_dir.reserve_run_dir(make(below))
-        instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
-        print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
-        code = spawn(plan, command, max_restarts)
+        plan = _plan_smaller(plan, make)
+        code = spawn(plan, command, options.max_restarts)
     return code
 
 
-def refuse_other_json(config: RunConfig) -> None:
-    """Raise UserError if `accelerate launch` names another DeepSpeed JSON than CONFIG."""
-    given = os.environ.get(ACCELERATE_JSON)
-    if given is None:
-        return
-    ours = config.deepspeed_config
-    if config.strategy != AUTO:
-        ours = str(load_strategy(config).source)
-    if ours is None or os.path.realpath(given) != os.path.realpath(ours):
-        what = f"accelerate's deepspeed_config_file={shown(given)} is not CONFIG's"
-        fix = f"add --deepspeed_config {shlex.quote(given)}, or leave it out for accelerate"
-        raise UserError(what, f"strategy={config.strategy!r} uses {ours or 'its own'}", fix)
+def _requested_cluster(config: RunConfig, num_gpus: str | None) -> Cluster:
+    """Return this machine with as many processes as --num_gpus asks for."""
+    machine = detect_machine()
+    # Every number of processes has layouts of some strategy.
+    mesh = {} if config.strategy == AUTO else load_strategy(config).mesh
+    count = requested_processes(num_gpus, machine, mesh)
+    return this_machine(machine, count, count)
+
+
+def _plan_before_forks(
+    make: Callable[[], Plan], startup: Startup
+) -> tuple[Plan, Callable[[Path], int]]:
+    """Plan while this process imports torch; return the plan and what its forks do. Another process
+    plans, because tokenizers start threads and a process with threads cannot be forked."""
+    planned = beside(lambda: run_dir.plan_as_text(make))
+    worker = import_worker()
+    startup.end("import")
+    plan = run_dir.reserve_run_dir(run_dir.plan_from_text(planned()))
+    worker.use_cpu()
+    plan.strategy.load_engine()  # DeepSpeed, say
+    startup.end("plan")
+    return plan, partial(train_as_fork, worker, startup.seconds)
+
+
+def _plan_smaller(failed: Plan, make: Callable[..., Plan]) -> Plan:
+    """Plan again below the memory that the failed layout was predicted to need."""
+    what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
+    plan = run_dir.reserve_run_dir(make(below_bytes=estimate_memory(failed).needed_bytes))
+    instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
+    print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
+    return plan
 
 
 def can_fork(machine: Machine) -> bool:

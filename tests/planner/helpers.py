@@ -85,5 +85,5 @@ def plan_for(
     """A plan of gpt2-tiny, or a draft that no check has seen; `here` processes on this machine."""
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
     make = make_plan if checked else draft_plan
-    built = merged(values).model_copy(update={"below_bytes": below_bytes})
-    return make(built, this_machine(machine, num_processes, here or num_processes))
+    cluster = this_machine(machine, num_processes, here or num_processes)
+    return make(merged(values), cluster, below_bytes=below_bytes)
