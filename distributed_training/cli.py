@@ -286,12 +286,6 @@ def push(add: Add, program: Program) -> Act:
     return lambda a: _load("tools.models").push(a.run, a.name, best=a.best)
 
 
-def overlap(add: Add, program: Program) -> Act:
-    """How much communication hides behind computing, from the traces of a run."""
-    add("run", type=Path, help="folder of a run with --profile STEPS")
-    return lambda a: _load("tools.overlap").main(a.run)
-
-
 def calibrate(add: Add, program: Program) -> Act:
     """What `plan --calibrate` runs in its processes."""
     add("file", type=Path, help="where the JSON goes")
@@ -304,7 +298,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], Program], int]] = {
     "report": lambda argv, program: _load("records.report").main(argv, program.output_dir),
     **{
         command.__name__.rstrip("_"): partial(own_options, command)
-        for command in (doctor, generate, eval_, export, push, links, overlap, calibrate)
+        for command in (doctor, generate, eval_, export, push, links, calibrate)
     },
 }
 

@@ -328,7 +328,8 @@ def summary_rows(r: Record) -> dict[str, str]:
         if wrote["memory"]:
             where += f", and {wrote['memory']}, for pytorch.org/memory_viz"
         steps = f"steps {wrote['first_step']} to {wrote['last_step']}"
-        shares = f"overlap {short_path(r.run_dir)} says what communication takes of them"
+        program = f"python results/lab/overlap.py {short_path(r.run_dir)}"
+        shares = f"{program} says what communication takes of them"
         rows["profile"] = f"{steps} in {where}; {shares}"
     rows["record"] = f"{short_path(r.run_dir)}/record.json"
     return rows

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=4 results/lab/traces.py PLAN.json FOLDER
 
 After a warm-up a few steps are timed, and two more are traced on every rank and read as
-`overlap` reads the traces of a run. FOLDER/overlap.json holds all runs: every rank's seconds, and
+overlap.py reads the traces of a run. FOLDER/overlap.json holds all runs: every rank's seconds, and
 what rank 0 does when in the first of the two steps. A run that fails ends the processes, and the
 file says so; the same command then goes on with the runs that are not in the file.
 """
@@ -31,8 +31,8 @@ from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 from distributed_training.tools import harness
-from distributed_training.tools.overlap import STEP, Rank, Spans, clip, read_trace, union
 from distributed_training.train.profiling import SILENT
+from results.lab.overlap import STEP, Rank, Spans, clip, read_trace, union
 from results.lab.runs import read_plan
 
 NUM_WARMUP = NUM_EAGER_STEPS + 2  # the first replay of a graph included

@@ -122,7 +122,6 @@ WALK = {
         ("{named_in_record} a/b", NOT_RUN),
         ("{adapter} a/b", NOT_RUN),
     ],
-    "overlap": [("{named_in_plan}", "")],
     "doctor": [], "links": [], "calibrate": [],  # none of these reads such files
 }  # fmt: skip
 

@@ -34,7 +34,7 @@ NOT_HERE = (
     "my_zero1.json", "...", "chats.jsonl", "user/name:", "my-strategy",
 )  # fmt: skip
 OTHER_COMMANDS = (
-    ".py doctor", ".py compare ", ".py report", ".py overlap ", ".py generate ", ".py push ",
+    ".py doctor", ".py compare ", ".py report", ".py generate ", ".py push ",
     ".py links ", ".py export ", ".py eval ",
 )  # fmt: skip
 

@@ -201,7 +201,7 @@ def run_script(values, count=1, *options):
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_profiled_run_leaves_kernels_and_what_is_in_memory(graphs, tmp_path):
-    from distributed_training.tools.overlap import main, read_run
+    from results.lab.overlap import main, read_run
 
     count = min(2, torch.cuda.device_count())
     values = {
@@ -216,7 +216,7 @@ def test_a_profiled_run_leaves_kernels_and_what_is_in_memory(graphs, tmp_path):
         "memory": "memory-rank*.pickle",
     }  # fmt: skip
     folder = next(tmp_path.glob("*-*/record.json")).parent
-    assert main(folder) == 0
+    assert main([str(folder)]) == 0
     ranks = read_run(folder)
     assert len(ranks) == count
     for rank in ranks:

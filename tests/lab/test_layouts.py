@@ -7,7 +7,7 @@ from distributed_training.settings.files import ROOT
 from results.lab.analysis.bubble import bubble, explain
 from results.lab.layouts import LeftOver, busy_seconds, leave_out_left_over
 from tests.conftest import SMALL, assert_ok, heavy_pool
-from tests.tools.test_overlap import event
+from tests.lab.test_overlap import event
 
 
 def test_what_computes_counts_once_and_waiting_messages_do_not():

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from distributed_training.settings.files import ROOT
-from distributed_training.tools.overlap import read_trace
+from results.lab.overlap import read_trace
 from results.lab.traces import FAILED, NUM_TIMED, summarise, timeline, without_first_step
 from tests.conftest import SMALL, assert_ok, heavy_pool
-from tests.tools.test_overlap import event
+from tests.lab.test_overlap import event
 
 
 def step(number, span):

@@ -1,5 +1,7 @@
 """How much of a run's traced steps is communication, and how much of that nothing hides.
 
+    python results/lab/overlap.py runs/latest      # a run with --profile STEPS
+
 A rank communicates while a kernel of NCCL runs on its GPU, or an operation of gloo in its process,
 which includes waiting for the others. It computes while any other kernel or copy runs; without a
 GPU, while an operator or compiled code does. Exposed is communication during which the same rank
@@ -16,13 +18,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import checkout
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from distributed_training.records.display import short_path
 from distributed_training.records.record import TRACE_FILE, plural
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import require_writable
+from distributed_training.settings.files import given_path, require_writable
+from distributed_training.settings.keys import Parser
 
 Spans = list[tuple[float, float]]  # sorted, disjoint (begin, end)
 STEP = "ProfilerStep#"
@@ -215,11 +219,18 @@ def draw(ranks: Sequence[Rank], path: Path) -> None:
     figure.savefig(path, metadata={"Software": None})
 
 
-def main(folder: Path) -> int:
-    """Describe and draw a run; the exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Describe and draw a run; return the exit code."""
+    parser = Parser(prog="python results/lab/overlap.py", description=__doc__.splitlines()[0])
+    parser.add_argument("run", help="folder of a run with --profile STEPS")
+    folder = given_path(parser.parse_args(argv).run)
     require_writable(folder, "copy the run's folder to one of your own", "overlap.png")
     ranks = read_run(folder)
     print(describe(ranks))
     draw(ranks, folder / "overlap.png")
     print(f"\npicture in {short_path(folder / 'overlap.png')}; the traces open at ui.perfetto.dev")
     return 0
+
+
+if __name__ == "__main__":
+    checkout.run(main)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from distributed_training.tools.overlap import kind_of, length, main, read_trace
+from results.lab.overlap import kind_of, length, main, read_trace
 from tests.conftest import SMALL, assert_ok, heavy_pool, only_record, settings
 from tests.e2e.support import run_folders
 from tests.support import refused
@@ -102,7 +102,7 @@ def test_two_processes_leave_a_trace_each(tmp_path, capsys):
     assert run["profile"] == {
         "first_step": 4, "last_step": 5, "traces": "trace-rank*.json.gz", "memory": None,
     }  # fmt: skip
-    assert main(folder) == 0
+    assert main([str(folder)]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines()[:-1])) <= 80
     rows = [line.split() for line in text.splitlines()]
@@ -118,9 +118,9 @@ def test_two_processes_leave_a_trace_each(tmp_path, capsys):
 
 def test_refusals(tmp_path):
     with refused("holds no trace-rank*.json.gz", "--profile"):
-        main(tmp_path)
+        main([str(tmp_path)])
     (tmp_path / "trace-rank0.json.gz").write_text("no gzip")
     with refused("trace-rank0.json.gz is no trace"):
-        main(tmp_path)
+        main([str(tmp_path)])
     with refused("rank 3 has no steps"):
         read_trace({"traceEvents": [event("gemm", (0, 1))]}, 3)
