@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.models import find_model
-from distributed_training.planner import scaling
 from distributed_training.planner.checks import check_memory
 from distributed_training.planner.choose import choose_model, lay_out_on
 from distributed_training.planner.rank import choose_spread, layout_name, pick, rank_layouts
@@ -48,10 +47,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
     add("--calibrate", action="store_true",
         help="measure this machine first, about a minute; used from then on")  # fmt: skip
-    law = "what that compute is best spent on, by Chinchilla's law and its replication"
-    add("--budget", metavar='"8xH200 24h"', help=law)
-    add("--target_loss", type=float, metavar="NATS",
-        help="the other way round: what that loss costs; with --cluster also how long")  # fmt: skip
     add(
         "--tokens",
         metavar="N",
@@ -76,8 +71,6 @@ def run(
         chosen = [] if strategy is None else [f"strategy={strategy}"]
         return configure([*arguments.overrides, *chosen])
 
-    if arguments.budget is not None or arguments.target_loss is not None:
-        return scaling.run(arguments, build)
     cluster = _cluster(arguments)
     if arguments.calibrate:
         if arguments.cluster is not None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import DataRow, TableFormat, tabulate
 
-from distributed_training.planner import scaling
 from distributed_training.planner.rank import SAFE, layout_name
 from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction
@@ -40,18 +39,18 @@ def _row(choice: Prediction, label: str, every: bool, away: bool) -> dict[str, s
         likely = "{:+.0f}/{:+.0f}%".format(*(100 * (share - 1) for share in choice.likely_shares))
         speed |= {
             "s/step": f"{choice.step.seconds:.3f}",
-            "tok/s": scaling.count(choice.tokens_per_s or 0.0),
+            "tok/s": count(choice.tokens_per_s or 0.0),
             "likely": likely if choice.validated else f"not validated, {likely}",
             "bound by": choice.step.bound_by,
         }
     if choice.mfu is not None:
         speed["MFU"] = f"{100 * choice.mfu:.0f}%"
-    needed = scaling.count(memory.needed_bytes / GIB)
+    needed = count(memory.needed_bytes / GIB)
     words = {"pick": label, "layout": _named(choice)}
     if not every:
         tight = "" if choice.room == "yes" else f"{choice.room} "
         return {**words, "GiB": f"{tight}{needed}", **speed}
-    gibs = {name: scaling.count(size / GIB) for name, size in sizes.items()}
+    gibs = {name: count(size / GIB) for name, size in sizes.items()}
     return {**words, "fits": choice.room, "GiB": needed, **gibs, **speed}
 
 
@@ -100,8 +99,8 @@ def work_asked(label: str, choice: Prediction, price: float | None) -> str:
     tokens = steps * plan.batch.global_batch_size * plan.config.max_length
     seconds = steps * choice.step.seconds
     gpu_hours = seconds * plan.num_processes / 3600
-    said = f"{label} ({layout_name(plan)}): {scaling.count(tokens)} tokens in {steps:,} steps take "
-    said += f"{scaling.duration(seconds)} of training"
+    said = f"{label} ({layout_name(plan)}): {count(tokens)} tokens in {steps:,} steps take "
+    said += f"{duration(seconds)} of training"
     if plan.machine.num_gpus:
         said += f", {gpu_hours:,.3g} GPU-hours"
         said += "" if price is None else f", {price * gpu_hours:,.2f} at {price:g} per GPU-hour"
@@ -126,3 +125,19 @@ def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
             more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
             return f"{said}; {layout_name(other.plan)} takes {more}."
     return f"{said}."
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit of which there are two."""
+    for unit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"
+
+
+def count(number: float) -> str:
+    """Three digits and a letter."""
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"

@@ -1,7 +1,8 @@
 """`profile`: what every rank does in a few steps, as a trace; on a GPU also what is in its memory.
 
 Traces are Chrome's JSON (ui.perfetto.dev opens them, results/lab/overlap.py reads them), snapshots
-are for pytorch.org/memory_viz. The first steps compile, allocate and capture graphs, and are left out.
+are for pytorch.org/memory_viz. The first steps compile, allocate and capture graphs, and
+are left out.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""Scaling laws: what a budget of compute is best spent on, and what a loss costs. No torch import.
+"""Scaling laws: what a budget of compute is best spent on, and what a loss costs.
+
+    python results/lab/budget.py "8xH200 24h"
+    python results/lab/budget.py --target_loss 2.5 --cluster 8xH200
 
 The loss of N parameters trained once over D tokens is E + A / N^alpha + B / D^beta nats a token
 (Hoffmann et al., 2203.15556, approach 3), and training costs 6 N D FLOPs. Both fits, scaling.json,
@@ -10,18 +13,23 @@ import contextlib
 import functools
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import checkout
 from tabulate import tabulate
 
+from distributed_training import cli
 from distributed_training.planner.rank import choose_spread, rank_layouts, with_progress
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
 from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import load_json, shown
+from distributed_training.settings.files import ROOT, load_json, shown
+from distributed_training.tools.plan_table import count, duration
+from real_model_example import CONFIG
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _BUDGET = re.compile(rf"(\S+)\s+(\d+\.?\d*|\.\d+)\s*({'|'.join(UNITS)})", re.IGNORECASE)
@@ -70,7 +78,7 @@ class Fit:
         return 6 * (one / (loss - self.irreducible)) ** (1 / power)
 
 
-_FILE = Path(__file__).with_suffix(".json")
+_FILE = Path(__file__).with_name("scaling.json")
 FITS = tuple(Fit(**entry) for entry in load_json(_FILE, "the scaling laws"))
 
 
@@ -80,7 +88,7 @@ def parse_budget(text: str, gpu: str | None = None) -> tuple[Cluster, float]:
     seconds = float(found[2]) * UNITS[found[3].lower()] if found else 0.0
     if not found or seconds <= 0:
         form = 'write GPUs and a time, such as "8xH200 24h" or "2x8xH100-80GB 3d"'
-        raise UserError(f"--budget {shown(text)} is not understood", fix=form)
+        raise UserError(f"the budget {shown(text)} is not understood", fix=form)
     return parse_cluster(found[1], gpu), seconds
 
 
@@ -89,32 +97,61 @@ def flops_per_s(choice: Prediction) -> float:
     return 6 * choice.plan.size.num_parameters * (choice.tokens_per_s or 0.0)
 
 
-def run(arguments: argparse.Namespace, build: Callable[[str | None], RunConfig]) -> int:
-    """`plan --budget` and `plan --target_loss`; `build` gives CONFIG under a strategy."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options besides CONFIG's keys."""
+    add = parser.add_argument
+    add("budget", nargs="?", metavar='"8xH200 24h"', help="GPUs and a time")
+    loss = "print the cheapest way to a loss instead; with --cluster also how long it takes"
+    add("--target_loss", type=float, metavar="NATS", help=loss)
+
+
+def main() -> int:
+    """Print how a budget is best spent, or the cost of a loss; return the exit code."""
+    script = ROOT / "real_model_example.py"
+    folder = ROOT / "runs"
+    program = cli.Program(config=CONFIG, script=script, about=__doc__, output_dir=folder)
+    arguments = cli.parse(sys.argv[1:], program, sys.modules[__name__])
     loss = arguments.target_loss
+    if (arguments.budget is None) == (loss is None):
+        raise UserError("give either a budget or --target_loss", fix='write "8xH200 24h"')
+
+    def build(strategy: str | None) -> RunConfig:
+        chosen = [] if strategy is None else [f"strategy={strategy}"]
+        return cli.configure(arguments, program, [*arguments.overrides, *chosen])
+
     names = {"batch_size", *KEYS["batch_size"].aliases}
     open_batch = names.isdisjoint(text.partition("=")[0] for text in arguments.overrides)
     if arguments.budget is not None:
-        if arguments.cluster is not None or arguments.num_gpus is not None or loss is not None:
-            what = "--budget says which GPUs and for how long"
-            raise UserError(what, fix="leave out --cluster, --num_gpus and --target_loss")
+        if arguments.cluster is not None or arguments.num_gpus is not None:
+            raise UserError("the budget names the GPUs", fix="leave out --cluster and --num_gpus")
         cluster, seconds = parse_budget(arguments.budget, arguments.gpu)
         lines = describe_budget(speeds(build, cluster, open_batch), cluster, seconds)
     else:
-        needed = [(fit, fit.flops_for(loss)) for fit in FITS]
-        lines = [f"a loss of {loss:g} nats a token, perplexity {math.exp(loss):.1f}:", ""]
-        lines.append(_optima(needed))
-        if arguments.cluster is not None:
-            cluster = parse_cluster(arguments.cluster, arguments.gpu)
-            found = speeds(build, cluster, open_batch)
-            for fit, flops in needed:
-                at = min(found, key=functools.partial(_misfit, fit, flops))
-                said = f"by {fit.name} {duration(flops / flops_per_s(at))} on {cluster.name}"
-                lines.append(f"{said}, at {at.plan.config.model}'s predicted speed")
+        lines = describe_loss(loss, build, arguments, open_batch)
     sources = [f"{fit.name}: {fit.source}; {fit.uncertainty}." for fit in FITS]
     sources.append("Losses are those of MassiveText by its own tokenizer, each text seen once.")
     print("\n".join([*lines, "", *(textwrap.fill(line, 80) for line in sources)]))
     return 0
+
+
+def describe_loss(
+    loss: float,
+    build: Callable[[str | None], RunConfig],
+    arguments: argparse.Namespace,
+    open_batch: bool,
+) -> list[str]:
+    """Return lines about the cheapest way to a loss and, for a --cluster, how long it takes."""
+    needed = [(fit, fit.flops_for(loss)) for fit in FITS]
+    lines = [f"a loss of {loss:g} nats a token, perplexity {math.exp(loss):.1f}:", ""]
+    lines.append(_optima(needed))
+    if arguments.cluster is not None:
+        cluster = parse_cluster(arguments.cluster, arguments.gpu)
+        found = speeds(build, cluster, open_batch)
+        for fit, flops in needed:
+            at = min(found, key=functools.partial(_misfit, fit, flops))
+            said = f"by {fit.name} {duration(flops / flops_per_s(at))} on {cluster.name}"
+            lines.append(f"{said}, at {at.plan.config.model}'s predicted speed")
+    return lines
 
 
 def speeds(
@@ -185,17 +222,5 @@ def _optima(needed: Sequence[tuple[Fit, float]]) -> str:
     return tabulate(rows, headers, disable_numparse=True)
 
 
-def duration(seconds: float) -> str:
-    """In the largest unit of which there are two."""
-    for unit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds:.3g} s"
-
-
-def count(number: float) -> str:
-    """Three digits and a letter."""
-    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
+if __name__ == "__main__":
+    checkout.run(main)

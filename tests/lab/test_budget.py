@@ -1,11 +1,14 @@
 """Scaling laws: closed forms against a search, published figures, and what is refused."""
 
 import math
+import sys
 
 import pytest
 
-from distributed_training.planner.scaling import FITS, count, parse_budget
-from tests.conftest import light_pool
+from distributed_training.settings.files import ROOT
+from distributed_training.tools.plan_table import count
+from results.lab.budget import FITS, parse_budget
+from tests.conftest import assert_ok, run_command
 from tests.support import refused
 
 CHINCHILLA, REPLICATION = FITS
@@ -47,16 +50,18 @@ def test_budgets_and_losses():
             REPLICATION.flops_for(loss)
 
 
+def budget(*words):
+    return run_command([sys.executable, str(ROOT / "results/lab/budget.py"), *words])
+
+
 def test_as_typed():
     """One model's share of the table is checked in full; the budget's speeds are the planner's."""
-    shown = light_pool().script(
-        ["plan", "--budget", "1xH200 24h", "--per_device_train_batch_size", "8"]
-    )
-    assert shown.returncode == 0, shown.stderr
+    shown = budget("1xH200 24h", "--per_device_train_batch_size", "8")
+    assert_ok(shown)
     assert "with 8 x 512 tokens" in shown.stdout
     assert "1 x H200 for 24 hours" in shown.stdout
     rows = {line.split()[0]: line.split() for line in shown.stdout.splitlines() if line.strip()}
     assert rows["gpt2-xl"][3] == count(CHINCHILLA.tokens_for(1_557_611_200))
     assert max(map(len, shown.stdout.splitlines())) <= 80
-    reverse = light_pool().script(["plan", "--target_loss", "2.5", "--cluster", "1xH200"])
+    reverse = budget("--target_loss", "2.5", "--cluster", "1xH200")
     assert "by replication" in reverse.stdout
