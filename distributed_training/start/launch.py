@@ -35,6 +35,7 @@ from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError, exit_code, printable
 from distributed_training.settings.files import shown
+from distributed_training.settings.launchers import ACCELERATE_JSON, describe_unread
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
 from distributed_training.settings.own_code import name_code, named_code
 from distributed_training.settings.strategies import load_strategy
@@ -61,6 +62,10 @@ def start(config: RunConfig, script: Path, words: list[str], options: argparse.N
     starts the processes, or a launcher has started this one. With --dry-run print the plan and the
     command with these `words` that would carry it out."""
     process = current_process()
+    refuse_other_json(config)
+    unread = describe_unread(os.environ, config.precision)
+    if unread and (process is None or process.rank == 0):
+        print(f"note: {unread}", file=sys.stderr, flush=True)
     if process is not None and options.num_gpus not in (None, "all", str(process.world_size)):
         what = (
             f"--num_gpus {options.num_gpus} but the launcher started {process.world_size} processes"
@@ -166,6 +171,20 @@ def _plan_smaller(failed: Plan, make: Callable[..., Plan]) -> Plan:
     instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
     print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
     return plan
+
+
+def refuse_other_json(config: RunConfig) -> None:
+    """Raise UserError if `accelerate launch` names another DeepSpeed JSON than CONFIG."""
+    given = os.environ.get(ACCELERATE_JSON)
+    if given is None:
+        return
+    ours = config.deepspeed_config
+    if config.strategy != AUTO:
+        ours = str(load_strategy(config).source)
+    if ours is None or os.path.realpath(given) != os.path.realpath(ours):
+        what = f"accelerate's deepspeed_config_file={shown(given)} is not CONFIG's"
+        fix = f"add --deepspeed_config {shlex.quote(given)}, or leave it out for accelerate"
+        raise UserError(what, f"strategy={config.strategy!r} uses {ours or 'its own'}", fix)
 
 
 def can_fork(machine: Machine) -> bool:

@@ -99,6 +99,7 @@ def flops_per_s(choice: Prediction) -> float:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options besides CONFIG's keys."""
+    parser.usage = 'python results/lab/budget.py "8xH200 24h" [OPTIONS] [--KEY VALUE ...]'
     add = parser.add_argument
     add("budget", nargs="?", metavar='"8xH200 24h"', help="GPUs and a time")
     loss = "print the cheapest way to a loss instead; with --cluster also how long it takes"
