@@ -16,23 +16,22 @@ import torch.distributed as dist
 from distributed_training.checkpoint import export, saver
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import Engine, StepResult
-from distributed_training.parallel.agree import from_rank_0, gather
+from distributed_training.parallel.agree import from_rank_0
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.records import metrics
 from distributed_training.records import record as records
 from distributed_training.records.display import Display, short_path
-from distributed_training.records.folder import list_checkpoints, name_of
 from distributed_training.settings.config import RunConfig
-from distributed_training.settings.errors import RunError, UserError
-from distributed_training.supervise.process import Startup, handling, numbered
+from distributed_training.settings.errors import UserError
+from distributed_training.supervise.process import Startup, handling
+from distributed_training.train.nonfinite import Faults, NonFiniteError, has_fault
 from distributed_training.train.profiling import Profile, steps_to_trace
 
 FLUSH_EVERY_S = 1.0
 # Signals that stop a run
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PATIENCE_S = 10.0  # after the first, further ones count only when this has passed
-SKIPS_IN_A_ROW = 10  # with on_nonfinite=skip; where more follow, no single batch is at fault
 
 
 def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
@@ -44,32 +43,6 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
     progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.lr_schedule]
-
-
-class NonFiniteError(RunError):
-    """A step whose loss or gradients are not finite, in a run that has `saved` these checkpoints
-    and has passed a step over before, or 0."""
-
-    def __init__(self, step: int, what: str, saved: list[Path], passed_over: int) -> None:
-        fix = "nothing was saved before; lower learning_rate, or look for a bad sample"
-        if passed_over:
-            what += f", after step {passed_over} was passed over"
-            fix = "lower learning_rate"
-        elif saved:
-            fix = f"{saved[-1].name} is whole; to pass the batch over, go on from there with"
-            fix += " --resume auto --on_nonfinite rollback"
-        super().__init__(what, fix=fix)
-        self.step = step
-        self.what = what
-        self.rolls_back_to = None if passed_over or not saved else saved[-1]
-
-
-def has_fault(result: StepResult, config: RunConfig) -> bool:
-    """Whether this rank's gradients are not finite. Overflow of fp16, after which the loss scale
-    falls, is none; an engine may give -1 for such a norm and leave the update out."""
-    if result.skipped:
-        return config.precision != "fp16"
-    return result.grad_norm is not None and not 0 <= float(result.grad_norm) < math.inf
 
 
 @dataclass
@@ -107,7 +80,7 @@ class Trainer:
         self._says_saved = False  # of the save under way: it is the last one
         self._said_waiting = False
         self._num_bytes: int | None = None  # of the text that validates, once it is counted
-        self._passed_over = 0  # step whose batch is left out after a rollback
+        self.faults = Faults(self.plan, self.history, self.engine)
 
     @property
     def step(self) -> int:
@@ -170,7 +143,7 @@ class Trainer:
     def _train_one_step(self) -> int:
         """One step and what is due after it; the signal to stop for, the same on every rank."""
         config = self.plan.config
-        if self.step + 1 == self._passed_over:
+        if self.step + 1 == self.faults.passed_over:
             self._flush()
             self.memory.end()
             self.history.step += 1
@@ -273,7 +246,10 @@ class Trainer:
             if row["skipped"]:
                 self.history.skipped_steps.append(row["step"])
             if fault or not math.isfinite(loss_sum):
-                error = self._judge(row["step"], result)
+                what = self.faults.describe(row["step"], result)
+                if what is not None:
+                    self._finish_saving()
+                    error = self.faults.error(row["step"], what)
             rows.append(row)
             self.history.loss_curve.append((row["step"], row["loss"]))
             self.timed.append((row["step"], seconds))
@@ -361,7 +337,7 @@ class Trainer:
         except FloatingPointError as error:
             step = self.saver.step
             what = f"step {step} is not saved: {error}"
-            raise NonFiniteError(step, what, self._saved_until(step), self._passed_over) from None
+            raise self.faults.error(step, what) from None
         self.history.saves.append(row)
         self.write_record()
         if self._says_saved:
@@ -435,48 +411,13 @@ class Trainer:
             return tokenizer.ask([{"role": "user", "content": text}]), ends
         return tokenizer.begin(text), ends
 
-    def _judge(self, step: int, result: StepResult) -> NonFiniteError | None:
-        """The error that a step which is not finite is: with the ranks whose own loss is not, and
-        the first such gradient in the model's order. None where its update was left out, as asked
-        for, and it is not one of many. Collective."""
-        skips = self.plan.config.on_nonfinite == "skip"
-        skipped = set(self.history.skipped_steps)
-        too_many = skipped.issuperset(range(step - SKIPS_IN_A_ROW, step))
-        if skips and step in skipped and not too_many:
-            return None
-        name = None
-        if result.gradients is not None and not result.gradients.isfinite().all():
-            first = result.gradients.isfinite().logical_not().nonzero()[0]
-            name = self.engine.gradient_names[int(first)]
-        ranks = gather((math.isfinite(float(result.loss_sum)), name))
-        said = []
-        if losses := [rank for rank, (finite, _) in enumerate(ranks) if not finite]:
-            said.append(f"the loss is not finite on {numbered('rank', losses)}")
-        if found := [name for _, name in ranks if name is not None]:
-            holders = [rank for rank, (_, name) in enumerate(ranks) if name == found[0]]
-            where = f"{found[0]} on {numbered('rank', holders)}"
-            said.append(f"the first gradient that is not finite is of {where}")
-        what = f"step {step}: {' and '.join(said) or 'the gradients are not finite'}"
-        if skips and too_many:
-            what += f", as in the {SKIPS_IN_A_ROW} steps before"
-        self._finish_saving()
-        return NonFiniteError(step, what, self._saved_until(step), self._passed_over)
-
-    def _saved_until(self, step: int) -> list[Path]:
-        """Checkpoints of steps that this run has taken, as rank 0 sees them: later ones, which
-        whoever resumed passed over, are there until the next save. Collective."""
-        folders = from_rank_0(list(map(str, list_checkpoints(self.plan.run_dir))))
-        return [Path(folder) for folder in folders if Path(folder).name <= name_of(step)]
-
     def _roll_back(self, error: NonFiniteError) -> None:
-        """Go back to the last checkpoint and leave out the batch of the step that failed, where
-        that is asked for and has not been done before; else raise the error. Collective."""
-        if self.plan.config.on_nonfinite != "rollback" or error.rolls_back_to is None:
-            raise error
-        self._pending = []  # where a save found the fault
+        """Go back to the last checkpoint if `on_nonfinite` says so, else raise the error. The batch
+        of the step that failed is left out afterwards. Collective."""
+        checkpoint = self.faults.checkpoint_to_return_to(error)
+        self._pending = []  # if a save found the fault
         self.memory.end()
-        self.restore(error.rolls_back_to)
-        self._passed_over = error.step
+        self.restore(checkpoint)
         self.display.note(f"{error.what}; back at step {self.step}, to pass that batch over")
         self._begin_training()
 
