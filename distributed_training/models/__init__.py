@@ -25,7 +25,13 @@ from distributed_training.models.weights import (
     require_weights,
 )
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean, folder_label, load_json, shown
+from distributed_training.settings.files import (
+    did_you_mean,
+    expand_home,
+    folder_label,
+    load_json,
+    shown,
+)
 from distributed_training.settings.own_code import load_code
 
 if TYPE_CHECKING:
@@ -269,6 +275,7 @@ def find_model(name: str) -> ModelSpec:
             if name in (label, hub_id):
                 return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
             names.append(label)
+    expand_home("model", name)  # one of a plan.json may be no path at all
     hub_id = name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
     folder = _fetch_config(name) if hub_id else Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():

@@ -15,7 +15,8 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_json, shown
 
 CONFIG_FILE = "config.json"
-MAX_LAYERS = 4096  # transformers lists the layers of some models one by one
+# transformers makes lists so long: of layers, and of names of labels, which no model here has.
+_MOST = {"num_hidden_layers": 4096, "n_layer": 4096, "num_labels": 10**6}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -26,11 +27,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     given = load_json(file, "model")
     if not isinstance(given, dict):
         raise UserError(f"{file} is not a JSON object", fix="copy the model's folder again")
-    for key in ("num_hidden_layers", "n_layer"):
-        layers = given.get(key)
-        if isinstance(layers, int) and layers > MAX_LAYERS:
-            why = f"models of more than {MAX_LAYERS} layers are not supported"
-            raise UserError(f"{file}: {key}={layers} is not accepted", why)
+    for key, most in _MOST.items():
+        count = given.get(key)
+        if isinstance(count, int) and count > most:
+            raise UserError(
+                f"{file}: {key}={count} is not accepted", f"at most {most:,} are supported"
+            )
     return json.loads(_read_with_transformers(json.dumps(given, sort_keys=True), folder))
 
 

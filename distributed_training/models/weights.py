@@ -85,7 +85,7 @@ def indexed_files(index: Path) -> list[str]:
     names = sorted(set(document.weight_map.values()))
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     for name in names:
-        if Path(name).name != name or not name.endswith(suffix):
+        if Path(name).name != name or not name.endswith(suffix) or len(name.encode()) > 255:
             raise UserError(f"{index} names {shown(name)}", f"weights are {suffix} files beside it")
     return names
 
@@ -169,9 +169,12 @@ def stored_dtype(folder: Path) -> str:
     sizes = Counter[str]()
     for tensor in open_weights(folder).values():
         sizes[tensor.dtype] += math.prod(tensor.shape)
-    most = sizes.most_common(1)[0][0]
-    (name,) = (name for name, dtype in _BIN_DTYPES.items() if dtype == most)
-    return name.removeprefix("torch.")
+    names = {dtype: name.removeprefix("torch.") for name, dtype in _BIN_DTYPES.items()}
+    (most, _), *_ = sizes.most_common(1) or [("none", 0)]
+    if most not in names:
+        why = f"most of them are {most}, and {', '.join(names)} are read"
+        raise UserError(f"weights {folder} are not supported", why, "convert them to BF16")
+    return names[most]
 
 
 def is_tied(folder: Path, tied: bool, embedding: str, head: str = "lm_head.weight") -> bool:

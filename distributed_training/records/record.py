@@ -19,7 +19,7 @@ import psutil
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
-from distributed_training.settings.files import ROOT, crc32, load_json, parse_as, publish
+from distributed_training.settings.files import ROOT, crc32, load_json, parse_as, publish, shown
 from distributed_training.settings.strategies import MESH_AXES
 
 RECORD_FILE = "record.json"
@@ -32,6 +32,41 @@ FAULTS_FILE = ".faults"  # a line of JSON for each that a process of the run has
 LOST = "lost another process"
 # Axis -> size. The earliest records have no tp and pp.
 Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: dict.fromkeys(MESH_AXES, 1) | mesh)]
+
+
+def _has(*names: str) -> AfterValidator:
+    """Return a check that an object has these keys."""
+
+    def check(values: dict[str, Any]) -> dict[str, Any]:
+        if lacking := [name for name in names if name not in values]:
+            raise ValueError(f"it lacks {lacking[0]}")
+        return values
+
+    return AfterValidator(check)
+
+
+def _are_numbers(values: Any) -> Any:
+    """Check that an object has numbers and None only, at any depth."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, dict | list | tuple):
+            _are_numbers(value)
+        elif not (value is None or isinstance(value, float) or _is_count(value)):
+            raise ValueError(f"{shown(value)} is not a number that a run writes")
+    return values
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and -(2**80) < value < 2**80  # FLOPs and bytes are below
+
+
+def _is_date(text: str) -> str:
+    datetime.fromisoformat(text)
+    return text
+
+
+_Step = Annotated[int, Field(ge=0, lt=2**53)]
+_Row = Annotated[dict[str, Any], _has("step"), AfterValidator(_are_numbers)]
+_Numbers = Annotated[dict[str, Any], AfterValidator(_are_numbers)]
 _OPEN = ConfigDict(extra="allow", frozen=True, defer_build=True)  # unknown keys are kept
 logger = logging.getLogger(__name__)
 
@@ -67,17 +102,17 @@ class History(BaseModel):
     """What grows while a run trains, and what a resumed run takes over; on each rank with its own
     seconds of saves and loads."""
 
-    step: int = 0  # optimizer steps done
-    loss_curve: list[tuple[int, float | None]] = []  # (step, training loss); None: not finite
+    step: _Step = 0  # optimizer steps done
+    loss_curve: list[tuple[_Step, float | None]] = []  # (step, training loss); None: not finite
     # step, loss, perplexity, bits_per_byte, num_targets and num_bytes of their text; None: not
     # finite, or no text. Earlier records have no bytes.
-    evaluations: list[dict[str, Any]] = []
-    epochs: list[dict[str, Any]] = []  # mean and validation loss of each
-    skipped_steps: list[int] = []  # not applied: gradients were not finite, or passed over
+    evaluations: list[_Row] = []
+    epochs: list[_Row] = []  # mean and validation loss of each
+    skipped_steps: list[_Step] = []  # not applied: gradients were not finite, or passed over
     # Checkpoints: step, stall_s in which training waited, write_s until it was on the disk, bytes.
-    saves: list[dict[str, Any]] = []
-    loads: list[dict[str, Any]] = []  # step and load_s, where a run went on from a checkpoint
-    best: dict[str, Any] | None = None  # with keep_best: the evaluation of what is in best/
+    saves: list[_Row] = []
+    loads: list[_Row] = []  # step and load_s, where a run went on from a checkpoint
+    best: _Row | None = None  # with keep_best: the evaluation of what is in best/
     sample_before: str | None = None  # text of the untrained model; `sample` is the trained one's
 
     def cut(self, step: int) -> None:
@@ -98,25 +133,30 @@ class Record(History):
     schema_version: Literal[1, 2]
     status: Literal["running", "ok", "oom", "failed", "interrupted"]
     error: str | None = None  # why it failed, in a line
-    started_at: str  # UTC, ISO 8601, as is finished_at
+    started_at: Annotated[str, AfterValidator(_is_date)]  # UTC, ISO 8601, as is finished_at
     finished_at: str | None = None
     hostname: str | None = None  # of the process that writes the record
     pid: int | None = None  # of that process
     run_dir: str  # empty where the run left no folder
-    config: dict[str, Any]  # CONFIG as resolved: no "auto" left
+    # CONFIG as resolved: no "auto" left
+    config: Annotated[dict[str, Any], _has("model", "dataset", "max_length", "precision")]
     engine_options: dict[str, Any] = {}  # keys that the strategy's own engine adds
     config_requested: dict[str, Any] = {}  # as it was asked for
     from_strategy_defaults: list[str] = []  # CONFIG keys that the strategy decided
-    strategy: dict[str, Any]  # name, as in CONFIG; sharding: what it divides, in words
+    strategy: Annotated[
+        dict[str, Any], _has("name")
+    ]  # name, as in CONFIG; sharding: what it divides, in words
     work: dict[str, Any]  # equal for runs that can be compared
-    world_size: int
+    world_size: Annotated[int, Field(ge=1)]
     mesh: Mesh = Field(validation_alias=AliasChoices("mesh", "topology"))
     # schedule, num_microbatches, blocks_per_stage, and ideal_bubble, the idle share with equal
     # stages; None: no formula is known.
     pipeline: dict[str, Any] | None = None
     # first_step and last_step that were traced, names of the files (traces, memory); None: no.
     profile: dict[str, Any] | None = None
-    machine: dict[str, Any]  # of rank 0: gpu_name (None: CPU only), num_gpus, num_cpus
+    machine: Annotated[
+        dict[str, Any], _has("gpu_name")
+    ]  # of rank 0: gpu_name (None: CPU only), num_gpus, num_cpus
     num_parameters: int  # of the whole model
     num_learning: int | None = None  # of them, or of adapters beside them; None: not recorded
     dtypes: dict[str, str] | None = None  # of what -> format; None until the engine is built
@@ -130,9 +170,9 @@ class Record(History):
     startup_s: dict[str, float] = {}  # of rank 0's process, by what it did until the first step
     # Step time (step_time_s has p10, p50, p90, p99) and what follows from its median; empty
     # where the run did not get so far.
-    performance: dict[str, Any] = {}
+    performance: _Numbers = {}
     # Peaks while training, the highest rank's, and by_rank; None: not measured.
-    memory: dict[str, Any] = {}
+    memory: _Numbers = {}
     loss_seconds: list[float] = []  # of training until each entry of loss_curve, by `compare`
     disk: dict[str, int] | None = None  # read_bytes, write_bytes of all ranks in num_steps
     bubble: dict[str, Any] | None = None  # idle_share of the pipeline phase, mean over ranks

@@ -215,7 +215,7 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
             files = sorted([*path.glob(f"[!.]*/{RECORD_FILE}"), *path.glob("*.json")])
             passed_over = [UserError]  # other files
         here = {}
-        for file in map(Path.resolve, files):  # runs/latest is a link
+        for file in map(Path, map(os.path.realpath, files)):  # runs/latest is a link
             with contextlib.suppress(*passed_over):
                 place = file.parent if file.name == RECORD_FILE else file.with_suffix("")
                 here[file] = load_record(file).model_copy(update={"run_dir": str(place)})

@@ -44,6 +44,11 @@ def one_at_a_time(output_dir: Path) -> Iterator[None]:
         opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:  # another user's
         opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:  # a folder, or a link to itself
+        what = f"{file} cannot be opened"
+        raise UserError(
+            what, str(error.strerror), "remove it, or set output_dir elsewhere"
+        ) from None
     try:
         end = time.monotonic() + LOCKED_S
         while True:
