@@ -31,8 +31,11 @@ def suffix_of(path: Path) -> str:
 def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
     """The text, a block or a line at a time: UTF-8, or UTF-16 with its byte order mark; CRLF
     becomes LF. Raises UserError for any other encoding."""
-    with open_file(path) as file:
-        head = file.read(4)
+    try:
+        with open_file(path) as file:
+            head = file.read(4)
+    except OSError as error:  # compressed data that is damaged
+        raise UserError(f"dataset file {path} cannot be read", str(error)) from None
     if head.count(0) > 1:
         encoding = "UTF-16LE" if head[0] else "UTF-16BE"
         raise _not_utf8(path, "it begins with zeros", encoding, "UTF-16 without its mark")
@@ -57,7 +60,7 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
             before = error.object[max(0, start - 20) : start].decode("ascii", "replace")
             why = f"{error.encoding}: {error.reason}, 0x{error.object[start]:02x} after {before!r}"
             raise _not_utf8(path, why, "LATIN1", "Latin-1") from None
-        except (OSError, EOFError) as error:  # compressed data that is damaged
+        except (OSError, EOFError) as error:
             raise UserError(f"dataset file {path} cannot be read", str(error)) from None
 
 

@@ -1,5 +1,6 @@
 """Which files of a dataset belong to which split, by the conventions of the datasets library."""
 
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -96,10 +97,14 @@ def _saved(folder: Path, what: str) -> Splits:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(f"{what} cannot be read", why) from None
     parts = saved if isinstance(saved, dict) else {"train": saved}
-    return {
-        str(split): [Path(file["filename"]) for file in part.cache_files]
+    splits = {
+        str(split): [Path(file["filename"]).resolve() for file in part.cache_files]
         for split, part in parts.items()
     }
+    for path in itertools.chain(*splits.values()):
+        if not path.is_relative_to(folder.resolve()):
+            raise UserError(f"{what} names {path}, which is not in the folder")
+    return splits
 
 
 def _unusable(what: str, files: Sequence[Path]) -> UserError:

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from distributed_training.data.text_bytes import count_bytes
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 
+MOST_GROWTH = 64  # of a text by a tokenizer's replacements; published ones triple a space
 MOST_BYTES = 100_000_000  # of a tokenizer's file: the largest published ones have 35 MB
 END_OF_TEXT = "<|endoftext|>"
 ASSETS = Path(__file__).parent / "assets"
@@ -204,6 +206,11 @@ class Tokenizer:
         library.no_padding()
         library.no_truncation()
         library.encode_special_tokens = self._loaded.split_special_tokens
+        for part in (library.normalizer, library.decoder):
+            longer = 1 if part is None else _growth(json.loads(part.__getstate__()))
+            if longer > MOST_GROWTH:
+                what = f"tokenizer {self.folder} makes a text up to {longer:.3g} times as long"
+                raise UserError(what, f"at most {MOST_GROWTH} times is accepted")
         return library
 
     def _learn(self) -> Facts:
@@ -302,6 +309,9 @@ class Tokenizer:
             np.array(self._encode(["a"], special=special)[0]) for special in (False, True)
         )
         for first in range(len(whole) - len(bare) + 1):
+            if (added := len(whole) - len(bare)) > MOST_GROWTH:
+                what = f"tokenizer {self.folder} puts {added:,} tokens around a text"
+                raise UserError(what, f"at most {MOST_GROWTH} are accepted")
             if np.array_equal(whole[first : first + len(bare)], bare):
                 return whole[:first], whole[first + len(bare) :]
         return whole[:0], whole[:0]
@@ -495,6 +505,15 @@ class Tokenizer:
         if chat and not self.facts.has_template:
             bos = "{{ bos_token }}" if len(self.ends[0]) else ""
             (folder / CHAT_TEMPLATE.name).write_text(bos + CHAT_TEMPLATE.read_text())
+
+
+def _growth(part: dict[str, Any]) -> int:
+    """Return how often as long a normalizer or decoder can make a text."""
+    members = part.get("normalizers") or part.get("decoders")
+    if members:
+        return math.prod(map(_growth, members))
+    lengthens = part.get("content") or part.get("prepend") or ""
+    return max(1, len(lengthens))
 
 
 def is_chat(folder: Path) -> bool:

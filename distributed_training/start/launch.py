@@ -353,7 +353,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         *(f"  note: {printable(note)}" for note in plan.notes),
         *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),
         "launch command",
-        f"  {typed_command}",
+        f"  {printable(typed_command)}",
         f"mesh (from {source}): {show_axes(plan.mesh)}",
     ]
     if plan.mesh["pp"] > 1:
