@@ -31,7 +31,10 @@ def find_splits(path: Path, what: str) -> Splits:
         raise UserError(f"{what} {why}", fix=f'{fix}them, "wikitext-2" or "embedded"')
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _saved(path, what)
-    files = sorted(file for file in path.rglob("*") if _is_ours(file, path))
+    try:
+        files = sorted(file for file in path.rglob("*") if _is_ours(file, path))
+    except OSError as error:  # it changes meanwhile, as /proc does
+        raise UserError(f"{what} cannot be read", str(error)) from None
     for file in files:
         if not file.is_file():
             fix = "remove it, or give the other files themselves"

@@ -59,11 +59,6 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and -(2**80) < value < 2**80  # FLOPs and bytes are below
 
 
-def _is_date(text: str) -> str:
-    datetime.fromisoformat(text)
-    return text
-
-
 _Step = Annotated[int, Field(ge=0, lt=2**53)]
 _Row = Annotated[dict[str, Any], _has("step"), AfterValidator(_are_numbers)]
 _Numbers = Annotated[dict[str, Any], AfterValidator(_are_numbers)]
@@ -133,7 +128,7 @@ class Record(History):
     schema_version: Literal[1, 2]
     status: Literal["running", "ok", "oom", "failed", "interrupted"]
     error: str | None = None  # why it failed, in a line
-    started_at: Annotated[str, AfterValidator(_is_date)]  # UTC, ISO 8601, as is finished_at
+    started_at: str  # UTC, ISO 8601, as is finished_at
     finished_at: str | None = None
     hostname: str | None = None  # of the process that writes the record
     pid: int | None = None  # of that process
@@ -245,7 +240,7 @@ def has_finished(run_dir: Path) -> bool:
 
 def is_alive(r: Record) -> bool:
     """Whether the process of this host that wrote a record still runs."""
-    with contextlib.suppress(psutil.Error):  # it has ended
+    with contextlib.suppress(psutil.Error, ValueError):  # it has ended; no date or number
         process = psutil.Process(r.pid)
         ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         # A process that began later has only been given the same number.

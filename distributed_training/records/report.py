@@ -1,7 +1,6 @@
 """Comparisons with plots: for a terminal, as Markdown, as one HTML file; `report` of any runs."""
 
 import base64
-import contextlib
 import io
 import os
 import shutil
@@ -216,9 +215,12 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
             passed_over = [UserError]  # other files
         here = {}
         for file in map(Path, map(os.path.realpath, files)):  # runs/latest is a link
-            with contextlib.suppress(*passed_over):
-                place = file.parent if file.name == RECORD_FILE else file.with_suffix("")
+            place = file.parent if file.name == RECORD_FILE else file.with_suffix("")
+            try:
                 here[file] = load_record(file).model_copy(update={"run_dir": str(place)})
+            except tuple(passed_over) as error:
+                if file.name == RECORD_FILE:
+                    print(f"note: {error}", file=sys.stderr)
         if not here:
             print(f"note: {path} holds no {RECORD_FILE}; left out", file=sys.stderr)
         found |= here

@@ -53,6 +53,11 @@ SOURCES = (
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
+    Source(  # a container or wrapper that passes on no more than these two
+        launcher="mpirun without local ranks",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+    ),
     Source(
         launcher="mpiexec",  # MPICH, Intel MPI
         rank="PMI_RANK",
@@ -102,6 +107,11 @@ def find_source(environment: Mapping[str, str]) -> Source | None:
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Whether this process is rank 0 or the only one, as far as its launcher says."""
+    """Whether this process is rank 0 or the only one, as far as its launcher says; or has a rank
+    that is none, of which nobody else would speak."""
     source = find_source(environment)
-    return environment.get(source.rank if source else "RANK", "0") == "0"
+    rank = environment.get(source.rank if source else "RANK", "0")
+    world_size = environment.get(source.world_size if source else "WORLD_SIZE", "1")
+    if not (rank.isdecimal() and world_size.isdecimal()):
+        return True
+    return rank == "0" or int(rank) >= int(world_size)

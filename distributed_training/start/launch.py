@@ -41,6 +41,7 @@ from distributed_training.settings.own_code import name_code, named_code
 from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import run_dir
 from distributed_training.start.ranks import (
+    MOST_PROCESSES,
     Command,
     Ranks,
     beside,
@@ -253,6 +254,8 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
         return machine.num_gpus or fixed * -(-CPU_PROCESSES // fixed)
     if num_gpus is not None and (not num_gpus.isdecimal() or int(num_gpus) == 0):
         raise UserError(f"--num_gpus {shown(num_gpus)} is not a positive number or all")
+    if num_gpus is not None and int(num_gpus) > MOST_PROCESSES:
+        raise UserError(f"--num_gpus {num_gpus} is more than the {MOST_PROCESSES:,} that may be")
     return int(num_gpus or 1)
 
 

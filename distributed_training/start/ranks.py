@@ -40,6 +40,7 @@ FAILED_S = 10.0
 STOPPED_S = 30.0
 STILL_S = 600.0  # rank 0 may send its model to the Hub
 POLL_S = 0.05
+MOST_PROCESSES = 100_000
 STOPS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
     signal.SIGUSR1, signal.SIGUSR2,  # of SLURM before a time limit: --signal=USR1@90
@@ -61,6 +62,9 @@ def current_process() -> Process | None:
     world_size = _number(source.world_size)
     # Libraries look for these.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    if world_size > MOST_PROCESSES:
+        what = f"{source.world_size}={world_size} is more than any cluster has"
+        raise UserError(what, fix=f"at most {MOST_PROCESSES:,} processes are accepted")
     if not 0 <= rank < world_size:
         what = f"{source.rank}={rank} is not a rank of {source.world_size}={world_size} processes"
         raise UserError(what, fix="ranks begin at 0")
@@ -74,7 +78,8 @@ def current_process() -> Process | None:
         fix += "with torchrun in it: sbatch --nodes=2 configs/train.slurm. Or set both to the "
         fix += "host of rank 0 and a free port there"
         raise UserError(f"{started} without {' and '.join(absent)}", fix=fix)
-    _number("MASTER_PORT")
+    if not 0 < (port := _number("MASTER_PORT")) < 2**16:
+        raise UserError(f"MASTER_PORT={port} is not a port", fix="give one from 1 to 65535")
     local = {"local_rank": source.local_rank, "local_world_size": source.local_world_size}
     told = {field: _number(name) for field, name in local.items() if name}
     os.environ.update({field.upper(): str(number) for field, number in told.items()})
@@ -85,7 +90,7 @@ def current_process() -> Process | None:
 
 def _number(name: str) -> int:
     text = os.environ[name]
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal()):
         what = f"{name}={shown(text)} is not a number"
         raise UserError(what, "a launcher sets it", "start with torchrun, or unset RANK")
     return int(text)
@@ -97,6 +102,9 @@ def _refuse_other_launchers() -> None:
     if "RANK" in os.environ:
         what = "RANK is set but WORLD_SIZE is not"
         raise UserError(what, fix="start with torchrun, or unset RANK")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        what = f"WORLD_SIZE={shown(os.environ['WORLD_SIZE'])} but RANK is not set"
+        raise UserError(what, fix="start with torchrun, or unset WORLD_SIZE")
     if nodes != "1":  # a TrainJob of Kubeflow
         what = f"PET_NNODES={nodes}, but this process has no rank"
         raise UserError(what, "torchrun reads it", f"type torchrun {Path(sys.argv[0]).name} ...")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Builder
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from distributed_training.data.corpus import read_corpus, read_prose
@@ -160,3 +160,22 @@ def test_ranks_that_find_their_tokens_do_not_import_transformers(folder, tmp_pat
     prepare(tmp_path / "cache", tokenizer, read_corpus(str(tmp_path / "a.jsonl")), max_length=200)
     command = [sys.executable, "-c", CACHED, folder, tmp_path / "a.jsonl", tmp_path / "cache"]
     assert subprocess.check_output(command, text=True).split() == ["False", "1", "True"]
+
+
+def test_a_tokenizer_that_blows_texts_up_is_refused(tmp_path):
+    builder = Builder(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    builder.add_special_tokens(["</s>"])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    longer = [normalizers.Replace("a", "a" * 9)] * 2
+    builder.normalizer = normalizers.Sequence(longer)
+    builder.save(str(tmp_path / "tokenizer.json"))
+    with refused(str(tmp_path), "up to 81 times as long"):
+        Tokenizer(tmp_path).encode_batch(["a"])
+    builder.normalizer = normalizers.Replace("a", "aa")
+    builder.post_processor = processors.TemplateProcessing(
+        single="</s> " * 100 + "$A", special_tokens=[("</s>", 1)]
+    )
+    builder.save(str(tmp_path / "tokenizer.json"))
+    with refused(str(tmp_path), "puts 100 tokens around a text"):
+        assert Tokenizer(tmp_path).ends

@@ -24,7 +24,7 @@ LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
     [
         ([GPT2], ["model_type None"]),
         ({**GPT2, "model_type": ["gpt2"]}, ["model_type ['gpt2']"]),
-        ({**GPT2, "n_layer": 10**6}, ["n_layer=1000000", "more than 4096 layers"]),
+        ({**GPT2, "n_layer": 10**6}, ["n_layer=1000000", "at most 4,096"]),
         ({**GPT2, "n_layer": 10**30}, ["n_layer="]),
         ({**GPT2, "n_layer": "2"}, ["n_layer", "expected int"]),
         ({**GPT2, "n_embd": 2**40}, ["n_embd="]),
@@ -35,6 +35,7 @@ LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
         ({**LLAMA, "rope_parameters": None, "rope_scaling": [1, 2]}, ["config.json"]),
         ({**LLAMA, "rope_parameters": [1, 2]}, ["config.json"]),
         ({**LLAMA, "head_dim": 0}, ["head_dim=0"]),
+        ({**GPT2, "num_labels": 10**9}, ["num_labels=1000000000", "at most 1,000,000"]),
     ],
 )
 def test_configs_that_no_model_has(config, words, tmp_path):
@@ -56,6 +57,7 @@ def test_a_config_that_is_too_long_is_not_parsed(tmp_path):
         ({}, ["weight_map is missing"]),
         ({"weight_map": {}}, ["weight_map"]),
         ({"weight_map": {"a": ["b"]}}, ["weight_map.a"]),
+        ({"weight_map": {"a": f"{'b' * 250}.safetensors"}}, ["names 'bbb"]),
         ({"weight_map": {"a": "/etc/passwd"}}, ["names '/etc/passwd'"]),
         ({"weight_map": {"a": "../model.safetensors"}}, ["names '../model.safetensors'"]),
         ({"weight_map": {"a": "model.bin"}}, ["names 'model.bin'"]),

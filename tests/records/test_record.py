@@ -43,6 +43,21 @@ def test_what_is_no_record_is_refused(text, words, tmp_path):
         load_record(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config": {}}, {"machine": {}}, {"strategy": {}}, {"world_size": 0}, {"step": -1},
+        {"loss_curve": [[10**400, 1.0]]},
+        {"evaluations": [{"loss": 1.0}]}, {"evaluations": [{"step": "last"}]},
+        {"performance": {"tokens_per_s": "fast"}}, {"memory": {"peak_host_bytes": 10**400}},
+    ],
+)  # fmt: skip
+def test_a_record_whose_values_no_run_writes_is_refused(changes, tmp_path):
+    (tmp_path / RECORD_FILE).write_text(json.dumps(record_values() | changes))
+    with refused(str(tmp_path / RECORD_FILE), next(iter(changes))):
+        load_record(tmp_path)
+
+
 def test_a_record_is_on_disk_and_its_run_alive_while_it_says_so_and_its_process_is_there(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass

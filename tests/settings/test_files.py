@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training.settings import files
 from distributed_training.settings.config import PATHS, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
@@ -10,6 +11,7 @@ from distributed_training.settings.files import (
     folder_label,
     load_json,
     require_writable,
+    sample_file,
     shown,
 )
 from tests.support import refused
@@ -20,6 +22,21 @@ def test_home_is_expanded_and_else_a_path_is_taken_as_written(monkeypatch):
     for text, path in (("~/runs", "/some/home/runs"), ("~", "/some/home"), ("a/b.txt", "a/b.txt")):
         assert expand_home("output_dir", text) == path
     assert expand_home("dataset", "b" * 255) == "b" * 255
+
+
+def test_a_changed_file_is_another(tmp_path, monkeypatch):
+    file = tmp_path / "weights"
+    for whole_bytes, change in ((10**9, 1), (10**6, 8200)):  # of 8 MB, read whole or in part
+        monkeypatch.setattr(files, "_WHOLE_BYTES", whole_bytes)
+        file.write_bytes(bytes(8_000_000))
+        before = sample_file(file)
+        with file.open("r+b") as stream:
+            stream.seek(3_456_789)
+            stream.write(b"x" * change)
+        assert sample_file(file) != before
+    os.unlink(file)
+    os.mkfifo(file)
+    assert sample_file(file) == sample_file(tmp_path / "not there") == ""
 
 
 def test_writing_is_tried_and_leaves_nothing(tmp_path):

@@ -29,6 +29,11 @@ CASES = {
     "by hand": ({**RANK_1, "LOCAL_RANK": "1"}, "by hand", (1, 0)),
     "PyTorchJob": ({**RANK_1, "PET_NNODES": "2"}, "PyTorchJob", (0, 0)),
     "mpirun": (MPIRUN, "mpirun", (1, 2)),
+    "mpirun -x": (
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+        "mpirun without local ranks",
+        (1, 0),
+    ),
     "mpiexec": ({**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "mpiexec", (1, 2)),
     "srun --mpi=pmi2": ({**SRUN, **PMI}, "a launcher with PMI", (0, 0)),
     "srun": (SRUN, "srun", (1, 0)),
@@ -88,6 +93,10 @@ def test_an_ordinary_command_has_no_launcher(environment_of_one, environment):
     ("told", "words"),
     [
         ({"RANK": "1"}, "RANK is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' but RANK is not set"),
+        ({**RANK_1, **MASTER, "WORLD_SIZE": "1" + "0" * 9}, "more than any cluster has"),
+        ({**RANK_1, **MASTER, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**RANK_1, **MASTER, "RANK": "\u0661"}, "is not a number"),
         ({**TORCHRUN, **MASTER, "WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a number"),
         ({**TORCHRUN, **MASTER, "MASTER_PORT": ""}, "MASTER_PORT='' is not a number"),
         ({**RANK_1, **MASTER, "RANK": "2"}, "RANK=2 is not a rank of WORLD_SIZE=2 processes"),
@@ -99,6 +108,13 @@ def test_launchers_that_tell_half_are_refused(told, words, environment):
     environment(**told)
     with refused(words):
         current_process()
+
+
+@pytest.mark.parametrize("rank", ["-1", "", "2", "x"])
+def test_a_rank_that_is_none_says_so_itself(rank, environment, capsys):
+    environment(**{**RANK_1, **MASTER, "RANK": rank})
+    assert exit_code(lambda: current_process() and 0) == 2
+    assert f"RANK={rank}" in capsys.readouterr().err.replace("'", "")
 
 
 def test_one_process_of_torchrun_is_no_cluster(environment):
