@@ -12,7 +12,13 @@ import pytest
 from distributed_training.settings.cache import CACHE
 from distributed_training.settings.files import ROOT
 
-TORCH = "import cache, os; os.cpu_count = lambda: {}; cache.keep_bytecode(); import torch"
+TORCH = """
+import os
+from distributed_training.start.bytecode import keep_bytecode
+os.cpu_count = lambda: {}
+keep_bytecode()
+import torch
+"""
 
 
 def start(tmp_path, dont_write, num_cores=2):
@@ -21,7 +27,7 @@ def start(tmp_path, dont_write, num_cores=2):
     package.parent.mkdir(parents=True, exist_ok=True)
     package.touch()
     (package.parent / "more.py").touch()
-    paths = [str(package.parents[1]), str(ROOT / "distributed_training/settings")]
+    paths = [str(package.parents[1]), str(ROOT)]
     given = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": dont_write,
         "DISTRIBUTED_TRAINING_CACHE": str(tmp_path / "cache"),
