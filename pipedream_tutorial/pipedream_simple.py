@@ -200,17 +200,14 @@ class Row(NamedTuple):
 
 def measure(name: str, config: dict[str, Any]) -> Row:
     """Simulate one schedule. Raises ValueError for sizes that it does not allow."""
-    p = config["num_stages"]
-    m = config["num_microbatches"]
-    count = config["num_batches"]
+    p, m, count = config["num_stages"], config["num_microbatches"], config["num_batches"]
     v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
     duration, tick = in_ticks(config, v)
     orders = build(name, p, m, v, duration)
     times, ends = simulate(orders, duration)
     makespan = max(ends)
     spans = sum(ends) - sum(times[order[0]][0] for order in orders)
-    versions = [1] * p
-    staleness = [0] * p
+    versions, staleness = [1] * p, [0] * p
     if name == "pipedream":  # never pauses: the stream is one long batch
         orders = build(name, p, m * count, v)
         times, ends = simulate(orders, duration)
@@ -220,11 +217,9 @@ def measure(name: str, config: dict[str, Any]) -> Row:
             _, ends = simulate(orders, duration, ends)
     stream = max(ends)
     work = m * v * (duration["F"] + duration["B"])  # of a rank, in a batch
-    idle = 1 - Fraction(work, makespan)
-    span_idle = 1 - Fraction(work * p, spans)
-    stream_idle = 1 - Fraction(work * count, stream)
     return Row(
-        orders, times, tick, makespan * tick, idle, span_idle, stream * tick, stream_idle,
+        orders, times, tick, makespan * tick, 1 - Fraction(work, makespan),
+        1 - Fraction(work * p, spans), stream * tick, 1 - Fraction(work * count, stream),
         [peak_activations(order, v) for order in orders], versions, staleness,
     )  # fmt: skip
 
@@ -273,6 +268,7 @@ microbatch; - continues; . idle; times are rounded to columns; f, b, i, w: on a 
 that is not its first"""
 
 Cell = tuple[int, str, Fraction, Fraction]  # rank, text, start and end
+Paint = Callable[[str, str], Iterable[str]]  # colors the letters of a cell's text
 MOST_COLUMNS = 1000  # beyond it cells are narrower than their text: a letter, or nothing
 
 
@@ -289,15 +285,11 @@ COLUMNS: dict[str, tuple[int, Callable[[Any], str], str]] = {
     "time": (6, number, "of one batch"),
     "bubble": (7, percent, "idle share of all ranks' time in one batch"),
     "span": (6, percent, "the same, from each rank's own start to its own end"),
-    "in-a-row": (
-        9,
-        number,
-        "time of {num_batches} batches; a rank need not wait for others to end",
-    ),
+    "in-a-row": (9, number, "time of {num_batches} batches; a rank starts its next one at once"),
     "used": (7, lambda idle: percent(1 - idle), "busy share of that time"),
-    "activ.": (7, lambda held: number(max(held)), "microbatches whose activations a rank holds"),
-    "weights": (8, lambda kept: number(max(kept)), "copies of its parameters that a rank keeps"),
-    "stale": (6, lambda behind: number(max(behind)), "updates behind the weights that were used"),
+    "activ.": (7, lambda held: number(max(held)), "most microbatches that a rank holds in memory"),
+    "weights": (8, lambda kept: number(max(kept)), "most copies of its parameters on a rank"),
+    "stale": (6, lambda behind: number(max(behind)), "most updates by which a gradient is late"),
 }
 
 
@@ -327,12 +319,8 @@ def cells(row: Row) -> list[Cell]:
     return found
 
 
-def draw(
-    shown: Sequence[Cell],
-    columns: int,
-    paint: Callable[[str, str], Iterable[str]] = lambda text, letters: letters,
-) -> str:
-    """Return a line per rank, continued below after so many columns. `paint` colors a cell."""
+def draw(shown: Sequence[Cell], columns: int, paint: Paint = lambda text, letters: letters) -> str:
+    """Return a line per rank, continued below after so many columns."""
     last = max(end for *_, end in shown)
     rate = max(len(text) / (end - start) for _, text, start, end in shown if start < end)
     rate = min(rate, MOST_COLUMNS / last)  # columns per unit of time
@@ -502,16 +490,15 @@ def fill_v(
                     run(rank, step)
     # Then each rank runs one backward and one forward in turn.
     for _ in range(2 * m):
-        down = [
-            done(r, "I") < done(r, "i")
-            and (r == p - 1 or done(r, "I") < done(r + 1, "I") or done(r, "i") == m)
-            for r in range(p)
-        ]
-        for r in reversed(range(p)):
-            if down[r]:
-                run_after_weights(r, "I")
+        going_down = []
         for r in range(p):
-            if not down[r]:
+            arrived = r == p - 1 or done(r, "I") < done(r + 1, "I") or done(r, "i") == m
+            if arrived and done(r, "I") < done(r, "i"):
+                going_down.append(r)
+        for r in reversed(going_down):
+            run_after_weights(r, "I")
+        for r in range(p):
+            if r not in going_down:
                 run_after_weights(r, "i")
         for r in range(p):
             first, second = done(r, "F"), done(r, "f")

@@ -267,7 +267,7 @@ def _stash_frame(
     def colour(op: Op) -> Colour:
         return _shade(use[op.stage].version(op))
 
-    text = "F and B of each microbatch, coloured by the weight version they use"
+    text = "F and B of each microbatch, colored by the weight version they use"
     draw_grid(above, Panel(text, timeline, [lambda op: f"{op.kind}{op.microbatch}"], colour))
     veil: dict[str, Any] = {"facecolor": "white", "alpha": 0.85, "zorder": 4, "linewidth": 0}
     above.add_patch(Rectangle((now, -0.5), end - now, p, **veil))
