@@ -96,7 +96,7 @@ def check_memory(prediction: Prediction, suggest: Callable[[Plan], list[str]]) -
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:
         what = f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM"
-        why = f"{machine.ram_bytes / GIB:.1f} GiB are available; the kernel would kill them"
+        why = f"only {machine.ram_bytes / GIB:.1f} GiB is available"
         raise UserError(what, why, "use a smaller model or fewer processes")
 
 
