@@ -24,7 +24,7 @@ from distributed_training.data.files import (  # fmt: skip
     read_text,
     suffix_of,
 )
-from distributed_training.data.folders import find_splits
+from distributed_training.data.folders import ABOUT, CARD, find_splits
 from distributed_training.data.pieces import RUNNING, Piece
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
@@ -107,6 +107,24 @@ def read_corpus(dataset: str, validation: str | None = None, columns: str | None
         own = _find_corpus(validation, "validation_dataset", names)
         corpus["validation"] = own.get("validation", own["train"])
     return corpus
+
+
+def find_unread(dataset: str, corpus: Corpus) -> list[str]:
+    """Return the files in a dataset's folder that are in no split that is used, but for hidden ones
+    and those about the dataset, as names below it."""
+    folder = Path(dataset)
+    if not corpus["train"].files or not folder.is_dir():
+        return []
+    files = [file for source in corpus.values() for file in source.files]
+    used = {file.resolve() for file in files}
+    about = ABOUT if any(suffix_of(file) not in TEXTS for file in files) else ABOUT - {CARD}
+    return [
+        name.as_posix()
+        for name in sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+        if (folder / name).resolve() not in used
+        and name.name not in about
+        and not any(part.startswith((".", "__")) for part in name.parts)
+    ]
 
 
 def parse_columns(text: str | None) -> dict[str, str]:

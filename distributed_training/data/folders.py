@@ -12,7 +12,14 @@ from distributed_training.settings.errors import UserError
 KINDS = (*TEXTS, *RECORDS)
 CARD = "README.md"
 # Of the library itself, and of models.
-_ABOUT = {CARD, "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+ABOUT = {
+    CARD,
+    "config.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+}
 # Without such a name all files train, and datasets, which takes a second or more, is not imported.
 _MAY_BE_SPLIT = re.compile(r"train|val|dev|test|eval|-of-|instruction\.md")
 Splits = dict[str, list[Path]]
@@ -51,7 +58,7 @@ def _is_ours(file: Path, folder: Path) -> bool:
     """Whether a file is read: of a known kind, and not hidden."""
     below = file.relative_to(folder)
     hidden = any(part.startswith((".", "__")) for part in below.parts[:-1])
-    hidden = hidden or below.name.startswith(".") or below.name in _ABOUT
+    hidden = hidden or below.name.startswith(".") or below.name in ABOUT
     return suffix_of(file) in KINDS and not hidden and not file.is_dir()
 
 

@@ -10,6 +10,7 @@ from distributed_training.data.cache import load_tokens, read_meta
 from distributed_training.data.pieces import ANSWERS, RUNNING
 from distributed_training.data.samples import count_targets, find_parts
 from distributed_training.settings.config import RunConfig
+from distributed_training.settings.files import shown
 
 QUANTILES = {"median": 0.5, "90%": 0.9, "99%": 0.99, "maximum": 1.0}
 FILLED = "prompt fills max_length"
@@ -18,8 +19,8 @@ FILLED = "prompt fills max_length"
 def summarise(folder: Path, config: RunConfig) -> dict[str, Any]:
     """Counts of the training split: `records` read, of them `used` and `left_out` by reason;
     `samples` made of them, `cut` at max_length, `ends_cut` of which an answer's end is cut off;
-    quantiles of the `tokens` of a record; `loss_share` of the tokens that are seen;
-    `longest_prompt` in tokens; `notes` by what they say."""
+    quantiles of the `tokens` of a record, `num_tokens` of all; `loss_share` of the tokens that are
+    seen; `longest_prompt` in tokens; `notes` by what they say."""
     meta = read_meta(folder)
     counts = meta["counts"]["train"]
     split = load_tokens(folder)[1][0]
@@ -62,15 +63,17 @@ def summarise(folder: Path, config: RunConfig) -> dict[str, Any]:
         "ends_cut": ends_cut,
         "longest_prompt": longest_prompt,
         "tokens": {name: int(count) for name, count in zip(QUANTILES, tokens, strict=True)},
+        "num_tokens": int(lengths.sum()),
         "loss_share": float(targets.sum() / max(1, (seen[targets > 0] + 1).sum())),
         "notes": notes,
     }
 
 
 def headline(counts: dict[str, Any]) -> list[str]:
-    """The two lines that say most; none of running text."""
+    """The two lines that say most; of running text one."""
     if counts["form"] == RUNNING:
-        return []
+        read = f"{counts['records']:,} texts or lines read, {counts['num_tokens']:,} tokens"
+        return [f"{read}, all of them in the loss"]
     left_out = sum(counts["left_out"].values())
     lines = [f"{counts['records']:,} records read, {counts['used']:,} used, {left_out:,} left out"]
     tokens = ", ".join(f"{name} {count:,}" for name, count in counts["tokens"].items())
@@ -97,6 +100,10 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
             )
             line += "not in the loss"
         lines.append(f"{line}; the longest has {counts['tokens']['maximum']:,} tokens")
+    if unread := counts.get("unread"):
+        more = ", ..." if len(unread) > 3 else ""
+        names = ", ".join(shown(name)[1:-1] for name in unread[:3])
+        lines.append(f"{len(unread):,} files in the dataset's folder are not read: {names}{more}")
     for note, count in counts["notes"].items():
         line = f"{count:,} {note}"
         if note == FILLED:

@@ -9,7 +9,13 @@ from typing import Any, cast
 
 from distributed_training.data import hub, report
 from distributed_training.data.cache import is_whole, read_meta, token_cache, tokenise
-from distributed_training.data.corpus import EMBEDDED, WIKITEXT, is_hub_name, read_corpus
+from distributed_training.data.corpus import (
+    EMBEDDED,
+    WIKITEXT,
+    find_unread,
+    is_hub_name,
+    read_corpus,
+)
 from distributed_training.data.samples import AUTO_SAMPLES, Data, cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.models import ModelSpec, find_model, weights
@@ -138,7 +144,7 @@ def peek_data(plan: Plan) -> Data | None:
         tokenizer = Tokenizer(plan.tokenizer_dir)
         rows = plan.model.size.vocab_size
         folder = tokenise(corpus, tokenizer, config, Path(cache_dir), rows=rows)
-        return _cut(folder, tokenizer, plan)
+        return _cut(folder, tokenizer, plan, find_unread(config.dataset, corpus))
 
 
 def cut_data(plan: Plan) -> Data:
@@ -147,6 +153,7 @@ def cut_data(plan: Plan) -> Data:
     config = plan.config
     tokenizer = Tokenizer(plan.tokenizer_dir)
     cache_dir = token_cache()
+    unread = list[str]()
     if plan.cache and is_whole(cache_dir / plan.cache):
         folder = cache_dir / plan.cache
         tokenizer.recall(read_meta(folder)["tokenizer"])
@@ -154,13 +161,14 @@ def cut_data(plan: Plan) -> Data:
         corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
         rows = plan.model.size.vocab_size
         folder = tokenise(corpus, tokenizer, config, cache_dir, rows=rows)
-    return _cut(folder, tokenizer, plan)
+        unread = find_unread(config.dataset, corpus)
+    return _cut(folder, tokenizer, plan, unread)
 
 
-def _cut(folder: Path, tokenizer: Tokenizer, plan: Plan) -> Data:
+def _cut(folder: Path, tokenizer: Tokenizer, plan: Plan, unread: list[str]) -> Data:
     can_pack = plan.strategy.traits.packs_records
     data = cut_samples(folder, tokenizer, plan.config, can_pack=can_pack)
-    return replace(data, counts=report.summarise(folder, plan.config))
+    return replace(data, counts={**report.summarise(folder, plan.config), "unread": unread})
 
 
 def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:

@@ -103,6 +103,9 @@ def print_plan(
         what = f"how many of the {process.world_size} processes are on this machine is not said"
         raise UserError(what, "without --dry-run they tell each other", "set LOCAL_WORLD_SIZE")
     plan = at_checkpoint(make_plan(config, cluster, peek_data))
+    if plan.num_steps is None:
+        note = "a dry run does not tokenize a dataset that is large or on the Hub; to see what is "
+        plan = replace(plan, notes=(*plan.notes, f"{note}trained on, type data in its place"))
     command = launch_command(plan, os.path.relpath(script), words)
     print(describe_plan(plan, "(this one)" if process else command))
     return 0

@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from distributed_training.data import report
 from distributed_training.data.cache import token_cache, tokenise
-from distributed_training.data.corpus import read_corpus
+from distributed_training.data.corpus import find_unread, read_corpus
 from distributed_training.data.samples import all_samples
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import find_model
@@ -49,6 +49,7 @@ def run(
     counts = report.summarise(folder, config)
     samples = all_samples(folder, config)
     counts["real_share"] = samples.real_share if len(samples) else 0.0
+    counts["unread"] = find_unread(config.dataset, corpus)
     counts["tokenizer"] = tokenizer.facts.kind
     counts["special_tokens"] = tokenizer.facts.special
     shown = list(report.read_samples(folder, config, arguments.show))

@@ -8,7 +8,8 @@ import datasets
 import pyarrow
 import pytest
 
-from distributed_training.data.corpus import read_corpus
+from distributed_training.data.corpus import find_unread, read_corpus
+from distributed_training.data.report import describe
 from tests.data.test_corpus import texts_of
 from tests.support import refused
 
@@ -77,3 +78,22 @@ def test_a_pipe_in_a_folder_is_refused(tmp_path):
     os.mkfifo(tmp_path / "b.jsonl")
     with refused("b.jsonl, which is not a regular file"):
         read_corpus(str(tmp_path))
+
+
+def test_files_that_are_not_read_are_named(tmp_path):
+    records = tmp_path / "records"
+    for split in ("train", "validation", "test"):
+        write(records / f"{split}.jsonl", split)
+    for name in ("README.md", "notes.pdf", ".hidden", "state.json.bak"):
+        (records / name).write_text("---\nlicense: mit\n---\n")
+    unread = ["notes.pdf", "state.json.bak", "test.jsonl"]
+    assert find_unread(str(records), read_corpus(str(records))) == unread
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in ("README.md", "a.md", "b.txt"):
+        (texts / name).write_text("A text.")
+    assert find_unread(str(texts), read_corpus(str(texts))) == ["README.md"]
+    assert find_unread(str(texts / "a.md"), read_corpus(str(texts / "a.md"))) == []
+    counts = {"left_out": {}, "cut": 0, "notes": {}, "unread": ["a\x1b.pdf", "b", "c", "d"]}
+    (line,) = describe(counts, 8)
+    assert line == "4 files in the dataset's folder are not read: a\\x1b.pdf, b, c, ..."
