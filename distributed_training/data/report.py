@@ -72,7 +72,7 @@ def summarise(folder: Path, config: RunConfig) -> dict[str, Any]:
 def headline(counts: dict[str, Any]) -> list[str]:
     """The two lines that say most; of running text one."""
     if counts["form"] == RUNNING:
-        read = f"{counts['records']:,} texts or lines read, {counts['num_tokens']:,} tokens"
+        read = f"texts or lines read: {counts['records']:,}; {counts['num_tokens']:,} tokens"
         return [f"{read}, all of them in the loss"]
     left_out = sum(counts["left_out"].values())
     lines = [f"{counts['records']:,} records read, {counts['used']:,} used, {left_out:,} left out"]
@@ -103,7 +103,8 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
     if unread := counts.get("unread"):
         more = ", ..." if len(unread) > 3 else ""
         names = ", ".join(shown(name)[1:-1] for name in unread[:3])
-        lines.append(f"{len(unread):,} files in the dataset's folder are not read: {names}{more}")
+        count = f"files in the dataset's folder that are not read: {len(unread):,}"
+        lines.append(f"{count} ({names}{more})")
     for note, count in counts["notes"].items():
         line = f"{count:,} {note}"
         if note == FILLED:

@@ -96,4 +96,4 @@ def test_files_that_are_not_read_are_named(tmp_path):
     assert find_unread(str(texts / "a.md"), read_corpus(str(texts / "a.md"))) == []
     counts = {"left_out": {}, "cut": 0, "notes": {}, "unread": ["a\x1b.pdf", "b", "c", "d"]}
     (line,) = describe(counts, 8)
-    assert line == "4 files in the dataset's folder are not read: a\\x1b.pdf, b, c, ..."
+    assert line == "files in the dataset's folder that are not read: 4 (a\\x1b.pdf, b, c, ...)"
