@@ -70,6 +70,7 @@ def hostile(run_dir, tmp_path_factory):
     made["named_in_record"] = copied("named-in-record", run_dir)
     for place in ("config", "requested"):
         edit(made["named_in_plan"] / "plan.json", **{f"{place}__model": str(evil)})
+    edit(made["named_in_plan"] / "plan.json", model__family=str(evil))
     traits = {
         "strategy__traits__build": f"{evil}/engine.py:Engine",
         "strategy__engine": "engine.py",
@@ -118,7 +119,7 @@ WALK = {
         ("{engine_in_plan}/checkpoints/step-00000002 --to {to}-3", ""),
     ],
     "push": [
-        ("{named_in_plan} a/b", NOT_RUN),
+        ("{named_in_plan} a/b", "was not pushed"),  # which needs no code
         ("{named_in_record} a/b", NOT_RUN),
         ("{adapter} a/b", NOT_RUN),
     ],
