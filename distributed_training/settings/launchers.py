@@ -112,6 +112,6 @@ def is_first(environment: Mapping[str, str]) -> bool:
     source = find_source(environment)
     rank = environment.get(source.rank if source else "RANK", "0")
     world_size = environment.get(source.world_size if source else "WORLD_SIZE", "1")
-    if not (rank.isdecimal() and world_size.isdecimal()):
+    if not (rank + world_size).isascii() or not (rank.isdecimal() and world_size.isdecimal()):
         return True
     return rank == "0" or int(rank) >= int(world_size)

@@ -110,7 +110,7 @@ def test_launchers_that_tell_half_are_refused(told, words, environment):
         current_process()
 
 
-@pytest.mark.parametrize("rank", ["-1", "", "2", "x"])
+@pytest.mark.parametrize("rank", ["-1", "", "2", "x", "\u0661"])
 def test_a_rank_that_is_none_says_so_itself(rank, environment, capsys):
     environment(**{**RANK_1, **MASTER, "RANK": rank})
     assert exit_code(lambda: current_process() and 0) == 2
