@@ -158,12 +158,13 @@ def whole_model(state: dict[str, torch.Tensor], base_fingerprint: int, plan: Pla
     """The model on the CPU in fp32 with what a run has learnt, under the model's names. Raises
     UserError where that are adapters and the weights that they belong to have changed."""
     config = plan.config
-    model = plan.model.build(dropout=0.0, seed=config.seed)
+    source = None
+    if config.lora_rank and plan.weights_dir is not None:
+        source = plan.model.open_weights(plan.weights_dir)
+    model = plan.model.build(dropout=0.0, seed=config.seed, source=source)
     if config.lora_rank:
         from distributed_training.models.peft import merge_adapters, to_peft
 
-        if plan.weights_dir is not None:
-            plan.model.load(model, plan.weights_dir)
         merge_adapters(
             model, plan.model, to_peft(state, plan.model), config.lora_alpha / config.lora_rank,
             base=base_fingerprint, whose=plan.run_dir,

@@ -11,6 +11,7 @@ import importlib
 import json
 import pkgutil
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ from distributed_training.settings.own_code import load_code
 if TYPE_CHECKING:
     import torch
 
-    from distributed_training.models.decoder import Decoder
+    from distributed_training.models.decoder import Decoder, Place, Source
 
 OUTPUT_LAYER = "lm_head.weight"  # as transformers calls it in every family
 _MOST = {
@@ -156,26 +157,66 @@ class ModelSpec:
         """What the family exports."""
         return _load(self.family)
 
-    def build(self, *, dropout: float, seed: int) -> Decoder:
-        """In fp32 on torch's default device, with random weights that depend on `seed` alone."""
-        return self.code.build(self.size, dropout=dropout, seed=seed)
+    def build(
+        self, *, dropout: float, seed: int, source: Source | None = None, place: Place | None = None
+    ) -> Decoder:
+        """Build the model on torch's default device with the weights of `source`; without one they
+        are random and depend on `seed` alone. `place`: as of `decoder.fill_parameters`."""
+        import torch
+
+        from distributed_training.models.decoder import fill_parameters, random_source
+
+        if torch.get_default_device().type == "meta":
+            return self.code.build(self.size, dropout=dropout, seed=seed)
+        with torch.device("meta"):
+            model = self.code.build(self.size, dropout=dropout, seed=seed)
+        if source is None:
+            fill_parameters(model, random_source(model, seed), place)
+        else:  # two threads: one converts what the other has read
+            fill_parameters(model, source, place, num_threads=2)
+        return model
 
     def load(self, model: Decoder, folder: Path) -> None:
         """Copy Hugging Face's weights in `folder` into `model`; UserError if they do not fit."""
-        for part, tensor, transposed in self._match(model, folder):
-            values = tensor.read()
-            part.copy_((values.t() if transposed else values).reshape(part.shape))
+        read = self.open_weights(folder)
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(read(name))
 
-    def _match(self, model: Decoder, folder: Path) -> list[tuple[torch.Tensor, Stored, bool]]:
-        """Pair each part of `model` with its tensor in `folder`, and whether that is transposed.
-        Raises UserError for tensors that are missing, unexpected, or of another shape."""
+    def open_weights(self, folder: Path) -> Source:
+        """Return a source of Hugging Face's weights in `folder`, each in the dtype of its file; the
+        vocabulary's padding is 0. Raises UserError if the files do not fit this model."""
+        import torch
+
+        with torch.device("meta"):
+            parameters = dict(self.build(dropout=0.0, seed=0).named_parameters())
+        pieces = self._match(parameters, folder)
+
+        def read(ours: str) -> torch.Tensor:
+            tensors = [(tensor.read(), transposed) for tensor, transposed in pieces[ours]]
+            dtypes = {tensor.dtype for tensor, _ in tensors}
+            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+            values = torch.zeros(parameters[ours].shape, dtype=dtype, device="cpu")
+            parts = self.code.to_hf(ours, values, self.size).values()
+            for part, (tensor, transposed) in zip(parts, tensors, strict=True):
+                part.copy_((tensor.t() if transposed else tensor).reshape(part.shape))
+            return values
+
+        return read
+
+    def _match(
+        self, parameters: Mapping[str, torch.Tensor], folder: Path
+    ) -> dict[str, list[tuple[Stored, bool]]]:
+        """Find the tensors in `folder` that make up each parameter, and whether they are
+        transposed. Raises UserError for tensors that are missing, unexpected, or of another
+        shape."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
         unexpected = set(stored)
-        pairs = []
-        for ours, values in model.state_dict().items():
+        pieces: dict[str, list[tuple[Stored, bool]]] = {}
+        for ours, values in parameters.items():
             rest = values.shape[1:]
             transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
+            pieces[ours] = []
             for name, part in self.code.to_hf(ours, values, self.size).items():
                 shape = [part.numel() // rest.numel(), *rest]
                 if transposed:
@@ -190,7 +231,7 @@ class ModelSpec:
                     found = "missing" if tensor is None else f"{tensor.dtype} {tensor.shape}"
                     raise UserError(what, f"{expected} is {found} and should be a float {shape}")
                 unexpected.discard(name)
-                pairs.append((part, tensor, transposed))
+                pieces[ours].append((tensor, transposed))
         if self.size.tied:
             unexpected.discard(OUTPUT_LAYER)
         if unexpected:
@@ -198,7 +239,7 @@ class ModelSpec:
             why = f"{min(unexpected)}{more} in the file have no place in this model"
             fix = f"if transformers may drop them: {convert_command(folder)}"
             raise UserError(what, why, fix)
-        return pairs
+        return pieces
 
     def save(
         self,
@@ -242,7 +283,7 @@ class ModelSpec:
         import torch
 
         with torch.device("meta"):
-            self._match(self.build(dropout=0.0, seed=0), folder)
+            self._match(dict(self.build(dropout=0.0, seed=0).named_parameters()), folder)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:

@@ -4,7 +4,6 @@ Letters in the shape comments: B batch, T tokens, D hidden, V vocabulary, P padd
 import copy
 import fnmatch
 import functools
-import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -239,12 +238,8 @@ class Decoder(nn.Module):
         }
 
     def fingerprint(self) -> int:
-        """A checksum of some thousand numbers of each parameter."""
-        checksum = 0
-        for parameter in self.parameters():
-            some = parameter.detach().flatten()[:: max(1, parameter.numel() // 1000)]
-            checksum = zlib.crc32(some.float().contiguous().numpy().data, checksum)
-        return checksum
+        """Return a checksum of some thousand numbers of each parameter."""
+        return zlib.crc32(b"".join(map(sample_bytes, self.parameters())))
 
     def vocabulary_parameters(self) -> list[str]:
         """Names of parameters with one row for each token, `padded_vocab_size` of them."""
@@ -274,34 +269,75 @@ def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return logits
 
 
+def sample_bytes(values: torch.Tensor) -> bytes:
+    """Return some thousand numbers of a parameter, as bytes of fp32, for a checksum."""
+    some = values.detach().flatten()[:: max(1, values.numel() // 1000)]
+    return some.float().contiguous().numpy().tobytes()
+
+
+# Returns a parameter's initial values, on the CPU, by its name.
+Source = Callable[[str], torch.Tensor]
+# Returns the tensor that training starts with, of a name and its initial values; None: not needed.
+Place = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+
 def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: int) -> Decoder:
-    """A family's model, in fp32 on the current default device, with random weights that depend on
-    `seed` alone, the same on every device: matrices normal with deviation 0.02, those whose
-    products are added to the residuals with less (Radford et al. 2019), biases 0, norms 1."""
+    """Build a family's model in fp32 on the current default device, with `random_source`'s weights.
+    On the device "meta" it has only names and shapes."""
     with torch.device("meta"):
         model = family(size, dropout)
-    if torch.get_default_device().type == "meta":  # only names and shapes are wanted
-        return model
-    model.to_empty(device=torch.get_default_device())
-    roles = model.find_roles()
-
-    def fill(index: int, named: tuple[str, nn.Parameter]) -> None:
-        name, values = named
-        if values.dim() < 2:
-            values.data.fill_(0.0 if name.endswith("bias") else 1.0)
-            return
-        # A generator of its own, so that all cores can draw at the same time.
-        generator = torch.Generator().manual_seed(seed * 100_003 + index)
-        adds = roles.get(name.removesuffix(".weight")) == "row"
-        deviation = 0.02 / math.sqrt(2 * size.num_layers) if adds else 0.02
-        drawn = torch.empty(values.shape, device="cpu")
-        values.data.copy_(drawn.normal_(0.0, deviation, generator=generator))
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(fill, itertools.count(), model.named_parameters()))
-    for name in model.vocabulary_parameters():
-        model.get_parameter(name).data[size.vocab_size :].zero_()
+    if torch.get_default_device().type != "meta":
+        fill_parameters(model, random_source(model, seed))
     return model
+
+
+def fill_parameters(
+    model: Decoder, source: Source, place: Place | None = None, *, num_threads: int | None = None
+) -> None:
+    """Give a model on the device "meta" its initial weights, in place. Only `num_threads`
+    parameters at a time are in RAM beside what `place` returns. Without `place` all become fp32 on
+    the current default device. Parameters that are not placed stay on "meta"."""
+    device = torch.get_default_device()
+
+    def fill(named: tuple[str, nn.Parameter]) -> None:
+        name, parameter = named
+        values = source(name)
+        placed = values.to(device, torch.float32) if place is None else place(name, values)
+        if placed is not None:
+            owner, _, last = name.rpartition(".")
+            placed = nn.Parameter(placed, parameter.requires_grad)
+            model.get_submodule(owner).register_parameter(last, placed)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(fill, list(model.named_parameters())))
+    for module in model.modules():
+        if [*module.buffers(recurse=False)]:
+            module.to_empty(device=device, recurse=False)
+
+
+def random_source(model: Decoder, seed: int) -> Source:
+    """Return a source of random weights that depend on `seed` alone: matrices normal with deviation
+    0.02, those whose products are added to the residuals with less (Radford et al. 2019), biases 0,
+    norms 1. Padding of the vocabulary is 0."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    indices = {name: index for index, name in enumerate(shapes)}
+    roles = model.find_roles()
+    padded = model.vocabulary_parameters()
+
+    def draw(name: str) -> torch.Tensor:
+        values = torch.empty(shapes[name], device="cpu")
+        if values.dim() < 2:
+            return values.fill_(0.0 if name.endswith("bias") else 1.0)
+        # A generator of its own, so that all cores can draw at the same time.
+        generator = torch.Generator().manual_seed(seed * 100_003 + indices[name])
+        adds = roles.get(name.removesuffix(".weight")) == "row"
+        deviation = 0.02 / math.sqrt(2 * model.size.num_layers) if adds else 0.02
+        values.normal_(0.0, deviation, generator=generator)
+        if name in padded:
+            values[model.size.vocab_size :].zero_()
+        return values
+
+    return draw
 
 
 def parameter_groups(

@@ -141,10 +141,10 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def check_base(model: Decoder, base: str | int | None, whose: object) -> None:
-    """Raise UserError if a model's weights have another fingerprint than the `base` that the
+def check_base(fingerprint: int, base: str | int | None, whose: object) -> None:
+    """Raise UserError if a model's weights have another `fingerprint` than the `base` that the
     adapters of `whose` were trained beside, if that is known."""
-    if base is not None and int(base) != model.fingerprint():
+    if base is not None and int(base) != fingerprint:
         what = f"{whose}: these adapters were trained beside other weights"
         raise UserError(what, "the base has changed since", "restore it")
 
@@ -162,7 +162,7 @@ def merge_adapters(
     """Add `scale` B A of adapters under PEFT's names, those of `whose`, to the weights of a whole
     model, in place. Raises UserError where these have another fingerprint than the `base` that the
     adapters were trained beside, if known, and for what is no adapter of a block's matrix."""
-    check_base(model, base, whose)
+    check_base(model.fingerprint(), base, whose)
     for adapter in _match(tensors, spec, whose):  # all are checked before any is added
         weight = model.get_parameter(f"{adapter.name}.weight")
         weight[adapter.rows] += scale * (adapter.b @ adapter.a)

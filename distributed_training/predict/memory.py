@@ -64,8 +64,11 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
         on_host += fitted.libraries
     if plan.num_processes == 1 and not tokenised:
         on_host += fitted.tokenising
-    # The model is built on the host, whole; without a GPU the peak of a step lies there, too.
+    # DeepSpeed is given the whole model on the host. PyTorch's parallelism is given parameters on
+    # the GPU, each by way of the host. Without a GPU the peak of a step is in RAM as well.
     model = 4 * plan.size.num_parameters
+    if plan.machine.num_gpus and plan.strategy.traits.uses_ddp_and_fsdp:
+        model = 12 * plan.size.padded_vocab_size * plan.size.hidden_size
     on_host += model if plan.machine.num_gpus else max(peak, model)
     copy = estimate_copy(plan)
     if (on_host + copy) * plan.processes_here <= plan.machine.ram_bytes:

@@ -8,7 +8,6 @@ Starting processes takes longer than the few steps that a comparison or a test n
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import gc
@@ -117,13 +116,13 @@ class Kept:
             self._topologies[wanted] = KeptTopology(**dataclasses.asdict(wanted))
         return self._topologies[wanted]
 
-    def initial_model(self, plan: Plan) -> Decoder:
-        """The plan's model with its initial weights."""
+    def drawn_model(self, plan: Plan) -> Decoder:
+        """Return the plan's model with its random weights, to be read only."""
         key = repr((plan.model, plan.config.dropout, plan.config.seed))
         if key not in self._models:
             drawn = plan.model.build(dropout=plan.config.dropout, seed=plan.config.seed)
             self._models = {key: drawn}
-        return copy.deepcopy(self._models[key])
+        return self._models[key]
 
 
 def each_run(
@@ -182,13 +181,13 @@ def _do_run(
             config = build_config(values, defaults=strategy_defaults, options=strategy_options)
         plan = agree_on_plan(config, group.process, gather)
         topology = build_topology(plan, group.process, group.device)
-        model = None
+        drawn = None
         if kept is not None:
             topology = kept.topology(topology)
-            model = kept.initial_model(plan)
+            drawn = kept.drawn_model(plan)
         data = cut_data(plan)
         sampler = build_sampler(plan, data, topology)
-        engine = build_engine(plan, topology, model)
+        engine = build_engine(plan, topology, drawn)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
     except UserError as error:  # on every rank
         return str(error)

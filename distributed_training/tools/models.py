@@ -97,9 +97,8 @@ def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
     checkpoint = newest_checkpoint(given_path(given).resolve())
     if checkpoint is None or kind == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(given, kind)
-        model = spec.build(dropout=0.0, seed=0)
         base = base_folder(folder)
-        spec.load(model, base)
+        model = spec.build(dropout=0.0, seed=0, source=spec.open_weights(base))
         if base != folder:
             peft.load_adapters(model, spec, folder)
         tokenizer = Tokenizer(find_tokenizer(folder, spec))

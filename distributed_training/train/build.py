@@ -1,6 +1,7 @@
 """Build what a plan says: this process's place in the mesh, samples, extensions, engine."""
 
 import time
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models import peft
-from distributed_training.models.decoder import Decoder
+from distributed_training.models.decoder import Decoder, sample_bytes
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.checks import built_extensions
@@ -42,30 +43,57 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     dist.barrier()
 
 
-def build_engine(plan: Plan, topology: Topology, model: Decoder | None = None) -> Engine:
-    """Initial weights (equal on every rank and under every strategy) into the right engine; then
-    the random numbers of dropout start. `model`: with these weights drawn already. Collective."""
+def build_engine(plan: Plan, topology: Topology, drawn: Decoder | None = None) -> Engine:
+    """Put initial weights, equal on every rank and under every strategy, into the plan's engine;
+    then start the random numbers of dropout. `drawn`: a model with the random weights. Collective.
+    """
     config = plan.config
-    if model is None:
-        # A stage, and DeepSpeed's parts, take less of a GPU than the model.
-        whole = plan.strategy.traits.uses_ddp_and_fsdp and topology.pp == 1
-        device = topology.device if whole and not config.lora_rank else torch.device("cpu")
-        with device:
-            model = plan.model.build(dropout=config.dropout, seed=config.seed)
-    model.compute_dtype = COMPUTE_DTYPES[config.precision]
-    if plan.weights_dir is not None:
-        plan.model.load(model, plan.weights_dir)
-    fingerprint = model.fingerprint() if config.lora_rank else 0
+    model, fingerprint = build_model(plan, topology, drawn)
     if plan.adapters_dir is not None:
         initial = peft.read_initial(plan.model, plan.adapters_dir)
-        peft.check_base(model, initial.base, plan.adapters_dir)
+        peft.check_base(fingerprint, initial.base, plan.adapters_dir)
         model.initial_adapters = initial.tensors
-    if model.compute_dtype is not None:
-        # DeepSpeed makes its fp32 master copy from weights already rounded: so do all.
-        for parameter in model.parameters():
-            rounded = parameter.data.to(model.compute_dtype)
-            parameter.data = rounded if config.lora_rank else rounded.float()
     engine = plan.strategy.load_engine()(model, plan, topology)
-    engine.base_fingerprint = fingerprint
+    engine.base_fingerprint = fingerprint if config.lora_rank else 0
     seed_dropout(plan, topology, 0)
     return engine
+
+
+def build_model(plan: Plan, topology: Topology, drawn: Decoder | None) -> tuple[Decoder, int]:
+    """Return the model with its initial weights, rounded to the compute dtype, and `fingerprint` of
+    the weights before rounding. Weights under LoRA stay in the compute dtype, others are fp32. What
+    PyTorch's parallelism takes is on this rank's device, and only what its stages hold is kept."""
+    config = plan.config
+    native = plan.strategy.traits.uses_ddp_and_fsdp
+    device = topology.device if native else torch.device("cpu")
+    compute_dtype = COMPUTE_DTYPES[config.precision]
+    samples: dict[str, bytes] = {}
+    own = own_blocks(plan, topology) if native else None
+
+    def place(name: str, values: torch.Tensor) -> torch.Tensor | None:
+        values = values.float() if compute_dtype is None else values
+        samples[name] = sample_bytes(values)
+        block = name.split(".")[1] if name.startswith("blocks.") else None
+        if own is not None and block is not None and int(block) not in own:
+            return None
+        kept = values if compute_dtype is None else values.to(compute_dtype)
+        return kept.to(device, kept.dtype if config.lora_rank else torch.float32)
+
+    source = None
+    if plan.weights_dir is not None:
+        source = plan.model.open_weights(plan.weights_dir)
+    elif drawn is not None:
+        source = lambda name: drawn.get_parameter(name).detach().clone()  # noqa: E731
+    with device:
+        model = plan.model.build(
+            dropout=config.dropout, seed=config.seed, source=source, place=place
+        )
+    model.compute_dtype = compute_dtype
+    names = [name for name, _ in model.named_parameters()]
+    return model, zlib.crc32(b"".join(samples[name] for name in names))
+
+
+def own_blocks(plan: Plan, topology: Topology) -> set[int]:
+    """Return the indices of the blocks that this rank's stages hold."""
+    stages = zip(plan.layout.stages, plan.layout.ranks, strict=True)
+    return {block for blocks, rank in stages if rank == topology.pp_rank for block in blocks}
