@@ -41,6 +41,7 @@ def make_plan(
     data = cut(plan)
     if data is not None:
         plan = fit_to_data(plan, data, notes)
+    if plan.cache in known or plan.packing is not None:
         prediction = predict(plan, cluster.rates, tokenised=plan.cache in known)
     if plan.strategy.traits.takes_deepspeed_json:
         plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan, notes))
