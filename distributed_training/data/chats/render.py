@@ -20,7 +20,7 @@ from distributed_training.settings.errors import UserError
 
 CPU_S = 2.0  # for one text
 MEMORY_BYTES = 2**29  # beyond what the process begins with
-MOST_CHARACTERS = 2**24  # of a text, beyond four times its conversation
+MOST_CHARACTERS = 2**20  # of a text, beyond four times its conversation
 
 
 class Conversation(NamedTuple):
