@@ -43,3 +43,12 @@ def test_a_template_that_fails_is_a_line_with_its_row(content, words, renderer):
     (((text, spans, *_),),) = renderer.align([good])
     assert text[slice(*spans[0])] == "4<|e|>"
     assert renderer.ask(SAID[:1]).endswith("2+2=<|a|>")
+
+
+def test_a_template_that_fails_for_parts_is_given_their_text():
+    template = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"
+    parts = [{"type": "text", "text": word} for word in ("a", "b")]
+    said = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
+    ((text, spans, *_),) = render.answering([template] * 2, {}, [])(Conversation(said), False)
+    assert text == "user:ab;assistant:ab;"
+    assert [text[first:][:2] for first, _ in spans] == ["ab"]
