@@ -47,6 +47,7 @@ def test_a_template_that_fails_is_a_line_with_its_row(content, words, renderer):
 
 def test_a_template_that_fails_for_parts_is_given_their_text():
     template = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant:{% endif %}"
     parts = [{"type": "text", "text": word} for word in ("a", "b")]
     said = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
     ((text, spans, *_),) = render.answering([template] * 2, {}, [])(Conversation(said), False)
