@@ -29,6 +29,10 @@ LENGTHS = 64  # of texts that a model sees are multiples of this
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CARD = "README.md"
 GENERATION_CONFIG = "generation_config.json"
+DTYPES = {
+    "auto": torch.float32,  # in plans of earlier releases
+    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+}  # fmt: skip
 _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
 
 
@@ -102,7 +106,7 @@ def write_folder(
     """Write what a run has learnt, under the model's names, as `folder`, all of it or nothing.
     Adapters alone, unless they are to `merge` or nobody else has the weights beside them. Raises
     RunError, and leaves an older one, where a number is not finite."""
-    dtype = getattr(torch, plan.export_dtype)
+    dtype = DTYPES[plan.config.export_dtype]
     for name, values in state.items():
         if not values.to(dtype).isfinite().all():
             what = f"{folder.name}/ is not written: {name} has numbers that are not finite"

@@ -112,12 +112,11 @@ def open_weights(folder: Path) -> dict[str, Stored]:
     """Return a folder's tensors by name, without reading them. Raises UserError if a file is
     missing or damaged, or holds more than tensors."""
     stored: dict[str, Stored] = {}
-    opened: dict[Path, Any] = {}
 
     def read(file: Path, name: str) -> Any:
-        if file not in opened:
-            opened[file] = safe_open(file, "pt")
-        return opened[file].get_tensor(name)
+        # Opened for each tensor: the pages of a mapped file would stay in this process's memory.
+        with safe_open(file, "pt") as opened:
+            return opened.get_tensor(name)
 
     for file in require_weights(folder):
         try:

@@ -4,7 +4,7 @@
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,9 +28,6 @@ class Packing:
 
     max_documents: int  # of the training block that has most, and one for padding
     mean_length: float  # tokens of the document that a token is in, on average
-
-
-ExportDtype = Literal["float64", "float32", "float16", "bfloat16"]  # as torch calls them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +55,6 @@ class Plan:
     deepspeed_json: dict[str, Any] | None = None
     tokenizer_dir: Path = Path()
     weights_dir: Path | None = None  # Hugging Face folder of the initial weights; None: random
-    export_dtype: ExportDtype = "float32"  # of exported weights
     adapters_dir: Path | None = None  # PEFT folder with the adapters that training continues
     checkpoint: Path | None = None  # where to resume from; None to start afresh
     cache: str | None = None  # name of the samples' folder in the token cache; None as below

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 from distributed_training.data import hub, report
 from distributed_training.data.cache import is_whole, read_meta, token_cache, tokenise
@@ -27,7 +27,7 @@ from distributed_training.models.adapters import (
 )
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.gpt2 import HUB_IDS
-from distributed_training.plan.plan import ExportDtype, Packing, Plan
+from distributed_training.plan.plan import Packing, Plan
 from distributed_training.settings.config import AUTO, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import sample_file
@@ -65,6 +65,9 @@ def find_sources(plan: Plan, notes: list[str]) -> Plan:
         elif config.model.startswith("gpt2-tiny"):
             rate = 3e-3
     decided = {"tokenizer": tokenizer, "weights": source, "dataset": dataset}
+    if config.export_dtype == AUTO:
+        stored = "float32" if weights_dir is None else weights.stored_dtype(weights_dir)
+        decided["export_dtype"] = {"bfloat16": "bf16", "float16": "fp16"}.get(stored, "fp32")
     if spec.weights_dir is not None:  # runs/latest is another run's from now on
         decided["model"] = str(spec.weights_dir)
         plan = replace(plan, model=find_model(decided["model"]))
@@ -76,12 +79,7 @@ def find_sources(plan: Plan, notes: list[str]) -> Plan:
         sources["model"] = sample_file(spec.weights_dir / "config.json")
     if adapters_dir is not None:
         sources["adapters"] = sample_file(adapters_dir / ADAPTER_WEIGHTS)
-    dtypes = {"bf16": "bfloat16", "fp32": "float32"}
-    export_dtype = cast(ExportDtype, dtypes.get(config.export_dtype, "float32"))
-    if config.export_dtype == AUTO and weights_dir is not None:
-        export_dtype = cast(ExportDtype, weights.stored_dtype(weights_dir))
     plan = replace(plan, config=config, sources=sources, adapters_dir=adapters_dir)
-    plan = replace(plan, export_dtype=export_dtype)
     return replace(plan, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir)
 
 

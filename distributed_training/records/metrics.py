@@ -176,10 +176,10 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, A
 
 
 def describe_evaluation(row: dict[str, Any]) -> str:
-    """ "loss 3.0000  perplexity 20.09  bits per byte 1.2345"."""
+    """ "loss 3.0000  perplexity 20.09  bpb 1.2345"."""
     text = f"loss {row['loss']:.4f}  perplexity {row['perplexity']:.2f}"
     bits = row["bits_per_byte"]
-    return text if bits is None else f"{text}  bits per byte {bits:.4f}"
+    return text if bits is None else f"{text}  bpb {bits:.4f}"
 
 
 def build_tracker(

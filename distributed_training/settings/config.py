@@ -191,7 +191,7 @@ class RunConfig(Options):
     """auto: the newest unfinished run of the same work; or a run's folder"""
     export: bool = keeping(True)
     """write hf/ in Hugging Face's format at the end"""
-    export_dtype: Literal["auto", "bf16", "fp32"] = keeping(AUTO)
+    export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = keeping(AUTO)
     """dtype of exported weights; auto keeps the dtype of the loaded weights (random: fp32)"""
     push: Text | None = keeping(None, aliases=("hub_model_id",))
     """user/name on the Hugging Face Hub that hf/ is sent to at the end"""

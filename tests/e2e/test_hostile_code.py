@@ -113,6 +113,11 @@ WALK = {
         ("{model} --prompt a --num_tokens 2", ""),
         ("{evil} --prompt a", "is neither a run nor a model"),
     ],
+    "eval": [
+        ("{adapter} --dataset embedded", NOT_RUN),
+        ("{named_in_plan} --dataset embedded", NOT_RUN),
+        ("{evil} --dataset embedded", "is neither a run nor a model"),
+    ],
     "export": [
         ("{named_in_plan} --to {to}", NOT_RUN),
         ("{named_in_record} --to {to}-2", ""),
