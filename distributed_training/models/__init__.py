@@ -12,9 +12,11 @@ import json
 import pkgutil
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from distributed_training.data import hub
 from distributed_training.models.config_file import CONFIG_FILE
@@ -151,6 +153,12 @@ class ModelSpec:
     size: ModelSize
     hub_id: str | None = None  # of published weights on the Hugging Face Hub
     weights_dir: Path | None = None  # the Hugging Face folder, where CONFIG gives one
+
+    def __post_init__(self) -> None:
+        # A plan is sent as JSON, which does not know the class of a family's configuration.
+        if isinstance(self.size.config, dict) and (kind := getattr(self.code, "Config", None)):
+            config = TypeAdapter(kind).validate_python(self.size.config)
+            object.__setattr__(self, "size", replace(self.size, config=config))
 
     @property
     def code(self) -> Any:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from distributed_training.models import find_model, gpt2, llama
+from distributed_training.models import ModelSpec, find_model, gpt2, llama
 from tests.support import refused
 
 SHAPE = {
@@ -374,3 +375,10 @@ def test_counts_by_hand():
     assert size.num_parameters == 42 + 2 * 147 + 6
     assert size.padded_vocab_size == 128
     assert size.flops_per_token(4) == 6 * 342 + 12 * 2 * 3 * 4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen3-0.6B", "Llama-3.1-8B"])
+def test_a_model_survives_the_json_of_a_plan(name):
+    spec = find_model(name)
+    adapter = TypeAdapter(ModelSpec)
+    assert adapter.validate_json(adapter.dump_json(spec)) == spec
