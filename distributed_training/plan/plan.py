@@ -14,7 +14,7 @@ from distributed_training.plan.schedules import FoundOrders, Schedule, find_sche
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import read_small
+from distributed_training.settings.files import parse_json, read_small
 from distributed_training.settings.keys import Options
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import Strategy, strategy_options
@@ -127,7 +127,7 @@ PLAN_AS_JSON = TypeAdapter(Plan)
 def _as_today(text: bytes) -> bytes:
     """Return plan.json as this release writes it: with the model's shape, which earlier releases
     left out, and without `below_bytes`."""
-    document = json.loads(text)
+    document = parse_json(text.decode())
     if "model" not in document:
         spec = find_model(document["config"]["model"])
         document["model"] = TypeAdapter(ModelSpec).dump_python(spec, mode="json")

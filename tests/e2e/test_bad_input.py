@@ -19,7 +19,7 @@ COMMAND_LINES = {
         "--model gpt2-xl --num_gpus 512 --dry-run", ["512 processes", "GiB", "fewer processes"],
     ),
     "output_dir is a file": (
-        "--set output_dir={tmp}/file.txt --dry-run", ["file.txt", "not a folder"],
+        "--set output_dir={tmp}/file.txt --dry-run", ["file.txt", "Not a directory"],
     ),
     "more positions than the model's": (
         "--set max_length=1025 --dry-run", ["max_length=1025", "gpt2-tiny", "1024"],
