@@ -1,6 +1,7 @@
 """Tokenizers without tokenizer.json, slow and fast, against `AutoTokenizer` on the same folder: a
 real tokenizer.model, vocab.txt, bytes, with tokens added in each of the files that may do so."""
 
+import importlib
 import io
 import json
 
@@ -115,7 +116,9 @@ def test_a_model_file_that_cannot_be_read_says_why(model, tmp_path, monkeypatch)
     def import_protobuf():
         raise TypeError("Detected incompatible Protobuf versions")
 
-    monkeypatch.setattr("transformers.convert_slow_tokenizer.import_protobuf", import_protobuf)
+    # By name: `transformers.convert_slow_tokenizer` is a function once something has loaded it.
+    module = importlib.import_module("transformers.convert_slow_tokenizer")
+    monkeypatch.setattr(module, "import_protobuf", import_protobuf)
     with refused("incompatible Protobuf", "pip install 'sentencepiece") as caught:
         assert Tokenizer(tmp_path).facts
     assert "tiktoken" not in str(caught.value)
