@@ -137,6 +137,8 @@ def write_generation_config(
     document: dict[str, Any] = {}
     if base is not None and (base / GENERATION_CONFIG).is_file():
         document = load_json(base / GENERATION_CONFIG, "model")
+    # Made from config.json, transformers may make it again from there, without what is added below.
+    document.pop("_from_model_config", None)
     ends = document.get("eos_token_id", [])
     ends = ends if isinstance(ends, list) else [ends]
     document |= tokenizer.generation_tokens

@@ -25,6 +25,8 @@ def test_an_exported_chat_model_has_its_base_s_dtype_and_stops_after_an_answer(
     base = transformers.Qwen2ForCausalLM(config).bfloat16()
     base.generation_config = transformers.GenerationConfig(eos_token_id=7, do_sample=True, top_k=5)
     base.save_pretrained(tmp_path / "base")
+    saved = tmp_path / "base/generation_config.json"  # as most published models have it
+    saved.write_text(json.dumps({**json.loads(saved.read_text()), "_from_model_config": True}))
     shutil.copytree(folder, tmp_path / "base", dirs_exist_ok=True)
     rows = [json.dumps({"messages": SAID[:2]})] * 30
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
@@ -44,3 +46,4 @@ def test_an_exported_chat_model_has_its_base_s_dtype_and_stops_after_an_answer(
     assert model.generation_config.bos_token_id == tokenizer.bos_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
     assert model.generation_config.top_k == 5
+    assert not model.generation_config._from_model_config
