@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distributed_training.data.files import COMPRESSED, RECORDS, TEXTS, suffix_of
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import nearest
 
 KINDS = (*TEXTS, *RECORDS)
 CARD = "README.md"
@@ -34,6 +35,9 @@ def find_splits(path: Path, what: str) -> Splits:
         raise _unusable(what, [path])
     if not path.is_dir():
         why = "is not a regular file" if path.exists() else "does not exist"
+        beside = [file.name for file in path.parent.glob("*")] if path.parent.is_dir() else []
+        if not path.exists() and (near := nearest(path.name, beside, cutoff=0.7)):
+            raise UserError(f"{what} {why}", fix=f"did you mean {str(path.with_name(near))!r}?")
         fix = f"give a {', '.join(KINDS)} file, also as {' or '.join(COMPRESSED)}, a folder of "
         raise UserError(f"{what} {why}", fix=f'{fix}them, "wikitext-2" or "embedded"')
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):

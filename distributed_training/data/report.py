@@ -52,6 +52,9 @@ def summarise(folder: Path, config: RunConfig) -> dict[str, Any]:
             )
     elif meta["form"] != RUNNING or config.pack is False:
         is_cut = lengths > config.max_length + 1  # the last is a target only
+    # Samples of running text share a token: the last of one is the first of the next.
+    is_shared = meta["form"] == RUNNING and config.pack is not False
+    in_samples = (seen[targets > 0] + (0 if is_shared else 1)).sum()
     tokens = np.quantile(lengths, list(QUANTILES.values())) if len(lengths) else np.zeros(4)
     return {
         "form": meta["form"],
@@ -64,7 +67,7 @@ def summarise(folder: Path, config: RunConfig) -> dict[str, Any]:
         "longest_prompt": longest_prompt,
         "tokens": {name: int(count) for name, count in zip(QUANTILES, tokens, strict=True)},
         "num_tokens": int(lengths.sum()),
-        "loss_share": float(targets.sum() / max(1, (seen[targets > 0] + 1).sum())),
+        "loss_share": float(targets.sum() / max(1, in_samples)),
         "notes": notes,
     }
 

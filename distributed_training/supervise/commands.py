@@ -35,12 +35,16 @@ def after_the_end(plan: Plan, record: Record) -> list[str]:
     found.append(shlex.join(["python", script, "report", *runs]))
     if _has_own_launcher(plan):
         return found
+    # The command that resumed a run may name nothing but the run.
+    is_resumed = plan.requested.resume is not None
     best_row = best_before(record)
     if best_row and best_row["step"]:
-        return found if record.best else [*found, again(plan, keep_best=True)]
-    longer = {"epochs": 2 * config.epochs}
+        return found if record.best or is_resumed else [*found, again(plan, keep_best=True)]
+    longer: dict[str, Any] = {"epochs": 2 * config.epochs}
     if config.max_steps > 0:
         longer = {"max_steps": 2 * config.max_steps}
+    if is_resumed:
+        longer["resume"] = short_path(plan.run_dir)
     return [*found, again(plan, **longer)]
 
 

@@ -28,6 +28,22 @@ def test_a_run_is_started_again_with_other_values(typed, changes, expected):
     assert commands.again(plan, **changes) == f"python real_model_example.py {expected}"
 
 
+@pytest.mark.parametrize(
+    ("resume", "expected"), [(None, "--epochs=4"), ("runs/a", "--epochs=4 --resume=runs/a")]
+)
+def test_a_resumed_run_is_not_replaced_by_another(resume, expected, monkeypatch):
+    monkeypatch.setattr(commands, "best_before", lambda record: None)
+    typed = f" --resume {resume}" if resume else ""
+    plan = SimpleNamespace(
+        command=f"python real_model_example.py{typed}",
+        config=SimpleNamespace(generate=None, epochs=2, max_steps=-1),
+        requested=SimpleNamespace(resume=resume),
+        run_dir=Path("runs/a"), output_dir=Path("runs"), launchers=[], num_processes=1,
+    )  # fmt: skip
+    longer = commands.after_the_end(plan, SimpleNamespace(best=None))[-1]
+    assert longer == f"python real_model_example.py {expected}"
+
+
 def test_a_launcher_starts_its_run_again():
     plan = SimpleNamespace(run_dir=Path("runs/a"), launchers=["torchrun"])
     assert commands.to_continue(plan)[1] == "--resume runs/a"
