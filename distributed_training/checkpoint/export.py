@@ -166,7 +166,7 @@ def whole_model(state: dict[str, torch.Tensor], base_fingerprint: int, plan: Pla
     config = plan.config
     source = None
     if config.lora_rank and plan.weights_dir is not None:
-        source = plan.model.open_weights(plan.weights_dir)
+        source = plan.model.weights_source(plan.weights_dir)
     model = plan.model.build(dropout=0.0, seed=config.seed, source=source)
     if config.lora_rank:
         from distributed_training.models.peft import merge_adapters, to_peft

@@ -186,11 +186,11 @@ class ModelSpec:
 
     def load(self, model: Decoder, folder: Path) -> None:
         """Copy Hugging Face's weights in `folder` into `model`; UserError if they do not fit."""
-        read = self.open_weights(folder)
+        read = self.weights_source(folder)
         for name, parameter in model.named_parameters():
             parameter.data.copy_(read(name))
 
-    def open_weights(self, folder: Path) -> Source:
+    def weights_source(self, folder: Path) -> Source:
         """Return a source of Hugging Face's weights in `folder`, each in the dtype of its file; the
         vocabulary's padding is 0. Raises UserError if the files do not fit this model."""
         import torch

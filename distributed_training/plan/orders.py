@@ -1,9 +1,9 @@
-"""In which order each process of a pipeline works. No torch import.
+"""The order of operations on each rank of a pipeline. No torch import.
 
-Orders are those of torch.distributed.pipelining (schedules.py of 2.11 to 2.13), but for `zb-v`,
-which is its authors' (zb_v.py), and `zb-auto`, which planner/search.py finds. An operation is
-(kind, stage, micro-batch): "F" forward, "B" backward, "I" backward for inputs only, "W" backward
-for weights only."""
+The orders are those of torch.distributed.pipelining (schedules.py of 2.11 to 2.13), except for
+`zb-v`, whose order is its authors' (zb_v.py), and `zb-auto`, whose order planner/search.py finds.
+An operation is (kind, stage, micro-batch): "F" forward, "B" backward, "I" backward for inputs only,
+"W" backward for weights only."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ Order = tuple[Operation, ...]  # of one process
 
 
 def find_orders(plan: Plan) -> tuple[Order, ...]:
-    """What each process along pp does: as the schedule says, or as was found for the durations."""
+    """Return the order of each pipeline rank: the schedule's, or the one stored in the plan."""
     if plan.orders is not None:
         return tuple(map(read_order, plan.orders.by_place))
     assert not plan.schedule.searched, "lay_out_on searches"
@@ -30,7 +30,7 @@ def find_orders(plan: Plan) -> tuple[Order, ...]:
 
 @functools.cache
 def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
-    """What each of `p` processes does for `m` micro-batches."""
+    """Return the order of each of `p` pipeline ranks for `m` micro-batches."""
     if p == 1:  # one after the other
         schedule = "1f1b"
     if schedule == "zb-v":
@@ -39,19 +39,19 @@ def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
 
 
 def read_order(text: str) -> Order:
-    """Such as "F0 F0 I7 W7": kinds and stages."""
+    """Parse an order such as "F0 F0 I7 W7" (kinds and stages)."""
     return _numbered((word[0], int(word[1:])) for word in text.split())
 
 
 def _numbered(steps: Iterable[Step]) -> Order:
-    """With micro-batches: those of each kind and stage follow each other."""
+    """Add micro-batch numbers, which count up for each kind and stage."""
     numbers: dict[Step, Iterator[int]] = defaultdict(itertools.count)
     return tuple((kind, stage, next(numbers[kind, stage])) for kind, stage in steps)
 
 
 def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
-    """1F1B, interleaved 1F1B and ZB-H1: forwards to begin with, then one of each, then the rest;
-    GPipe: all forwards to begin with."""
+    """Return one rank's order: warm-up forwards, then one forward and one backward in turn, then
+    the remaining backwards. GPipe's warm-up has all forwards."""
     local = 2 if schedule == "interleaved" else 1
     a_round = m // max(1, m // p)
     count = m * local
@@ -73,7 +73,7 @@ def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
 
 
 def order_in_v(word: str, p: int, rank: int) -> Order:
-    """The order of a word, whose small letters are operations of the process's second stage."""
+    """Convert a word to an order. Its small letters are operations of the rank's second stage."""
     second = 2 * p - 1 - rank
     return _numbered((x.upper(), rank if x.isupper() else second) for x in word)
 
@@ -81,7 +81,7 @@ def order_in_v(word: str, p: int, rank: int) -> Order:
 def time_orders(
     seconds: tuple[tuple[float, float, float], ...], m: int, message_s: float
 ) -> FoundOrders:
-    """What each process does for `m` micro-batches under `zb-v`, for F, I and W of each stage."""
+    """Return `zb-v`'s order for `m` micro-batches. `seconds`: durations of F, I and W per stage."""
     p = len(seconds) // 2
     words = build_words(p, m, *mid_durations(seconds), message_s)
     orders = [order_in_v(word, p, rank) for rank, word in enumerate(words)]
@@ -89,5 +89,5 @@ def time_orders(
 
 
 def write_orders(orders: Iterable[Iterable[Step | Operation]]) -> tuple[str, ...]:
-    """Such as "F0 F0 I7 W7", as `read_order` reads it."""
+    """Format each order as `read_order` reads it, such as "F0 F0 I7 W7"."""
     return tuple(" ".join(f"{step[0]}{step[1]}" for step in order) for order in orders)

@@ -1,4 +1,4 @@
-"""What is known to fail is refused here, before processes start or weights load. No torch."""
+"""Refuse runs that are known to fail, before processes start or weights load. No torch."""
 
 import importlib.util
 import os
@@ -26,8 +26,8 @@ STALE_LOCK_S = 60.0
 
 
 def check_run(prediction: Prediction, cluster: Cluster) -> None:
-    """Raise UserError for a run that is known to fail, the cheapest checks first. For a --cluster
-    this machine's packages, disks and compiler say nothing."""
+    """Raise UserError for a run that is known to fail, cheapest checks first. Packages, disks and
+    compiler of this machine are not checked for a --cluster."""
     plan = prediction.plan
     if cluster.is_here:
         check_packages(plan)
@@ -44,7 +44,7 @@ def check_run(prediction: Prediction, cluster: Cluster) -> None:
 
 
 def check_packages(plan: Plan) -> None:
-    """The packages that this strategy and this CONFIG import are installed."""
+    """Raise UserError if a package that the strategy or CONFIG needs is not installed."""
     tracker = plan.config.log_to
     strategy = f"strategy={plan.strategy.name!r}"
     needed = {
@@ -59,7 +59,7 @@ def check_packages(plan: Plan) -> None:
 
 
 def check_gpus(plan: Plan) -> None:
-    """No more processes on this machine than it has GPUs (any number on a machine without)."""
+    """Raise UserError for more processes than GPUs. A machine without GPUs takes any number."""
     gpus = plan.machine.num_gpus
     here = plan.processes_here
     if gpus and here > gpus:
@@ -69,7 +69,7 @@ def check_gpus(plan: Plan) -> None:
 
 
 def check_swapping(plan: Plan) -> None:
-    """No parameters are swapped that would be overwritten in use."""
+    """Raise UserError if DeepSpeed would overwrite swapped parameters that are in use."""
     # On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
     # gradients came out wrong. Parts below its 1 MiB threshold, as all of gpt2-tiny's, never swap.
     matrices = (rows * columns for rows, columns in plan.size.block_matrices)
@@ -78,7 +78,7 @@ def check_swapping(plan: Plan) -> None:
     if swaps and not plan.machine.num_gpus and largest >= 2**20:
         what = f"strategy={plan.strategy.name!r} with model={plan.config.model!r} needs a GPU"
         why = "without one DeepSpeed overwrites parameters that are in use"
-        raise UserError(what, why, "set model to gpt2-tiny for a rehearsal")
+        raise UserError(what, why, "set model to gpt2-tiny for a smoke test")
 
 
 def check_memory(prediction: Prediction, suggest: Callable[[Plan], list[str]]) -> None:
@@ -101,7 +101,7 @@ def check_memory(prediction: Prediction, suggest: Callable[[Plan], list[str]]) -
 
 
 def check_disk(plan: Plan) -> None:
-    """Room for the checkpoints that are kept, the one being written, the export, offload."""
+    """Raise UserError if the disk is too small for checkpoints, export and offloaded state."""
     config = plan.config
     count = plan.size.num_learning(config.lora_rank, config.lora_targets)
     num_saved = {0: 0, "signal": 1}.get(config.checkpoint_every, config.keep_checkpoints + 1)
@@ -126,7 +126,8 @@ def check_disk(plan: Plan) -> None:
 
 
 def check_extensions(plan: Plan) -> None:
-    """A compiler, libaio and no forgotten lock, where DeepSpeed will build an extension."""
+    """Raise UserError if a DeepSpeed extension cannot be built: no compiler, no libaio, or a lock
+    that a killed build left."""
     extensions = built_extensions(plan.strategy)
     compiler = os.environ.get("CXX", "c++")
     asked = f"strategy={plan.strategy.name!r}"
@@ -141,7 +142,7 @@ def check_extensions(plan: Plan) -> None:
 
 
 def built_extensions(strategy: Strategy) -> list[str]:
-    """Names (of folders, too) of all DeepSpeed extensions that a run builds."""
+    """Return the names of all DeepSpeed extensions that a run builds, which name their folders."""
     names = ["cpu_adam"] if strategy.steps_on_host else []
     if strategy.swaps_to_disk:
         names += ["async_io", "pin_memory"]
@@ -149,7 +150,7 @@ def built_extensions(strategy: Strategy) -> list[str]:
 
 
 def has_libaio() -> bool:
-    """Whether the compiler finds libaio's header and library (CPATH and LIBRARY_PATH count)."""
+    """Return whether the compiler finds libaio (it also reads CPATH and LIBRARY_PATH)."""
     compiler = os.environ.get("CC", "cc")
     if shutil.which(compiler) is None:
         return False

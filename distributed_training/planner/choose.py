@@ -1,4 +1,4 @@
-"""From CONFIG to a draft: "auto" as machine and layout decide it. No torch import."""
+"""Turn CONFIG into a draft plan: resolve "auto" by machine and layout. No torch import."""
 
 import math
 import time
@@ -33,8 +33,8 @@ SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-med
 def choose_model(
     config: RunConfig, machine: Machine, num_processes: int, notes: list[str]
 ) -> RunConfig:
-    """Decide an "auto" model; for one's own text and no GPU how it is trained, too. Adapters that
-    training continues decide their own keys."""
+    """Choose the model if it is "auto". For a text of the user's on a CPU, choose the training
+    settings as well. Adapters that training continues set their own keys."""
     config = continue_adapters(config, notes)
     if config.model != AUTO:
         return config
@@ -46,7 +46,7 @@ def choose_model(
     model = "gpt2-tiny"
     if _num_stages(config, num_processes) > find_model(model).size.num_layers:
         model = "gpt2-tiny-4-blocks"
-    notes.append(f"no GPU found: training {model} on the CPU (a rehearsal, not a result)")
+    notes.append(f"no GPU found: training {model} on the CPU (a smoke test, not a result)")
     closed = KEPT.union(config.typed, config.from_defaults)
     decided: dict[str, Any] = {}
     if not config.has_preset and Path(config.dataset).exists():
@@ -61,7 +61,7 @@ def choose_model(
 
 
 def _num_stages(config: RunConfig, num_processes: int) -> int:
-    """Of the pipeline that is asked for; 1 where the planner will choose the strategy."""
+    """Return the number of pipeline stages; 1 if the planner is to choose the strategy."""
     if config.strategy == AUTO:
         return 1
     strategy = load_strategy(config)
@@ -79,9 +79,9 @@ def lay_out(
     *,
     mesh: dict[str, int] | None = None,
 ) -> Plan:
-    """A draft for a CONFIG whose model, strategy and batch size are known; `mesh`: another than
-    the strategy's own. Raises UserError where the processes make no such mesh, or a setting does
-    not go with it."""
+    """Return a draft for a CONFIG whose model, strategy and batch size are known. `mesh` replaces
+    the strategy's mesh. Raises UserError if the number of processes does not fit the mesh, or a
+    setting does not work with it."""
     notes = list[str]()
     strategy = load_strategy(given)
     model = find_model(given.model)
@@ -330,10 +330,9 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
 
 
 def lay_out_on(cluster: Cluster, config: RunConfig, mesh: dict[str, int] | None = None) -> Plan:
-    """A draft for the cluster's processes (`lay_out`). If its schedule depends on durations, it has
-    the orders for the durations that the cluster's rates mean, or an H200's if it has no rates.
-    Durations go with the orders: processes that put messages in different orders
-    would deadlock."""
+    """Return a draft for the cluster's processes (`lay_out`). If the schedule depends on durations,
+    they follow from the cluster's rates, or an H200's if it has none. The draft stores durations
+    and orders: ranks with different orders of messages would deadlock."""
     here = cluster.processes_a_node
     plan = lay_out(config, cluster.machine, cluster.num_processes, here, mesh=mesh)
     if not plan.schedule.timed:

@@ -1,4 +1,4 @@
-"""Where tokenizer, weights and text come from, and what the text means for a plan. No torch."""
+"""Find tokenizer, weights and text, and fit the plan to the text. No torch."""
 
 import math
 from dataclasses import replace
@@ -127,7 +127,7 @@ def continue_adapters(config: RunConfig, notes: list[str]) -> RunConfig:
 
 
 def peek_data(plan: Plan) -> Data | None:
-    """What `cut_data` would give, leaving nothing behind; None where that would take long."""
+    """Return the same as `cut_data` without writing to the cache; None if it would take long."""
     config = plan.config
     named = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
     on_hub = {key: name for key, name in named.items() if name and is_hub_name(name)}
@@ -146,8 +146,7 @@ def peek_data(plan: Plan) -> Data | None:
 
 
 def cut_data(plan: Plan) -> Data:
-    """The samples, from the cache that the launching process filled; read and tokenised where there
-    is none, as there, and on a machine with a disk of its own."""
+    """Return the samples from the token cache. If they are not in the cache, tokenize the text."""
     config = plan.config
     tokenizer = Tokenizer(plan.tokenizer_dir)
     cache_dir = token_cache()
@@ -170,7 +169,7 @@ def _cut(folder: Path, tokenizer: Tokenizer, plan: Plan, unread: list[str]) -> D
 
 
 def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:
-    """The number of samples and of steps, and no more warm-up than there are."""
+    """Set the number of samples and of steps, and limit the warm-up to the steps."""
     config = plan.config
     train = data.train
     num_parts = len(train.starts)
@@ -190,7 +189,7 @@ def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:
     notes += report.describe(data.counts, config.max_length)
     steps_per_epoch = math.ceil(len(train) / plan.batch.global_batch_size)
     num_steps = config.epochs * steps_per_epoch
-    # What choose_model fills in ends after 60 epochs of a small text, or 1200 steps of a large one.
+    # choose_model's max_steps is a limit: 60 epochs of a small text end earlier.
     is_limit = "max_steps" not in config.typed
     if config.max_steps > num_steps and not is_limit:
         passes = math.ceil(config.max_steps / steps_per_epoch)
@@ -212,7 +211,7 @@ def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:
 
 
 def choose_dataset(config: RunConfig, notes: list[str]) -> str:
-    """The dataset's name, with "auto" decided."""
+    """Return the dataset's name, with "auto" resolved."""
     if config.dataset != AUTO:
         return config.dataset
     try:

@@ -1,4 +1,4 @@
-"""From CONFIG and a machine to the plan of a run. No torch import."""
+"""Turn CONFIG and a machine into the plan of a run. No torch import."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,9 +47,7 @@ def make_plan(
         plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan, notes))
     if prediction.room in ("tight", "unlikely"):
         most = prediction.memory.likely_bytes[1] / GIB
-        notes.append(
-            f"memory is near the edge: runs of this kind have needed up to {most:.1f} GiB a GPU"
-        )
+        notes.append(f"memory is tight: similar runs have needed up to {most:.1f} GiB per GPU")
     return replace(plan, prediction=prediction.as_record(), notes=tuple(notes))
 
 

@@ -28,8 +28,9 @@ HEAT = 0.16  # of a mean operation, by which the first changes may make a step l
 
 
 def fixed_zb_v(p: int, m: int) -> tuple[Order, ...]:
-    """torch's ZB-V: one order for all durations. Runs of `zb-v` before 25 November 2026 ran it, and
-    `zb-auto` may start from it. What torch would do for more micro-batches is left out."""
+    """Return torch's ZB-V order, which does not depend on durations. Runs of `zb-v` before 25
+    November 2026 used this order, and `zb-auto` may start from it. Operations of micro-batches
+    beyond `m`, which torch would add, are left out."""
     number = max(2 * p - 1, m)
     orders = []
     for rank in range(p):
@@ -47,12 +48,12 @@ def search_orders(
     m: int,
     message_s: float,
 ) -> FoundOrders:
-    """What each process does for `m` micro-batches under `zb-auto`: the shortest that was found,
-    that of `zb-v` at worst.
+    """Return the shortest order found for `m` micro-batches under `zb-auto`. `zb-v`'s order is the
+    longest that it returns.
 
-    Of each stage `seconds` has the duration of F, I and W, and `blocks` what a micro-batch holds
-    from F to W; process r has stages r and 2 p - 1 - r. What a stage makes is there `message_s`
-    later on another process.
+    `seconds` has the durations of F, I and W of each stage. `blocks` has the number of blocks whose
+    activations a micro-batch holds from F to W. Rank r has stages r and 2 p - 1 - r. A result
+    reaches another rank after `message_s`.
 
     `zb-v` takes stages to be equal. They are not: the last stage also computes the loss. So its
     order, or torch's if that is shorter, is improved by simulated annealing, with random
@@ -77,8 +78,8 @@ def search_orders(
     )
 
     def held_by(words: list[Step]) -> int | None:
-        """Blocks that a process holds activations of at most; None where an operation comes before
-        what it needs."""
+        """Return the most blocks whose activations a rank holds at once; None if an operation comes
+        before its input."""
         ahead = dict.fromkeys(words, 0)  # how often each was done
         held = most = 0
         for step in words:

@@ -1,4 +1,4 @@
-"""How long a pipeline takes to carry out its orders. No torch."""
+"""Simulate the time that a pipeline takes for its orders. No torch."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from distributed_training.plan.plan import Plan
 
 
 def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
-    """(kind, stage) -> seconds, of the durations of each stage's F, I and W."""
+    """Map (kind, stage) to seconds, given the durations of F, I and W of each stage."""
     return {
         (kind, stage): took
         for stage, each in enumerate(stage_s)
@@ -19,8 +19,8 @@ def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
 
 
 def flow(ranks: Sequence[int], message_s: float) -> dict[Step, tuple[Step, float]]:
-    """What an operation's result is for on the next stage, and how many seconds later it is there:
-    at once where that is in the same process. `ranks`: the process of each stage."""
+    """Map each operation to the operation that needs its result, and the seconds that the result
+    takes to arrive (0 on the same rank). `ranks`: the rank of each stage."""
     gives: dict[Step, tuple[Step, float]] = {}
     for stage, (rank, following) in enumerate(itertools.pairwise(ranks)):
         apart = 0.0 if rank == following else message_s
@@ -36,12 +36,12 @@ def simulate(
     gives: Mapping[Step, tuple[Step, float]],
     launching: Mapping[Step, float] | None = None,
 ) -> dict[Step, list[tuple[float, float]]]:
-    """Begin and end of each operation, by micro-batch, where one of a stage takes `seconds` and its
-    result is for what `flow` says; nothing where processes wait for each other forever.
+    """Return begin and end in seconds of each operation, per micro-batch. `gives` is from `flow`.
+    The result is empty if ranks wait for each other forever.
 
-    `launching`: seconds for which the host of a process launches an operation, one after the other
-    and ahead of the GPU, which cannot end before."""
-    # When each micro-batch's input, or the gradient of its output, is there.
+    `launching`: seconds that a rank's host takes to launch each operation. The host launches ahead
+    of the GPU, and the GPU cannot end an operation before it is launched."""
+    # Times at which the input of each micro-batch, or the gradient of its output, arrives.
     ready: dict[Step, list[float]] = {step: [] for step, _ in gives.values()}
     spans: dict[Step, list[tuple[float, float]]] = defaultdict(list)
     hosts = [0.0] * len(orders)
@@ -77,12 +77,13 @@ def simulate(
 
 
 def length_of(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float:
-    """Seconds until the last operation ends."""
+    """Return the seconds until the last operation ends."""
     return max((each[-1][1] for each in spans.values()), default=math.inf)
 
 
 def expect_spans(plan: Plan) -> dict[Operation, tuple[float, float]]:
-    """Begin and end of each operation of a step in seconds, by what the search went by."""
+    """Return the expected begin and end of each operation in seconds, given the durations that the
+    search used."""
     assert plan.orders is not None
     seconds = by_operation(plan.orders.stage_s)
     spans = simulate(find_orders(plan), seconds, flow(plan.layout.ranks, plan.orders.message_s))

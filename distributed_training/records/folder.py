@@ -1,4 +1,4 @@
-"""What lies in a run's folder beside its record: the checkpoints. No torch."""
+"""Find checkpoints in a run's folder. No torch."""
 
 import shutil
 from pathlib import Path
@@ -16,25 +16,25 @@ def name_of(step: int) -> str:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Published checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return sorted((run_dir / CHECKPOINTS).glob("step-*"))
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """What was being written; published checkpoints and exports stay."""
+    """Remove checkpoints and exports that were being written when a process died."""
     for folder in (run_dir, run_dir / CHECKPOINTS):
         for unfinished in folder.glob(".writing-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """A run's newest checkpoint, or the folder itself if it is one."""
+    """Return a run's newest checkpoint, or the folder itself if it is a checkpoint."""
     checkpoint = [folder, *list_checkpoints(folder)][-1]
     return checkpoint if (checkpoint / META_FILE).is_file() else None
 
 
 def named_checkpoint(resume: str) -> Path:
-    """The checkpoint that the key's value names; UserError where there is none."""
+    """Return the checkpoint that the key `resume` names. Raises UserError if it has none."""
     checkpoint = newest_checkpoint(Path(resume).resolve())
     if checkpoint is None:
         fix = "give a folder under runs/ with checkpoints/ in it, or auto, or None"

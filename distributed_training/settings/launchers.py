@@ -107,8 +107,8 @@ def find_source(environment: Mapping[str, str]) -> Source | None:
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Whether this process is rank 0 or the only one, as far as its launcher says; or has a rank
-    that is none, of which nobody else would speak."""
+    """Return whether this process prints for the run: it is rank 0, the only one, or has an
+    invalid rank, which no other process would report."""
     source = find_source(environment)
     rank = environment.get(source.rank if source else "RANK", "0")
     world_size = environment.get(source.world_size if source else "WORLD_SIZE", "1")

@@ -1,4 +1,4 @@
-"""From CONFIG to a plan that processes can carry out, in a folder of its own. No torch import."""
+"""Create a run's folder and send its plan to the other processes. No torch import."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ def reserve_run_dir(plan: Plan) -> Plan:
 
 
 def plan_as_text(make: Callable[[], Plan]) -> str:
-    """What other processes are told: the plan that was made, or why there is none."""
+    """Return the JSON that rank 0 sends to the others: the plan, or the error that prevented it."""
     try:
         return PLAN_AS_JSON.dump_json(make()).decode()
     except UserError as error:
@@ -50,7 +50,7 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
 
 
 def plan_from_text(text: str) -> Plan:
-    """The plan; raises UserError with the words of the process that could make none."""
+    """Parse the plan that rank 0 sent. Raises UserError with rank 0's message if it has none."""
     answer = json.loads(text)
     if "error" in answer:
         raise UserError(answer["error"])
@@ -58,14 +58,14 @@ def plan_from_text(text: str) -> Plan:
 
 
 def write_plan(plan: Plan) -> None:
-    """Put the plan into the run's folder, which says nothing of an earlier attempt's end then."""
+    """Write the plan to the run's folder and remove the faults of an earlier attempt."""
     (plan.run_dir / FAULTS_FILE).unlink(missing_ok=True)
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
 
 
 def started_again(before: Plan, attempt: str = "") -> tuple[Path | None, str]:
-    """Where a run that has begun goes on, and a note: its last checkpoint since it was planned, or
-    where it was resumed from (later ones were passed over then); None: at the beginning."""
+    """Return the checkpoint from which a restarted run continues, and a note: its last checkpoint
+    since it was planned, or else the checkpoint it was resumed from. None is the beginning."""
     planned_at = (before.run_dir / PLAN_FILE).stat().st_mtime
     saved = before.checkpoint
     for checkpoint in list_checkpoints(before.run_dir):  # oldest first

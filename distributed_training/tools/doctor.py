@@ -84,7 +84,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     if not machine.num_gpus:
         seen = shutil.which("nvidia-smi") is not None
         fix = "check `nvidia-smi` and CUDA_VISIBLE_DEVICES" if seen else ""
-        yield warn("GPUs", "none: gpt2-tiny trains on the CPU, as a rehearsal", fix)
+        yield warn("GPUs", "none: gpt2-tiny trains on the CPU, as a smoke test", fix)
         return
     size = f"{machine.gpu_memory_bytes / GIB:.0f} GiB"
     yield ok("GPUs", f"{machine.num_gpus} x {machine.gpu_name}, {size} each")

@@ -98,7 +98,7 @@ def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
     if checkpoint is None or kind == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(given, kind)
         base = base_folder(folder)
-        model = spec.build(dropout=0.0, seed=0, source=spec.open_weights(base))
+        model = spec.build(dropout=0.0, seed=0, source=spec.weights_source(base))
         if base != folder:
             peft.load_adapters(model, spec, folder)
         tokenizer = Tokenizer(find_tokenizer(folder, spec))

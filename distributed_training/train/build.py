@@ -81,7 +81,7 @@ def build_model(plan: Plan, topology: Topology, drawn: Decoder | None) -> tuple[
 
     source = None
     if plan.weights_dir is not None:
-        source = plan.model.open_weights(plan.weights_dir)
+        source = plan.model.weights_source(plan.weights_dir)
     elif drawn is not None:
         source = lambda name: drawn.get_parameter(name).detach().clone()  # noqa: E731
     with device:
