@@ -1,0 +1,267 @@
+"""Models of 1 to 8B: this suite as a user runs it, and transformers' Trainer on the same machine.
+
+    python -m results.lab.baselines.large OUT.json [--rows NAME ...] [--tiny]
+
+Each measurement has processes of its own. Ours is `real_model_example.py` with the row's CONFIG: its
+record holds the prediction, made before the first step. Trainer's model has random weights of the same
+configuration, made on the GPU: bf16, Liger's kernels, fused AdamW; adapters are PEFT's. Rows without
+"trainer" run only ours. --tiny rehearses everything on CPUs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed_training.models import find_model
+from distributed_training.records.record import provenance, write_json
+from distributed_training.settings.keys import Parser
+from results.lab import checkout
+
+LORA = {"lora_rank": 16, "lora_alpha": 32.0}
+EIGHT = {"model": "meta-llama/Llama-3.1-8B", "optimizer": "adamw-bf16", "gpus": 2}
+ONE = {"model": "meta-llama/Llama-3.2-1B"}
+ROWS: dict[str, dict[str, Any]] = {
+    "8B LoRA 1 x 4096": {
+        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
+        "activation_checkpointing": "selective", "trainer": {"checkpointing": True},
+    },
+    "8B LoRA 1 x 4096, full": {
+        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
+        "activation_checkpointing": "full",
+    },
+    "8B LoRA 4 x 1024": {
+        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 4, "max_length": 1024,
+        "activation_checkpointing": "selective",
+    },
+    "8B LoRA 2 x 8192": {
+        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 2, "max_length": 8192,
+        "activation_checkpointing": "full",
+    },
+    "8B LoRA 1 x 4096, nf4": {
+        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
+        "activation_checkpointing": "full", "base_dtype": "nf4",
+    },
+    "Qwen3-8B LoRA 1 x 1024": {
+        "model": "Qwen/Qwen3-8B", **LORA, "batch_size": 1, "max_length": 1024,
+        "activation_checkpointing": "full", "trainer": {"checkpointing": True},
+    },
+    "Qwen3-8B LoRA 1 x 1024, nf4": {
+        "model": "Qwen/Qwen3-8B", **LORA, "batch_size": 1, "max_length": 1024,
+        "activation_checkpointing": "full", "base_dtype": "nf4",
+    },
+    "Qwen3-4B LoRA 4 x 1024": {
+        "model": "Qwen/Qwen3-4B", **LORA, "batch_size": 4, "max_length": 1024,
+        "activation_checkpointing": "selective",
+    },
+    "1B 4 x 2048": {**ONE, "batch_size": 4, "max_length": 2048, "trainer": {}},
+    "8B fsdp 2 x 2048": {
+        **EIGHT, "strategy": "fsdp", "batch_size": 2, "max_length": 2048,
+        "activation_checkpointing": "selective",
+    },
+    "8B tp 2 x 2048": {
+        **EIGHT, "strategy": "tp", "batch_size": 1, "max_length": 2048,
+        "activation_checkpointing": "selective",
+    },
+    "8B pp 8 x 1024": {
+        **EIGHT, "strategy": "pp", "batch_size": 4, "max_length": 1024,
+        "activation_checkpointing": "selective",
+    },
+    "1B fsdp 4 x 2048": {
+        **ONE, "gpus": 2, "strategy": "fsdp", "batch_size": 4, "max_length": 2048,
+        "trainer": {"fsdp": True},
+    },
+    "1B tp 1 x 16384": {
+        **ONE, "gpus": 2, "strategy": "tp", "batch_size": 1, "grad_accum_steps": 1,
+        "max_length": 16384, "activation_checkpointing": "full",
+    },
+    "1B tp 1 x 32768": {
+        **ONE, "gpus": 2, "strategy": "tp", "batch_size": 1, "max_length": 32768,
+        "activation_checkpointing": "full",
+    },
+}  # fmt: skip
+COMMON = {
+    "strategy": "dp", "precision": "bf16", "weights": "random", "dataset": "embedded",
+    "tokenizer": "embedded", "num_samples": -1, "epochs": 1000, "learning_rate": 1e-4,
+    "checkpoint_every": 0, "export": False, "generate": None, "eval_samples": 8,
+}  # fmt: skip
+TINY = {"model": "tests/models/grouped", "batch_size": 2, "max_length": 32, "precision": "fp32"}
+MAX_STEPS = 32
+TRAINER_WARMUP = 8
+TRAINER_STEPS = 12
+LIMIT_S = 300
+
+
+def train_ours(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Run the script and return its record."""
+    settings = {key: value for key, value in row.items() if key not in ("gpus", "trainer")}
+    config = {**COMMON, **settings, "max_steps": MAX_STEPS, "output_dir": str(folder)}
+    arguments = []
+    for key, value in config.items():
+        arguments += [f"--{key}", "none" if value is None else str(value)]
+    command = [sys.executable, "real_model_example.py", *arguments]
+    if (gpus := row.get("gpus", 1)) > 1:
+        command += ["--num_gpus", str(gpus)]
+    began = time.perf_counter()
+    run(command, gpus)
+    (path,) = (file for file in folder.glob("*/record.json") if not file.parent.is_symlink())
+    return {"wall_s": time.perf_counter() - began, **json.loads(path.read_text())}
+
+
+def train_theirs(row: dict[str, Any]) -> dict[str, float]:
+    """Train with transformers' Trainer in this process: seconds per step and GPU memory."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    options = row["trainer"]
+    on_gpu = torch.cuda.is_available()
+    spec = find_model(row["model"])
+    frozen = bool(row.get("lora_rank"))
+    dtype = torch.bfloat16 if frozen and on_gpu else torch.float32
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        document = spec.code.to_config(spec.size, 0)
+        (Path(folder) / "config.json").write_text(json.dumps(document))
+        config = AutoConfig.from_pretrained(folder, use_cache=False)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if frozen:
+            from peft import LoraConfig, get_peft_model
+
+            lora = LoraConfig(
+                r=row["lora_rank"], lora_alpha=row["lora_alpha"], target_modules="all-linear",
+                task_type="CAUSAL_LM",
+            )  # fmt: skip
+            model = get_peft_model(model, lora)  # type: ignore[assignment]
+            model.enable_input_require_grads()
+        times: list[float] = []
+
+        class Ticks(TrainerCallback):
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                if on_gpu:
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter())
+
+        steps = TRAINER_WARMUP + TRAINER_STEPS
+        batch = row["batch_size"]
+        ids = torch.randint(spec.size.vocab_size, (4 * batch, row["max_length"]))
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=batch, max_steps=steps, bf16=on_gpu,
+            optim="adamw_torch_fused", learning_rate=1e-4, max_grad_norm=1.0, report_to="none",
+            use_liger_kernel=on_gpu, save_strategy="no", logging_strategy="no", disable_tqdm=True,
+            gradient_checkpointing=options.get("checkpointing", False), use_cpu=not on_gpu,
+            **({"fsdp": True} if options.get("fsdp") else {}),
+        )  # fmt: skip
+        rows = [{"input_ids": each, "labels": each} for each in ids]
+        Trainer(model, arguments, train_dataset=rows, callbacks=[Ticks()]).train()
+    timed = torch.tensor(times).diff()[-TRAINER_STEPS:]
+    step_time_s = float(timed.median())
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    found = {
+        "step_time_s": step_time_s,
+        "tokens_per_s": batch * row["max_length"] * world_size / step_time_s,
+    }
+    if on_gpu:
+        found["peak_allocated_bytes"] = float(torch.cuda.max_memory_allocated())
+    return found
+
+
+def run(command: list[str], gpus: int) -> str:
+    """Run to the end and return what it printed; on as many GPUs as the row asks for."""
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(str(each) for each in range(gpus))}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **visible}
+    )
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-1500:])
+    return done.stdout
+
+
+def measure_theirs(row: dict[str, Any]) -> dict[str, float]:
+    """In processes of its own."""
+    gpus = row.get("gpus", 1)
+    start = [sys.executable]
+    if gpus > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+    module = ["-m", "results.lab.baselines.large", "--one", json.dumps(row)]
+    found: dict[str, float] = json.loads(run([*start, *module], gpus).splitlines()[-1])
+    return found
+
+
+def summarise(record: dict[str, Any], theirs: dict[str, float] | None) -> dict[str, Any]:
+    """One row of the published table: GiB, seconds, tokens per second."""
+    performance, memory, predicted = (
+        record[key] for key in ("performance", "memory", "prediction")
+    )
+    gib = 2**30
+    row = {
+        "tokens/s": performance["tokens_per_s"],
+        "MFU": performance["mfu"],
+        "GiB": (memory["peak_allocated_bytes"] or 0) / gib,
+        "predicted GiB": predicted["peak_bytes"] / gib,
+        "step_time_s": performance["step_time_s"]["p50"],
+        "predicted s": predicted["step_time_s"],
+        "RAM GiB": (memory["peak_host_bytes"] or 0) / gib,
+        "wall_s": record["wall_s"],
+    }
+    if theirs:
+        row["Trainer tokens/s"] = theirs["tokens_per_s"]
+        row["Trainer GiB"] = theirs.get("peak_allocated_bytes", 0) / gib
+        row["ours / Trainer"] = row["tokens/s"] / theirs["tokens_per_s"]
+    return row
+
+
+def show(name: str, found: dict[str, Any]) -> str:
+    """The figures of a row on a line, and the end of its error if it failed."""
+    figures = (f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, float))
+    error = f" ERROR {found['error'][-700:]}" if "error" in found else ""
+    return f"{name}: {', '.join(figures)}{error}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description="Measure models of 1 to 8B, and transformers' Trainer beside them.")
+    parser.add_argument("output", type=Path, nargs="?")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS))
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--one")
+    arguments = parser.parse_args(argv)
+    if arguments.one:
+        print(json.dumps(train_theirs(json.loads(arguments.one))))
+        return 0
+    result: dict[str, Any] = {
+        "what": "models of 1 to 8B in bf16: ours, and transformers' Trainer with PEFT and Liger",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **provenance("python -m results.lab.baselines.large OUT.json"),
+        "rows": {},
+    }
+    for name in arguments.rows or ROWS:
+        row = {**ROWS[name], **(TINY if arguments.tiny else {})}
+        found: dict[str, Any] = {}
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                record = train_ours(row, Path(folder))
+            found = {**summarise(record, None), "record": record}
+            if "trainer" in row:
+                found |= summarise(record, measure_theirs(row))
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            found["error"] = str(error)
+        result["rows"][name] = found
+        print(show(name, found), flush=True)
+        write_json(arguments.output, result)
+    return 0
+
+
+if __name__ == "__main__":
+    checkout.run(main)
