@@ -2,10 +2,10 @@
 
     python -m results.lab.baselines.large OUT.json [--rows NAME ...] [--tiny]
 
-Each measurement has processes of its own. Ours is `real_model_example.py` with the row's CONFIG: its
-record holds the prediction, made before the first step. Trainer's model has random weights of the same
-configuration, made on the GPU: bf16, Liger's kernels, fused AdamW; adapters are PEFT's. Rows without
-"trainer" run only ours. --tiny rehearses everything on CPUs.
+Each measurement has processes of its own. Ours is `real_model_example.py` with the row's CONFIG;
+its record holds the prediction, made before the first step. Trainer's model has random weights of
+the same configuration, made on the GPU: bf16, Liger's kernels, fused AdamW; adapters are PEFT's.
+Rows without "trainer" run only ours. --tiny rehearses everything on CPUs.
 """
 
 import json
