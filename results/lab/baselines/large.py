@@ -162,7 +162,7 @@ def train_theirs(row: dict[str, Any]) -> dict[str, float]:
             optim="adamw_torch_fused", learning_rate=1e-4, max_grad_norm=1.0, report_to="none",
             use_liger_kernel=on_gpu, save_strategy="no", logging_strategy="no", disable_tqdm=True,
             gradient_checkpointing=options.get("checkpointing", False), use_cpu=not on_gpu,
-            **({"fsdp": True} if options.get("fsdp") else {}),
+            fsdp=options.get("fsdp"),
         )  # fmt: skip
         rows = [{"input_ids": each, "labels": each} for each in ids]
         Trainer(model, arguments, train_dataset=rows, callbacks=[Ticks()]).train()
