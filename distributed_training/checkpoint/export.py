@@ -65,8 +65,11 @@ def continuation(
             padded = torch.tensor([seen + [eos_ids[0]] * padding])
             last = logits(padded, past)[0, len(seen) - 1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
+        if not values[0].isfinite():
+            why = "its weights are damaged, or its adapters too large"
+            raise UserError("the model's logits are not finite", why, "eval shows its loss")
         if temperature:
-            weights = (values / temperature).softmax(0)
+            weights = ((values - values[0]) / max(temperature, 1e-6)).softmax(0)
         else:
             weights = (values == values[0]).float()
         choice = candidates[torch.multinomial(weights, 1, generator=generator)]

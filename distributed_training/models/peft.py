@@ -1,8 +1,9 @@
 """Adapters as folders that the library PEFT opens, and merged into the weights beside them."""
 
 import json
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,7 +162,7 @@ def merge_adapters(
 ) -> None:
     """Add `scale` B A of adapters under PEFT's names, those of `whose`, to the weights of a whole
     model, in place. Raises UserError where these have another fingerprint than the `base` that the
-    adapters were trained beside, if known, and for what is no adapter of a block's matrix."""
+    adapters were trained beside, if known, and for pairs of A and B that do not fit."""
     check_base(model.fingerprint(), base, whose)
     for adapter in _match(tensors, spec, whose):  # all are checked before any is added
         weight = model.get_parameter(f"{adapter.name}.weight")
@@ -197,19 +198,27 @@ def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
 
 def _match(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, whose: object) -> list[_Adapter]:
     """Return the adapters under PEFT's names with the matrices of ours that they belong to; raise
-    UserError for others, and for pairs of A and B that do not fit."""
-    left = dict(tensors)
+    UserError for pairs of A and B that do not fit."""
     found = []
     for name, columns, theirs, rows in _matrices(spec):
-        a = left.pop(f"{PREFIX}{theirs}.lora_A.weight", None)
-        b = left.pop(f"{PREFIX}{theirs}.lora_B.weight", None)
+        a, b = (tensors.get(name) for name in _names(theirs))
         if a is not None or b is not None:
             a, b = _checked_pair(a, b, (len(rows), columns), f"{whose}: {theirs}")
             found.append(_Adapter(name, rows, a.float(), b.float()))
-    if left:
-        what = f"{next(iter(left))} is no adapter of a matrix of {spec.label}'s blocks"
-        raise UserError(what, "only those can be used here", "merge it with PEFT")
     return found
+
+
+def _names(matrix: str) -> tuple[str, str]:
+    """Return PEFT's names of A and B of a matrix of Hugging Face's."""
+    return f"{PREFIX}{matrix}.lora_A.weight", f"{PREFIX}{matrix}.lora_B.weight"
+
+
+def _refuse_others(names: Iterable[str], spec: ModelSpec) -> None:
+    """Raise UserError for a tensor that is no adapter of a matrix of the blocks."""
+    known = {name for _, _, theirs, _ in _matrices(spec) for name in _names(theirs)}
+    if other := next((name for name in names if name not in known), None):
+        what = f"{shown(other)} is no adapter of a matrix of {spec.label}'s blocks"
+        raise UserError(what, "only those can be used here", "merge it with PEFT")
 
 
 def _checked_pair(
@@ -239,11 +248,12 @@ def _read_tensors(
         open_regular(file).close()
         with safe_open(file, "pt") as opened:
             base = (opened.metadata() or {}).get("base_fingerprint")
+            _refuse_others(opened.keys(), spec)  # loading hundreds of thousands takes a minute
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"adapters {file} cannot be read", why, "fetch them again") from None
-    if base is not None and not base.lstrip("-").isdecimal():
+    if base is not None and not re.fullmatch(r"-?[0-9]{1,20}", base):
         raise UserError(f"adapters {file}: base_fingerprint {shown(base)} is not a number")
     _check_names(config, tensors, spec, folder)
     return tensors, base

@@ -19,6 +19,7 @@ from distributed_training.planner.data import cut_data
 from tests.conftest import SMALL, assert_ok, clean_environment, heavy_pool, only_record, train
 from tests.e2e.support import assert_refused
 from tests.pool import SCRIPT
+from tests.support import refused
 
 # Logits: one row per last token.
 TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
@@ -38,9 +39,15 @@ def test_generation_depends_on_the_seed_alone_and_at_temperature_zero_on_nothing
     assert len(first) == 31
     ids = sample(temperature=0.0)
     assert ids[1:] == [int(TABLE[last].argmax()) for last in ids[:-1]]
-    assert sample(temperature=0.0, seed=4) == ids
+    assert sample(temperature=0.0, seed=4) == sample(temperature=1e-320) == ids
     eos = first[10]
     assert sample(eos_ids=[-1, eos]) == first[: first.index(eos, 1)]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nothing_is_generated_from_logits_that_are_not_finite(bad):
+    with refused("logits are not finite"):
+        sample(lambda window, past: torch.full((1, len(window[0]), 100), bad))
 
 
 def test_generation_takes_one_of_the_forty_likeliest_and_sees_no_more_than_the_context():

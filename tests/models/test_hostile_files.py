@@ -141,6 +141,15 @@ def test_adapters_that_are_not_what_they_say(tensors, config, words, adapters):
     assert model.fingerprint() == before, "refused before anything is added"
 
 
+@pytest.mark.parametrize("fingerprint", ["--5", "5" * 5000, "x", "\u0665"])
+def test_adapters_whose_base_has_no_fingerprint(fingerprint, adapters):
+    spec, model, folder = adapters
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file), file, {"base_fingerprint": fingerprint})
+    with refused(str(file), "is not a number"):
+        peft.load_adapters(model, spec, folder)
+
+
 @pytest.mark.parametrize("damage", ["absent", "pipe", "cut"])
 def test_adapters_whose_file_cannot_be_read(damage, adapters):
     spec, model, folder = adapters
