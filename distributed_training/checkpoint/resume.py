@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from distributed_training.plan.plan import Plan
 from distributed_training.records.folder import CHECKPOINTS, META_FILE, name_of, named_checkpoint
@@ -22,6 +22,7 @@ from distributed_training.settings.files import (
     crc32,
     crc32_of,
     obstacle_to_writing,
+    parse_as,
     parse_json,
     read_small,
     require_writable,
@@ -47,14 +48,14 @@ class Meta(BaseModel, strict=True):
     """A checkpoint's meta.json."""
 
     format: int = FORMAT
-    step: int
+    step: Annotated[int, Field(ge=0)]
     work: dict[str, Any]  # `Plan.work` of the run that wrote it
     spread: dict[str, Any]  # `Plan.spread`
     data_fingerprint: str = ""
     base_fingerprint: int = 0  # of the weights that adapters belong to (Engine)
     sources: dict[str, str] = {}  # `Plan.sources` of the run
     counters: dict[str, float]  # of the engine (engines/base.py)
-    files: dict[str, int]  # name -> bytes
+    files: dict[Annotated[str, Field(pattern=r"^rank-[0-9]{5,}\.safetensors$")], int]  # bytes
     checksums: dict[str, int]  # CRC-32 of each
     hosts: dict[str, str] = {}  # without a shared disk: which has each file
 
@@ -77,10 +78,12 @@ def read_meta(folder: Path) -> Meta:
         age = "an earlier" if form < FORMAT else "a later"
         what = f"checkpoint {folder} is of {age} release (format {form} instead of {FORMAT})"
         raise UserError(what, fix="start from its run's hf/ with weights=<run>/hf, or afresh")
-    if values.pop(CHECKSUM, None) != crc32_of(values) or folder.name != name_of(values["step"]):
+    whole = values.pop(CHECKSUM, None) == crc32_of(values)
+    meta = parse_as(Meta, values, f"checkpoint {folder}: {META_FILE}", INSTEAD) if whole else None
+    if meta is None or folder.name != name_of(meta.step):
         why = f"{META_FILE} has other contents than were written, or the folder another name"
         raise UserError(f"checkpoint {folder} is damaged", why, INSTEAD)
-    return Meta.model_validate(values)
+    return meta
 
 
 def file_of(rank: int) -> str:
@@ -134,7 +137,7 @@ def at_checkpoint(plan: Plan) -> Plan:
     checkpoint, meta = found
     saved = meta.spread
     now = plan.spread
-    before, after = (f"{each['strategy']} x {each['num_processes']}" for each in (saved, now))
+    before, after = (f"{each.get('strategy')} x {each.get('num_processes')}" for each in (saved, now))
     others = [key for key in saved if saved[key] != now.get(key)]
     if before != after:
         change = f"-> resuming {after}: resharding; the folder keeps its name"
@@ -240,7 +243,7 @@ def state_of(checkpoint: Path, meta: Meta) -> Record:
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
-        raise ElsewhereError(what, f"the run's first node was {meta.hosts[file_of(0)]}", TOGETHER)
+        raise ElsewhereError(what, f"the run's first node was {meta.hosts.get(file_of(0))}", TOGETHER)
     try:
         return load_record(run_dir)
     except UserError:

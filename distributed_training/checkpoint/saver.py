@@ -41,7 +41,7 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records.folder import list_checkpoints, name_of, remove_unfinished
 from distributed_training.records.record import RECORD_FILE
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import publish
+from distributed_training.settings.files import publish, remove_folder
 from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.supervise import claims
 
@@ -167,7 +167,7 @@ class Saver:
             found = list_checkpoints(self.plan.run_dir) if self._leads else []
             older = [other for other in found if other <= final]
             for other in set(found).difference(older[-self.plan.config.keep_checkpoints :]):
-                shutil.rmtree(other)
+                remove_folder(other)
         self._row |= {"write_s": time.monotonic() - began, "bytes": sum(meta.files.values())}
         return final
 

@@ -28,7 +28,7 @@ from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import CACHE, private_folder
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import publish
+from distributed_training.settings.files import open_regular, publish, read_small
 from distributed_training.settings.machine import available_cpus
 
 _VERSION = 8
@@ -93,7 +93,7 @@ def load_bytes(folder: Path) -> np.ndarray:
 def is_whole(folder: Path) -> bool:
     """Whether a folder of the cache is there, as it was written."""
     try:
-        return (folder / _CHECKSUM).read_bytes() == _checksum(folder)
+        return read_small(folder / _CHECKSUM) == _checksum(folder)
     except OSError:
         return False
 
@@ -108,11 +108,11 @@ def _checksum(folder: Path) -> bytes:
     tokens = hashlib.sha256()
     for file in sorted(folder.glob("*.bin")):
         tokens.update(f"{file.name} {file.stat().st_size} ".encode())
-        with open(file, "rb", buffering=0) as stream:
+        with open_regular(file) as stream:
             while chunk := stream.read(_READ):
                 tokens.update(chunk)
-    about = hashlib.sha256((folder / _META).read_bytes())
-    about.update((folder / _BYTES).read_bytes())
+    about = hashlib.sha256(read_small(folder / _META))
+    about.update(read_small(folder / _BYTES))
     return f"{tokens.hexdigest()}\n{about.hexdigest()}\n".encode()
 
 

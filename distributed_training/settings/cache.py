@@ -78,8 +78,9 @@ def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
             for part in Path(name).parts if not why else ():
                 folder /= part
                 folder.mkdir(PRIVATE, exist_ok=True)
-                why = why or _unsafe(folder)
-                if folder.stat().st_uid == os.geteuid():
+                why = why or _unsafe(folder) or _unsafe(folder.resolve())
+                # The folder behind a link of the user's may serve others, too.
+                if not folder.is_symlink() and folder.stat().st_uid == os.geteuid():
                     folder.chmod(PRIVATE)
             return folder, why
         except OSError as error:

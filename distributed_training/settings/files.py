@@ -82,9 +82,17 @@ def publish(made: Path, final: Path) -> None:
     for path in (*made.rglob("*"), made):
         _sync(path)
     if final.is_dir():
-        shutil.rmtree(final)
+        remove_folder(final)
     os.replace(made, final)
     _sync(final.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, or the link to one elsewhere that somebody put in its place."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _sync(path: Path) -> None:

@@ -20,6 +20,7 @@ from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import part_of
 from distributed_training.records.folder import list_checkpoints
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import crc32_of
 from tests.support import refused, save_now, started
 
 WORK = {"model": "gpt2-tiny", "global_batch_size": 8, "seed": 42, "learning_rate": 3e-4}
@@ -247,6 +248,32 @@ def test_what_another_release_or_nobody_wrote_is_refused(tmp_path):
         (folder / "meta.json").write_bytes(content)
         with refused(*said):
             read_meta(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "1"), ("format", [5]), ("work", None), ("sources", {"model": 1}), ("hosts", []),
+        ("counters", {"steps": "x"}), ("files", {"../x.safetensors": 1}), ("files", {RANK_0: {}}),
+        ("files", {"/proc/kmsg": 1}),
+    ],
+)  # fmt: skip
+def test_a_meta_of_values_that_no_run_writes_is_refused_though_its_checksum_is_right(
+    key, value, tmp_path
+):
+    folder = save(tmp_path, 1)
+    values = {**read_meta(folder).model_dump(), key: value}
+    (folder / "meta.json").write_text(json.dumps({**values, "checksum": crc32_of(values)}))
+    with refused(f"checkpoint {folder}: meta.json: {key}", "remove that folder"):
+        read_meta(folder)
+
+
+def test_a_checkpoint_that_was_moved_behind_a_link_is_dropped_and_its_files_are_not(tmp_path):
+    moved = save(tmp_path, 1).rename(tmp_path / "moved")
+    (tmp_path / "checkpoints" / "step-00000001").symlink_to(moved)
+    newer = save(tmp_path, 2, keep=1)
+    assert [*newer.parent.iterdir()] == [newer]
+    assert (moved / RANK_0).is_file()
 
 
 def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(tmp_path):

@@ -1,6 +1,7 @@
 """The cache of tokens: in little memory, once, whatever is killed."""
 
 import json
+import os
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -31,6 +32,15 @@ def test_what_a_killed_process_left_is_done_anew(tokenizer, tmp_path, monkeypatc
     (folder,) = cache_folders(tmp_path / "cache")
     assert folder.suffix == ""
     assert not (folder / "of an earlier release").exists()
+
+
+@pytest.mark.parametrize("name", ["sha256", "meta.json", "bytes.npy", "train-ids.bin"])
+def test_a_pipe_or_device_in_the_cache_is_not_waited_for(name, tokenizer, tmp_path):
+    expected = all_rows(prepare(tmp_path / "cache", tokenizer).train)
+    (folder,) = cache_folders(tmp_path / "cache")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    np.testing.assert_array_equal(all_rows(prepare(tmp_path / "cache", tokenizer).train), expected)
 
 
 MEMORY = """

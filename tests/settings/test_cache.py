@@ -116,6 +116,18 @@ def test_folders_that_others_can_fill_are_refused(name, tmp_path):
     assert "TORCH_EXTENSIONS_DIR" in json.loads(refused_or_variables(**given))
 
 
+def test_a_folder_behind_a_link_in_the_cache_keeps_its_mode_and_is_checked(tmp_path):
+    disk = tmp_path / "disk"
+    for folder in (disk, tmp_path / "own"):
+        folder.mkdir()
+    (tmp_path / "own" / "inductor").symlink_to(disk)
+    disk.chmod(0o755)
+    assert "TORCH_EXTENSIONS_DIR" in json.loads(refused_or_variables(**{CACHE: tmp_path / "own"}))
+    assert disk.stat().st_mode & 0o777 == 0o755
+    disk.chmod(0o777)
+    assert "every user may write to it" in refused_or_variables(**{CACHE: tmp_path / "own"})
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_a_strangers_folder_among_temporary_files_is_refused(tmp_path):
     (tmp_path / "distributed-training-0").mkdir()
