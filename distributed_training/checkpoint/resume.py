@@ -137,7 +137,9 @@ def at_checkpoint(plan: Plan) -> Plan:
     checkpoint, meta = found
     saved = meta.spread
     now = plan.spread
-    before, after = (f"{each.get('strategy')} x {each.get('num_processes')}" for each in (saved, now))
+    before, after = (
+        f"{spread.get('strategy')} x {spread.get('num_processes')}" for spread in (saved, now)
+    )
     others = [key for key in saved if saved[key] != now.get(key)]
     if before != after:
         change = f"-> resuming {after}: resharding; the folder keeps its name"
@@ -243,7 +245,8 @@ def state_of(checkpoint: Path, meta: Meta) -> Record:
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
-        raise ElsewhereError(what, f"the run's first node was {meta.hosts.get(file_of(0))}", TOGETHER)
+        first = meta.hosts.get(file_of(0))
+        raise ElsewhereError(what, f"the run's first node was {first}", TOGETHER)
     try:
         return load_record(run_dir)
     except UserError:
