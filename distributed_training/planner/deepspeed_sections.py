@@ -86,6 +86,9 @@ _WORDS = {"device", "nvme_path"}
 _JUDGED = {"zero_optimization", "bf16", "fp16", *PASSED_ON}
 # Their default alone keeps arithmetic, memory and traffic as the plan has them.
 DEFAULTS: dict[str, Any] = {
+    "cpu_offload": False,
+    "cpu_offload_param": False,
+    "cpu_offload_use_pin_memory": False,
     "zero_quantized_weights": False,
     "zero_quantized_nontrainable_weights": False,
     "zero_quantized_gradients": False,
@@ -150,7 +153,7 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
             raise UserError(what, fix="move it into zero_optimization")
         if name not in KNOWN:
             what = f"{source}: neither DeepSpeed nor this suite acts on {name}"
-            raise UserError(what, fix=did_you_mean(name, KNOWN, "remove it"))
+            raise UserError(what, fix=did_you_mean(name, KNOWN, "remove it", cutoff=0.85))
         if name in INSTEAD:
             raise UserError(f"{source}: {name} is not for the JSON", fix=INSTEAD[name])
         if name in CHANGING or name in HARMLESS:
@@ -161,10 +164,11 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
         section, _, name = path.rpartition(".")
         if name in DEFAULTS and value != DEFAULTS[name]:
             what = f"{source}: {path}={shown(value)} would change what is computed, kept or sent"
-            raise UserError(what, "neither plan nor record would show it", "remove it")
+            fix = "remove it" + ", and set strategy to offload" * ("offload" in name)
+            raise UserError(what, "neither plan nor record would show it", fix)
         whole = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
         usual = name in DEFAULTS or (name in _WORDS and isinstance(value, str))
-        usual |= name in NUMBERS and whole and value == int(value)
+        usual |= name in NUMBERS and whole and float(value).is_integer()
         usual |= name in SWITCHES and isinstance(value, bool)
         usual |= value in (None, "auto") and name in {*NUMBERS, *SWITCHES, *_WORDS}
         if not usual and path.partition(".")[0] in _JUDGED:

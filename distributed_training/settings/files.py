@@ -222,9 +222,11 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.55) -> str | None
     return lower[close[0]] if close else None
 
 
-def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+def did_you_mean(
+    word: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.55
+) -> str:
     """The end of a refusal of `word`: the nearest known one, else `otherwise`."""
-    close = nearest(word, known)
+    close = nearest(word, known, cutoff)
     return f"did you mean {close!r}?" if close else otherwise
 
 

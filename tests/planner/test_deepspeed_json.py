@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from distributed_training.planner.deepspeed_json import FP16, OPTIMIZER, fill_deepspeed_json
+from distributed_training.planner.deepspeed_sections import check_sections
 from distributed_training.records.record import Batch
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import load_strategy
@@ -121,6 +122,8 @@ def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
         ({"progressive_layer_drop": {"enabled": True}}, ("progressive_layer_drop would change",)),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, ("data_types would change",)),
         ({"zero_optimization.zero_quantized_weights": True}, ("zero_quantized_weights=True",)),
+        ({"zero_optimization.cpu_offload": True}, ("cpu_offload=True", "set strategy to offload")),
+        ({"_comment": "x"}, ("acts on _comment; remove it",)),
         ({"bf16.bf16_master_weights_and_grads": True}, ("bf16_master_weights_and_grads=True",)),
     ],
     ids=str,
@@ -165,6 +168,8 @@ def test_sizes_that_the_trainer_fills_follow_from_the_hidden_size(tmp_path):
 
 def test_unusual_values_are_for_deepspeed_to_judge(tmp_path):
     """In a child process: importing it takes seconds, and no usual JSON pays for that."""
+    assert check_sections({"steps_per_print": 1e5}, "") == []
+    assert check_sections({"steps_per_print": float("inf")}, "") == ["steps_per_print"]
     path = "zero_optimization.stage3_prefetch_bucket_size"
     with refused("given.json: DeepSpeed does not accept", path.rpartition(".")[2], "integer"):
         fill(tmp_path, own_json("zero3", **{path: 15099494.4}), "zero3")
