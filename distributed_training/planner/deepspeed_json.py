@@ -85,8 +85,8 @@ def fill_deepspeed_json(plan: Plan, notes: list[str]) -> dict[str, Any]:
     if zero.get("stage") == 3:  # its own linear layer is slower when blocks are compiled
         zero.setdefault("memory_efficient_linear", False)
     for part in ("offload_optimizer", "offload_param"):
-        section = document.get("zero_optimization", {}).get(part) or {}
-        if section.get("nvme_path") == AUTO:
+        section = zero.get(part)
+        if isinstance(section, dict) and section.get("nvme_path") == AUTO:
             section["nvme_path"] = str(plan.offload_dir)
     left = ", ".join(_auto_paths(document))
     if left:

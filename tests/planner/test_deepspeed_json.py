@@ -108,6 +108,10 @@ def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
         ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition", "pipeline_cut", "remove")),
         # "auto" that nobody decides is named by its place.
         ({"timers": {"a": {"b": "auto"}}}, ("not understood at timers.a.b",)),
+        (
+            {"zero_optimization.offload_optimizer": "auto"},
+            ("not understood at zero_optimization.offload_optimizer",),
+        ),
         # What nobody acts on, what CONFIG decides, what changes the arithmetic.
         (
             {"zero_optimisation": {"stage": 3}},
