@@ -2,6 +2,7 @@
 we ship, the library below it, which imports in no time."""
 
 import contextlib
+import filecmp
 import hashlib
 import importlib.metadata
 import json
@@ -28,6 +29,7 @@ from distributed_training.settings.files import load_json
 
 MOST_GROWTH = 64  # of a text by a tokenizer's replacements; published ones triple a space
 MOST_BYTES = 100_000_000  # of a tokenizer's file: the largest published ones have 35 MB
+MOST_ADDED = 100_000  # tokens beside the vocabulary's; transformers takes 75 us for each
 END_OF_TEXT = "<|endoftext|>"
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
@@ -131,17 +133,28 @@ class Tokenizer:
         """Names of all files of the tokenizer in its folder."""
         if self._is_gpt2:
             return list(TOKENIZER_FILES)
-        files = (file for pattern in ("*", "*templates/*") for file in self.folder.glob(pattern))
-        names = (file.relative_to(self.folder).as_posix() for file in files if file.is_file())
-        return sorted(filter(hub.is_tokenizer_file, names))
+        found = (file for pattern in ("*", "*templates/*") for file in self.folder.glob(pattern))
+        files = {file.relative_to(self.folder).as_posix(): file for file in found}
+        names = sorted(filter(hub.is_tokenizer_file, files))
+        for name in names:
+            if files[name].exists() and not (files[name].is_file() or files[name].is_dir()):
+                raise self._unreadable(f"{name} is a pipe or a device")
+        return [name for name in names if files[name].is_file()]
+
+    def _unreadable(self, why: str, fix: str = "") -> UserError:
+        """Return the error for files that transformers or its library cannot use."""
+        return UserError(
+            f"tokenizer {self.folder} cannot be read", " ".join(why.split())[:300], fix
+        )
 
     @cached_property
     def _loaded(self) -> Any:
         """transformers' tokenizer; the library's below it for GPT-2's files."""
         for name in self._files:
             if (self.folder / name).stat().st_size > MOST_BYTES:
-                why = f"{name} is longer than {MOST_BYTES // 10**6} MB"
-                raise UserError(f"tokenizer {self.folder} cannot be read", why)
+                raise self._unreadable(f"{name} is longer than {MOST_BYTES // 10**6} MB")
+            if (self.folder / name).read_bytes().count(b'"content"') > MOST_ADDED:
+                raise self._unreadable(f"{name} adds more than {MOST_ADDED:,} tokens")
         if self._is_gpt2:
             return self._load_gpt2()
         from transformers import AutoTokenizer
@@ -155,7 +168,8 @@ class Tokenizer:
             return AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=False, local_files_only=True
             )
-        except Exception as error:  # whatever a class of transformers raises for its files
+        except BaseException as error:  # whatever a class of transformers raises for its files
+            _pass_on_interrupts(error)
             fix = "give the folder that the model's tokenizer was saved in"
             # Then it takes the file for one of tiktoken, and asks for that package.
             why = next(filter(_NO_SENTENCEPIECE.match, warnings.texts), "")
@@ -163,8 +177,7 @@ class Tokenizer:
             why = why or f"{type(error).__name__}: {error}"
             if re.search("Protobuf|protobuf|SentencePiece library but it was not found", why):
                 fix = f"type: pip install {SENTENCEPIECE}"
-            why = " ".join(why.split())[:300]
-            raise UserError(f"tokenizer {self.folder} cannot be read", why, fix) from None
+            raise self._unreadable(why, fix) from None
         finally:
             theirs.remove_handler(warnings)
             theirs.enable_default_handler()
@@ -178,7 +191,7 @@ class Tokenizer:
         except Exception as error:  # the Rust library raises plain Exception
             fix = "give a folder with tokenizer.json, or vocab.json and merges.txt, or set "
             fix += "tokenizer to auto"
-            raise UserError(f"tokenizer {self.folder} cannot be read", str(error), fix) from None
+            raise self._unreadable(str(error), fix) from None
         bpe = Tokenizer(model)
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = decoders.ByteLevel()
@@ -209,7 +222,8 @@ class Tokenizer:
         for part in (library.normalizer, library.decoder):
             longer = 1 if part is None else _growth(json.loads(part.__getstate__()))
             if longer > MOST_GROWTH:
-                what = f"tokenizer {self.folder} makes a text up to {longer:.3g} times as long"
+                times = f"{min(longer, 1e18):.3g} times as long"
+                what = f"tokenizer {self.folder} makes a text up to {times}"
                 raise UserError(what, f"at most {MOST_GROWTH} times is accepted")
         return library
 
@@ -308,6 +322,8 @@ class Tokenizer:
         bare, whole = (
             np.array(self._encode(["a"], special=special)[0]) for special in (False, True)
         )
+        if whole.max(initial=0) >= self.num_tokens:
+            raise self._unreadable(f"it puts id {whole.max()} around texts, which no token has")
         for first in range(len(whole) - len(bare) + 1):
             if (added := len(whole) - len(bare)) > MOST_GROWTH:
                 what = f"tokenizer {self.folder} puts {added:,} tokens around a text"
@@ -319,7 +335,11 @@ class Tokenizer:
     def _encode(self, texts: Sequence[str], *, special: bool) -> list[Any]:
         if self._library is not None:
             # "Fast" leaves out where in the text each token is, which takes as long as the rest.
-            coded = self._library.encode_batch_fast(list(texts), add_special_tokens=special)
+            try:
+                coded = self._library.encode_batch_fast(list(texts), add_special_tokens=special)
+            except BaseException as error:  # such as a vocabulary without its unk_token
+                _pass_on_interrupts(error)
+                raise self._unreadable(str(error)) from None
             return [encoding.ids for encoding in coded]
         return list(self._loaded(list(texts), add_special_tokens=special)["input_ids"])
 
@@ -507,6 +527,12 @@ class Tokenizer:
             (folder / CHAT_TEMPLATE.name).write_text(bos + CHAT_TEMPLATE.read_text())
 
 
+def _pass_on_interrupts(error: BaseException) -> None:
+    """Raise `error` if it is Ctrl-C or the like. A panic of the Rust library is no Exception."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | UserError):
+        raise error
+
+
 def _growth(part: dict[str, Any]) -> int:
     """Return how often as long a normalizer or decoder can make a text."""
     members = part.get("normalizers") or part.get("decoders")
@@ -536,6 +562,6 @@ def _is_gpt2(folder: Path) -> bool:
     if (folder / CHAT_TEMPLATE.name).exists() and not is_chat(folder):
         return False
     if settings.exists():
-        return settings.read_bytes() == SETTINGS.read_bytes()
+        return filecmp.cmp(settings, SETTINGS, shallow=False)  # False for a pipe
     config = folder / "config.json"
     return not config.is_file() or load_json(config, "model").get("model_type") == "gpt2"

@@ -1,6 +1,8 @@
 """Tokenizers: the shipped one, a model's own and its chat template, against transformers."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from distributed_training.data.corpus import read_corpus, read_prose
-from distributed_training.data.tokenizer import END_OF_TEXT, Tokenizer
+from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Tokenizer
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
 
@@ -179,3 +181,46 @@ def test_a_tokenizer_that_blows_texts_up_is_refused(tmp_path):
     builder.save(str(tmp_path / "tokenizer.json"))
     with refused(str(tmp_path), "puts 100 tokens around a text"):
         assert Tokenizer(tmp_path).ends
+
+
+_PREPEND = {"type": "Prepend", "prepend": "x" * 1000}
+_UNKNOWN = {"SpecialToken": {"id": "none", "type_id": 0}}
+_WORDS = {"type": "WordPiece", "vocab": {"a": 0, "<|stop|>": 1}, "unk_token": "none",
+          "continuing_subword_prefix": "##", "max_input_chars_per_word": 9}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"added_tokens": [{"content": "a"}] * 100_001}, "adds more than 100,000 tokens"),
+        # The next and the last make the library panic, which is no Exception.
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AA"}}, "charsmap"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [_PREPEND] * 300}}, "1e+18 times"),
+        ({"model": _WORDS, "added_tokens": []}, "[UNK]"),
+        (
+            {"post_processor": {"type": "BertProcessing", "sep": ["a", 10**9], "cls": ["a", 0]}},
+            "id 1000000000 around texts",
+        ),
+        (
+            {"post_processor": {"type": "TemplateProcessing", "single": [_UNKNOWN], "pair": [],
+                                "special_tokens": {}}},
+            "",
+        ),
+    ],
+)  # fmt: skip
+def test_tokenizers_that_the_library_cannot_use(changes, words, folder, tmp_path):
+    document = json.loads((folder / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**document, **changes}))
+    shutil.copy(folder / "tokenizer_config.json", tmp_path)
+    with refused(f"tokenizer {tmp_path} ", words):
+        tokenizer = Tokenizer(tmp_path)
+        assert tokenizer.ends
+        tokenizer.encode_batch(["What is a list?"])
+
+
+def test_a_pipe_for_settings_is_refused_at_once(tmp_path):
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(EMBEDDED_DIR / name, tmp_path)
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    with refused(f"tokenizer {tmp_path} cannot be read", "tokenizer_config.json is a pipe"):
+        assert Tokenizer(tmp_path).facts
