@@ -1,7 +1,8 @@
 """Chat templates, rendered by transformers in a process of their own: a template is somebody's
 program, and may fail, never end, or fill the memory. The parent names the row and goes on.
 
-Lines of JSON go both ways: first {"templates", "marks", "names"}, then batches of conversations."""
+Lines of JSON go both ways: first {"templates", "marks", "names"}, then batches of conversations.
+Each conversation is answered by itself, so that the one that ends the process is known."""
 
 import functools
 import json
@@ -11,7 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from distributed_training.data.chats.align import AlignmentError, Rendered, align, joined
@@ -64,11 +65,11 @@ class Renderer:
         """The samples of each conversation; raises UserError with its place for the first that its
         template does not render."""
         answers = self._ask([conversation for _, conversation in batch])
-        if len(answers) < len(batch) and len(batch) > 1:  # one ended the process: which?
-            return [found for one in batch for found in self.align([one])]
         samples = []
         for (where, _), answer in zip(batch, answers, strict=True):
             if isinstance(answer, str):
+                if len(batch) > 1:  # it would answer for the others first
+                    self.close()
                 what = f"{where} does not go with the chat template"
                 raise UserError(what, answer, "change the row, or the model's chat template")
             samples.append([Rendered(*sample) for sample in answer])
@@ -81,17 +82,19 @@ class Renderer:
             raise UserError("the chat template does not take this question", answer)
         return answer[0]
 
-    def _ask(self, batch: Sequence[Conversation], question: bool = False) -> list[Any]:
+    def _ask(self, batch: Sequence[Conversation], question: bool = False) -> Iterator[Any]:
         process = self.start()
         assert process.stdout is not None
         self._send(process, json.dumps({"question": question, "batch": batch}))
-        line = process.stdout.readline()
-        if line.endswith("\n"):
-            return json.loads(line)
-        code = process.wait()
-        self.close()
-        why = f"it takes more than {CPU_S:g} s" if code == -signal.SIGPROF else "it fails"
-        return [f"{why} (exit code {code})"] if len(batch) == 1 else []
+        for _ in batch:
+            line = process.stdout.readline()
+            if not line.endswith("\n"):
+                code = process.wait()
+                self.close()
+                why = f"it takes more than {CPU_S:g} s" if code == -signal.SIGPROF else "it fails"
+                yield f"{why} (exit code {code})"
+                return
+            yield json.loads(line)
 
     @staticmethod
     def _send(process: subprocess.Popen[str], line: str) -> None:
@@ -111,10 +114,9 @@ def main() -> None:
     _limit_memory()
     for line in sys.stdin:
         asked = json.loads(line)
-        batch = (Conversation(*conversation) for conversation in asked["batch"])
-        found = [answer(conversation, asked["question"]) for conversation in batch]
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
+        for conversation in asked["batch"]:
+            found = answer(Conversation(*conversation), asked["question"])
+            print(json.dumps(found), file=answers, flush=True)
 
 
 def answering(
