@@ -31,7 +31,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import open_regular, publish, read_small
 from distributed_training.settings.machine import available_cpus
 
-_VERSION = 8
+_VERSION = 9
 _META = "meta.json"
 _BYTES = "bytes.npy"  # of text that each token stands for
 _CHECKSUM = "sha256"  # of all other files
@@ -138,9 +138,16 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
         print(f"tokenising {config.dataset}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
     by_line = config.pack is False
     # All is parsed before anything is tokenised, which takes much longer.
-    sizes = [_measure(source, tokenizer, by_line) for source in corpus.values()]
+    counts = {split: Counts() for split in corpus}
+    sizes = [
+        _measure(source, tokenizer, by_line, found)
+        for source, found in zip(corpus.values(), counts.values(), strict=True)
+    ]
     if not sizes[0]:
-        raise UserError(f"dataset={config.dataset!r} contains no text")
+        found = counts["train"]
+        reasons = ", ".join(found.left_out)
+        why = f"all {found.records:,} records are left out: {reasons}" if reasons else ""
+        raise UserError(f"dataset={config.dataset!r} contains no text to train on", why)
     building = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
     building.mkdir()
@@ -170,12 +177,12 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
     publish(building, folder)  # over one that was damaged, if any
 
 
-def _measure(source: Source, tokenizer: Tokenizer, by_line: bool) -> int:
+def _measure(source: Source, tokenizer: Tokenizer, by_line: bool, counts: Counts) -> int:
     """Characters of a split, about. Raises UserError for what cannot be read."""
     if source.form == RUNNING:
         return sum(len(piece.text) for piece in source.read_texts(by_line=by_line))
     size = 0
-    for item in check_records(source, tokenizer, Counts()):
+    for item in check_records(source, tokenizer, counts):
         if isinstance(item, list):
             size += sum(len(piece.text) for piece in item)
         else:

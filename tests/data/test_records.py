@@ -1,10 +1,16 @@
 """Records in the shapes people have."""
 
+import json
+import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
+from distributed_training.data.chats import prepare
+from distributed_training.data.chats.align import Rendered
 from distributed_training.data.chats.records import Shape
+from distributed_training.data.corpus import read_corpus
 from tests.support import refused
 
 CHAT = {
@@ -90,6 +96,13 @@ def test_what_is_not_trained_on():
     untrained = {**ANSWER, "train": False}
     messages = [USER, quiet, USER, {**ANSWER, "weight": 1}, USER, untrained]
     assert conversation_of({"messages": messages})[1] == [1, 5]
+    # Keys of axolotl, verl and ms-swift: ms-swift#9263, verl#5472.
+    for key in ("training", "trainable", "loss_mask", "loss"):
+        messages = [{**USER, key: 1}, {**ANSWER, key: False}, USER, {**ANSWER, key: True}]
+        assert conversation_of({"messages": messages})[1:] == (
+            [1],
+            {"messages are marked to be trained on, but only answers are": 1},
+        )
     pair = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "system": "s"}
     assert conversation_of(pair)[1] == [0, 1, 2, 3]
     assert conversation_of({"messages": [{"role": "critic", "content": "no"}]})[2] == {
@@ -119,15 +132,24 @@ def test_columns_are_renamed():
 
 def test_form_of_a_record():
     record = {"prompt": "2+2=", "completion": "4", "id": 7}
-    forms = [record, {**record, "messages": []}, {**record, "text": ""}, {**CHAT, "prompt": ""}]
-    found = [Shape(each, "here", {}).form for each in forms]
-    assert found == ["prompt", "prompt", "text", "messages"]
+    copied = {**record, "text": ""}  # as in tatsu-lab/alpaca
+    forms = [record, {**record, "messages": []}, copied, {**CHAT, "text": ""}]
+    shapes = [Shape(each, "here", {}) for each in (*forms, {**CHAT, "prompt": ""})]
+    shapes.append(Shape(copied, "here", {"text": "text"}))
+    found = [(shape.form, shape.has_copy) for shape in shapes]
+    assert found == [
+        ("prompt", False), ("prompt", False), ("prompt", True), ("messages", True),
+        ("messages", False), ("text", False),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"prompt": 1}, ['no "prompt" string', '"completion": "..."']),
+        ({"prompt": 1, "completion": ""}, ['no "prompt" string', '"completion": "..."']),
+        ({"prompt": "", "chosen": ""}, ['no "completion" string', "it has 'prompt', 'chosen'"]),
+        ({"messages": [{**ANSWER, "weight": 0.5}]}, ["message 1 has 'weight' 0.5", "give 0 or 1"]),
+        ({"messages": [{**ANSWER, "train_detail": [{}]}]}, ["has 'train_detail'"]),
         ({"messages": ["a"]}, ['a message has no "role" string']),
         ({"messages": [{"role": "user", "content": 1}]}, ['no "content" string']),
         ({"messages": [{"role": "user"}]}, ['no "content" string']),
@@ -140,3 +162,25 @@ def test_a_record_of_another_form_is_refused(record, words):
     with refused("a.jsonl line 3", *words):
         shape = Shape(record, "a.jsonl line 3", {})
         shape.conversation(record, "a.jsonl line 3", Counter())
+
+
+@pytest.mark.parametrize(("quotes", "count"), [(json.dumps, 1), (str, 0)])
+def test_a_template_that_quotes_arguments_is_a_note(quotes, count, tmp_path):
+    """oumi#2599: OpenAI writes arguments as a string, of which `tojson` makes a string in it."""
+
+    def align(batch):
+        for _, conversation in batch:
+            call = conversation.messages[-1]["tool_calls"][0]["function"]
+            yield [Rendered(quotes(call["arguments"]), [(0, 1)])]
+
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps({**row, "text": "a"}))
+    tokenizer = SimpleNamespace(
+        align=align, talks=bool, is_templated=True, special_pattern=re.compile("(?!)")
+    )
+    counts = prepare.Counts()
+    source = read_corpus(str(tmp_path / "a.jsonl"))["train"]
+    assert len(list(prepare.read_pieces(source, tokenizer, by_line=False, counts=counts))) == 1
+    assert counts.notes[prepare.QUOTED] == count
+    assert counts.notes[prepare.COPIED] == 1

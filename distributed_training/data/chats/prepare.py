@@ -1,5 +1,6 @@
 """Records -> what is tokenized, with what is left out of them, counted."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,11 @@ from distributed_training.data.tokenizer import Tokenizer
 SPECIAL = "records have special tokens in their text, and these count as such tokens"
 THOUGHTS = "answers lose their thoughts: the chat template leaves them out"
 UNENDED = "answers have no special token at their end, from which a model learns to stop"
+QUOTED = (
+    "records have tool calls whose arguments are a string that the chat template quotes again: "
+    "give an object"
+)
+COPIED = 'records have a "text" beside their answer, which is not read: --columns text=text does'
 NO_ANSWER = "no answer to train on"
 _AT_ONCE = 64  # conversations that are rendered at a time
 
@@ -67,6 +73,7 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
     talks = tokenizer.talks(source.form)
     for where, record in source.read_records():
         counts.records += 1
+        counts.notes[COPIED] += shape.has_copy
         if talks:
             drop_nulls = (
                 has_added_nulls(Path(where.rpartition(" row ")[0])) if " row " in where else False
@@ -105,7 +112,17 @@ def _rendered(
         said = "\n".join(content for content in contents if isinstance(content, str))
         if tokenizer.special_pattern.search(said):
             counts.notes[SPECIAL] += 1
+        texts = _arguments(conversation)
+        counts.notes[QUOTED] += any(text in sample.text for text in texts for sample in samples)
         for sample in samples:
             counts.notes[THOUGHTS] += sample.thoughts_removed
             counts.notes[UNENDED] += sample.unended
             yield Piece(sample.text, sample.spans, templated=templated, eos=False)
+
+
+def _arguments(conversation: Conversation) -> list[str]:
+    """Arguments of tool calls that are strings, as OpenAI has them, quoted."""
+    calls = (call for message in conversation.messages for call in message.get("tool_calls") or [])
+    parts = (call.get("function", call) for call in calls if isinstance(call, dict))
+    given = (part.get("arguments") for part in parts if isinstance(part, dict))
+    return [json.dumps(text, ensure_ascii=False) for text in given if isinstance(text, str)]

@@ -33,6 +33,10 @@ _ROLES = {
     **dict.fromkeys(("system", "developer", "function", "ipython", "documents"), ""),
     "function_call": ASSISTANT,
 }
+# Keys by which datasets say whether a message is in the loss: OpenAI's, axolotl's two, verl's two,
+# and ms-swift's.
+_MARKS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
+_NOT_ANSWERS = "messages are marked to be trained on, but only answers are"
 Why = Counter[str]  # how many records, by what is said about them
 
 
@@ -48,7 +52,10 @@ class Shape:
             raise UserError(what, fix=f"it has {', '.join(map(shown, record))}")
         self.names: tuple[str, ...] = ()
         pair = next((pair for pair in _PAIRS if set(pair) <= keys.keys()), None)
-        if TEXT in keys:
+        chat = next((name for name in (MESSAGES, "conversations") if name in keys), None)
+        # Beside an answer a text is most often a copy of the record, rendered for another model.
+        self.has_copy = TEXT in keys and (pair or chat) is not None and TEXT not in columns
+        if TEXT in keys and not self.has_copy:
             self.form, self.names = TEXT, (TEXT,)
         # Datasets of chats often repeat the first question as "prompt".
         elif pair and (MESSAGES not in keys or pair[1] == "completion"):
@@ -56,15 +63,16 @@ class Shape:
             is_chat = isinstance(keys[pair[0]], list) or isinstance(keys[pair[1]], list)
             if is_chat or pair[0] == "instruction":
                 self.form = MESSAGES
-        elif chat := next((name for name in (MESSAGES, "conversations") if name in keys), None):
+        elif chat:
             self.form, self.names = MESSAGES, (chat,)
-        elif PROMPT in keys:  # the error says what is missing
-            self.form, self.names = PROMPT, (PROMPT, "completion")
         else:
+            missing = "completion" if PROMPT in keys else TEXT
             have = ", ".join(map(shown, keys)) or "no columns"
             fix = f"give {' or '.join(_EXAMPLES.values())}, or name yours with --columns "
             raise UserError(
-                f'{where} has no "text" string', f"it has {have}", f"{fix}prompt=...,completion=..."
+                f'{where} has no "{missing}" string',
+                f"it has {have}",
+                f"{fix}prompt=...,completion=...",
             )
 
     def _renamed(self, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,8 +124,11 @@ class Shape:
             messages = [{"role": "system", "content": system}, *messages]
             skip = [0, *(place + 1 for place in skip)]
         for place, message in enumerate(messages):
-            if message.get("weight") == 0 or message.get("train") is False:
+            is_trained = _is_trained(message, f"{where}: message {place + 1}")
+            if is_trained is False:
                 skip.append(place)
+            elif is_trained and message["role"] != ASSISTANT:
+                notes[_NOT_ANSWERS] += 1
         values = _parsed(keys.get("chat_template_kwargs")) or {}
         tools, documents = (
             self._check(_parsed(keys.get(name)) or None, name, where, list, optional=True)
@@ -210,6 +221,18 @@ def _message(given: Any, where: str, notes: Why) -> Message:
     elif not isinstance(content, str):
         refuse("content")
     return message
+
+
+def _is_trained(message: Message, where: str) -> bool | None:
+    """Whether a dataset says that a message is in the loss; None if it does not say."""
+    values = {key: message[key] for key in _MARKS if message.get(key) is not None}
+    unclear = [key for key, value in values.items() if value not in (0, 1)]  # True is 1
+    if message.get("train_detail"):  # axolotl's, for parts of a message
+        unclear.append("train_detail")
+    if unclear:
+        what = f"{where} has {shown(unclear[0])} {shown(message[unclear[0]])}"
+        raise UserError(what, "a message is in the loss or not", "give 0 or 1, or remove it")
+    return all(values.values()) if values else None
 
 
 def _is_text(part: Any) -> bool:
