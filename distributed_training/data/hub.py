@@ -14,15 +14,9 @@ WIKITEXT_FILES = {
 WIKITEXT_COMMAND = f"hf download {WIKITEXT_ID} --repo-type dataset --include 'wikitext-2-raw-v1/*'"
 TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
-TOKENIZER_JSON = "tokenizer.json"
-# Files that a tokenizer may have beside its settings.
-_OPTIONAL_FILES = (
-    TOKENIZER_JSON, "config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", *TOKENIZER_FILES, "vocab.txt", "tokenizer.model", "spiece.model",
-    "tekken.json",
-)  # fmt: skip
 # Words in the names of files that tokenizers read.
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
+_TEMPLATES = "additional_chat_templates/"
 _COPY = "then copy ~/.cache/huggingface here"
 
 
@@ -82,21 +76,18 @@ def has_tokenizer(folder: Path) -> bool:
 
 def fetch_tokenizer(repo_id: str) -> Path:
     """Folder with all files of a model's tokenizer; OSError as above."""
-    folder = fetch_folder(repo_id, ("tokenizer_config.json",))
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub import HfApi
 
-    for name in _OPTIONAL_FILES:
-        if try_to_load_from_cache(repo_id, name) is not None:  # here, or known to be missing
-            continue
-        try:
-            get_hf_file_metadata(hf_hub_url(repo_id, name), timeout=TIMEOUT_S)
-        except EntryNotFoundError:
-            continue
-        except Exception:  # no network: the cache has what was downloaded
-            break
-        fetch_folder(repo_id, (name,))
-    return folder
+    try:
+        files = HfApi().model_info(repo_id, timeout=TIMEOUT_S).siblings or []
+    except Exception:  # no network: the cache has what was downloaded
+        return fetch_folder(repo_id, ("tokenizer_config.json",))
+    names = [file.rfilename for file in files]
+    own = [name for name in names if "/" not in name and is_tokenizer_file(name)]
+    if not own:
+        raise OSError(f"{repo_id} has no files of a tokenizer")
+    own += [name for name in names if name == "config.json" or name.startswith(_TEMPLATES)]
+    return fetch_folder(repo_id, tuple(own))
 
 
 def is_tokenizer_file(name: str) -> bool:

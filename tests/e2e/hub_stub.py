@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("api/datasets/") and hub.behaviour != "refuses":
             self._send_about_dataset(path.removeprefix("api/"))
         elif path.startswith("api/models/"):
-            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            self._send_about_model(path.removeprefix("api/models/").partition("?")[0])
         elif "/resolve/" not in path:
             self._send(200, b"a hub")
         elif hub.behaviour == "refuses" or path not in hub.files:
@@ -113,6 +113,15 @@ class _Handler(BaseHTTPRequestHandler):
                     self.hub.pushed[f"{repo}/{line['value']['path']}"] = content
             url = f"{self.hub.endpoint}/{repo}/commit/{COMMIT}"
             self._send_json({"commitUrl": url, "commitOid": COMMIT, "success": True})
+
+    def _send_about_model(self, name: str) -> None:
+        prefix = f"{name}/resolve/main/"
+        own = [key.removeprefix(prefix) for key in self.hub.files if key.startswith(prefix)]
+        if not own:
+            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            return
+        siblings = [{"rfilename": key} for key in own]
+        self._send_json({"id": name, "sha": COMMIT, "siblings": siblings})
 
     def _send_about_dataset(self, path: str) -> None:
         """What there is of a data set, as the Hub's API says it."""

@@ -11,7 +11,8 @@ import pytest
 from distributed_training.data.hub import TOKENIZER_ID, WIKITEXT_FILES, WIKITEXT_ID
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models import find_model
-from tests.conftest import SMALL, assert_ok, only_record, script, train
+from tests.conftest import SMALL, assert_ok, light_pool, only_record, script, train
+from tests.data.test_tokenizer import folder  # noqa: F401
 from tests.e2e.hub_stub import reaching, serve
 from tests.e2e.support import assert_refused
 from tests.pool import free_port
@@ -103,6 +104,27 @@ def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_
     assert_decided(result, tokenizer="'gpt2'", weights="'pretrained'", learning_rate="5e-05")
     assert result.stdout.count("note:") == result.stdout.count("all of them in the loss") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_tokenizer_is_fetched_with_all_of_its_templates(folder, tmp_path):  # noqa: F811
+    """transformers uses additional_chat_templates/tool_use.jinja for records with tools."""
+    content = {file.name: file.read_bytes() for file in folder.iterdir()}
+    content |= {"model.safetensors": b"", "onnx/tokenizer.json": b"", "config.json": b"{}"}
+    turns = "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ ' ' }}{% endfor %}"
+    turns += "{% if add_generation_prompt %}assistant:{% endif %}"
+    content["chat_template.jinja"] = turns.encode()
+    content["additional_chat_templates/tool_use.jinja"] = f"tools {turns}".encode()
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": said}, {"messages": said, "tools": [{"name": "f"}]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["data", "--model", "gpt2-tiny", "--tokenizer", "me/chat", "--json"]
+    command += ["--dataset", tmp_path / "a.jsonl"]
+    with serve({f"me/chat/resolve/main/{name}": text for name, text in content.items()}) as hub:
+        result = light_pool().script(command, **reaching(hub.endpoint, tmp_path / "hf"))
+        assert_ok(result)
+        assert not any("safetensors" in asked or "onnx" in asked for asked in hub.requests)
+    texts = [sample["text"] for sample in json.loads(result.stdout)["samples"]]
+    assert texts == ["user:a assistant:b ", "tools user:a assistant:b "]
 
 
 @pytest.mark.parametrize("behaviour", ["refuses", "mute", "gone", "no scheme"])

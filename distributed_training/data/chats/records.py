@@ -66,11 +66,11 @@ class Shape:
         elif chat:
             self.form, self.names = MESSAGES, (chat,)
         else:
-            missing = "completion" if PROMPT in keys else TEXT
+            column = "completion" if PROMPT in keys else TEXT
             have = ", ".join(map(shown, keys)) or "no columns"
             fix = f"give {' or '.join(_EXAMPLES.values())}, or name yours with --columns "
             raise UserError(
-                f'{where} has no "{missing}" string',
+                f'{where} has no "{column}" string',
                 f"it has {have}",
                 f"{fix}prompt=...,completion=...",
             )
