@@ -252,7 +252,9 @@ def _read_tensors(
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"adapters {file} cannot be read", why, "fetch them again") from None
+        old = file.with_suffix(".bin")
+        fix = f"open {old} with PEFT and save it" if old.is_file() else "fetch them again"
+        raise UserError(f"adapters {file} cannot be read", why, fix) from None
     if base is not None and not re.fullmatch(r"-?[0-9]{1,20}", base):
         raise UserError(f"adapters {file}: base_fingerprint {shown(base)} is not a number")
     _check_names(config, tensors, spec, folder)

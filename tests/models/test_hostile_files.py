@@ -141,6 +141,13 @@ def test_adapters_that_are_not_what_they_say(tensors, config, words, adapters):
     assert model.fingerprint() == before, "refused before anything is added"
 
 
+def test_adapters_of_an_older_peft_say_how_to_save_them(adapters):
+    spec, model, folder = adapters
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with refused("No such file", f"open {folder / 'adapter_model.bin'} with PEFT and save it"):
+        peft.load_adapters(model, spec, folder)
+
+
 @pytest.mark.parametrize("fingerprint", ["--5", "5" * 5000, "x", "\u0665"])
 def test_adapters_whose_base_has_no_fingerprint(fingerprint, adapters):
     spec, model, folder = adapters
