@@ -1,17 +1,37 @@
-"""The loss in chunks: not all logits are in memory at a time. Letters as in decoder.py; N = B T."""
+"""The loss in chunks: only the logits of some tokens are in memory at a time.
+
+Letters as in decoder.py; N = B T tokens, R processes that split the vocabulary."""
+
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from distributed_training.data.samples import IGNORE_INDEX
-from distributed_training.models.decoder import mask_padding, summed_cross_entropy
+
+
+class GatherFirst(Protocol):
+    """All-gathers a tensor along a dimension over a process group, also in a compiled function."""
+
+    def __call__(self, tensor: torch.Tensor, gather_dim: int, group: Any) -> torch.Tensor: ...
+
+
+class Split(NamedTuple):
+    """The rows of the vocabulary that one process of a group has."""
+
+    first: int  # token of the first row
+    group: Any
+    gather: GatherFirst
 
 
 class ChunkedCrossEntropy:
-    """As summed_cross_entropy, of so many tokens at a time: the logits of others are not there.
-    Their gradient is computed in the forward pass, with that of hidden states and output rows, as
-    they would have to be computed again for it. So nothing but those two is kept: [B, T, D] and
-    [P, D]. What calls it must not be compiled, or the gradient would go back to the backward pass.
+    """`summed_cross_entropy` of at most `tokens` tokens at a time.
+
+    The forward pass also computes the gradients of hidden states [B, T, D] and output rows [P, D],
+    for which the logits would have to be computed again later. Both are in the dtype of their
+    tensors, and nothing else is kept. The gradient of the rows is added up over the chunks inside
+    the matrix multiplications. The caller must not be compiled: torch.compile would move the
+    gradients back to the backward pass.
     """
 
     def __init__(self, tokens: int, *, compiled: bool) -> None:
@@ -21,53 +41,74 @@ class ChunkedCrossEntropy:
             self.compute = torch.compile(loss_and_gradient, dynamic=False)
 
     def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        vocab_size: int,
+        split: Split | None = None,
     ) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            return _Chunked.apply(x, weight, targets, vocab_size, self.tokens, self.compute)
-        chunks = [each.split(self.tokens) for each in (x.flatten(0, -2), targets.flatten())]
-        pairs = zip(*chunks, strict=True)
-        losses = [summed_cross_entropy(part, weight, own, vocab_size) for part, own in pairs]
-        return torch.stack(losses).sum()
+        """Return the fp32 sum. With a `split`, `weight` has this process's rows, [P / R, D], and
+        the gradient of `x` is one term of a sum over the group."""
+        if not torch.is_grad_enabled():
+            x, weight = x.detach(), weight.detach()  # no gradients are computed
+        return _Chunked.apply(x, weight, targets, vocab_size, split, self.tokens, self.compute)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, tokens, compute):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, targets, vocab_size, split, tokens, compute):  # type: ignore[no-untyped-def]
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         flat = x.flatten(0, -2)
-        grad_x = torch.empty_like(flat)
+        tokens = -(-len(flat) // -(-len(flat) // tokens))  # as even chunks as possible
+        grad_x = torch.empty_like(flat) if needs_x else None
         grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), device=x.device)
-        chunks = [each.split(tokens) for each in (flat, targets.flatten(), grad_x)]
-        for part, own, grad_part in zip(*chunks, strict=True):
-            loss, grad_logits = compute(F.linear(part, weight), own, vocab_size)
-            total += loss
-            torch.mm(grad_logits, weight, out=grad_part)
+        targets = targets.flatten().split(tokens)
+        for index, (chunk, own) in enumerate(zip(flat.split(tokens), targets, strict=True)):
+            logits = F.linear(chunk, weight)
+            total += compute(logits, own, vocab_size, split)
+            grad_logits = logits  # in its memory
+            if grad_x is not None:
+                place = grad_x[index * tokens : index * tokens + len(chunk)]
+                torch.mm(grad_logits, weight, out=place)
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ part
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        ctx.save_for_backward(grad_x.view_as(x), grad_weight)
+                grad_weight.addmm_(grad_logits.t(), chunk)
+            elif needs_weight:
+                grad_weight = grad_logits.t() @ chunk
+        ctx.save_for_backward(None if grad_x is None else grad_x.view_as(x), grad_weight)
         return total
 
     @staticmethod
     def backward(ctx, scale):  # type: ignore[no-untyped-def]
-        grad_x, grad_weight = ctx.saved_tensors
-        grad_weight = None if grad_weight is None else grad_weight * scale
-        return grad_x * scale, grad_weight, None, None, None, None
+        # In place: autograd lets go of saved tensors, and a second backward pass is an error.
+        gradients = [each if each is None else each.mul_(scale) for each in ctx.saved_tensors]
+        return *gradients, None, None, None, None, None
 
 
 def loss_and_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [N, P], targets [N] -> (summed loss, fp32 scalar; its gradient, like the logits)."""
-    z = mask_padding(logits.float(), vocab_size)
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    split: Split | None = None,
+) -> torch.Tensor:
+    """Return the summed loss, an fp32 scalar, of logits [N, P / R] and targets [N], and write its
+    gradient over the logits. With a `split`, one all-gather of two fp32 numbers per token."""
+    first = 0 if split is None else split.first
+    columns = first + torch.arange(logits.shape[1], device=logits.device)
+    z = logits.float()
+    if first + logits.shape[1] > vocab_size:
+        z = z.masked_fill(columns >= vocab_size, -torch.inf)
     normaliser = torch.logsumexp(z, -1, keepdim=True)
-    loss_mask = (targets != IGNORE_INDEX)[:, None]
-    one_hot = torch.arange(z.shape[1], device=z.device) == targets[:, None]
+    one_hot = columns == targets[:, None]
     target_logit = torch.where(one_hot, z, 0.0).sum(-1, keepdim=True)
-    loss = torch.where(loss_mask, normaliser - target_logit, 0.0).sum()
+    if split is not None:
+        pair = torch.stack([normaliser, target_logit])
+        gathered = split.gather(pair, 0, split.group)
+        normalisers, target_logits = gathered.unflatten(0, (-1, 2)).unbind(1)
+        normaliser = torch.logsumexp(normalisers, 0)
+        target_logit = target_logits.sum(0)
+    loss_mask = (targets != IGNORE_INDEX)[:, None]
     gradient = torch.where(loss_mask, torch.exp(z - normaliser) - one_hot.float(), 0.0)
-    return loss, gradient.to(logits.dtype)
+    logits.copy_(gradient)
+    return torch.where(loss_mask, normaliser - target_logit, 0.0).sum()

@@ -9,7 +9,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
-from distributed_training.models.decoder import Decoder
+from distributed_training.models.chunked_loss import ChunkedCrossEntropy
+from distributed_training.models.decoder import Decoder, summed_cross_entropy
 from distributed_training.parallel.private import (
     ATTENTION_OPS,
     ComputeStreamReduceScatter,
@@ -51,11 +52,13 @@ def _selective_policy(
 
 
 def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
-    """Let the loss see so many tokens at a time as CONFIG says, in place. Before apply_compile."""
-    if tokens := config.loss_chunk_tokens:
-        from distributed_training.models.chunked_loss import ChunkedCrossEntropy
-
-        model.loss = ChunkedCrossEntropy(tokens, compiled=bool(config.compile))
+    """Compute the loss of `loss_chunk_tokens` tokens at a time, in place. Between apply_tp and
+    apply_compile."""
+    if not config.loss_chunk_tokens or not model.is_last:
+        return
+    chunked = ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
+    split = model.loss is not summed_cross_entropy
+    model.loss = functools.partial(model.loss, chunked=chunked) if split else chunked
 
 
 def _compile(function: Any) -> Any:
@@ -71,7 +74,7 @@ def apply_compile(model: Decoder, config: RunConfig, *, ends: bool) -> None:
     graph, which fuses what lies between blocks. A loss in chunks has compiled its own part."""
     if not config.compile:
         return
-    chunked = config.loss_chunk_tokens > 0
+    chunked = bool(config.loss_chunk_tokens)
     if config.compile == "whole":
         model.hidden = _compile(model.hidden)  # type: ignore[method-assign]
     else:

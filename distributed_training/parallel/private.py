@@ -32,8 +32,10 @@ ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,
 ]
-# An all-reduce that torch.compile can hold in a graph: (tensor, "sum" or "max", group).
+# Collectives that torch.compile can hold in a graph: (tensor, "sum" or "max", group), and
+# (tensor, dimension, group).
 all_reduce_functional = functional_collectives.all_reduce
+all_gather_functional = functional_collectives.all_gather_tensor
 
 
 class ComputeStreamReduceScatter(DefaultReduceScatter):

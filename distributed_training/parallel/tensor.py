@@ -25,8 +25,9 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.placement_types import Placement
 
 from distributed_training.data.samples import IGNORE_INDEX
+from distributed_training.models.chunked_loss import ChunkedCrossEntropy, Split
 from distributed_training.models.decoder import Decoder, Role
-from distributed_training.parallel.private import all_reduce_functional
+from distributed_training.parallel.private import all_gather_functional, all_reduce_functional
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[str]:
@@ -139,12 +140,17 @@ def _split_loss(
     weight: DTensor,
     targets: torch.Tensor,
     vocab_size: int,
+    chunked: ChunkedCrossEntropy | None = None,
 ) -> torch.Tensor:
-    """As decoder.summed_cross_entropy, with output rows that are split."""
+    """As decoder.summed_cross_entropy, with output rows that are split; in chunks if given."""
     rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
-    logits = F.linear(_gather_tokens(x, mesh, layout), rows).flatten(0, 1)  # (B T, P / R)
-    return split_cross_entropy(logits, targets.flatten(), first, vocab_size, mesh.get_group())
+    group = mesh.get_group()
+    x = _gather_tokens(x, mesh, layout)
+    if chunked is not None:
+        return chunked(x, rows, targets, vocab_size, Split(first, group, all_gather_functional))
+    logits = F.linear(x, rows).flatten(0, 1)  # (B T, P / R)
+    return split_cross_entropy(logits, targets.flatten(), first, vocab_size, group)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

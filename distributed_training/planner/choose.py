@@ -27,6 +27,8 @@ from distributed_training.settings.strategies import load_strategy
 WORDS = "words"  # the preset for a small text and no GPU, but for these keys
 KEPT = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
 CPU_EVAL_SAMPLES = 50  # of 512 tokens: half a second on two cores
+MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications of fewer are slower
+LOSS_CHUNK_COST = 0.01  # of a step's time, at most
 SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-medium
 
 
@@ -98,6 +100,8 @@ def lay_out(
     config = _choose_switches(asked, machine, notes)
     layout = layouts.build_layout(asked)
     batch = layouts.cut_batch(asked)
+    chunk = _choose_loss_chunk(asked, machine, batch.micro_batch_size)
+    config = with_values(config, loss_chunk_tokens=chunk)
     tp = mesh["tp"]
     if processes_here % tp:
         notes.append(
@@ -230,16 +234,34 @@ def _check_compression(candidate: Candidate) -> None:
 
 
 def _check_loss_chunks(candidate: Candidate) -> None:
-    key = "loss_chunk_tokens"
-    tp = candidate.mesh["tp"]
-    if candidate.config.loss_chunk_tokens == 0:
-        return
-    if tp > 1:
-        why = f"its {tp} processes have a part of every token's logits"
-        _refuse(candidate, key, f"tp={tp}", why, "set it to 0")
-    if candidate.config.precision == "fp16":
+    config = candidate.config
+    if config.loss_chunk_tokens not in (0, AUTO) and config.precision == "fp16":
         why = "gradients would be computed before they are scaled"
-        _refuse(candidate, key, "precision='fp16'", why, "set precision to bf16, or it to 0")
+        fix = "set precision to bf16, or it to 0"
+        _refuse(candidate, "loss_chunk_tokens", "precision='fp16'", why, fix)
+
+
+def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size: int) -> int:
+    """Return the number of tokens whose logits are in memory at the same time; 0: all.
+
+    Each chunk after the first reads and writes the gradient of the output rows once more. On a GPU
+    that takes as long as computing it, the logits and the gradient of hidden states from about 150
+    tokens (4 P D bytes at 3 TB/s, 6 P D FLOPs per token at 680 TFLOP/s).
+    """
+    config = candidate.config
+    if config.loss_chunk_tokens != AUTO:
+        return int(config.loss_chunk_tokens)
+    # Under gpipe the gradient of the output rows would wait for the backward pass m times.
+    waits = candidate.mesh["pp"] > 1 and config.pipeline_schedule == "gpipe"
+    if machine.num_gpus == 0 or config.precision == "fp16" or waits:
+        return 0
+    size = candidate.model.size
+    rows = size.padded_vocab_size * size.hidden_size
+    share = 0.0 if config.lora_rank else rows / (rows + size.num_layers * size.block_parameters)
+    chunk = MIN_LOSS_CHUNK
+    while chunk < share * 150 / LOSS_CHUNK_COST:
+        chunk *= 2
+    return chunk if micro_batch_size * config.max_length >= 2 * chunk else 0
 
 
 def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -> RunConfig:

@@ -17,6 +17,7 @@ STATE = ("parameters", "gradients", "optimizer")
 OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's devices -> `estimate_state`'s
 COMPONENTS = (*STATE, "copies", "buffers", "activations", "logits")
 SPLIT_LOGIT_BYTES = 2  # a logit, of a micro-batch whose W is still to come
+EAGER_CHUNK = 17  # bytes per logit of one chunk that loss_and_gradient allocates, uncompiled
 STATISTICS_BYTES = 2 * 2 * 4  # mean and deviation of two norms, fp32, a token and block
 
 
@@ -180,7 +181,9 @@ class Held(Formulas):
         # one, and of the output layer's weight; on the first the embedding's gradient.
         embedding = 0 if self.frozen else self.embedding
         if self.last:
-            blocks += self.hidden * (self.between + 2) + self.width * embedding
+            blocks += self.hidden * (self.between + 2)
+            if not self.config.loss_chunk_tokens:  # else `_logits` counts it
+                blocks += self.width * embedding
         if self.pp > 1:
             # torch has a buffer for each message of a step that this process receives.
             blocks += self.edges * self.micro_batches * self.hidden * self.between
@@ -274,12 +277,15 @@ class Held(Formulas):
         count = self.tokens * rows / self.tp
         if not chunk:
             return kept * count, worst * count, SPLIT_LOGIT_BYTES * count
-        # Gradients of hidden states and output rows; these also in fp32, and of one chunk more.
-        hidden = self.size.hidden_size
-        learning = 0 if self.frozen else rows
-        gradients = (self.tokens + learning) * hidden * self.width
-        beside = rows * min(chunk, self.tokens) * (worst + self.width)
-        return gradients, gradients + learning * hidden * (4 + self.width) + beside, 0
+        # Gradients of hidden states and output rows; then one chunk, and after it, where weights
+        # are fp32, the rows' gradient in fp32.
+        output_rows = 0 if self.frozen else rows * self.size.hidden_size / self.tp
+        kept = self.hidden + self.width * output_rows
+        share = min(int(chunk), self.tokens) / self.tokens
+        beside = share * count * (self.width if self.config.compile else self.width + EAGER_CHUNK)
+        if self.width < 4 and not (self.strategy.traits.rounded_weights or self.plan.uses_fsdp):
+            beside = max(beside, 4 * output_rows)
+        return kept, kept + beside, 0
 
     def _activations(self) -> tuple[float, float]:
         """(of blocks, of logits) at the fullest moment, following the process's own order."""

@@ -190,10 +190,15 @@ class Work(Shapes):
             rate = self.rates.memory_bytes
         moved = each * self.width / 2 * self.tokens * vocabulary
         traffic = 0.5 * (moved / rate) * MEMORY
+        weights = self._gemm(d, self.tokens, vocabulary)
+        if chunk := self.config.loss_chunk_tokens:  # read and written for each chunk but the first
+            times = 2 * math.ceil(self.tokens / int(chunk))
+            moved = times * self.width * vocabulary * d
+            weights += moved / self.rates.memory_bytes * MEMORY
         return (
             self._gemm(self.tokens, d, vocabulary) + traffic,
             self._gemm(self.tokens, vocabulary, d) + traffic,
-            np.zeros(3) if self.frozen else self._gemm(d, self.tokens, vocabulary),
+            np.zeros(3) if self.frozen else weights,
         )
 
     def _gemm(self, m: float, k: float, n: float) -> Cost:

@@ -173,9 +173,13 @@ class Formulas(Shapes):
         count = self.micro_batches
         exchanged = count * 4 * self.num_blocks * self.hidden
         reduced = 4 * self.terms // self.shards
+        gathered = 0
         if self.last:
             exchanged += count * self.hidden
-            reduced += count * 12 * self.tokens
+            if self.config.loss_chunk_tokens:  # two fp32 numbers per token of each process
+                gathered += count * 8 * self.tokens * self.tp
+            else:
+                reduced += count * 12 * self.tokens
         if self.first and not self.frozen:  # parameters are fp32 where FSDP rounds none
             width = self.width if self.plan.num_processes > self.tp else 4
             exchanged += count * self.tokens * self.size.hidden_size * width
@@ -184,11 +188,12 @@ class Formulas(Shapes):
         if self.config.activation_checkpointing != "none":
             again = count * self.num_blocks * self.hidden
         if not self.config.sequence_parallel:
-            return Counter({("tp", "all_reduce"): exchanged + again + reduced})
+            sums = exchanged + again + reduced
+            return Counter({("tp", "all_reduce"): sums, ("tp", "all_gather"): gathered})
         return Counter(
             {
                 ("tp", "all_reduce"): reduced,
-                ("tp", "all_gather"): exchanged + 2 * again,
+                ("tp", "all_gather"): exchanged + 2 * again + gathered,
                 ("tp", "reduce_scatter"): exchanged + again,
             }
         )

@@ -135,8 +135,9 @@ class RunConfig(Options):
     """planned network speed between nodes, in Gbit/s per GPU, as `links` measures it; None: 400"""
     activation_checkpointing: Literal["none", "full", "selective"] = memory("none")
     """what is computed again for the backward pass instead of kept"""
-    loss_chunk_tokens: CountOrZero = memory(0)
-    """tokens whose logits are in memory at a time; 0: a micro-batch's"""
+    loss_chunk_tokens: CountOrZero | Auto = memory(AUTO)
+    """tokens whose logits are in memory at the same time; 0: all tokens of a micro-batch; auto: on
+    GPUs, as many as cost at most 1% of a step"""
     offload_dir: Text | None = memory(None)
     """where infinity keeps its files; None: output_dir/.offload"""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = speed(AUTO, work=True)

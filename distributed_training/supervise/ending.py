@@ -109,7 +109,7 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
         "activation_checkpointing=full": config.activation_checkpointing != "full",
         f"max_length={config.max_length // 2}": config.max_length > 128,
         f"loss_chunk_tokens={CHUNK}": micro * config.max_length > CHUNK
-            and not config.loss_chunk_tokens and topology.tp == 1 and config.precision != "fp16",
+            and not config.loss_chunk_tokens and config.precision != "fp16",
         "strategy=zero3 or fsdp (they divide the state; activations stay)":
             topology.dp_size == topology.world_size > 1
             and not plan.uses_fsdp and plan.strategy.zero.stage < 3,

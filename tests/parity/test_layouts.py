@@ -59,7 +59,7 @@ CASES = {
         **{f"packed/{name}": {"strategy": name, **cut(2)} for name in WHOLE_LAYERS},
         "padded/zero3": {"strategy": "zero3", **cut(2), **CHUNKED},
         "packed/tp2": {**split(tp=2), **cut(1)},
-        "padded/tp2": {**split(tp=2), **cut(2), **SELECTIVE},
+        "padded/tp2": {**split(tp=2), **cut(2), **SELECTIVE, **CHUNKED},
         "packed/tp2-whole-norms": {**split(tp=2), **cut(2), **WHOLE_NORMS, **FULL},
         "padded/fsdp": {"strategy": "fsdp", **cut(2), **SELECTIVE, **CHUNKED},
         "packed/pp2-gpipe-1": {**split(pp=2), **cut(1), "pipeline_schedule": "gpipe"},
@@ -116,7 +116,7 @@ if has_libaio():  # with the buffers of its own JSON infinity is in test_shipped
         CASES[2][f"{name}/infinity"] = {**small_infinity(), **cut(2)}
 if shutil.which("c++") is not None:  # code that Inductor generates is run in these, in fp32
     CASES[2]["packed/dp-compiled"] = {"strategy": "dp", **cut(2), **COMPILED}
-    CASES[2]["packed/tp2-compiled"] = {**split(tp=2), **cut(4), **COMPILED}
+    CASES[2]["packed/tp2-compiled"] = {**split(tp=2), **cut(4), **COMPILED, **CHUNKED}
 # How it is called, in these: the kinds of parameters and hooks that a graph meets.
 TRACED = {
     1: {"packed/whole": {"strategy": "dp", **cut(1), "compile": "whole", **CHUNKED}},

@@ -38,12 +38,12 @@ def test_initial_weights_are_those_of_the_compute_dtype(strategy, tmp_path, monk
 
 def test_what_needs_less_memory_is_advised_where_it_helps(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**30)
-    long = {"batch_size": 128, "max_length": 128}  # tokens of a loss
+    long = {"batch_size": 128, "max_length": 128, "loss_chunk_tokens": 0}  # tokens of a loss
     for count, values, divide, chunk in (
         (2, {"strategy": "dp", **long}, True, True),
         (1, {"strategy": "dp"}, False, False),
         (2, {"strategy": "fsdp", **long, "loss_chunk_tokens": 4096}, False, False),
-        (2, {"strategy": "tp", **long}, False, False),
+        (2, {"strategy": "tp", **long}, False, True),
     ):
         plan = plan_for(tmp_path, GPU_MACHINE, count, **values)
         text = ending.explain_out_of_memory(plan, cpu_topology(plan), "tried to allocate")

@@ -1,0 +1,178 @@
+"""Time and memory of the loss by chunk size, beside the whole loss and Liger's fused one.
+
+    torchrun --nproc_per_node=N results/lab/loss_chunks.py --out FOLDER [--set key=value ...]
+
+N is 1, or 2 with `--set strategy=fsdp` or tp. The default is Llama-3.2-1B, 4 x 2048 tokens per GPU,
+with random weights in bf16. "liger" is used if liger_kernel is installed and the strategy is not
+tp. Every variant trains the same steps: op by op, then as a CUDA graph. The columns, of the fullest
+rank: `state` and `entry` are GiB allocated before a step and before the loss, `in loss` and `after`
+are peaks inside the loss's forward pass and from there to the end of the step, `peak` that of all
+steps.
+"""
+
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import checkout
+import torch
+from tabulate import tabulate
+
+from distributed_training.engines.graphs import NUM_EAGER_STEPS
+from distributed_training.records.record import provenance, write_json
+from distributed_training.settings.keys import Parser
+from distributed_training.settings.machine import GIB
+from distributed_training.tools.harness import Kept, Run, each_run, open_group_for
+
+COMMON: dict[str, Any] = {
+    "model": "Llama-3.2-1B", "strategy": "dp", "batch_size": 4, "max_length": 2048,
+    "precision": "bf16", "learning_rate": 1e-4, "dataset": "embedded", "tokenizer": "embedded",
+    "weights": "random", "num_samples": -1, "epochs": 100, "eval_samples": 8,
+    "checkpoint_every": 0,
+}  # fmt: skip
+VARIANTS = {"whole": 0, "2048": 2048, "4096": 4096, "1024": 1024}
+TIMED_STEPS = 8
+DEADLINE_S = 90.0
+
+
+class LigerLoss:
+    """liger_kernel's fused linear cross entropy, in the place of `Decoder.loss`."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
+    ) -> torch.Tensor:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        assert weight.shape[0] == vocab_size, "Liger's loss knows no padding of the vocabulary"
+        arguments = (x.flatten(0, -2), weight, targets.flatten(), None, None, -100, 0.0, 0.0, "sum")
+        loss: Any = LigerFusedLinearCrossEntropyFunction.apply(*arguments)
+        return loss[0] if isinstance(loss, tuple) else loss
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Return milliseconds of a step and GiB of memory of this rank."""
+    on_gpu = run.topology.device_type == "cuda"
+    part = next(iter(run.engine.parts.values()))  # type: ignore[attr-defined]
+    loss = part.loss
+    gib: dict[str, float] = {}
+
+    def now(name: str, *, peak: bool) -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+            count = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
+            gib[name] = count() / GIB
+            torch.cuda.reset_peak_memory_stats()
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        now("entry", peak=False)
+        result = loss(*arguments, **options)
+        now("in loss", peak=True)
+        return result
+
+    seconds = []
+    losses = []
+    num_steps = NUM_EAGER_STEPS + 2 + TIMED_STEPS if on_gpu else 4
+    for step in range(num_steps):
+        if step == 2:
+            now("state", peak=False)
+            if not run.plan.config.compile or run.plan.config.loss_chunk_tokens:
+                part.loss = watched  # else it has been compiled with what precedes it
+        if step == 3:
+            now("after", peak=True)
+            part.loss = loss
+        batch = run.batch(step)
+        began = time.perf_counter()
+        result = run.engine.train_step(batch)
+        losses.append(float(result.loss_sum) / batch.num_targets)
+        seconds.append(time.perf_counter() - began)
+        if step == NUM_EAGER_STEPS - 1:
+            now("peak", peak=True)
+    launched = seconds[3:NUM_EAGER_STEPS]
+    found = {
+        "ms": 1000 * statistics.median(seconds[-TIMED_STEPS:] if on_gpu else launched),
+        "ms op by op": 1000 * statistics.median(launched),
+        "graph": bool(getattr(run.engine.step, "graph", None)),  # type: ignore[attr-defined]
+        "losses": losses,
+    }
+    if on_gpu:
+        found["reserved"] = torch.cuda.max_memory_reserved() / GIB
+    return found | gib
+
+
+def measure_liger(run: Run) -> dict[str, Any]:
+    """`measure` with Liger's loss."""
+    next(iter(run.engine.parts.values())).loss = LigerLoss()  # type: ignore[attr-defined]
+    return measure(run)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description="Compare ways to compute the loss.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    arguments = parser.parse_args(argv)
+    changed = dict(each.split("=", 1) for each in arguments.set)
+    common = {**COMMON, **{key: _value(text) for key, text in changed.items()}}
+    runs = {name: {**common, "loss_chunk_tokens": n} for name, n in VARIANTS.items()}
+    order = ["whole", "2048", "liger", "4096", "1024"]
+    if common["strategy"] == "tp" or not _has_liger():
+        order.remove("liger")
+    results = []
+    began = time.monotonic()
+    kept = Kept()
+    with open_group_for(runs) as group:
+        for name in order:
+            # Liger's loss takes the place of one in chunks, which nobody compiles.
+            values = runs.get(name, runs["2048"])
+            use = measure_liger if name == "liger" else measure
+            deadline_s = DEADLINE_S - (time.monotonic() - began)
+            for _, ranks in each_run(group, {name: values}, use, deadline_s=deadline_s, kept=kept):
+                if group.process.rank:
+                    continue
+                row = {"loss": name}
+                row |= {"refused": ranks} if isinstance(ranks, str) else _fullest(ranks)
+                results.append(row)
+                print({key: row[key] for key in row if key != "losses"}, flush=True)
+        if group.process.rank == 0:
+            columns = [name for name in results[0] if name != "losses"]
+            table = [[row.get(name) for name in columns] for row in results]
+            print(tabulate(table, columns, "github", floatfmt=".2f"))
+            document = {
+                **provenance(shlex.join(["python", *sys.argv])),
+                "config": common, "num_processes": group.process.world_size,
+                "results": results, "seconds": time.monotonic() - began,
+            }  # fmt: skip
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            write_json(arguments.out / "loss-chunks.json", document)
+    return 0
+
+
+def _fullest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0's results, with the slowest times and the largest memory of all ranks."""
+    return {
+        key: max(each[key] for each in ranks) if isinstance(value, float) else value
+        for key, value in ranks[0].items()
+    }
+
+
+def _has_liger() -> bool:
+    try:
+        import liger_kernel  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+if __name__ == "__main__":
+    checkout.run(main)
