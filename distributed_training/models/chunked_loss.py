@@ -87,10 +87,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def loss_and_gradient(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    vocab_size: int,
-    split: Split | None = None,
+    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, split: Split | None = None
 ) -> torch.Tensor:
     """Return the summed loss, an fp32 scalar, of logits [N, P / R] and targets [N], and write its
     gradient over the logits. With a `split`, one all-gather of two fp32 numbers per token."""

@@ -26,8 +26,11 @@ def peak(tmp_path, num_processes=1, **config):
 
 
 def test_a_compiled_dp_step_by_hand(tmp_path):
-    """At the loss: fp32 weights and moments, rounded weights, what 12 blocks keep, the logits."""
-    parts = peak(tmp_path, strategy="dp").fullest
+    """At the loss: fp32 weights and moments, rounded weights, what 12 blocks keep, the logits. In
+    chunks: of the gradients of hidden states and output rows, and of one chunk's logits."""
+    chunked = peak(tmp_path, strategy="dp").fullest
+    assert chunked["logits"] == 2 * (TOKENS * D + VOCABULARY * D + 8192 * VOCABULARY)
+    parts = peak(tmp_path, strategy="dp", loss_chunk_tokens=0).fullest
     padded = SIZE.num_parameters + (VOCABULARY - SIZE.vocab_size) * D
     assert parts["parameters"] == pytest.approx(4 * padded)
     assert parts["optimizer"] == pytest.approx(8 * padded)
@@ -61,7 +64,8 @@ def test_ddp_keeps_gradients_in_buckets_and_fsdp_divides_state(tmp_path):
 
 
 def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
-    compiled, eager = (peak(tmp_path, strategy="dp", compile=c).fullest for c in (True, False))
+    words = {"strategy": "dp", "loss_chunk_tokens": 0}
+    compiled, eager = (peak(tmp_path, **words, compile=c).fullest for c in (True, False))
     assert eager["logits"] == 6 * compiled["logits"]
 
 

@@ -33,7 +33,10 @@ def predicted(row: dict[str, Any], folder: Path) -> tuple[Prediction, float]:
     if isinstance(model, dict):
         (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **model}))
         model = str(folder)
-    words = {"precision": "bf16", "cuda_graphs": False, **row["config"], "model": model}
+    words = {
+        "precision": "bf16", "cuda_graphs": False, "loss_chunk_tokens": 0, **row["config"],
+        "model": model,
+    }  # fmt: skip
     config = build_config(words, defaults=strategy_defaults, options=strategy_options)
     cluster = parse_cluster(row["cluster"])
     prediction = predict(lay_out_on(cluster, config), cluster.rates)

@@ -29,6 +29,7 @@ from distributed_training.settings.strategies import strategy_options
 from results.lab.analysis import blind
 
 RECORDS = ROOT / "results" / "records"
+ADDED_UP_IN_PLACE = "2026-11-25T14"  # chunks of the loss that ran before had two more copies
 ZB_V_BY_DURATIONS = "2026-11-25T04"  # runs of zb-v that started before had torch's fixed order
 
 
@@ -46,8 +47,10 @@ class Row:
     def memory_compares(self) -> bool:
         """Whether the peak is the run's own: less than a quarter of the fullest rank's had been
         left by earlier runs of the process. What of that was in use early records do not say. Nor
-        do they say which order a search had found, by durations of its day."""
-        if self.plan.schedule.searched:
+        do they say which order a search had found, by durations of its day. The loss in chunks once
+        held more."""
+        before = self.record.started_at < ADDED_UP_IN_PLACE
+        if self.plan.schedule.searched or (before and self.plan.config.loss_chunk_tokens):
             return False
         ranks = [
             (rank["peak_allocated_bytes"], rank.get("left_over_bytes", 0))
@@ -81,6 +84,7 @@ def plan_of(record: Record) -> Plan:
     config = {
         "cuda_graphs": graphs and bool(words["compile"]),
         "async_tp": False,  # there was none
+        "loss_chunk_tokens": 0,
         **words,
         "resume": None,
         # Once it was sequences of a replica, now of a process.
