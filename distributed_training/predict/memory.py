@@ -266,7 +266,7 @@ class Held(Formulas):
         probabilities are kept in fp32, and the gradient comes on top."""
         rows = self.size.padded_vocab_size
         chunk = self.config.loss_chunk_tokens
-        kept = self.width
+        kept: float = self.width
         worst = self.width
         if self.tp > 1:
             kept = 4
