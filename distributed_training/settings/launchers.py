@@ -59,6 +59,13 @@ SOURCES = (
         world_size="OMPI_COMM_WORLD_SIZE",
     ),
     Source(
+        launcher="mpirun_rsh",  # MVAPICH
+        rank="MV2_COMM_WORLD_RANK",
+        world_size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Source(
         launcher="mpiexec",  # MPICH, Intel MPI
         rank="PMI_RANK",
         world_size="PMI_SIZE",

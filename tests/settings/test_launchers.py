@@ -34,6 +34,14 @@ CASES = {
         "mpirun without local ranks",
         (0, 0),
     ),
+    "mpirun_rsh": (
+        {
+            "MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2",
+            "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+        },
+        "mpirun_rsh",
+        (1, 2),
+    ),
     "mpiexec": ({**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "mpiexec", (1, 2)),
     "srun --mpi=pmi2": ({**SRUN, **PMI}, "a launcher with PMI", (0, 0)),
     "srun": (SRUN, "srun", (1, 0)),
