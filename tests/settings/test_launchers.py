@@ -36,8 +36,10 @@ CASES = {
     ),
     "mpirun_rsh": (
         {
-            "MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2",
-            "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+            "MV2_COMM_WORLD_RANK": "1",
+            "MV2_COMM_WORLD_SIZE": "2",
+            "MV2_COMM_WORLD_LOCAL_RANK": "1",
+            "MV2_COMM_WORLD_LOCAL_SIZE": "2",
         },
         "mpirun_rsh",
         (1, 2),
