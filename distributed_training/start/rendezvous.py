@@ -164,9 +164,11 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     if missing:
         present = [json.loads(store.get(key)) for i, key in enumerate(keys) if i not in missing]
-        why = f"{', '.join(dict.fromkeys(place['host'] for place in present))} is here"
-        if here := process.local_world_size:
-            away = sorted({rank // here for rank in missing})
+        hosts = list(dict.fromkeys(place["host"] for place in present))
+        why = f"{', '.join(hosts)} {'is' if len(hosts) == 1 else 'are'} here"
+        here = process.local_world_size
+        nodes = [rank // here for rank in missing] if here else []
+        if away := sorted(node for node in set(nodes) if nodes.count(node) == here):
             why = f"{numbered('node', away)} of {process.world_size // here} is missing, {why}"
         ranks = numbered("rank", missing)
         what = f"{ranks} did not come within {limit_s:g} s (rendezvous_timeout_s)"
