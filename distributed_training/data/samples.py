@@ -157,8 +157,8 @@ def cut_samples(
     form, splits = load_tokens(folder)
     packs = config.pack is not False and (form == RUNNING or can_pack)
     if config.pack is True and not packs:
-        what = f"pack=True does not go with strategy={config.strategy!r}"
-        raise UserError(what, "its engine does not keep packed records apart", "set pack to auto")
+        what = f"pack=True does not go with strategy={config.strategy!r} and this model"
+        raise UserError(what, "one of them does not keep packed records apart", "set pack to auto")
     as_blocks = packs and form == RUNNING
     seq_len = config.max_length
     cut = functools.partial(_cut, seq_len=seq_len, padding_id=tokenizer.eos_id)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from distributed_training.data import hub
+from distributed_training.data.hub import cannot_fetch, fetch_folder
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.weights import (
     FLOATS,
@@ -47,6 +47,8 @@ _MOST = {
     "num_heads": 2**14, "hidden_size": 2**20, "vocab_size": 2**24,
     "num_positions": 2**28, "block_parameters": 2**44,
 }  # fmt: skip
+HUB = "hub"  # the family for any kind of model
+HUB_PREFIX = f"{HUB}:"
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 
 
@@ -73,6 +75,8 @@ class ModelSize:
     block_tensors: int = 12  # parameters of a block, each a tensor
     # The modules with `block_matrices`, in that order, as `lora_targets` names them.
     matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
+    splits: bool = True  # whether tp and pp can divide it
+    packs: bool = True  # whether its attention keeps packed records apart
     kept_values: int = 0  # kept of a token for a block's backward pass, besides what matrices see
     config: Any = None  # what else the family's modules need
 
@@ -161,6 +165,11 @@ class ModelSpec:
             object.__setattr__(self, "size", replace(self.size, config=config))
 
     @property
+    def path(self) -> str:
+        """The value of CONFIG's `model` for the model in `weights_dir`."""
+        return f"{HUB_PREFIX if self.family == HUB else ''}{self.weights_dir}"
+
+    @property
     def code(self) -> Any:
         """What the family exports."""
         return _load(self.family)
@@ -172,14 +181,14 @@ class ModelSpec:
         are random and depend on `seed` alone. `place`: as of `decoder.fill_parameters`."""
         import torch
 
-        from distributed_training.models.decoder import fill_parameters, random_source
+        from distributed_training.models.decoder import fill_parameters
 
         if torch.get_default_device().type == "meta":
             return self.code.build(self.size, dropout=dropout, seed=seed)
         with torch.device("meta"):
             model = self.code.build(self.size, dropout=dropout, seed=seed)
         if source is None:
-            fill_parameters(model, random_source(model, seed), place)
+            fill_parameters(model, model.random_source(seed), place)
         else:  # two threads: one converts what the other has read
             fill_parameters(model, source, place, num_threads=2)
         return model
@@ -219,6 +228,8 @@ class ModelSpec:
         shape."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
+        if (module_names := getattr(self.code, "module_names", None)) is not None:
+            stored = {new: stored[name] for name, new in module_names(stored, self.size).items()}
         unexpected = set(stored)
         pieces: dict[str, list[tuple[Stored, bool]]] = {}
         for ours, values in parameters.items():
@@ -265,6 +276,8 @@ class ModelSpec:
             for name, part in self.code.to_hf(ours, values, self.size).items():
                 rows = part.reshape(-1, *values.shape[1:])
                 tensors[name] = (rows.t() if transposed else rows).to(dtype).contiguous()
+        if (file_name := getattr(self.code, "file_name", None)) is not None:
+            tensors = {file_name(name, self.size): part for name, part in tensors.items()}
         folder.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
         name = str(dtype or "float32").removeprefix("torch.")
@@ -324,21 +337,20 @@ def find_model(name: str) -> ModelSpec:
             if name in (label, hub_id):
                 return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
             names.append(label)
+    # hub:NAME asks for transformers' code for a kind that a family of this suite has, too.
+    asked, name = name, name.removeprefix(HUB_PREFIX)
     expand_home("model", name)  # one of a plan.json may be no path at all
     hub_id = name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
     folder = _fetch_config(name) if hub_id else Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():
         config = load_json(folder / CONFIG_FILE, "model")
         kind = config.get("model_type") if isinstance(config, dict) else None
-        if not isinstance(kind, str) or kind not in kinds:
-            what = f"model={shown(name)} has model_type {shown(kind)}"
-            raise UserError(what, f"this suite trains {', '.join(kinds)}")
-        (size,) = _load(kinds[kind]).sizes(folder).values()
-        _refuse_absurd(size, folder)
+        native = kinds.get(kind) if isinstance(kind, str) and asked == name else None
+        family, size = _read_size(folder, native)
         label = name.rpartition("/")[2] if hub_id else folder_label(folder)
         weights_dir = None if hub_id else folder
         return ModelSpec(
-            label=label, family=kinds[kind], size=size, hub_id=hub_id, weights_dir=weights_dir
+            label=label, family=family, size=size, hub_id=hub_id, weights_dir=weights_dir
         )
     if (folder / "adapter_config.json").is_file():
         what = f"model={shown(name)} is a folder of adapters"
@@ -359,6 +371,21 @@ def find_model(name: str) -> ModelSpec:
     raise UserError(f"model={shown(name)} is not accepted", why, did_you_mean(wanted, names))
 
 
+def _read_size(folder: Path, native: str | None) -> tuple[str, ModelSize]:
+    """Return the family that trains the model in `folder`, and its size: the `native` one, or for
+    kinds and options that it does not have, the one through transformers."""
+    refusal: UserError | None = None
+    for family in filter(None, (native, HUB)):
+        try:
+            (size,) = _load(family).sizes(folder).values()
+            _refuse_absurd(size, folder)
+            return family, size
+        except UserError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
 def _refuse_absurd(size: ModelSize, folder: Path) -> None:
     """Raise UserError for sizes far beyond any model's, which would be laid out for hours."""
     for name, most in _MOST.items():
@@ -370,10 +397,10 @@ def _refuse_absurd(size: ModelSize, folder: Path) -> None:
 @functools.cache
 def _fetch_config(hub_id: str) -> Path:
     try:
-        return hub.fetch_folder(hub_id, ("config.json",))
+        return fetch_folder(hub_id, ("config.json",))
     except OSError as error:
         why = OSError(f"nor is it a folder; {error}")
-        raise hub.cannot_fetch("model", hub_id, why, f"hf download {hub_id}") from None
+        raise cannot_fetch("model", hub_id, why, f"hf download {hub_id}") from None
 
 
 @functools.cache

@@ -60,11 +60,13 @@ def attend(
     *,
     is_causal: bool = True,
     dropout: float = 0.0,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attention of q [B, H, T, K] to k and v, [B, G, S, K] each -> [B, T, H, K], within `documents`
-    if given. `dropout`: the share of attention weights to drop."""
+    if given. `dropout`: the share of attention weights to drop; `scale`: the factor of q k^T, by
+    default K^(-1/2)."""
     if documents is not None and documents.ends is not None:
-        return _attend_in_documents(q, k, v, documents.ends)
+        return _attend_in_documents(q, k, v, documents.ends, scale)
     mask = None if documents is None else documents.mask
     grouped = k.shape[1] < q.shape[1]
     # CUDA's kernels for fp32, those of older GPUs, and those with a mask know no groups.
@@ -73,7 +75,7 @@ def attend(
         grouped = False
     y = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal and mask is None, dropout_p=dropout,
-        enable_gqa=grouped,
+        enable_gqa=grouped, scale=scale,
     )  # fmt: skip
     # Contiguous, so that its gradient always has the same strides. cuDNN's backward pass (torch
     # 2.11) reuses the strides of the first gradient of these shapes: a compiled step after an eager
@@ -82,10 +84,11 @@ def attend(
 
 
 def _attend_in_documents(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     batch, _, seq_len, _ = q.shape
     options: dict[str, Any] = {"window_size": (-1, 0)} if _WINDOWS else {"is_causal": True}
+    options["scale"] = scale
     if k.shape[1] < q.shape[1]:
         if _GROUPS:
             options["enable_gqa"] = True

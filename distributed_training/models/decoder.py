@@ -68,6 +68,7 @@ class Past:
 
     def __init__(self) -> None:
         self.length = 0
+        self.cache: Any = None  # of a model that keeps them itself
         self._kept: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
 
     def add(self, block: nn.Module, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -237,6 +238,10 @@ class Decoder(nn.Module):
             if fnmatch.fnmatchcase(name, pattern)
         }
 
+    def random_source(self, seed: int) -> "Source":
+        """Return a source of random weights, on the CPU, that depend on `seed` alone."""
+        return random_source(self, seed)
+
     def fingerprint(self) -> int:
         """Return a checksum of some thousand numbers of each parameter."""
         return zlib.crc32(b"".join(map(sample_bytes, self.parameters())))
@@ -247,16 +252,24 @@ class Decoder(nn.Module):
         return [f"{name}.weight" for name, role in roles if role == "vocabulary"]
 
 
-def project_to_vocabulary(x: torch.Tensor, weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Hidden states [B, T, D], output rows [P, D] -> logits [B, T, V]."""
-    return F.linear(x, weight)[..., :vocab_size]
+def project_to_vocabulary(
+    x: torch.Tensor, weight: torch.Tensor, vocab_size: int, cap: float = 0.0
+) -> torch.Tensor:
+    """Hidden states [B, T, D], output rows [P, D] -> logits [B, T, V], between -cap and cap."""
+    return limit(F.linear(x, weight)[..., :vocab_size], cap)
+
+
+def limit(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Bring logits smoothly between -cap and cap; 0 leaves them as they are."""
+    return torch.tanh(logits / cap) * cap if cap else logits
 
 
 def summed_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, cap: float = 0.0
 ) -> torch.Tensor:
     """Hidden states [B, T, D], output rows [P, D], targets [B, T] -> summed loss, fp32 scalar."""
-    logits = mask_padding(F.linear(x, weight).float().flatten(0, -2), vocab_size)
+    logits = limit(F.linear(x, weight).float().flatten(0, -2), cap)
+    logits = mask_padding(logits, vocab_size)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
@@ -287,7 +300,7 @@ def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: 
     with torch.device("meta"):
         model = family(size, dropout)
     if torch.get_default_device().type != "meta":
-        fill_parameters(model, random_source(model, seed))
+        fill_parameters(model, model.random_source(seed))
     return model
 
 
@@ -311,7 +324,7 @@ def fill_parameters(
     with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(fill, list(model.named_parameters())))
     for module in model.modules():
-        if [*module.buffers(recurse=False)]:
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
 
 

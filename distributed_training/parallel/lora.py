@@ -26,7 +26,7 @@ def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
     terms = set()
     targets = model.size.adapted(config.lora_targets)
     for name, linear in list(model.named_modules()):
-        if not isinstance(linear, Linear) or name.rpartition(".")[2] not in targets:
+        if not isinstance(linear, Linear) or name.split(".", 2)[-1] not in targets:
             continue
         weight = linear.weight
         rows, columns = weight.shape

@@ -69,7 +69,7 @@ def find_sources(plan: Plan, notes: list[str]) -> Plan:
         stored = "float32" if weights_dir is None else weights.stored_dtype(weights_dir)
         decided["export_dtype"] = {"bfloat16": "bf16", "float16": "fp16"}.get(stored, "fp32")
     if spec.weights_dir is not None:  # runs/latest is another run's from now on
-        decided["model"] = str(spec.weights_dir)
+        decided["model"] = spec.path
         plan = replace(plan, model=find_model(decided["model"]))
     config = with_values(config, learning_rate=rate, **decided)
     sources = dict[str, str]()
@@ -163,7 +163,7 @@ def cut_data(plan: Plan) -> Data:
 
 
 def _cut(folder: Path, tokenizer: Tokenizer, plan: Plan, unread: list[str]) -> Data:
-    can_pack = plan.strategy.traits.packs_records
+    can_pack = plan.strategy.traits.packs_records and plan.size.packs
     data = cut_samples(folder, tokenizer, plan.config, can_pack=can_pack)
     return replace(data, counts={**report.summarise(folder, plan.config), "unread": unread})
 
@@ -181,10 +181,8 @@ def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:
         mean_length = float(lengths @ lengths / lengths.sum())
         packing = Packing(max_documents=train.max_documents, mean_length=mean_length)
     if not data.packs and config.pack == AUTO:
-        note = (
-            f"records are padded: the engine of {config.strategy} does not keep packed ones apart"
-        )
-        notes.append(note)
+        whose = f"the engine of {config.strategy}" if plan.size.packs else plan.model.label
+        notes.append(f"records are padded: {whose} does not keep packed ones apart")
     notes += report.headline(data.counts)
     notes += report.describe(data.counts, config.max_length)
     steps_per_epoch = math.ceil(len(train) / plan.batch.global_batch_size)

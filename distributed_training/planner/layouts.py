@@ -189,10 +189,24 @@ def _check_divisible(candidate: Candidate) -> None:
     ):  # fmt: skip
         if (parts or tp) % tp:
             raise UserError(f"tp={tp} does not divide {named}", why)
+    _check_splits(candidate)
     each = candidate.schedule.stages_per_rank
     if pp * each > size.num_layers:
         what = f"pp={pp} needs {pp * each} stages but {label} has {size.num_layers} blocks"
         raise UserError(what, f"its pipeline schedule has {each} a process")
+
+
+def _check_splits(candidate: Candidate) -> None:
+    """Raise UserError if the strategy, or its mesh, divides a model that cannot be divided."""
+    traits = candidate.strategy.traits
+    is_pipeline = traits.takes_deepspeed_json and "pp" in traits.axes
+    if candidate.model.size.splits or not (
+        is_pipeline or candidate.mesh["pp"] * candidate.mesh["tp"] > 1
+    ):
+        return
+    what = f"strategy={candidate.strategy.name!r} cannot divide {candidate.model.label}"
+    why = "transformers' code computes it; tp and pp need a model of gpt2, llama, mistral, qwen2 "
+    raise UserError(what, f"{why}or qwen3")
 
 
 def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:

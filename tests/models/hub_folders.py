@@ -1,0 +1,93 @@
+"""Tiny random folders of twenty-odd kinds of decoder, as transformers writes them."""
+
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+VOCABULARY = 2048  # of the tokenizer in assets/
+_SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96,
+    "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+_HEADS = {"head_dim": 8}
+_ONE_KIND = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
+# Class -> what its config says besides its own defaults; windows are shorter than the samples
+KINDS: dict[str, tuple[str, dict]] = {
+    "gemma": ("Gemma", {**_SHAPE, **_HEADS}),
+    "gemma2": ("Gemma2", {
+        **_SHAPE, **_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+    }),
+    "gemma3_text": ("Gemma3Text", {
+        **_SHAPE, **_HEADS, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    "phi": ("Phi", {**_SHAPE, "partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3", {**_SHAPE, "original_max_position_embeddings": 96}),
+    "olmo": ("Olmo", {**_SHAPE, "clip_qkv": 2.0}),
+    "olmo2": ("Olmo2", _SHAPE),
+    "smollm3": ("SmolLM3", {**_SHAPE, "no_rope_layers": [1, 0]}),
+    "granite": ("Granite", {
+        **_SHAPE, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    }),
+    "gpt_neox": ("GPTNeoX", {**_ONE_KIND, "rotary_pct": 0.5}),
+    "stablelm": ("StableLm", {**_SHAPE, "use_qkv_bias": True, "qk_layernorm": True}),
+    "starcoder2": ("Starcoder2", {**_SHAPE, "sliding_window": 16}),
+    "falcon": ("Falcon", {
+        **_ONE_KIND, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48,
+    }),
+    "falcon-alibi": ("Falcon", {**_ONE_KIND, "alibi": True, "multi_query": True}),
+    "opt": ("OPT", {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 96, "word_embed_proj_dim": 24,
+        "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 0,
+    }),
+    "cohere": ("Cohere", {**_SHAPE, "logit_scale": 0.25, "use_qk_norm": True}),
+    "cohere2": ("Cohere2", {
+        **_SHAPE, **_HEADS, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    "mistral-window": ("Mistral", {**_SHAPE, "sliding_window": 16}),
+    "ministral": ("Ministral", {
+        **_SHAPE, **_HEADS, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    "glm": ("Glm", {**_SHAPE, **_HEADS}),
+    "glm4": ("Glm4", {**_SHAPE, **_HEADS}),
+    "exaone4": ("Exaone4", {
+        **_SHAPE, **_HEADS, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    "bloom": ("Bloom", {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
+    }),
+    "gptj": ("GPTJ", {
+        "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96,
+        "rotary_dim": 4, "bos_token_id": 0, "eos_token_id": 0,
+    }),
+    "nemotron": ("Nemotron", {**_SHAPE, **_HEADS}),
+    "llama": ("Llama", _SHAPE),
+    "qwen2": ("Qwen2", {**_SHAPE, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**_SHAPE, **_HEADS}),
+}  # fmt: skip
+
+
+def make_folder(kind: str, folder: Path) -> Path:
+    """Write a model of the kind with every parameter random, norms and biases too."""
+    name, values = KINDS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**values)
+    for key in ("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop"):
+        if hasattr(config, key):
+            setattr(config, key, 0.0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder

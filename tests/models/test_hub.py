@@ -1,0 +1,147 @@
+"""Decoders through transformers' own code, in the frame: against transformers itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+import distributed_training.models.hub as hub_family
+from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
+from distributed_training.models.decoder import Past
+from tests.models.hub_folders import KINDS, make_folder
+from tests.support import refused
+
+LENGTH = 40  # longer than the windows
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, limit: float = 1e-5) -> None:
+    assert (actual - expected).norm() <= limit * expected.norm()
+
+
+def build(folder: Path) -> tuple[ModelSpec, torch.nn.Module]:
+    spec = find_model(f"{HUB_PREFIX}{folder}")
+    assert spec.family == HUB
+    return spec, spec.build(dropout=0.0, seed=1, source=spec.weights_source(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_an_export_and_a_cache_equal_transformers(kind, tmp_path):
+    folder = make_folder(kind, tmp_path / "theirs")
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    spec, model = build(folder)
+    assert spec.size.num_parameters == reference.num_parameters()
+    ids = torch.randint(spec.size.vocab_size, (2, LENGTH + 1))
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    expected = reference(inputs).logits
+    assert_near(model(inputs), expected)
+    loss = cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss.backward()
+    ours = model(inputs, targets)
+    ours.backward()
+    assert_near(ours, loss)
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        (their_name,) = spec.name_rows(name.removesuffix(".weight"), parameter).keys()
+        suffix = ".weight" if name.endswith(".weight") else ""
+        assert_near(parameter.grad, theirs.pop(f"{their_name}{suffix}").grad)
+    assert not theirs
+
+    spec.save(dict(model.state_dict()), tmp_path / "ours", eos_token_id=0)
+    before, after = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(values, after[name]) for name, values in before.items())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(again(inputs).logits, expected)
+
+    past = Past()
+    with torch.no_grad():
+        pieces = [inputs[:1, :30], *inputs[:1, 30:].split(1, 1)]
+        cached = torch.cat([model.eval()(piece, past=past) for piece in pieces], 1)
+    assert_near(cached, expected[:1])
+
+
+PACKED = ("gemma2", "gemma3_text", "phi", "opt", "gpt_neox", "mistral-window", "smollm3")
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
+    spec, model = build(make_folder(kind, tmp_path))
+    assert spec.size.packs
+    lengths = (11, 23, 6)
+    ids = torch.randint(spec.size.vocab_size, (1, LENGTH))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    ends = torch.tensor(lengths).cumsum(0)[None]
+    packed = model(ids, positions=positions, ends=ends)
+    alone = [model(document) for document in ids.split(lengths, 1)]
+    assert_near(packed, torch.cat(alone, 1))
+
+
+def test_arithmetic_in_bf16_rounds_weights_and_leaves_rotary_frequencies(tmp_path):
+    folder = make_folder("gemma2", tmp_path)
+    _, model = build(folder)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model.compute_dtype = torch.bfloat16
+    inputs = torch.randint(2048, (2, LENGTH))
+    expected = reference(inputs).logits
+    assert model(inputs).dtype is torch.bfloat16
+    assert_near(model(inputs).float(), expected.float(), 0.01)
+    model.to(torch.bfloat16)
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+
+
+def test_random_weights_are_transformers_and_depend_on_the_seed_alone(tmp_path):
+    spec, _ = build(make_folder("gemma", tmp_path))
+    once, again, other = (spec.build(dropout=0.0, seed=seed).state_dict() for seed in (1, 1, 2))
+    norms = [name for name in once if "norm" in name]
+    assert norms
+    assert all(not once[name].any() for name in norms)  # gemma adds 1
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    name = "blocks.0.self_attn.q_proj.weight"
+    assert not torch.equal(once[name], other[name])
+    assert 0.015 < once[name].std() < 0.025
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mamba"}, ("no attention heads", "dense decoders")),
+        ({"model_type": "mixtral"}, ("mixture of experts", "dense decoders")),
+        ({"model_type": "t5"}, ("encoder-decoder",)),
+        ({"model_type": "bert"}, ("bert", "no decoder")),
+        ({"model_type": "gemma3"}, ("vision_config", "text model alone")),
+        ({"model_type": "nobody"}, ("nobody",)),
+        ({"model_type": "olmo2", "auto_map": {"AutoModel": "own.Model"}}, ("code of its own",)),
+        ({"model_type": "olmo2", "quantization_config": {"quant_method": "gptq"}}, ("quantized",)),
+        ({"model_type": "olmo2", "num_hidden_layers": 10**6}, ("num_hidden_layers=1000000",)),
+        (
+            {"model_type": "gpt_neox", "num_attention_heads": 4, "num_hidden_layers": 0},
+            ("0 layers",),
+        ),
+        ({"model_type": "olmo2", "hidden_size": 10**9}, ("hidden_size",)),
+        ({"model_type": "olmo2", "hidden_size": "wide"}, ("config.json",)),
+        ({"model_type": "olmo2", "num_attention_heads": 0}, ("config.json",)),
+        ({"model_type": "olmo2", "hidden_act": "nobody"}, ("config.json", "nobody")),
+    ],
+)
+def test_what_is_no_dense_decoder_is_refused_in_one_line(changes, words, tmp_path):
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, **changes}))
+    with refused(str(tmp_path), *words):
+        find_model(str(tmp_path))
+
+
+def test_options_that_a_native_family_lacks_are_computed_by_transformers(tmp_path):
+    config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
+    config |= {"num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert find_model(str(tmp_path)).family == "llama"
+    file.write_text(json.dumps({**config, "mlp_bias": True}))
+    assert find_model(str(tmp_path)).family == HUB
+    assert hub_family.sizes() == {}
