@@ -52,6 +52,30 @@ HUB_PREFIX = f"{HUB}:"
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 
 
+Line = tuple[float, float]  # (a, b) of a + b T, for samples of T tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    """Bytes per token of a block in bf16, as traced: what it keeps for its backward pass, and what
+    element-wise kernels read and write."""
+
+    attention_width: int  # numbers of all heads of a token
+    fused: bool  # whether attention is one kernel, which skips what causality hides
+    kept_eager: Line
+    kept_compiled: Line
+    kept_selective: Line  # if what matrices and attention return is kept
+    forward_eager: Line
+    forward_compiled: Line
+    backward_eager: Line
+    backward_compiled: Line
+
+    def bytes_per_token(self, what: str, way: str, length: int) -> float:
+        """Return the bytes of `what`, "kept", "forward" or "backward", in samples of `length`."""
+        base, slope = getattr(self, f"{what}_{way}")
+        return base + slope * length
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
     """Shape of one decoder-only language model; its family fills in what its blocks hold. Counts
@@ -76,6 +100,7 @@ class ModelSize:
     # The modules with `block_matrices`, in that order, as `lora_targets` names them.
     matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
     splits: bool = True  # whether tp and pp can divide it
+    traced: Traced | None = None  # in place of formulas
     packs: bool = True  # whether its attention keeps packed records apart
     kept_values: int = 0  # kept of a token for a block's backward pass, besides what matrices see
     config: Any = None  # what else the family's modules need
@@ -83,6 +108,8 @@ class ModelSize:
     @property
     def attention_width(self) -> int:
         """Numbers of all heads of a token."""
+        if self.traced is not None:
+            return self.traced.attention_width
         return self.block_matrices[1][1]
 
     @property

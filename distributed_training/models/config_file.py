@@ -56,9 +56,14 @@ def _read_with_transformers(text: str, folder: Path) -> str:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = f"{type(error).__name__}: {shown(' '.join(lines))[1:-1]}"
         raise UserError(f"transformers does not read {folder / CONFIG_FILE}", why) from None
-    with contextlib.suppress(OSError):  # the cache may be read-only
+    keep_answer(answer, cached)
+    return answer
+
+
+def keep_answer(answer: str, cached: Path) -> None:
+    """Write a file of the user's cache, which may be read-only, all of it or nothing."""
+    with contextlib.suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as new:
             new.write(answer)
         os.replace(new.name, cached)
-    return answer

@@ -245,6 +245,10 @@ class Held(Formulas):
         between = self.between
         if checkpointing == "full":
             return self.hidden * between
+        if self.size.traced is not None:
+            way = "compiled" if self.config.compile else "eager"
+            way = "selective" if checkpointing == "selective" else way
+            return self.traced_bytes("kept", way)
         split = 1 / self.tp
         values = 2 * between + self.split_values * split
         values += 2  # whole: what both column-split layers multiply

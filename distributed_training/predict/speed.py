@@ -167,9 +167,9 @@ class Work(Shapes):
             share = len(self.size.adapted(config.lora_targets)) / len(self.size.matrix_names)
             forward += 4 * moved * share * MEMORY
             inputs += 7 * moved * share * MEMORY
-        elementwise = self._elementwise()
+        elementwise, backward = self._elementwise()
         forward += elementwise + attention + exchange
-        inputs += 2 * elementwise + BACKWARD_ATTENTION * attention + exchange
+        inputs += backward + BACKWARD_ATTENTION * attention + exchange
         weights += self._gradient_bytes() / self.rates.memory_bytes * MEMORY
         if self.frozen:
             weights = np.zeros(3)
@@ -220,7 +220,9 @@ class Work(Shapes):
             rate /= fitted.mask
         elif packing is not None:
             rate /= fitted.kernel
-        seconds = 2 * self.tokens * length * self.size.attention_width / self.tp / rate
+        traced = self.size.traced
+        seen = 1 if traced is None or traced.fused else 2  # by the share of the square
+        seconds = 2 * seen * self.tokens * length * self.size.attention_width / self.tp / rate
         if packing is not None and not masked:
             tiles = math.ceil(self.config.max_length / fitted.tile) * packing.max_documents
             heads = self.tokens / self.config.max_length * self.size.num_heads / self.tp
@@ -233,15 +235,23 @@ class Work(Shapes):
         on_gpu = self.config.precision == "bf16" and not self.rates.on_host
         return on_gpu and not self.config.dropout and head_size % 8 == 0 and head_size <= 256
 
-    def _elementwise(self) -> Cost:
-        """Of a block, forward; a backward pass reads and writes twice as much."""
+    def _elementwise(self) -> tuple[Cost, Cost]:
+        """Of a block, (forward, backward), which reads and writes twice as much unless traced."""
         fitted = FITTED.elementwise
+        eager = 1.0 if self.config.compile else fitted.eager
+        starts = fitted.starts * eager * self.rates.kernel_s
+        if self.size.traced is not None:
+            way = "compiled" if self.config.compile else "eager"
+            share = FITTED.traced_traffic
+            moved = share.forward * self.traced_bytes("forward", way)
+            forward = (moved / self.rates.memory_bytes + starts) * MEMORY
+            moved = share.backward * self.traced_bytes("backward", way)
+            return forward, (moved / self.rates.memory_bytes + 2 * starts) * MEMORY
         by_gpt2 = self.split_values / 12  # whose blocks were measured
         values = fitted.between * self.between + fitted.split * by_gpt2 / self.tp
-        eager = 1.0 if self.config.compile else fitted.eager
         moved = values * eager * self.hidden
-        starts = fitted.starts * eager * self.rates.kernel_s
-        return (moved / self.rates.memory_bytes + starts) * MEMORY
+        forward = (moved / self.rates.memory_bytes + starts) * MEMORY
+        return forward, 2 * forward
 
     def _gradient_bytes(self) -> float:
         """Read and written of a block's gradients and rounded weights in one micro-batch."""

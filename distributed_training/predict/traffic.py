@@ -68,6 +68,13 @@ class Shapes:
         width = self.size.values_in + self.size.values_out + self.size.kept_values
         self.split_values = width / self.size.hidden_size
 
+    def traced_bytes(self, what: str, way: str) -> float:
+        """Return bytes of a block and micro-batch of a model that was traced, in bf16."""
+        traced = self.size.traced
+        assert traced is not None
+        length = self.config.max_length
+        return self.tokens * self.width / 2 * traced.bytes_per_token(what, way, length)
+
 
 class Formulas(Shapes):
     """Those of the processes at one place along pp."""

@@ -18,6 +18,13 @@ from tests.support import refused
 LENGTH = 40  # longer than the windows
 
 
+@pytest.fixture(autouse=True)
+def without_traces(monkeypatch, tmp_path_factory):
+    """Tracing takes a second or two for each model; test_hub_trace.py does it."""
+    monkeypatch.setattr("distributed_training.models.hub.trace.trace", lambda document: None)
+    monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, limit: float = 1e-5) -> None:
     assert (actual - expected).norm() <= limit * expected.norm()
 

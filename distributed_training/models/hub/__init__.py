@@ -5,14 +5,23 @@ unlike the other families. The numbers become part of ModelSize, and of the plan
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from distributed_training.models import ModelSize
-from distributed_training.models.config_file import CONFIG_FILE, read_config
+from distributed_training.models.config_file import CONFIG_FILE, keep_answer, read_config
 from distributed_training.models.weights import is_tied
+from distributed_training.settings.cache import cache_folder
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
@@ -25,6 +34,7 @@ MODEL_TYPES = ()  # those that no other family has
 HUB_IDS: dict[str, str] = {}
 STORES_TRANSPOSED = False
 _SUPPORTED = "dense decoders for text are supported, such as gemma2, phi3, olmo2 or gpt_neox"
+_VERSION = 1  # of what is kept about a model
 _MOST_LAYERS = 4096
 _FIRST_BLOCKS = 12  # that are looked at: patterns of layers repeat sooner
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -35,15 +45,35 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     """Return a folder's size. Raises UserError for a model that is no dense decoder."""
     if folder is None:
         return {}
-    document = read_config(folder)
-    _check_kind(document, f"{folder / CONFIG_FILE}")
+    text = json.dumps(read_config(folder), sort_keys=True)
+    size = TypeAdapter(ModelSize).validate_json(_measured(text, str(folder / CONFIG_FILE)))
+    tied = is_tied(folder, size.tied, size.config["embedding"]) if size.tied else False
+    return {folder.name: replace(size, tied=tied)}
+
+
+@functools.cache
+def _measured(text: str, file: str) -> str:
+    """Return a config's size as JSON. The user's cache keeps it for later processes and runs:
+    building and tracing a block takes seconds."""
+    releases = " ".join(map(version, ("torch", "transformers")))
+    key = hashlib.sha256(f"{_VERSION} {releases} {text}".encode()).hexdigest()
+    cached = cache_folder() / "configs" / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError):
+        kept = cached.read_text()
+        TypeAdapter(ModelSize).validate_json(kept)
+        return kept
+    document = json.loads(text)
     try:
-        return {folder.name: _measure(document, folder)}
+        _check_kind(document, file)
+        size = _measure(document, file)
     except UserError:
         raise
     except Exception as error:  # whatever a wrong value raises in transformers
-        why = f"{type(error).__name__}: {shown(' '.join(str(error).split()))[1:-1]}"
-        raise UserError(f"transformers does not build {folder / CONFIG_FILE}", why) from None
+        why = f"{type(error).__name__}: {shown(' '.join(str(error).split())[:300])[1:-1]}"
+        raise UserError(f"transformers does not build {file}", why) from None
+    answer = TypeAdapter(ModelSize).dump_json(size).decode()
+    keep_answer(answer, cached)
+    return answer
 
 
 def _check_kind(document: dict[str, Any], file: str) -> None:
@@ -67,19 +97,22 @@ def _check_kind(document: dict[str, Any], file: str) -> None:
         raise UserError(f"{what} is no decoder that transformers has", _SUPPORTED)
 
 
-def _measure(document: dict[str, Any], folder: Path) -> ModelSize:
+def _measure(document: dict[str, Any], file: str) -> ModelSize:
     from transformers import CONFIG_MAPPING
 
     from distributed_training.models.hub.attention import NAME
     from distributed_training.models.hub.model import LINEARS, build_net, find_blocks, read_head
+    from distributed_training.models.hub.trace import trace
 
-    what = f"{folder / CONFIG_FILE}: model_type {shown(document['model_type'])}"
+    what = f"{file}: model_type {shown(document['model_type'])}"
     config = CONFIG_MAPPING[document["model_type"]].from_dict(document)
     if not getattr(config, "num_attention_heads", 0):
         raise UserError(f"{what} has no attention heads", _SUPPORTED)
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if others:
+    types = getattr(config, "layer_types", None) or ()
+    if others := set(types) - _LAYER_TYPES:
         raise UserError(f"{what} has layers of type {', '.join(sorted(others))}", _SUPPORTED)
+    if "sliding_attention" in types and not getattr(config, "sliding_window", None):
+        raise UserError(f"{what} has layers with a sliding window and no sliding_window")
     num_layers = config.num_hidden_layers
     if not 1 <= num_layers <= _MOST_LAYERS:
         raise UserError(f"{what} has {num_layers} layers", f"at most {_MOST_LAYERS} are accepted")
@@ -106,8 +139,6 @@ def _measure(document: dict[str, Any], folder: Path) -> ModelSize:
     if head is None or not matrices:
         raise UserError(f"{what} is no decoder of matrices and an output layer", _SUPPORTED)
     names = [name for name, value in net.named_parameters() if value is embedding]
-    tied = head.weight is embedding
-    tied = is_tied(folder, tied, names[0]) if tied else False
     around = sum(p.numel() for p in net.parameters()) - sum(p.numel() for p in blocks.parameters())
     around -= embedding.numel() * (1 if head.weight is embedding else 2)
     block = sum(p.numel() for p in blocks[0].parameters())
@@ -125,10 +156,16 @@ def _measure(document: dict[str, Any], folder: Path) -> ModelSize:
         block_norm_parameters=norms,
         block_tensors=len(shapes[0]),
         final_norm_parameters=around,
-        tied=tied,
+        tied=head.weight is embedding,
+        traced=trace(document),
         splits=False,
         packs=net.config._attn_implementation == NAME,
-        config={"document": document, "head": read_head(net), "blocks": path},
+        config={
+            "document": document,
+            "head": read_head(net),
+            "blocks": path,
+            "embedding": names[0],
+        },
     )
 
 
