@@ -1,0 +1,10 @@
+"""The tutorial's package: an exact simulator of pipeline schedules, and a runtime that trains them.
+
+schedules/   orders, weight versions, closed forms
+simulate/    the exact clock, comparison, search, blocking sends, traces
+train/       stages that train, the cut backward pass, checks against autograd
+runtime/     one process per stage, records, predictions
+plan/        the planner and its profiles
+draw/        tables and pictures
+lecture/     checks of the notebook's exercises
+"""

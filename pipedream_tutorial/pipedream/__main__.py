@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
     "reorder": True,  # V-Half and V-Min as published; False: their block repeated, and no more
     "stage_scale": None,  # uneven stages: one factor per stage, such as [1, 1, 2, 1], or a chunk
     "learning_rate": 0.5,  # of plain SGD
-    "steps": 40,  # batches to train on; 0: train nothing
+    "steps": 20,  # batches to train on; 0: train nothing
     "seed": 0,  # of the initial weights and the data
     "csv": None,  # file for the schedule's order, which torch.distributed.pipelining loads
     "trace": None,  # JSON file for the schedule's timeline, which ui.perfetto.dev opens

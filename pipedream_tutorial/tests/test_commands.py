@@ -27,6 +27,7 @@ SHORTER = [
     (r"^(python -m pipedream(?= |$)(?!.*steps=0).*)$", r"\1 --set steps=1"),
     (r"^(python pipedream_runtime.py.*)$", r"\1 --set forward_ms=0 --set backward_ms=0"),
     (r"^(python pipedream_visual.py)$", r"\1 --only naive_pipeline"),
+    (r"^python (your_model.py)$", r"sed 's/1024/64/g' \1 > small.py && python small.py"),
 ]
 
 
@@ -118,7 +119,7 @@ def test_commands_run_and_print_what_the_pages_say(tmp_path: Path) -> None:
             (tmp_path / path.name).symlink_to(path)
     blocks = [block for page in PAGES for block in blocks_of(page)]
     assert len(blocks) >= 17
-    assert sum(len(block.texts) for block in blocks) >= 17
+    assert sum(len(block.texts) for block in blocks) >= 15
 
     known: dict[str, Block] = {}
     for block in blocks:  # a command that several have runs once

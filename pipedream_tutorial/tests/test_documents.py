@@ -2,14 +2,17 @@
 
 import json
 import re
-from fractions import Fraction
+import sys
 from pathlib import Path
 
+import pipedream
+import pipedream_planner
 import pytest
-from pipedream.__main__ import CONFIG
+from pipedream.__main__ import CONFIG, RULES
 from pipedream.schedules.orders import build_schedule
 from pipedream.simulate.blocking import blocking_programs, run_blocking
 from pipedream.simulate.comparison import measure
+from pipedream.simulate.simulator import DeadlockError
 
 from results.lab.tutorial import website
 from results.lab.tutorial.pages import FOLDER, stale
@@ -57,17 +60,16 @@ def test_the_site_holds_together_and_fetches_itself_in_colab(tmp_path: Path) -> 
     assert "git clone --quiet --depth 1 https://github.com/owner/name" in book["cells"][0]["source"]
 
 
-def test_every_picture_is_shown_and_every_folder_is_on_the_map() -> None:
-    text = (FOLDER / "ADVANCED.md").read_text()
-    shown = text + (FOLDER / "README.md").read_text() + (FOLDER / "lecture.ipynb").read_text()
+def test_every_picture_is_shown_and_every_folder_and_script_is_named() -> None:
+    pages = ("README.md", "QUICKSTART.md", "ADVANCED.md", "lecture.ipynb")
+    shown = "".join((FOLDER / page).read_text() for page in pages)
     for picture in (FOLDER / "figures").iterdir():
         assert f"](figures/{picture.name})" in shown, picture.name
-    section = text.partition("## What is in this folder")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)/` \|", section, re.M)
+    rows = re.findall(r"(?m)^(\w+)/ ", str(pipedream.__doc__))
     folders = (file.parent.name for file in FOLDER.glob("pipedream/*/__init__.py"))
     assert sorted(rows) == sorted(folders)
-    for file in (*(FOLDER / "pipedream").glob("[!_]*.py"), *FOLDER.glob("*.py")):
-        assert f"`{file.name}`" in section, file
+    for file in FOLDER.glob("*.py"):
+        assert file.name in shown, file
 
 
 def test_pages_and_pictures_are_those_of_the_records() -> None:
@@ -77,6 +79,14 @@ def test_pages_and_pictures_are_those_of_the_records() -> None:
 ANSWERS = {  # in ADVANCED.md: (words of the answer, schedule, what is set, time of a batch)
     "a batch takes 32 x 4 + 14 = 142": ("zb-h1", "num_stages=8 num_microbatches=32 forward=2"),
     "and four 54.": ("interleaved", "num_microbatches=16 chunks=4 communication=1/8"),
+    "two chunks and 50.25": ("interleaved", "num_microbatches=16 chunks=4"),
+    "microbatches take 52.5": ("interleaved", "num_microbatches=16"),
+    "59.5": ("interleaved", "num_microbatches=16 communication=1/2"),
+    "59.5 and 75.75": ("interleaved", "num_microbatches=16 chunks=4 communication=1/2"),
+    "V-Half takes 26.5": ("v-half", ""),
+    "(`reorder=False`) it takes 30": ("v-half", "reorder=False"),
+    "DualPipeV takes 27": ("dualpipe-v", ""),
+    "DualPipeV takes 24.5": ("dualpipe-v", "overlap_saving=1/2"),
     "two take 54.25": ("interleaved", "num_microbatches=16 communication=1/8"),
     "against 57.75": ("interleaved", "num_microbatches=16 chunks=4 communication=1/4"),
     "Two: 56": ("interleaved", "num_microbatches=16 communication=1/4"),
@@ -96,10 +106,23 @@ def test_answers_are_the_simulators(words: str) -> None:
     config = dict(CONFIG)
     for change in changes.split():
         key, value = change.split("=")
-        config[key] = int(value) if value.isdigit() else Fraction(value)
+        config[key] = RULES[key].check(key, value)
     found = float(measure(name, config).batch.makespan)
     assert float(re.findall(r"\d+(?:\.\d+)?", words)[-1]) == pytest.approx(found, abs=0.005)
 
 
-def test_gpipe_does_not_hang() -> None:
+def test_blocking_1f1b_hangs_as_said_and_gpipe_does_not() -> None:
+    where = "rank 0 is at SEND 0F1 to rank 1; rank 1 is at SEND 1B0 to rank 0"
+    with pytest.raises(DeadlockError, match=where):
+        run_blocking(blocking_programs(build_schedule("1f1b", 2, 2)))
     run_blocking(blocking_programs(build_schedule("gpipe", 2, 2)))
+
+
+def test_the_planner_s_answer(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["pipedream_planner.py", "--set", "workers=4"])
+    pipedream_planner.main()
+    speed_up = dict(re.findall(r"(?m)^(\w+ \w+).* (\S+)$", capsys.readouterr().out))
+    said = f"{speed_up['data parallelism']} times one worker's speed, against "
+    assert said + f"{speed_up['straight pipeline']} in four stages" in " ".join(
+        (FOLDER / "ADVANCED.md").read_text().split()
+    )
