@@ -10,7 +10,6 @@ resident size that any process of a step reached; it counts pages of mapped file
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import checkout
 import torch
@@ -36,7 +35,7 @@ CHAT_TEMPLATE = (
 SHARD_BYTES = 4 * 10**9
 NUM_STEPS = 24
 STOP_AFTER = 12
-LIMIT_S = 400
+RAM = "RAM GiB of a process"
 OPEN_EXPORTS = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -50,12 +49,16 @@ with torch.no_grad():
     before = model(ids).logits.float()
     model = PeftModel.from_pretrained(model, adapter)
     adapted = model(ids).logits.float()
+    model = model.merge_and_unload()
+    theirs = model(ids).logits.float()
     del model
     whole = AutoModelForCausalLM.from_pretrained(merged, dtype="auto", device_map=device)
     after = whole(ids).logits.float()
 print(json.dumps({
     "dtype": str(whole.dtype), "training changed logits by": float((adapted - before).abs().max()),
     "merged differs from adapter by": float((after - adapted).abs().max()),
+    "PEFT's own merge does by": float((theirs - adapted).abs().max()),
+    "both merges differ by": float((theirs - after).abs().max()),
     "largest logit": float(adapted.abs().max()),
 }))
 """
@@ -119,7 +122,14 @@ def make_chats(file: Path) -> dict[str, Any]:
     return {"chats": len(rows)}
 
 
-def run(arguments: list[str], *, gpus: int, interrupt: Callable[[], bool] | None = None) -> str:
+class Done(NamedTuple):
+    """What a command printed, and the greatest resident size of any of its processes."""
+
+    printed: str
+    ram_gib: float
+
+
+def run(arguments: list[str], *, gpus: int, interrupt: Callable[[], bool] | None = None) -> Done:
     """Run a command to its end, or send it Ctrl-C when `interrupt` says so."""
     visible = ",".join(str(each) for each in range(gpus))
     process = subprocess.Popen(
@@ -131,10 +141,12 @@ def run(arguments: list[str], *, gpus: int, interrupt: Callable[[], bool] | None
             time.sleep(0.05)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
-    printed, _ = process.communicate(timeout=LIMIT_S)
-    if process.returncode and not interrupt:
+    assert process.stdout is not None
+    printed = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status and not interrupt:
         raise RuntimeError(printed[-2000:])
-    return printed
+    return Done(printed, usage.ru_maxrss / 2**20)
 
 
 def summarise(record: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +156,7 @@ def summarise(record: dict[str, Any]) -> dict[str, Any]:
         "steps": record["step"],
         "world_size": record["world_size"],
         "GPU GiB": (memory["peak_allocated_bytes"] or 0) / 2**30,
-        "RAM GiB of a process": (memory["peak_host_bytes"] or 0) / 2**30,
+        RAM: (memory["peak_host_bytes"] or 0) / 2**30,
         "step_time_s": record["performance"]["step_time_s"]["p50"],
         "saves": record["saves"],
         "loads": record["loads"],
@@ -177,8 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def step(label: str, work: Callable[[], dict[str, Any]]) -> None:
         began = time.perf_counter()
         found = work()
-        rss = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-        row = {"seconds": time.perf_counter() - began, **found, "largest RAM GiB so far": rss}
+        row = {"seconds": time.perf_counter() - began, RAM: None, **found}
         result["steps"][label] = row
         print(f"{label}: {json.dumps(row)[:600]}", flush=True)
         write_json(arguments.output, result)
@@ -202,8 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         def train() -> dict[str, Any]:
             many = max(num_gpus, 2)
             strategy = ["--strategy", "fsdp", "--num_gpus", str(many)]
-            printed = run([script, *common, *strategy], gpus=num_gpus, interrupt=stopped)
-            return {**summarise(newest_record(runs)), "last": printed.splitlines()[-3:]}
+            run([script, *common, *strategy], gpus=num_gpus, interrupt=stopped)
+            return summarise(newest_record(runs))
 
         def resume() -> dict[str, Any]:
             (first,) = (each for each in runs.iterdir() if each.is_dir() and not each.is_symlink())
@@ -218,18 +229,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def generate() -> dict[str, Any]:
             words = ["generate", finished(), "--prompt", "def add(a, b):", "--num_tokens", "32"]
-            return {"text": run([script, *words], gpus=1)[-200:]}
+            done = run([script, *words], gpus=1)
+            return {"text": done.printed[-200:], RAM: done.ram_gib}
 
         def export(*merge: str) -> dict[str, Any]:
             to = Path(folder, "merged" if merge else "adapter")
-            run([script, "export", finished(), "--to", str(to), *merge], gpus=1)
-            return {"GB": sum(file.stat().st_size for file in to.iterdir()) / 1e9}
+            done = run([script, "export", finished(), "--to", str(to), *merge], gpus=1)
+            size = sum(file.stat().st_size for file in to.iterdir())
+            return {"GB": size / 1e9, RAM: done.ram_gib}
 
         def open_exports() -> dict[str, Any]:
             folders = [str(base), str(Path(folder, "adapter")), str(Path(folder, "merged"))]
-            printed = run(["-c", OPEN_EXPORTS, *folders], gpus=1)
-            found: dict[str, Any] = json.loads(printed.splitlines()[-1])
-            return found
+            done = run(["-c", OPEN_EXPORTS, *folders], gpus=1)
+            found: dict[str, Any] = json.loads(done.printed.splitlines()[-1])
+            return {**found, RAM: done.ram_gib}
 
         step("make the model", lambda: make_model(name, base))
         step("make the chats", lambda: make_chats(chats))

@@ -29,60 +29,60 @@ LORA = {"lora_rank": 16, "lora_alpha": 32.0}
 EIGHT = {"model": "meta-llama/Llama-3.1-8B", "optimizer": "adamw-bf16", "gpus": 2}
 ONE = {"model": "meta-llama/Llama-3.2-1B"}
 ROWS: dict[str, dict[str, Any]] = {
-    "8B LoRA 1 x 4096": {
+    "Llama-3.1-8B LoRA 1 x 4096, selective": {
         "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
         "activation_checkpointing": "selective", "trainer": {"checkpointing": True},
     },
-    "8B LoRA 1 x 4096, full": {
+    "Llama-3.1-8B LoRA 1 x 4096, full": {
         "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
         "activation_checkpointing": "full",
     },
-    "8B LoRA 4 x 1024": {
+    "Llama-3.1-8B LoRA 4 x 1024, selective": {
         "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 4, "max_length": 1024,
         "activation_checkpointing": "selective",
     },
-    "8B LoRA 2 x 8192": {
+    "Llama-3.1-8B LoRA 2 x 8192, full": {
         "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 2, "max_length": 8192,
         "activation_checkpointing": "full",
     },
-    "8B LoRA 1 x 4096, nf4": {
+    "Llama-3.1-8B LoRA 1 x 4096, full, nf4": {
         "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
         "activation_checkpointing": "full", "base_dtype": "nf4",
     },
-    "Qwen3-8B LoRA 1 x 1024": {
+    "Qwen3-8B LoRA 1 x 1024, full": {
         "model": "Qwen/Qwen3-8B", **LORA, "batch_size": 1, "max_length": 1024,
         "activation_checkpointing": "full", "trainer": {"checkpointing": True},
     },
-    "Qwen3-8B LoRA 1 x 1024, nf4": {
+    "Qwen3-8B LoRA 1 x 1024, full, nf4": {
         "model": "Qwen/Qwen3-8B", **LORA, "batch_size": 1, "max_length": 1024,
         "activation_checkpointing": "full", "base_dtype": "nf4",
     },
-    "Qwen3-4B LoRA 4 x 1024": {
+    "Qwen3-4B LoRA 4 x 1024, selective": {
         "model": "Qwen/Qwen3-4B", **LORA, "batch_size": 4, "max_length": 1024,
         "activation_checkpointing": "selective",
     },
-    "1B 4 x 2048": {**ONE, "batch_size": 4, "max_length": 2048, "trainer": {}},
-    "8B fsdp 2 x 2048": {
+    "Llama-3.2-1B 4 x 2048": {**ONE, "batch_size": 4, "max_length": 2048, "trainer": {}},
+    "Llama-3.1-8B fsdp 2 x 2048, selective": {
         **EIGHT, "strategy": "fsdp", "batch_size": 2, "max_length": 2048,
         "activation_checkpointing": "selective",
     },
-    "8B tp 2 x 2048": {
+    "Llama-3.1-8B tp 2 x 2048, selective": {
         **EIGHT, "strategy": "tp", "batch_size": 1, "max_length": 2048,
         "activation_checkpointing": "selective",
     },
-    "8B pp 8 x 1024": {
+    "Llama-3.1-8B pp 8 x 1024, selective": {
         **EIGHT, "strategy": "pp", "batch_size": 4, "max_length": 1024,
         "activation_checkpointing": "selective",
     },
-    "1B fsdp 4 x 2048": {
+    "Llama-3.2-1B fsdp 4 x 2048": {
         **ONE, "gpus": 2, "strategy": "fsdp", "batch_size": 4, "max_length": 2048,
         "trainer": {"fsdp": True},
     },
-    "1B tp 1 x 16384": {
+    "Llama-3.2-1B tp 1 x 16384, full": {
         **ONE, "gpus": 2, "strategy": "tp", "batch_size": 1, "grad_accum_steps": 1,
         "max_length": 16384, "activation_checkpointing": "full",
     },
-    "1B tp 1 x 32768": {
+    "Llama-3.2-1B tp 1 x 32768, full": {
         **ONE, "gpus": 2, "strategy": "tp", "batch_size": 1, "max_length": 32768,
         "activation_checkpointing": "full",
     },
@@ -180,7 +180,8 @@ def train_theirs(row: dict[str, Any]) -> dict[str, float]:
 
 def run(command: list[str], gpus: int) -> str:
     """Run to the end and return what it printed; on as many GPUs as the row asks for."""
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(str(each) for each in range(gpus))}
+    known = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(known[:gpus])}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **visible}
     )
@@ -212,14 +213,15 @@ def summarise(record: dict[str, Any], theirs: dict[str, float] | None) -> dict[s
         "GiB": (memory["peak_allocated_bytes"] or 0) / gib,
         "predicted GiB": predicted["peak_bytes"] / gib,
         "step_time_s": performance["step_time_s"]["p50"],
-        "predicted s": predicted["step_time_s"],
+        "predicted step_time_s": predicted["step_time_s"],
         "RAM GiB": (memory["peak_host_bytes"] or 0) / gib,
         "wall_s": record["wall_s"],
     }
-    if theirs:
-        row["Trainer tokens/s"] = theirs["tokens_per_s"]
-        row["Trainer GiB"] = theirs.get("peak_allocated_bytes", 0) / gib
-        row["ours / Trainer"] = row["tokens/s"] / theirs["tokens_per_s"]
+    if theirs is None:
+        return {**row, **dict.fromkeys(("Trainer tokens/s", "Trainer GiB", "ours / Trainer"))}
+    row["Trainer tokens/s"] = theirs["tokens_per_s"]
+    row["Trainer GiB"] = theirs.get("peak_allocated_bytes", 0) / gib
+    row["ours / Trainer"] = row["tokens/s"] / theirs["tokens_per_s"]
     return row
 
 
