@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean, shown
+from distributed_training.settings.files import ROOT, did_you_mean, shown
 
 # Sections that CONFIG decides: name -> what to set instead.
 INSTEAD = {
@@ -191,8 +191,9 @@ def ask_deepspeed(document: Mapping[str, Any], source: str) -> None:
     text = json.dumps(document)
     try:
         answer = subprocess.run(
-            ask, input=text, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=False
-        ).stdout
+            ask, input=text, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=False,
+            cwd=ROOT,  # -c imports what is in the folder where one stands before all else
+        ).stdout  # fmt: skip
     except subprocess.TimeoutExpired:
         return
     if answer.strip():

@@ -25,6 +25,7 @@ import psutil
 from distributed_training.planner import checks
 from distributed_training.records.display import WIDTH
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import (
     GIB,
     Machine,
@@ -74,7 +75,10 @@ def check(good: bool, what: str, text: str, fix: str = "") -> Finding:
 def answer(*command: str, seconds: float = 10) -> str:
     """What a program prints; nothing where it is missing, fails or does not answer."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=True,
+            cwd=ROOT,  # Python's -c imports what is in the folder where one stands before all else
+        )  # fmt: skip
         return done.stdout
     return ""
 

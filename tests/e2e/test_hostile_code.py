@@ -2,12 +2,16 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import save_file
 
 from distributed_training import cli
+from distributed_training.data.chats.render import Renderer
+from distributed_training.planner import deepspeed_sections
+from distributed_training.tools import doctor
 from tests.conftest import SMALL, assert_ok, heavy_pool, settings, train
 from tests.e2e.support import run_folders
 
@@ -149,3 +153,17 @@ def test_no_code_that_a_file_names_is_run(command, hostile, tmp_path):
         assert "Traceback" not in said
         assert expected in result.stderr, said
         assert result.returncode == 2 or not expected, said
+
+
+def test_modules_in_the_folder_where_one_stands_are_not_imported(tmp_path, monkeypatch):
+    """By the processes that render templates, judge a DeepSpeed JSON and look at the machine."""
+    for name in ("json", "torch", "deepspeed", "distributed_training"):
+        (tmp_path / f"{name}.py").write_text(f"open('{name}-ran', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    renderer = Renderer(["{{ messages[0].content }}"] * 2, {}, [])
+    assert renderer.ask([{"role": "user", "content": "a"}]) == "a"
+    renderer.close()
+    monkeypatch.setattr(deepspeed_sections, "ASK_LIMIT_S", 0.5)
+    deepspeed_sections.ask_deepspeed({}, "")
+    assert doctor.answer(sys.executable, "-c", "import json; print(json.dumps(1))") == "1\n"
+    assert sorted(tmp_path.glob("*-ran")) == []

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from distributed_training.data.chats.align import AlignmentError, Rendered, align, joined
 from distributed_training.data.pieces import Message, Span
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import ROOT
 
 CPU_S = 2.0  # for one text
 MEMORY_BYTES = 2**29  # beyond what the process begins with
@@ -48,7 +49,9 @@ class Renderer:
         """Begin to import, which takes a second or two; what is asked later waits for it."""
         if self._process is None:
             command = [sys.executable, "-m", __name__]
-            kwargs: Any = {"encoding": "utf-8", "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            # -m imports what is in the folder where one stands before all else.
+            kwargs: Any = {"cwd": ROOT, "encoding": "utf-8"}
+            kwargs |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             self._process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, **kwargs)
             self._send(self._process, self._setup)
