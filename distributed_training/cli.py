@@ -17,7 +17,7 @@ from typing import Any
 
 from distributed_training.settings import strategies
 from distributed_training.settings.cache import use_private_caches
-from distributed_training.settings.config import KEYS, RunConfig, build_config
+from distributed_training.settings.config import KEYS, Request, build_config
 from distributed_training.settings.errors import UserError, exit_code
 from distributed_training.settings.files import did_you_mean, require_writable, shown
 from distributed_training.settings.keys import (
@@ -52,6 +52,14 @@ class Program:
     script: Path
     about: str
     output_dir: Path  # CONFIG's
+
+
+class AddOverride(argparse.Action):
+    """Keep an option of a key as `key=value`, in the order of the command line."""
+
+    def __call__(self, _: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        assert option is not None
+        namespace.overrides.append(f"{option.removeprefix('--')}={value}")
 
 
 def about_key(key: Key, *more: str) -> str:
@@ -106,8 +114,8 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
             text = about_key(key, f"default {key.default!r}").replace("%", "%%")
             for option in (key.name, *key.aliases):
                 group.add_argument(
-                    f"--{option}", action="append", dest="overrides", type=f"{option}=".__add__,
-                    metavar="", help=text if option == key.name else argparse.SUPPRESS,
+                    f"--{option}", action=AddOverride, dest="overrides", metavar="",
+                    help=text if option == key.name else argparse.SUPPRESS,
                 )  # fmt: skip
     # --batch-size=8 is --batch_size=8
     dashed = re.compile(r"^--[\w-]+(?==|\Z)")
@@ -127,9 +135,7 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
     return arguments
 
 
-def configure(
-    arguments: argparse.Namespace, program: Program, overrides: Sequence[str]
-) -> RunConfig:
+def configure(arguments: argparse.Namespace, program: Program, overrides: Sequence[str]) -> Request:
     """CONFIG, preset and `key=value` texts merged."""
     config = build_config(
         program.config, preset=arguments.preset, overrides=overrides,
@@ -187,6 +193,15 @@ def add_model(add: Add) -> None:
     """The option of commands that read a run, whose model may be code of the user's own."""
     family = "folder of the model family, if the run's model is code of your own"
     add("--model", metavar="FOLDER", help=family)
+
+
+def report(add: Add, program: Program) -> Act:
+    """Tables and plots from run records."""
+    add("paths", nargs="*", type=Path, help="runs, folders of runs, or records")
+    add("--all", action="store_true", help="every kind of work, not only the newest")
+    add("--plots", type=Path, default=Path("report"), help="folder for the plots")
+    add("--html", type=Path, metavar="FILE", help="tables and plots in one page instead")
+    return lambda a: _load("records.report").main(a, program.output_dir)
 
 
 def doctor(add: Add, program: Program) -> Act:
@@ -295,10 +310,9 @@ def calibrate(add: Add, program: Program) -> Act:
 COMMANDS: dict[str, Callable[[Sequence[str], Program], int]] = {
     "train": train,
     **{name: partial(over_config, name) for name in ("plan", "compare", "parity", "data")},
-    "report": lambda argv, program: _load("records.report").main(argv, program.output_dir),
     **{
         command.__name__.rstrip("_"): partial(own_options, command)
-        for command in (doctor, generate, eval_, export, push, links, calibrate)
+        for command in (report, doctor, generate, eval_, export, push, links, calibrate)
     },
 }
 
@@ -307,7 +321,8 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     """Run the command that the command line names; `about` is the script's docstring."""
     file = Path(script).resolve()
     # CONFIG's folders are relative to the script, those of the command line to where one stands.
-    folder = next(filter(config.__contains__, KEYS["output_dir"].aliases), "output_dir")
+    names = [name for name in KEYS["output_dir"].aliases if name in config]
+    folder = names[0] if names else "output_dir"
     output_dir = file.parent / str(config.get(folder, "runs"))
     config = {**config, folder: str(output_dir)}
     about = about.splitlines()[0]

@@ -161,7 +161,7 @@ def test_configs_folder_is_beside_the_script_and_a_strategy_has_defaults(
     assert planned({name: "here"}, "--output_dir", "there").output_dir == "there"
     assert planned({}).output_dir == str(tmp_path / "runs")
     monkeypatch.setattr(cli.strategies, "strategy_defaults", lambda _: {"checkpoint_every": 7})
-    assert planned({}).from_defaults == ("checkpoint_every",)
+    assert planned({}).set_by["checkpoint_every"] == "strategy"
 
 
 def command(monkeypatch, *argv):
@@ -174,8 +174,11 @@ def test_commands(monkeypatch, capsys):
     assert command(monkeypatch, "echo", "a", "--b") == ["a", "--b", SCRIPT]
     monkeypatch.setattr(launch, "start", lambda config, _, typed, __: (config.seed, typed))
     assert command(monkeypatch, "train", "--seed", "5") == (5, ["--seed", "5"])
-    monkeypatch.setattr("distributed_training.records.report.main", lambda *words: words)
-    assert command(monkeypatch, "report", "runs/a") == (["runs/a"], SCRIPT.parent / "runs")
+    monkeypatch.setattr(
+        "distributed_training.records.report.main", lambda arguments, runs: (arguments.paths, runs)
+    )
+    found = command(monkeypatch, "report", "runs/a")
+    assert found == ([Path("runs/a")], SCRIPT.parent / "runs")
 
 
 @pytest.mark.parametrize(

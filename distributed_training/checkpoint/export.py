@@ -20,9 +20,9 @@ from distributed_training.models.decoder import Decoder, Past
 from distributed_training.models.weights import stored_dtype
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill, in_markdown, last_part, short_path
-from distributed_training.records.record import BEST, RECORD_FILE, Record, load_record, plural
+from distributed_training.records.record import BEST, RECORD_FILE, Record, load_record
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import load_json, publish
+from distributed_training.settings.files import load_json, plural, publish
 
 LENGTHS = 64  # of texts that a model sees are multiples of this
 # Without cuDNN's, which plans anew for every length: each token of a growing text has another.

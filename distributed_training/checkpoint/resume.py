@@ -133,7 +133,7 @@ def at_checkpoint(plan: Plan) -> Plan:
     notes: list[str] = []
     found = find_resume(plan, notes)
     if found is None:
-        return replace(plan, notes=(*plan.notes, *notes))
+        return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
     checkpoint, meta = found
     saved = meta.spread
     now = plan.spread
@@ -262,7 +262,7 @@ def identity(plan: Plan) -> dict[str, Any]:
 
 def _typed_longer(meta: Meta, plan: Plan) -> set[str]:
     """Return the typed keys by which a run that is named is trained further than before."""
-    keys = {"max_steps", "epochs"}.intersection(plan.config.typed)
+    keys = {key for key in ("max_steps", "epochs") if plan.requested.is_set(key)}
     keys = {key for key in keys if meta.work.get(key) != plan.work.get(key)}
     return keys if keys and (plan.num_steps is None or plan.num_steps > meta.step) else set()
 
@@ -281,9 +281,11 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     same = _same_contents(meta, plan) if names else set()
     names = [name for name in names if name not in same]
     # What follows from keys that were typed, as the number of samples from a text, is no news.
-    batch = {"batch_size", "grad_accum_steps"}.intersection(plan.config.typed)
-    typed = {*plan.config.typed, *({"global_batch_size"} if batch else ())}
-    for key in [name for name in names if name in typed] or names:
+    asked = plan.requested
+    typed = [name for name in names if asked.is_set(name)]
+    if "global_batch_size" in names and asked.is_set("batch_size", "grad_accum_steps"):
+        typed.append("global_batch_size")
+    for key in typed or names:
         found.append(f"{key} was {shown(saved.get(key))} and is {shown(work.get(key))}")
     return "; ".join(found)
 

@@ -172,7 +172,8 @@ class Tokenizer:
             _pass_on_interrupts(error)
             fix = "give the folder that the model's tokenizer was saved in"
             # Then it takes the file for one of tiktoken, and asks for that package.
-            why = next(filter(_NO_SENTENCEPIECE.match, warnings.texts), "")
+            matching = [text for text in warnings.texts if _NO_SENTENCEPIECE.match(text)]
+            why = matching[0] if matching else ""
             why = why.partition(" due to ")[2].partition(" Falling back")[0]
             why = why or f"{type(error).__name__}: {error}"
             if re.search("Protobuf|protobuf|SentencePiece library but it was not found", why):

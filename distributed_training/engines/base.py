@@ -59,7 +59,7 @@ class Engine(abc.ABC):
 
     def past(self) -> Past | None:
         """For `logits` to see each token of a text once; None where no rank has the whole model."""
-        return Past() if self.topology.pp == self.topology.tp == 1 else None
+        return Past() if (self.topology.pp, self.topology.tp) == (1, 1) else None
 
     def set_learning_rate(self, rate: float) -> None:
         """The rate of the next step."""
@@ -113,7 +113,8 @@ class Engine(abc.ABC):
 
     def close(self) -> None:
         """Drop model and optimizer, so that nothing holds the process group."""
-        vars(self).clear()
+        for name in list(vars(self)):
+            delattr(self, name)
 
 
 @contextlib.contextmanager

@@ -121,14 +121,12 @@ class NativeEngine(base.Engine):
 
     def replicate(self, part: Decoder) -> nn.Module:
         """Backward averages gradients over all ranks, in fp32 buckets unless compressed."""
-        from distributed_training.parallel import compression
-
-        bucket_mib = compression.bucket_mib(self.config, self.topology.device_type)
+        bucket_mib = gradients.bucket_mib(self.config, self.topology.device_type)
         module = DistributedDataParallel(
             part, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib
         )
         self._arrange_buckets(module)
-        self.remembered = compression.apply_compression(module, self.config)
+        self.remembered = gradients.apply_compression(module, self.config)
         return module
 
     def _arrange_buckets(self, module: DistributedDataParallel) -> None:
@@ -282,7 +280,9 @@ class NativeEngine(base.Engine):
                 start, place, copies = place_of(parameter, self.topology)
                 writes = name not in copied and number % copies == place
                 held = {"weight": parameter, **self.optimizer.state.get(self.local[parameter], {})}
-                for kind in ("weight", *filter(held.__contains__, base.MOMENTS)):
+                for kind in ("weight", *base.MOMENTS):
+                    if kind not in held:
+                        continue
                     local = local_part(held[kind])
                     shape = (rows, *parameter.shape[1:])
                     yield part_of(f"{kind}/{name}", local, shape, start, writes=writes)

@@ -1,14 +1,12 @@
-"""The stages of a pipeline, and the words for a mesh. No torch."""
-
-from __future__ import annotations
+"""The stages of a pipeline, the cut of a batch, and the words for a mesh. No torch."""
 
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from distributed_training.settings.files import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +21,26 @@ class Layout:
         """Numbers of the blocks of each stage."""
         ends = itertools.accumulate(self.blocks_per_stage, initial=0)
         return tuple(itertools.starmap(range, itertools.pairwise(ends)))
+
+
+class Batch(BaseModel):
+    """How the sequences of one optimizer step are cut. A field's other name is version 1's."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)  # unknown keys are kept
+    global_batch_size: int  # sequences per step: the product of the other three
+    micro_batch_size: int  # sequences of one replica in one forward pass
+    num_microbatches: int = Field(  # micro-batches of one replica in a step
+        validation_alias=AliasChoices("num_microbatches", "grad_accum_steps")
+    )
+    num_replicas: int = Field(  # replicas that see different data: dp_replicate x dp_shard
+        validation_alias=AliasChoices("num_replicas", "dp_size")
+    )
+
+    def describe(self) -> str:
+        """ "global 32 = 1 replica x 8 micro-batches x 4"."""
+        replicas = plural(self.num_replicas, "replica")
+        cuts = plural(self.num_microbatches, "micro-batch")
+        return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
 
 
 def show_axes(axes: Mapping[str, int]) -> str:

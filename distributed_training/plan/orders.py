@@ -23,7 +23,7 @@ def find_orders(plan: Plan) -> tuple[Order, ...]:
     """Return the order of each pipeline rank: the schedule's, or the one stored in the plan."""
     if plan.orders is not None:
         return tuple(map(read_order, plan.orders.by_place))
-    assert not plan.schedule.searched, "lay_out_on searches"
+    assert not plan.schedule.searched, "lay_out searches"
     schedule = plan.config.pipeline_schedule
     return build_orders(schedule, plan.mesh["pp"], plan.batch.num_microbatches)
 

@@ -9,15 +9,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from distributed_training.models import ModelSize, ModelSpec, find_model
-from distributed_training.plan.layout import Layout, show_axes
+from distributed_training.plan.layout import Batch, Layout, show_axes
 from distributed_training.plan.schedules import FoundOrders, Schedule, find_schedule
-from distributed_training.records.record import Batch
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import KEYS, Request, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import parse_json, read_small
-from distributed_training.settings.keys import Options
 from distributed_training.settings.machine import Machine
-from distributed_training.settings.strategies import Strategy, strategy_options
+from distributed_training.settings.strategies import Strategy
 
 PLAN_FILE = "plan.json"
 
@@ -34,7 +32,7 @@ class Packing:
 class Plan:
     """A run that has passed every check which needs no process group."""
 
-    requested: RunConfig  # as merged from CONFIG, preset and --set; `config` has no "auto"
+    requested: Request  # as merged from CONFIG, preset and --set; `config` has no "auto"
     config: RunConfig
     strategy: Strategy
     model: ModelSpec
@@ -50,6 +48,10 @@ class Plan:
     output_dir: Path
     run_dir: Path  # this run's folder; before `reserve_run_dir` only a name
     offload_dir: Path | None  # this run's own, for state that is kept on disk; None without such
+    from_defaults: tuple[str, ...]  # keys left open that the strategy's defaults decided
+    engine_options: dict[str, Any]  # values of the keys that the strategy's own engine adds
+    steps_between_exchanges: int | None = None  # of that engine (settings/keys.py: Options)
+    engine_bytes_a_parameter: int = 0  # likewise
     notes: tuple[str, ...]  # choices that were made for the user and why, one sentence each
     command: str = ""  # as typed, but for a launcher's words; known to `reserve_run_dir`
     deepspeed_json: dict[str, Any] | None = None
@@ -81,17 +83,18 @@ class Plan:
     @property
     def work(self) -> dict[str, Any]:
         """What must agree before two runs may be compared."""
-        return {**self.config.work, "global_batch_size": self.batch.global_batch_size}
+        names = {name for name, key in KEYS.items() if key.work}.union(self.strategy.work_options)
+        work = {name: value for name, value in self.settings.items() if name in names}
+        return {**work, "global_batch_size": self.batch.global_batch_size}
 
     @property
-    def options(self) -> Options:
-        """What the strategy's own engine adds to CONFIG."""
-        given = self.config.engine_options
-        return strategy_options(self.strategy.name)(**given) if given else Options()
+    def settings(self) -> dict[str, Any]:
+        """The values under CONFIG's keys as decided, then the engine's own options."""
+        return self.config.to_user_words() | self.engine_options
 
     @property
     def schedule(self) -> Schedule:
-        return find_schedule(self.strategy.schedule, self.mesh)
+        return find_schedule(self.config.pipeline_schedule, self.mesh)
 
     @property
     def tp_parts(self) -> tuple[int, int]:
@@ -125,14 +128,22 @@ PLAN_AS_JSON = TypeAdapter(Plan)
 
 
 def _as_today(text: bytes) -> bytes:
-    """Return plan.json as this release writes it: with the model's shape, which earlier releases
-    left out, and without `below_bytes`."""
+    """Return plan.json as this release writes it: earlier ones left out the model's shape, and had
+    the engine's options, and who had set which key, beside CONFIG's keys."""
     document = parse_json(text.decode())
     if "model" not in document:
         spec = find_model(document["config"]["model"])
         document["model"] = TypeAdapter(ModelSpec).dump_python(spec, mode="json")
-    for config in (document["config"], document["requested"]):
-        config.pop("below_bytes", None)
+    config = document["config"]
+    if "from_defaults" in config:
+        document |= {key: config[key] for key in ("from_defaults", "engine_options")}
+        document["strategy"]["work_options"] = config["engine_work"]
+        asked = document["requested"]
+        asked["set_by"] = dict.fromkeys(config["typed"], "command line")
+        asked["preset"] = "an earlier preset" if asked["has_preset"] else None
+        document["config"] = {name: config[name] for name in KEYS if name in config}
+        fields = Request.model_fields
+        document["requested"] = {name: asked[name] for name in fields if name in asked}
     return json.dumps(document).encode()
 
 

@@ -87,7 +87,7 @@ def check_memory(prediction: Prediction, suggest: Callable[[Plan], list[str]]) -
     plan = prediction.plan
     memory = prediction.memory
     machine = plan.machine
-    if prediction.room_on_gpu == "no" and not plan.config.force:
+    if prediction.room_on_gpu == "no" and not plan.requested.force:
         needed = memory.needed_bytes
         what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from distributed_training.models import find_model
 from distributed_training.plan.orders import time_orders
 from distributed_training.plan.plan import Plan
-from distributed_training.plan.schedules import SCHEDULES
+from distributed_training.plan.schedules import SCHEDULES, FoundOrders
 from distributed_training.planner import layouts
 from distributed_training.planner.data import continue_adapters
 from distributed_training.planner.deepspeed_sections import fill_sizes
@@ -19,10 +19,18 @@ from distributed_training.planner.search import search_orders
 from distributed_training.predict.predict import Cluster
 from distributed_training.predict.rates import rates_of
 from distributed_training.predict.speed import Work
-from distributed_training.settings.config import AUTO, RunConfig, load_preset, with_values
+from distributed_training.settings.config import (
+    AUTO,
+    KEYS,
+    Request,
+    RunConfig,
+    load_preset,
+    validate,
+    with_values,
+)
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import Machine, known_gpu
-from distributed_training.settings.strategies import load_strategy
+from distributed_training.settings.strategies import Strategy, load_strategy, strategy_options
 
 WORDS = "words"  # the preset for a small text and no GPU, but for these keys
 KEPT = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
@@ -33,10 +41,15 @@ SMALL_GPU_BYTES = 12 * 2**30  # below this "auto" takes gpt2 instead of gpt2-med
 
 
 def choose_model(
-    config: RunConfig, machine: Machine, num_processes: int, notes: list[str]
-) -> RunConfig:
+    config: Request,
+    machine: Machine,
+    num_processes: int,
+    strategy: Strategy | None,
+    notes: list[str],
+) -> Request:
     """Choose the model if it is "auto". For a text of the user's on a CPU, choose the training
-    settings as well. Adapters that training continues set their own keys."""
+    settings as well. Adapters that training continues set their own keys. `strategy` is None if
+    the planner is to choose it."""
     config = continue_adapters(config, notes)
     if config.model != AUTO:
         return config
@@ -46,68 +59,76 @@ def choose_model(
         notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
         return with_values(config, model="gpt2")
     model = "gpt2-tiny"
-    if _num_stages(config, num_processes) > find_model(model).size.num_layers:
+    num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
+    if num_stages > find_model(model).size.num_layers:
         model = "gpt2-tiny-4-blocks"
     notes.append(f"no GPU found: training {model} on the CPU (a smoke test, not a result)")
-    closed = KEPT.union(config.typed, config.from_defaults)
+    closed = KEPT.union(config.set_by)
     decided: dict[str, Any] = {}
-    if not config.has_preset and Path(config.dataset).exists():
+    if config.preset is None and Path(config.dataset).exists():
         decided = {key: v for key, v in load_preset(WORDS).items() if key not in closed}
         notes.append(
             f"what you left open is as in --preset {WORDS}, which makes words of a small text: "
             + ", ".join(f"{key} {value}" for key, value in decided.items())
         )
-    elif not config.has_preset and "eval_samples" not in closed:
+    elif config.preset is None and "eval_samples" not in closed:
         decided = {"eval_samples": CPU_EVAL_SAMPLES}
     return with_values(config, model=model, **decided)
 
 
-def _num_stages(config: RunConfig, num_processes: int) -> int:
-    """Return the number of pipeline stages; 1 if the planner is to choose the strategy."""
-    if config.strategy == AUTO:
-        return 1
-    strategy = load_strategy(config)
+def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
+    """Return the number of pipeline stages."""
     pp = strategy.mesh["pp"]
     if pp < 1:
         pp = num_processes // math.prod(size for size in strategy.mesh.values() if size > 0)
-    return pp * SCHEDULES[strategy.schedule].stages_per_rank if pp > 1 else 1
+    return pp * SCHEDULES[strategy.schedule(config)].stages_per_rank if pp > 1 else 1
 
 
 def lay_out(
-    given: RunConfig,
-    machine: Machine,
-    num_processes: int,
-    processes_here: int,
+    cluster: Cluster,
+    given: Request,
     *,
+    strategy: Strategy | None = None,
     mesh: dict[str, int] | None = None,
+    requested: Request | None = None,
+    notes: list[str] | None = None,
 ) -> Plan:
-    """Return a draft for a CONFIG whose model, strategy and batch size are known. `mesh` replaces
-    the strategy's mesh. Raises UserError if the number of processes does not fit the mesh, or a
-    setting does not work with it."""
-    notes = list[str]()
-    strategy = load_strategy(given)
+    """Return a draft for a CONFIG whose model, strategy and batch size are known. `strategy` is the
+    one that CONFIG names, if it has been read, and `mesh` replaces its mesh; `requested` is CONFIG
+    before these were decided. Raises UserError if the number of processes does not fit the mesh, or
+    a setting does not work with it."""
+    notes = [] if notes is None else notes
+    machine = cluster.machine
+    num_processes = cluster.num_processes
+    processes_here = cluster.processes_a_node
+    strategy = strategy or load_strategy(given)
     model = find_model(given.model)
     document = fill_sizes(strategy.document, model.size.hidden_size)
     strategy = replace(strategy, document=document)
     asked = Candidate(config=given, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
     if mesh is None:
         mesh = layouts.fill_mesh(asked, num_processes)
-    decided = {"precision": _choose_precision(asked.config, machine)}
-    if given.pipeline_schedule == AUTO:
-        decided["pipeline_schedule"] = strategy.schedule
-    asked = replace(asked, mesh=mesh, config=with_values(given, **decided))
-    _check_pairs(asked)
-    config = _choose_switches(asked, machine, notes)
+    asked = replace(asked, mesh=mesh)
+    precision = _choose_precision(given, machine)
+    _check_pairs(asked, precision)
     layout = layouts.build_layout(asked)
     batch = layouts.cut_batch(asked)
-    chunk = _choose_loss_chunk(asked, machine, batch.micro_batch_size)
-    config = with_values(config, loss_chunk_tokens=chunk)
+    decided = given.key_values | {"precision": precision}
+    if given.pipeline_schedule == AUTO:
+        decided["pipeline_schedule"] = strategy.schedule(given)
+    decided |= _choose_switches(asked, machine, notes)
+    decided |= batch.model_dump(include=set(layouts.OPEN_BATCH))
+    if given.loss_chunk_tokens == AUTO:
+        chunk = _choose_loss_chunk(asked, machine, precision, batch.micro_batch_size)
+        decided["loss_chunk_tokens"] = chunk
+    config = validate(RunConfig, decided, KEYS)
     tp = mesh["tp"]
     if processes_here % tp:
         notes.append(
             f"tp={tp} reaches across machines, so every layer waits for the network four times: "
             f"give tp a divisor of {processes_here} and the rest to another axis"
         )
+    options = strategy_options(strategy.name)(**given.engine_options)
     output_dir = Path(config.output_dir)
     began = time.strftime("%Y%m%d-%H%M%S")
     run_dir = output_dir / f"{began}-{strategy.name}-{model.label}-x{num_processes}"
@@ -116,10 +137,10 @@ def lay_out(
         place = Path(config.offload_dir or output_dir / ".offload").absolute()
         offload_dir = place / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"  # no other run's
     only_copies = mesh["dp_replicate"] == num_processes
-    averages = not strategy.traits.rounded_weights and batch.num_replicas > 1
+    averages = not strategy.traits.rounds_weights and batch.num_replicas > 1
     plan = Plan(
-        requested=given,
-        config=with_values(config, **batch.model_dump(include=set(layouts.OPEN_BATCH))),
+        requested=requested or given,
+        config=config,
         strategy=strategy,
         model=model,
         machine=machine,
@@ -134,6 +155,10 @@ def lay_out(
         output_dir=output_dir,
         run_dir=run_dir,
         offload_dir=offload_dir,
+        from_defaults=tuple(key for key, who in given.set_by.items() if who == "strategy"),
+        engine_options=given.engine_options,
+        steps_between_exchanges=options.steps_between_exchanges(),
+        engine_bytes_a_parameter=options.bytes_a_parameter(),
         notes=tuple(notes),
     )
     length = config.max_length
@@ -143,7 +168,7 @@ def lay_out(
         why = "sequence_parallel deals out samples or tokens evenly"
         fix = f"set max_length to {length // tp * tp or tp} or sequence_parallel to False"
         raise UserError(what, why, fix)
-    return plan
+    return replace(plan, orders=_time_orders(plan, cluster)) if plan.schedule.timed else plan
 
 
 def _choose_precision(config: RunConfig, machine: Machine) -> str:
@@ -161,12 +186,12 @@ def _choose_precision(config: RunConfig, machine: Machine) -> str:
     return config.precision
 
 
-def _check_pairs(candidate: Candidate) -> None:
+def _check_pairs(candidate: Candidate, precision: str) -> None:
     """Raise UserError for a key whose value does not go with another key, strategy or model."""
     _check_model(candidate)
-    _check_strategy(candidate)
-    _check_compression(candidate)
-    _check_loss_chunks(candidate)
+    _check_strategy(candidate, precision)
+    _check_compression(candidate, precision)
+    _check_loss_chunks(candidate, precision)
 
 
 def _refuse(candidate: Candidate, key: str, other: str, why: str, fix: str) -> NoReturn:
@@ -187,17 +212,17 @@ def _check_model(candidate: Candidate) -> None:
         _refuse(candidate, "compression_rank", named, why, fix)
 
 
-def _check_strategy(candidate: Candidate) -> None:
+def _check_strategy(candidate: Candidate, precision: str) -> None:
     config = candidate.config
     strategy = candidate.strategy
     here = f"strategy={config.strategy!r}"
     asked = strategy.mesh
     mesh = candidate.mesh
-    in_use = {axis for axis in mesh if not asked[axis] == mesh[axis] == 1}
-    native = strategy.traits.uses_ddp_and_fsdp
-    in_ddp = native and in_use <= {"dp_replicate"}
-    in_fsdp = native and "dp_shard" in in_use and "pp" not in in_use
-    if config.lora_rank > 0 and strategy.swaps_to_disk and config.precision == "fp32":
+    in_use = {axis for axis in mesh if (asked[axis], mesh[axis]) != (1, 1)}
+    with_torch = strategy.traits.averages_with_torch
+    in_ddp = with_torch and in_use <= {"dp_replicate"}
+    in_fsdp = with_torch and "dp_shard" in in_use and "pp" not in in_use
+    if config.lora_rank > 0 and strategy.swaps_to_disk and precision == "fp32":
         other = f"{here} and precision='fp32'"
         why = "DeepSpeed rounds frozen weights in files to 16 bits"
         _refuse(candidate, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
@@ -215,7 +240,7 @@ def _check_strategy(candidate: Candidate) -> None:
         _refuse(candidate, "on_nonfinite", here, why, "set it to rollback or stop")
 
 
-def _check_compression(candidate: Candidate) -> None:
+def _check_compression(candidate: Candidate, precision: str) -> None:
     """Refuse settings that do not go with a compression that adds its errors to later gradients."""
     config = candidate.config
     key = "gradient_compression"
@@ -226,22 +251,23 @@ def _check_compression(candidate: Candidate) -> None:
         other = f"{key}={config.gradient_compression!r}"
         why = "it takes a single bucket on CPUs"
         _refuse(candidate, "bucket_cap_mb", other, why, "set it to None")
-    if config.precision == "fp16":
+    if precision == "fp16":
         _refuse(candidate, key, "precision='fp16'", stays, "set precision to bf16")
     if config.on_nonfinite == "skip":
         fix = "set on_nonfinite to rollback or stop"
         _refuse(candidate, key, "on_nonfinite='skip'", stays, fix)
 
 
-def _check_loss_chunks(candidate: Candidate) -> None:
-    config = candidate.config
-    if config.loss_chunk_tokens not in (0, AUTO) and config.precision == "fp16":
+def _check_loss_chunks(candidate: Candidate, precision: str) -> None:
+    if candidate.config.loss_chunk_tokens not in (0, AUTO) and precision == "fp16":
         why = "gradients would be computed before they are scaled"
         fix = "set precision to bf16, or it to 0"
         _refuse(candidate, "loss_chunk_tokens", "precision='fp16'", why, fix)
 
 
-def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size: int) -> int:
+def _choose_loss_chunk(
+    candidate: Candidate, machine: Machine, precision: str, micro_batch_size: int
+) -> int:
     """Return the number of tokens whose logits are in memory at the same time; 0: all.
 
     Each chunk after the first reads and writes the gradient of the output rows once more. On a GPU
@@ -249,11 +275,9 @@ def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size:
     tokens (4 P D bytes at 3 TB/s, 6 P D FLOPs per token at 680 TFLOP/s).
     """
     config = candidate.config
-    if config.loss_chunk_tokens != AUTO:
-        return int(config.loss_chunk_tokens)
     # Under gpipe the gradient of the output rows would wait for the backward pass m times.
-    waits = candidate.mesh["pp"] > 1 and config.pipeline_schedule == "gpipe"
-    if machine.num_gpus == 0 or config.precision == "fp16" or waits:
+    waits = candidate.mesh["pp"] > 1 and candidate.strategy.schedule(config) == "gpipe"
+    if machine.num_gpus == 0 or precision == "fp16" or waits:
         return 0
     size = candidate.model.size
     rows = size.padded_vocab_size * size.hidden_size
@@ -264,7 +288,7 @@ def _choose_loss_chunk(candidate: Candidate, machine: Machine, micro_batch_size:
     return chunk if micro_batch_size * config.max_length >= 2 * chunk else 0
 
 
-def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -> RunConfig:
+def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -> dict[str, Any]:
     """Decide whether blocks are compiled, whether exchanges along tp overlap matrix
     multiplications, and whether a step is one CUDA graph."""
     config = candidate.config
@@ -283,7 +307,7 @@ def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -
     graphs = _decide_switch(config, "cuda_graphs", on_gpu, obstacle)
     if config.cuda_graphs == AUTO and on_gpu and obstacle:
         notes.append(f"no CUDA graph: {obstacle}")
-    return with_values(config, compile=compiled, async_tp=async_tp, cuda_graphs=graphs)
+    return {"compile": compiled, "async_tp": async_tp, "cuda_graphs": graphs}
 
 
 def _decide_switch(config: RunConfig, key: str, able: bool, obstacle: str) -> Any:
@@ -316,8 +340,8 @@ def _compile_obstacle(candidate: Candidate) -> str:
         return ""
     if num_processes > 1:
         return f"{num_processes} processes, whose exchanges begin with each block"
-    if strategy.traits.takes_deepspeed_json:
-        return f"{named}: DeepSpeed's hooks are between blocks"
+    if strategy.traits.hooks_between_blocks:
+        return f"{named}, whose hooks are between blocks"
     if config.activation_checkpointing != "none":
         return f"activation_checkpointing={config.activation_checkpointing!r}"
     return ""
@@ -351,21 +375,14 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
     return "a CPU" if machine.num_gpus == 0 else ""
 
 
-def lay_out_on(cluster: Cluster, config: RunConfig, mesh: dict[str, int] | None = None) -> Plan:
-    """Return a draft for the cluster's processes (`lay_out`). If the schedule depends on durations,
-    they follow from the cluster's rates, or an H200's if it has none. The draft stores durations
-    and orders: ranks with different orders of messages would deadlock."""
-    here = cluster.processes_a_node
-    plan = lay_out(config, cluster.machine, cluster.num_processes, here, mesh=mesh)
-    if not plan.schedule.timed:
-        return plan
+def _time_orders(plan: Plan, cluster: Cluster) -> FoundOrders:
+    """Order a pipeline's operations by their durations at the cluster's rates, or an H200's if it
+    has none. The plan stores them: ranks with different orders of messages would deadlock."""
     work = Work(plan, cluster.rates or rates_of(known_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in work.operations().items()}
     blocks = plan.layout.blocks_per_stage
     seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in range(len(blocks)))
     m = plan.batch.num_microbatches
     if plan.schedule.searched:
-        orders = search_orders(seconds, blocks, m, work.message())
-    else:
-        orders = time_orders(seconds, m, work.message())
-    return replace(plan, orders=orders)
+        return search_orders(seconds, blocks, m, work.message())
+    return time_orders(seconds, m, work.message())

@@ -28,7 +28,7 @@ from distributed_training.models.adapters import (
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Packing, Plan
-from distributed_training.settings.config import AUTO, RunConfig, with_values
+from distributed_training.settings.config import AUTO, Request, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import sample_file
 
@@ -41,12 +41,12 @@ def find_sources(plan: Plan, notes: list[str]) -> Plan:
     name on the Hub that CONFIG gives is missing."""
     config = plan.config
     spec = plan.model
-    source, weights_dir = _choose_weights(config, spec, notes)
+    asked = plan.requested
+    source, weights_dir = _choose_weights(config, asked, spec, notes)
     adapters_dir = Path(source).resolve() if is_adapter(Path(source)) else None
     if weights_dir is not None:
         spec.check_weights(weights_dir)
-    config = with_values(config, weights=source)
-    tokenizer, tokenizer_dir = choose_tokenizer(config, spec, notes)
+    tokenizer, tokenizer_dir = choose_tokenizer(config, asked, spec, source, notes)
     opened = Tokenizer(tokenizer_dir)
     if tokenizer == EMBEDDED and weights_dir is not None:
         _check_embedded(opened, weights_dir, spec)
@@ -54,7 +54,7 @@ def find_sources(plan: Plan, notes: list[str]) -> Plan:
         opened.facts.check_rows(spec.size.vocab_size, config.model)
     if config.lora_rank and weights_dir is None:
         notes.append("adapters beside random weights learn little; lora_rank=0 trains the weights")
-    dataset = choose_dataset(config, notes)
+    dataset = choose_dataset(config.dataset, notes, strict=asked.strict)
     rate = config.learning_rate
     if rate == AUTO:
         rate = 3e-4
@@ -70,8 +70,7 @@ def find_sources(plan: Plan, notes: list[str]) -> Plan:
         decided["export_dtype"] = {"bfloat16": "bf16", "float16": "fp16"}.get(stored, "fp32")
     if spec.weights_dir is not None:  # runs/latest is another run's from now on
         decided["model"] = spec.path
-        plan = replace(plan, model=find_model(decided["model"]))
-    config = with_values(config, learning_rate=rate, **decided)
+        spec = find_model(decided["model"])
     sources = dict[str, str]()
     if weights_dir is not None:
         sources["weights"] = " ".join(map(sample_file, weights.weight_files(weights_dir)))
@@ -79,11 +78,18 @@ def find_sources(plan: Plan, notes: list[str]) -> Plan:
         sources["model"] = sample_file(spec.weights_dir / "config.json")
     if adapters_dir is not None:
         sources["adapters"] = sample_file(adapters_dir / ADAPTER_WEIGHTS)
-    plan = replace(plan, config=config, sources=sources, adapters_dir=adapters_dir)
-    return replace(plan, tokenizer_dir=tokenizer_dir, weights_dir=weights_dir)
+    return replace(
+        plan,
+        config=with_values(config, learning_rate=rate, **decided),
+        model=spec,
+        sources=sources,
+        adapters_dir=adapters_dir,
+        tokenizer_dir=tokenizer_dir,
+        weights_dir=weights_dir,
+    )
 
 
-def continue_adapters(config: RunConfig, notes: list[str]) -> RunConfig:
+def continue_adapters(config: Request, notes: list[str]) -> Request:
     """Return CONFIG with the model that a folder in `weights` belongs to, if CONFIG names none, and
     with the rank, alpha, targets and dropout of the adapters in it, if it holds any."""
     folder = Path(config.weights)
@@ -110,12 +116,12 @@ def continue_adapters(config: RunConfig, notes: list[str]) -> RunConfig:
     }
     for key, (shown_value, value) in theirs.items():
         asked = getattr(config, key)
-        if key in config.typed and asked not in (shown_value, value):
+        if config.is_set(key) and asked not in (shown_value, value):
             what = f"{key}={asked!r} does not go with the adapters in {folder}"
             fix = "leave it out, or merge the adapters with PEFT and train new ones"
             raise UserError(what, f"theirs is {shown_value!r}", fix)
         decided[key] = value
-    if "lora_dropout" not in config.typed:
+    if not config.is_set("lora_dropout"):
         decided["lora_dropout"] = adapters.lora_dropout
     note = f"continues the adapters in {folder}, of rank {adapters.r}, beside {base}"
     if initial.rank != adapters.r:
@@ -188,7 +194,7 @@ def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:
     steps_per_epoch = math.ceil(len(train) / plan.batch.global_batch_size)
     num_steps = config.epochs * steps_per_epoch
     # choose_model's max_steps is a limit: 60 epochs of a small text end earlier.
-    is_limit = "max_steps" not in config.typed
+    is_limit = not plan.requested.is_set("max_steps")
     if config.max_steps > num_steps and not is_limit:
         passes = math.ceil(config.max_steps / steps_per_epoch)
         note = f"max_steps={config.max_steps} repeats the data: it takes {passes} passes instead "
@@ -204,19 +210,25 @@ def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:
         notes.append(f"warm-up is {warmup_steps} of {num_steps} steps, not {config.warmup_steps}")
     decided = {"num_samples": num_parts} if config.num_samples == AUTO else {}
     config = with_values(config, warmup_steps=warmup_steps, pack=data.packs, **decided)
-    plan = replace(plan, cache=data.cache, data_fingerprint=data.fingerprint)
-    return replace(plan, config=config, num_steps=num_steps, packing=packing)
+    return replace(
+        plan,
+        config=config,
+        cache=data.cache,
+        data_fingerprint=data.fingerprint,
+        num_steps=num_steps,
+        packing=packing,
+    )
 
 
-def choose_dataset(config: RunConfig, notes: list[str]) -> str:
+def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:
     """Return the dataset's name, with "auto" resolved."""
-    if config.dataset != AUTO:
-        return config.dataset
+    if dataset != AUTO:
+        return dataset
     try:
         hub.fetch_wikitext()
         return WIKITEXT
     except OSError as error:
-        if config.strict:
+        if strict:
             command = hub.WIKITEXT_COMMAND
             raise hub.cannot_fetch("dataset", WIKITEXT, error, command) from None
         note = f"WikiText-2 is not available ({error}): training on the embedded corpus, "
@@ -225,38 +237,44 @@ def choose_dataset(config: RunConfig, notes: list[str]) -> str:
 
 
 def _choose_weights(
-    config: RunConfig, spec: ModelSpec, notes: list[str]
+    config: RunConfig, asked: Request, spec: ModelSpec, notes: list[str]
 ) -> tuple[str, Path | None]:
     """Return the value of the key `weights` and their folder. Weights are random only if the user
     says so, or named no model that has any; UserError if those that are named are not available."""
-    asked = config.weights
+    weights_key = config.weights
     model = config.model
     hub_id = spec.hub_id
-    if asked == "random":
+    if weights_key == "random":
         return "random", None
-    if asked not in (AUTO, "pretrained"):
-        folder = base_folder(Path(asked).resolve())
-        named = spec.weights_dir
-        if is_adapter(Path(asked)) and named is not None and named.resolve() != folder:
-            what = f"weights={asked!r} are adapters of the weights in {folder}"
-            raise UserError(what, f"model names {named}", "leave model at auto")
-        return asked, folder
+    if weights_key not in (AUTO, "pretrained"):
+        folder = base_folder(Path(weights_key).resolve())
+        its_folder = spec.weights_dir
+        if (
+            is_adapter(Path(weights_key))
+            and its_folder is not None
+            and its_folder.resolve() != folder
+        ):
+            what = f"weights={weights_key!r} are adapters of the weights in {folder}"
+            raise UserError(what, f"model names {its_folder}", "leave model at auto")
+        return weights_key, folder
     if spec.weights_dir is not None:
         weights.require_weights(spec.weights_dir)
         return str(spec.weights_dir), spec.weights_dir
     from_scratch = "set weights to random to train from scratch"
     if hub_id is None:
-        if asked == "pretrained":
+        if weights_key == "pretrained":
             what = f"weights='pretrained' is impossible with {model=}, which is not published"
             raise UserError(what, fix=from_scratch)
         notes.append(f"weights are random: {model} is not published")
         return "random", None
-    must_be_there = asked == "pretrained" or "model" in config.typed or config.strict
+    must_be_there = weights_key == "pretrained" or asked.is_set("model") or asked.strict
     if config.tokenizer == EMBEDDED:
         why = f"the published weights of {model} need their own tokenizer"
         if must_be_there:
             fix = f"leave tokenizer at auto, or {from_scratch}"
-            raise UserError(f"tokenizer={EMBEDDED!r} does not go with weights={asked!r}", why, fix)
+            raise UserError(
+                f"tokenizer={EMBEDDED!r} does not go with weights={weights_key!r}", why, fix
+            )
         notes.append(f"weights are random: {why}")
         return "random", None
     try:
@@ -271,37 +289,39 @@ def _choose_weights(
         return "random", None
 
 
-def _folders_beside(config: RunConfig, spec: ModelSpec) -> tuple[list[Path], bool]:
+def _folders_beside(source: str, spec: ModelSpec) -> tuple[list[Path], bool]:
     """Return the folders on this machine that the weights come from, adapters first, and whether
     the model comes from the Hub."""
-    if config.weights in (AUTO, "pretrained", "random"):
+    if source in (AUTO, "pretrained", "random"):
         return ([spec.weights_dir], False) if spec.weights_dir else ([], spec.hub_id is not None)
-    folder = Path(config.weights).resolve()
+    folder = Path(source).resolve()
     if not is_adapter(folder):
         return [folder], False
     return ([folder, spec.weights_dir], False) if spec.weights_dir else ([folder], True)
 
 
-def choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tuple[str, Path]:
-    """Return the value of the key `tokenizer` and its folder. Weights in a folder have a tokenizer
-    beside them, those of the Hub there: only a tokenizer that the user names takes its place."""
-    asked = config.tokenizer
-    local, published = _folders_beside(config, spec)
-    if asked == AUTO:
+def choose_tokenizer(
+    config: RunConfig, asked: Request, spec: ModelSpec, source: str, notes: list[str]
+) -> tuple[str, Path]:
+    """Return the value of the key `tokenizer` and its folder. The weights that `source` names have
+    a tokenizer beside them: only a tokenizer that the user names takes its place."""
+    named = config.tokenizer
+    local, published = _folders_beside(source, spec)
+    if named == AUTO:
         for folder in local:
             if hub.has_tokenizer(folder):
                 return str(folder), folder
-        loads = config.weights != "random" and not published
+        loads = source != "random" and not published
         if local and loads and weights.weight_files(local[-1]):
             what = f"the weights in {local[-1]} have no tokenizer beside them"
             fix = "copy the tokenizer's files there, or set tokenizer to another folder or to a "
             raise UserError(what, "they mean nothing with another one", f"{fix}name on the Hub")
-    if asked == EMBEDDED or (asked == AUTO and config.model.startswith("gpt2-tiny")):
+    if named == EMBEDDED or (named == AUTO and config.model.startswith("gpt2-tiny")):
         return EMBEDDED, EMBEDDED_DIR
-    folder = Path(asked)
-    if asked not in (AUTO, "gpt2") and folder.is_dir():
+    folder = Path(named)
+    if named not in (AUTO, "gpt2") and folder.is_dir():
         return str(folder), folder.resolve()
-    repo_id = spec.hub_id if asked == AUTO else asked
+    repo_id = spec.hub_id if named == AUTO else named
     if repo_id in (None, "gpt2") or repo_id in HUB_IDS.values():
         repo_id = "gpt2"
         fetch = partial(hub.fetch_folder, hub.TOKENIZER_ID, hub.TOKENIZER_FILES)
@@ -312,14 +332,12 @@ def choose_tokenizer(config: RunConfig, spec: ModelSpec, notes: list[str]) -> tu
     else:
         fix = "give one with tokenizer.json, or vocab.json and merges.txt, a model's name on the "
         fix += 'Hub, or "auto", "gpt2", "embedded"'
-        raise UserError(f"tokenizer={asked!r} is not a folder", fix=fix)
+        raise UserError(f"tokenizer={named!r} is not a folder", fix=fix)
     try:
         return repo_id, fetch()
     except OSError as error:
-        is_needed = config.weights != "random" and (
-            config.weights != AUTO or "model" in config.typed
-        )
-        if asked != AUTO or is_needed or config.strict:
+        is_needed = source != "random" and (source != AUTO or asked.is_set("model"))
+        if named != AUTO or is_needed or asked.strict:
             raise hub.cannot_fetch("tokenizer", repo_id, error, command) from None
         whose = "GPT-2" if repo_id == "gpt2" else repo_id
         note = f"{whose}'s tokenizer is not available ({error}): using the small one that is "

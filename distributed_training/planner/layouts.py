@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distributed_training.models import ModelSize, ModelSpec
-from distributed_training.plan.layout import Layout, show_axes
+from distributed_training.plan.layout import Batch, Layout, show_axes
 from distributed_training.plan.schedules import Schedule, divisors, find_schedule
-from distributed_training.records.record import Batch
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES, Strategy
@@ -49,7 +48,7 @@ class Candidate:
 
     @property
     def schedule(self) -> Schedule:
-        return find_schedule(self.strategy.schedule, self.mesh)
+        return find_schedule(self.strategy.schedule(self.config), self.mesh)
 
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
@@ -199,7 +198,7 @@ def _check_divisible(candidate: Candidate) -> None:
 def _check_splits(candidate: Candidate) -> None:
     """Raise UserError if the strategy, or its mesh, divides a model that cannot be divided."""
     traits = candidate.strategy.traits
-    is_pipeline = traits.takes_deepspeed_json and "pp" in traits.axes
+    is_pipeline = traits.takes_json and "pp" in traits.axes
     if candidate.model.size.splits or not (
         is_pipeline or candidate.mesh["pp"] * candidate.mesh["tp"] > 1
     ):
@@ -260,7 +259,7 @@ def cut_batch(candidate: Candidate) -> Batch:
         and config.num_microbatches in (AUTO, count)
     ]
     if not counts:
-        raise _refusal(config, pp, possible, sequences)
+        raise _refusal(candidate, possible, sequences)
     # Of the 16 values that a block keeps (predict/memory.py), 4 lie between the split layers, where
     # only sequence parallelism divides them.
     tp = candidate.mesh["tp"]
@@ -282,8 +281,10 @@ def cut_batch(candidate: Candidate) -> Batch:
     )
 
 
-def _refusal(config: RunConfig, pp: int, counts: Sequence[int], sequences: int) -> UserError:
+def _refusal(candidate: Candidate, counts: Sequence[int], sequences: int) -> UserError:
     """What does not fit, and the nearest cuts that do: there always is one, into single ones."""
+    config = candidate.config
+    pp = candidate.mesh["pp"]
     keys = ("micro_batch_size", "num_microbatches")
     asked = {key: getattr(config, key) for key in keys if getattr(config, key) != AUTO}
     wanted = asked.get("num_microbatches") or sequences / asked["micro_batch_size"]
@@ -294,5 +295,6 @@ def _refusal(config: RunConfig, pp: int, counts: Sequence[int], sequences: int) 
     what += f"grad_accum_steps {config.grad_accum_steps} x its processes)"
     why = "micro_batch_size x num_microbatches must be that number"
     if pp > 1:
-        why += f", and num_microbatches one that {config.pipeline_schedule} over pp={pp} takes"
+        schedule = candidate.strategy.schedule(config)
+        why += f", and num_microbatches one that {schedule} over pp={pp} takes"
     return UserError(what, why, f"set {'; or '.join(cuts)}; or both to auto")

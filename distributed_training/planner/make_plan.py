@@ -8,20 +8,20 @@ from distributed_training.data.cache import token_cache
 from distributed_training.data.samples import Data
 from distributed_training.plan.plan import Plan, load_plan
 from distributed_training.planner.checks import check_run
-from distributed_training.planner.choose import choose_model, lay_out_on
+from distributed_training.planner.choose import choose_model, lay_out
 from distributed_training.planner.data import find_sources, fit_to_data
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json
 from distributed_training.planner.rank import choose_spread
 from distributed_training.predict.predict import Cluster, predict
 from distributed_training.records.folder import named_checkpoint
-from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
+from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.strategies import defaults_for
+from distributed_training.settings.strategies import defaults_for, named_strategy
 
 
 def make_plan(
-    config: RunConfig,
+    config: Request,
     cluster: Cluster,
     cut: Callable[[Plan], Data | None] = lambda plan: None,
     *,
@@ -33,26 +33,29 @@ def make_plan(
     predicted to need less memory than `below_bytes`. Raises UserError at the first obstacle."""
     notes: list[str] = []
     asked = take_over(config, cluster.num_processes, notes)
-    plan = draft_plan(asked, cluster, notes, below_bytes)
-    prediction = predict(plan, cluster.rates)
+    draft = draft_plan(asked, cluster, notes, below_bytes)
+    prediction = predict(draft, cluster.rates)
     check_run(prediction, cluster)
-    plan = find_sources(plan, notes)
+    plan = find_sources(draft, notes)
     known = {path.name for path in token_cache().glob("*")}
     data = cut(plan)
     if data is not None:
         plan = fit_to_data(plan, data, notes)
     if plan.cache in known or plan.packing is not None:
         prediction = predict(plan, cluster.rates, tokenised=plan.cache in known)
-    if plan.strategy.traits.takes_deepspeed_json:
-        plan = replace(plan, deepspeed_json=fill_deepspeed_json(plan, notes))
+    deepspeed_json = None
+    if plan.strategy.traits.takes_json:
+        deepspeed_json = fill_deepspeed_json(plan, notes)
     if prediction.room in ("tight", "unlikely"):
         most = prediction.memory.likely_bytes[1] / GIB
         notes.append(f"memory is tight: similar runs have needed up to {most:.1f} GiB per GPU")
-    return replace(plan, prediction=prediction.as_record(), notes=tuple(notes))
+    return replace(
+        plan, deepspeed_json=deepspeed_json, prediction=prediction.as_record(), notes=tuple(notes)
+    )
 
 
 def draft_plan(
-    config: RunConfig,
+    config: Request,
     cluster: Cluster,
     notes: list[str] | None = None,
     below_bytes: int | None = None,
@@ -60,31 +63,30 @@ def draft_plan(
     """Decide what follows from CONFIG and the machine: model, strategy, mesh, batch and switches.
     The only check is that the layout exists."""
     notes = [] if notes is None else notes
-    decided = choose_model(config, cluster.machine, cluster.num_processes, notes)
+    strategy = named_strategy(config)
+    decided = choose_model(config, cluster.machine, cluster.num_processes, strategy, notes)
     if AUTO in (decided.strategy, decided.batch_size):
-        decided = choose_spread(decided, cluster, notes, below_bytes)
+        decided, strategy = choose_spread(decided, cluster, strategy, notes, below_bytes)
     if config.checkpoint_every == 0:
         notes.append("checkpoint_every=0: nothing will be saved, not on Ctrl-C either")
-    plan = lay_out_on(cluster, decided)
-    notes += plan.notes
-    return replace(plan, requested=config, notes=tuple(notes))
+    return lay_out(cluster, decided, strategy=strategy, requested=config, notes=notes)
 
 
-def take_over(config: RunConfig, num_processes: int, notes: list[str]) -> RunConfig:
+def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
     """Return CONFIG with the work and the strategy of the run that `resume` names, except for keys
     that were typed; unchanged if `resume` names no run. Raises UserError if that run is missing."""
     if config.resume in (None, AUTO):
         return config
     before = load_plan(named_checkpoint(str(config.resume)).parents[1])
-    decided = before.config.to_user_words()
-    open_keys = [name for name in ("strategy", *before.work) if name not in config.typed]
+    decided = before.settings
+    open_keys = [name for name in ("strategy", *before.work) if not config.is_set(name)]
     words = config.to_user_words()
     asked = before.requested.to_user_words()
     own = [f"{name}={decided[name]!r}" for name in open_keys if words.get(name) != asked.get(name)]
     if own:
         notes.append(f"as in the run: {', '.join(own)}")
     taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
-    if "dataset" in config.typed:  # from which these were decided, unless they were asked for
+    if config.is_set("dataset"):  # from which these were decided, unless they were asked for
         of_data: dict[str, Any] = {
             name: asked[name] for name in ("num_samples", "pack") if name in taken
         }
@@ -94,17 +96,16 @@ def take_over(config: RunConfig, num_processes: int, notes: list[str]) -> RunCon
     if "strategy" in taken:
         taken |= defaults_for(config, before.strategy.name)
     if taken.get("strategy", config.strategy) == before.strategy.name:
-        kept = {name: decided[name] for name in before.config.engine_work if name in open_keys}
+        kept = {name: decided[name] for name in before.strategy.work_options if name in open_keys}
         taken["engine_options"] = config.engine_options | kept
-        taken["engine_work"] = before.config.engine_work
     batch = ("batch_size", "grad_accum_steps")
-    if set(batch).intersection(config.typed):
+    if config.is_set(*batch):
         return with_values(config, **taken)
     taken |= {name: decided[name] for name in batch}
     return share_batch(with_values(config, **taken), before, num_processes, notes)
 
 
-def share_batch(config: RunConfig, before: Plan, num_processes: int, notes: list[str]) -> RunConfig:
+def share_batch(config: Request, before: Plan, num_processes: int, notes: list[str]) -> Request:
     """Return CONFIG with the global batch of the run before, cut for `num_processes`. Raises
     UserError if they cannot share it evenly."""
     size = before.batch.global_batch_size

@@ -10,13 +10,14 @@ from tqdm import tqdm
 
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.planner.choose import choose_model, lay_out_on
+from distributed_training.planner.choose import choose_model, lay_out
 from distributed_training.planner.layouts import OPEN, Settings, all_meshes, show_settings
 from distributed_training.predict.predict import Cluster, Prediction, predict
-from distributed_training.settings.config import AUTO, RunConfig, with_values
+from distributed_training.settings.config import AUTO, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import read_keys
 from distributed_training.settings.strategies import (
+    Strategy,
     defaults_for,
     list_strategies,
     load_strategy,
@@ -34,7 +35,7 @@ MOST_COUNTS = 4  # cuts of the batch that are looked at under one pipeline sched
 
 
 def rank_layouts(
-    build: Callable[[str], RunConfig], cluster: Cluster, asked: str = AUTO, *, only: str = AUTO
+    build: Callable[[str], Request], cluster: Cluster, asked: str = AUTO, *, only: str = AUTO
 ) -> list[Prediction]:
     """All layouts that start, the best first; `build` gives CONFIG under a strategy's name and
     raises UserError where it does not go with it. An algorithm that computes something else is
@@ -51,7 +52,7 @@ def rank_layouts(
                 strategy = plan.strategy
                 if strategy.steps_on_host and name != asked and not cluster.machine.num_gpus:
                     continue
-                own = name if strategy.traits.takes_deepspeed_json else strategy.engine
+                own = name if strategy.traits.takes_json else strategy.engine
                 schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None
                 key = (own, *plan.mesh.values(), schedule, plan.batch.num_microbatches)
                 known = choices.get(key)
@@ -63,7 +64,7 @@ def rank_layouts(
 def _detours(plan: Plan) -> tuple[int, bool]:
     """Order two names of one layout: the one that needs fewer settings, and fsdp for sharded copies
     (HSDP), comes first."""
-    shards = plan.mesh["dp_shard"] > 1 and plan.mesh["pp"] == plan.mesh["tp"] == 1
+    shards = plan.mesh["dp_shard"] > 1 and (plan.mesh["pp"], plan.mesh["tp"]) == (1, 1)
     return len(settings_of(plan)), shards and plan.strategy.mesh["dp_shard"] == 1
 
 
@@ -73,11 +74,11 @@ def with_progress(items: Sequence[Any], what: str) -> Iterable[Any]:
     return tqdm(items, what, bar_format=form, leave=False, disable=None, delay=2)
 
 
-def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
+def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Plan]:
     """Drafts of every mesh, with every schedule and some cuts that CONFIG leaves open."""
     strategy = load_strategy(config)
-    config = choose_model(config, cluster.machine, cluster.num_processes, [])
-    cut_is_open = config.micro_batch_size == config.num_microbatches == AUTO
+    config = choose_model(config, cluster.machine, cluster.num_processes, strategy, [])
+    cut_is_open = (config.micro_batch_size, config.num_microbatches) == (AUTO, AUTO)
     for mesh in all_meshes(strategy, cluster.num_processes):
         if any(getattr(config, axis) not in (None, -1, size) for axis, size in mesh.items()):
             continue
@@ -88,7 +89,7 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
         for schedule in schedules:
             own = with_values(config, pipeline_schedule=schedule)
             with contextlib.suppress(UserError):
-                first = lay_out_on(cluster, own, mesh=mesh)
+                first = lay_out(cluster, own, strategy=strategy, mesh=mesh)
                 yield first
                 if first.schedule.searched or not cut_is_open:
                     continue
@@ -96,7 +97,7 @@ def enumerate_plans(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
                 for count in _more_microbatches(first)[:MOST_COUNTS]:
                     more = with_values(own, num_microbatches=count)
                     with contextlib.suppress(UserError):
-                        yield lay_out_on(cluster, more, mesh=mesh)
+                        yield lay_out(cluster, more, strategy=strategy, mesh=mesh)
 
 
 def _more_microbatches(plan: Plan) -> list[int]:
@@ -140,12 +141,12 @@ def layout_name(plan: Plan) -> str:
     return " ".join(words)
 
 
-def as_chosen(config: RunConfig, name: str) -> RunConfig:
+def as_chosen(config: Request, name: str) -> Request:
     """CONFIG under a strategy that "auto" may become: what is set stays, whether or not the
     strategy takes it. Raises UserError for one whose engine has options of its own."""
     if strategy_options(name).model_fields:
         raise UserError(f"strategy={name!r} is never chosen by auto", fix="set strategy to it")
-    own = {"engine_options": {}, "engine_work": (), **defaults_for(config, name)}
+    own = {"engine_options": {}, **defaults_for(config, name)}
     return with_values(config, strategy=name, **own)
 
 
@@ -156,9 +157,11 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
 
     def fits(**settings: object) -> bool:
         # Whether a step is one graph may depend on what is tried.
-        own = with_values(config, cuda_graphs=plan.requested.cuda_graphs, **settings)
+        decided = config.key_values | {"cuda_graphs": plan.requested.cuda_graphs, **settings}
+        own = with_values(plan.requested, **decided)
         with contextlib.suppress(UserError):
-            return predict(lay_out_on(cluster, own, mesh=plan.mesh), None).room == "yes"
+            draft = lay_out(cluster, own, strategy=plan.strategy, mesh=plan.mesh)
+            return predict(draft, None).room == "yes"
         return False
 
     suggestions: list[Settings] = []
@@ -177,7 +180,7 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
 
 
 def best_layout(
-    build: Callable[[str], RunConfig], cluster: Cluster, below_bytes: int | None = None
+    build: Callable[[str], Request], cluster: Cluster, below_bytes: int | None = None
 ) -> Prediction | None:
     """The simplest of the quickest layouts that fit, and that need less of a GPU than
     `below_bytes`; None without. `build` as for `rank_layouts`."""
@@ -226,10 +229,15 @@ def _is_below(choice: Prediction, below_bytes: int | None) -> bool:
 
 
 def choose_spread(
-    config: RunConfig, cluster: Cluster, notes: list[str], below_bytes: int | None = None
-) -> RunConfig:
-    """Decide "auto" for strategy and batch_size: what is predicted to be quickest here."""
-    if config.strategy == AUTO:
+    config: Request,
+    cluster: Cluster,
+    strategy: Strategy | None,
+    notes: list[str],
+    below_bytes: int | None = None,
+) -> tuple[Request, Strategy]:
+    """Decide "auto" for strategy and batch_size: what is predicted to be quickest here. `strategy`
+    is None if it is "auto"."""
+    if strategy is None:
         few = 8 if config.batch_size == AUTO else config.batch_size
         build = functools.partial(as_chosen, with_values(config, batch_size=few))
         best = best_layout(build, cluster, below_bytes)
@@ -240,7 +248,7 @@ def choose_spread(
                 plainest = "zero2"
             elif config.tp not in (None, 1) or config.pp not in (None, 1):
                 plainest = "3d"
-            lay_out_on(cluster, build(plainest))
+            lay_out(cluster, build(plainest))
             what = f"strategy='auto' finds none that fits {config.model} with batch_size={few}"
             raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
         settings = settings_of(best.plan)
@@ -250,12 +258,14 @@ def choose_spread(
             why = f"predicted {best.step.seconds:.3g} s a step"
         notes.append(f"{said}, the planner's choice: {why}")
         config = with_values(best.plan.requested, batch_size=config.batch_size, **settings)
+        strategy = load_strategy(config)
     if config.batch_size == AUTO:
         # The smallest power of two within BUSY of the best predicted tokens/s of those that fit
         speeds: dict[int, float] = {}
         for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
             with contextlib.suppress(UserError):
-                plan = lay_out_on(cluster, with_values(config, batch_size=size))
+                sized = with_values(config, batch_size=size)
+                plan = lay_out(cluster, sized, strategy=strategy)
                 prediction = predict(plan, cluster.rates)
                 if prediction.room == "yes" and _is_below(prediction, below_bytes):
                     speeds[size] = prediction.tokens_per_s or size
@@ -263,4 +273,4 @@ def choose_spread(
         size = next((size for size, speed in speeds.items() if speed >= enough), 1)
         notes.append(f"batch_size is {size}: the fewest sequences that keep a GPU busy, predicted")
         config = with_values(config, batch_size=size)
-    return config
+    return config, strategy

@@ -61,14 +61,14 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     fitted = FITTED.process_bytes
     on_host = state["host"] + (fitted.cuda if plan.machine.num_gpus else fitted.cpu)
     on_host += 2 * plan.strategy.swap_buffer_values  # two bytes each, in fp32 runs, too
-    if plan.strategy.traits.takes_deepspeed_json or plan.mesh["tp"] > 1:
+    if plan.strategy.traits.package or plan.mesh["tp"] > 1:
         on_host += fitted.libraries
     if plan.num_processes == 1 and not tokenised:
         on_host += fitted.tokenising
     # DeepSpeed is given the whole model on the host. PyTorch's parallelism is given parameters on
     # the GPU, each by way of the host. Without a GPU the peak of a step is in RAM as well.
     model = 4 * plan.size.num_parameters
-    if plan.machine.num_gpus and plan.strategy.traits.uses_ddp_and_fsdp:
+    if plan.machine.num_gpus and plan.strategy.traits.builds_on_device:
         model = 12 * plan.size.padded_vocab_size * plan.size.hidden_size
     on_host += model if plan.machine.num_gpus else max(peak, model)
     copy = estimate_copy(plan)
@@ -96,7 +96,7 @@ def estimate_copy(plan: Plan) -> int:
         return 0
     held = max(process.learning for process in formulas_by_place(plan))
     each = 12 / plan.batch.num_replicas + _own_bytes(plan)
-    if plan.options.steps_between_exchanges() is not None:  # no two replicas hold the same
+    if plan.steps_between_exchanges is not None:  # no two replicas hold the same
         each += 12
     return round(held * each)
 
@@ -113,7 +113,7 @@ def bytes_a_parameter(
     shards = mesh["dp_shard"]
     stage = strategy.zero.stage
     each = {"parameters": 4 / shards, "gradients": 4 / shards, "optimizer": 8 / shards}
-    if strategy.traits.rounded_weights:
+    if strategy.traits.rounds_weights:
         each["parameters"] = width / (shards if stage >= 3 else 1)
         each["gradients"] = width / (shards if stage >= 2 else 1)
         each["optimizer"] = 12 / (shards if stage >= 1 else 1)
@@ -154,7 +154,7 @@ def _state_of(process: Formulas) -> dict[str, int]:
 def _own_bytes(plan: Plan) -> float:
     """Bytes a parameter that a process's engine keeps, or compression for the next gradients."""
     errors = {"powersgd": 4, "topk-int8": 4 + 4 / plan.mesh["dp_replicate"]}
-    return plan.options.bytes_a_parameter() + errors.get(plan.config.gradient_compression, 0)
+    return plan.engine_bytes_a_parameter + errors.get(plan.config.gradient_compression, 0)
 
 
 class Held(Formulas):
@@ -194,7 +194,7 @@ class Held(Formulas):
     def _at_the_update(self) -> dict[str, float]:
         """All gradients and what the update itself needs."""
         parts = self._state()
-        if not self.strategy.traits.rounded_weights:
+        if not self.strategy.traits.rounds_weights:
             if self.size.tied and not self.frozen:  # a second gradient is added to the first
                 parts["buffers"] += 4 * self.embedding
             if self.pp == 1 and self.plan.only_copies:
@@ -215,7 +215,7 @@ class Held(Formulas):
             most = min(self.strategy.zero.stage3_max_live_parameters, self.parameters)
             share = 1 if self.strategy.fetches_parameters else 1 - 1 / self.shards
             parts["copies"] = self.width * most * share
-        elif self.pp > 1 and not self.strategy.traits.rounded_weights:
+        elif self.pp > 1 and not self.strategy.traits.rounds_weights:
             # What counts as parameters above: shards, and what is gathered or rounded.
             shard = (self.width if self.frozen else 4) * self.parameters / self.shards
             parts["copies"] = parts["parameters"] - shard
@@ -228,7 +228,7 @@ class Held(Formulas):
             parts["copies"] = self.width * (self.around + blocks)
             each = self.learning / num_blocks if self.frozen else block
             parts["buffers"] = 4 * each  # whole gradients on their way to a reduce-scatter
-        elif self.width == 2 and not self.strategy.traits.rounded_weights:
+        elif self.width == 2 and not self.strategy.traits.rounds_weights:
             # Rounded weights, kept for the backward pass where it does not round them again.
             rounded = self.parameters
             if self.frozen:
@@ -287,7 +287,7 @@ class Held(Formulas):
         kept = self.hidden + self.width * output_rows
         share = min(int(chunk), self.tokens) / self.tokens
         beside = share * count * (self.width if self.config.compile else self.width + EAGER_CHUNK)
-        if self.width < 4 and not (self.strategy.traits.rounded_weights or self.plan.uses_fsdp):
+        if self.width < 4 and not (self.strategy.traits.rounds_weights or self.plan.uses_fsdp):
             beside = max(beside, 4 * output_rows)
         return kept, kept + beside, 0
 

@@ -10,9 +10,8 @@ from distributed_training.predict.memory import MemoryEstimate, estimate_memory
 from distributed_training.predict.rates import FITTED, Rates, cpu_rates, measured_rates, rates_of
 from distributed_training.predict.speed import StepTime, estimate_step
 from distributed_training.predict.traffic import sent_by_axis
-from distributed_training.records.record import plural
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import shown
+from distributed_training.settings.files import plural, shown
 from distributed_training.settings.machine import GIB, Machine, find_gpu, known_gpu, limited_to
 
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)

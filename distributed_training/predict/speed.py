@@ -115,7 +115,7 @@ class Work(Shapes):
         """Clipping and optimizer of a process."""
         if self.strategy.steps_on_host:
             return 0.0
-        rounded = self.strategy.traits.rounded_weights
+        rounded = self.strategy.traits.rounds_weights
         shard = float(process.learning)
         if not rounded or self.strategy.zero.stage > 0:
             shard /= self.shards
@@ -263,7 +263,7 @@ class Work(Shapes):
             each += 10
         # Where nobody keeps rounded weights, they are rounded and gradients widened every time.
         alone = plan.only_copies or plan.num_processes == self.tp
-        if alone and self.width == 2 and not self.strategy.traits.rounded_weights:
+        if alone and self.width == 2 and not self.strategy.traits.rounds_weights:
             each += 12
         if self.has_buckets:  # gradients are copied into them, scaled, once a step
             each += 8 / self.micro_batches
@@ -327,7 +327,7 @@ class Work(Shapes):
         strategy = self.strategy
         blocks = process.num_blocks
         tensors = host.tensor * self.size.block_tensors * blocks
-        if not strategy.traits.takes_deepspeed_json:
+        if not strategy.traits.hooks_between_blocks:
             return host.step + (tensors if self.plan.num_processes > 1 else 0.0), 0.0
         wait = host.wait * blocks
         if strategy.zero.stage == 3:

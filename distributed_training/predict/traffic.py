@@ -54,7 +54,7 @@ class Shapes:
         self.tp = plan.mesh["tp"]
         self.pp = plan.mesh["pp"]
         self.shards = plan.mesh["dp_shard"]
-        self.steps_between_exchanges = plan.options.steps_between_exchanges()
+        self.steps_between_exchanges = plan.steps_between_exchanges
         # Whether DDP averages gradients in every step, in buckets that stay
         self.has_buckets = plan.uses_ddp and self.steps_between_exchanges is None
         self.micro_batches = plan.batch.num_microbatches
@@ -128,7 +128,7 @@ class Formulas(Shapes):
 
     def data(self) -> Bytes:
         """dp and fsdp, alone or inside tp and pp; DeepSpeed's stages."""
-        if self.strategy.traits.takes_deepspeed_json:
+        if self.strategy.traits.takes_json:
             return self.zero()
         if self.plan.only_copies:  # DDP: once a step; or less often
             if self.config.gradient_compression != "none":
@@ -149,7 +149,7 @@ class Formulas(Shapes):
         return found
 
     def compressed(self) -> Bytes:
-        """Gradients as DDP's hooks send them (parallel/compression.py), in one bucket."""
+        """Gradients as DDP's hooks send them (parallel/gradients.py), in one bucket."""
         config = self.config
         kind = config.gradient_compression
         size = self.size
@@ -211,7 +211,7 @@ class Formulas(Shapes):
         sent = self.edges * self.micro_batches * self.hidden // split
         found: Bytes = Counter({("pp", "send"): sent})
         if self.first != self.last and self.size.tied and not self.frozen:
-            if self.strategy.traits.rounded_weights:
+            if self.strategy.traits.rounds_weights:
                 found["pp", "all_reduce"] = self.width * self.embedding
             else:
                 found["pp", "send"] += 4 * self.embedding // self.shards

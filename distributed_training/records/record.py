@@ -19,6 +19,7 @@ import psutil
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
+from distributed_training.plan.layout import Batch
 from distributed_training.settings.files import ROOT, crc32, load_json, parse_as, publish, shown
 from distributed_training.settings.strategies import MESH_AXES
 
@@ -64,33 +65,6 @@ _Row = Annotated[dict[str, Any], _has("step"), AfterValidator(_are_numbers)]
 _Numbers = Annotated[dict[str, Any], AfterValidator(_are_numbers)]
 _OPEN = ConfigDict(extra="allow", frozen=True, defer_build=True)  # unknown keys are kept
 logger = logging.getLogger(__name__)
-
-
-def plural(count: int, noun: str) -> str:
-    """ "1 process", "2 processes"."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count} {noun}es" if noun.endswith(("s", "ch")) else f"{count} {noun}s"
-
-
-class Batch(BaseModel):
-    """How the sequences of one optimizer step are cut. A field's other name is version 1's."""
-
-    model_config = _OPEN
-    global_batch_size: int  # sequences per step: the product of the other three
-    micro_batch_size: int  # sequences of one replica in one forward pass
-    num_microbatches: int = Field(  # micro-batches of one replica in a step
-        validation_alias=AliasChoices("num_microbatches", "grad_accum_steps")
-    )
-    num_replicas: int = Field(  # replicas that see different data: dp_replicate x dp_shard
-        validation_alias=AliasChoices("num_replicas", "dp_size")
-    )
-
-    def describe(self) -> str:
-        """ "global 32 = 1 replica x 8 micro-batches x 4"."""
-        replicas = plural(self.num_replicas, "replica")
-        cuts = plural(self.num_microbatches, "micro-batch")
-        return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
 
 
 class History(BaseModel):

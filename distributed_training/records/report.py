@@ -1,5 +1,6 @@
 """Comparisons with plots: for a terminal, as Markdown, as one HTML file; `report` of any runs."""
 
+import argparse
 import base64
 import io
 import os
@@ -20,7 +21,6 @@ from distributed_training.records.record import RECORD_FILE, Record, load_record
 from distributed_training.records.tables import MEASURED, Comparison, Layout, Table, group_by_work
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path, require_writable
-from distributed_training.settings.keys import Parser
 
 MAX_TABLES = 3
 COMMAND = "python real_model_example.py report"
@@ -227,15 +227,9 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
     return list(found.values())
 
 
-def main(argv: Sequence[str], output_dir: Path = Path("runs")) -> int:
-    """Command line; without paths, the runs in `output_dir`. The exit code, or UserError."""
-    parser = Parser(prog=COMMAND, description="Tables and plots from run records.")
-    add = parser.add_argument
-    add("paths", nargs="*", type=Path, help="runs, folders of runs, or records")
-    add("--all", action="store_true", help=f"every kind of work, not the newest {MAX_TABLES}")
-    add("--plots", type=Path, default=Path("report"), help="folder for the plots")
-    add("--html", type=Path, metavar="FILE", help="tables and plots in one page instead")
-    arguments = parser.parse_args(argv)
+def main(arguments: argparse.Namespace, output_dir: Path) -> int:
+    """Show the runs that `arguments` name or, if they name none, those in `output_dir`; return the
+    exit code."""
     paths = arguments.paths or [output_dir]
     records = find_records([path for path in paths if arguments.paths or path.is_dir()])
     if not records:

@@ -1,4 +1,4 @@
-"""CONFIG, presets and the command line merged into one validated, immutable RunConfig. No torch.
+"""CONFIG, presets and the command line merged into one validated, immutable Request. No torch.
 
 A field of RunConfig is all there is to a key: its type, default, other names, whether it is part of
 the work, and below it its help. Errors, `--help`, `--key value` and the guide's reference follow.
@@ -7,7 +7,7 @@ the work, and below it its help. Errors, `--help`, `--key value` and the guide's
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError
 
@@ -43,7 +43,7 @@ Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
 class RunConfig(Options):
-    """Everything that decides a run, validated. All fields but the last seven are CONFIG's keys."""
+    """A value for each of CONFIG's keys, validated."""
 
     # fmt: off
     model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"))
@@ -206,36 +206,46 @@ class RunConfig(Options):
     """seconds that processes wait for others to start"""
     # fmt: on
 
-    # Values of the keys that the strategy's own engine adds, and which of them are work.
-    engine_options: dict[str, Any] = Field(default_factory=dict)
-    engine_work: tuple[str, ...] = Field(default=(), strict=False)
-    # Whether to go on where memory is predicted not to suffice.
-    force: bool = False
-    # Whether missing data, weights or tokenizers are an error instead of replaced by shipped ones.
-    strict: bool = False
-    # Keys that CONFIG left open and the strategy's defaults decided.
-    from_defaults: tuple[str, ...] = Field(default=(), strict=False)
-    has_preset: bool = False
-    # Keys that somebody set: typed, in a preset, or in CONFIG to another value than the default.
-    typed: tuple[str, ...] = Field(default=(), strict=False)
-
     @property
-    def work(self) -> dict[str, Any]:
-        """What must agree before two runs may be compared, besides the global batch size."""
-        names = {name for name, key in KEYS.items() if key.work}.union(self.engine_work)
-        return {name: value for name, value in self.to_user_words().items() if name in names}
+    def key_values(self) -> dict[str, Any]:
+        """The values under CONFIG's keys, in CONFIG's order."""
+        return {name: getattr(self, name) for name in KEYS}
 
     def to_user_words(self) -> dict[str, Any]:
-        """The values under CONFIG's keys, in CONFIG's order, then the engine's own options."""
-        return {name: getattr(self, name) for name in KEYS} | self.engine_options
+        """Return the values under all names that CONFIG takes, in CONFIG's order."""
+        return self.key_values
+
+
+class Request(RunConfig):
+    """CONFIG as it was asked for: what each key got, and from whom. Nothing in it is derived."""
+
+    # Values of the keys that the strategy's own engine adds
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    # Who set a key to a value of its own; "CONFIG" only if it differs from the key's default.
+    set_by: dict[str, Literal["CONFIG", "preset", "command line", "strategy"]] = Field(
+        default_factory=dict
+    )
+    preset: str | None = None
+    force: bool = False  # run although memory is predicted not to suffice
+    # Fail if data, weights or tokenizers are missing, instead of using the ones that are shipped
+    strict: bool = False
+
+    def is_set(self, *names: str) -> bool:
+        """Whether the user set one of these keys; a strategy's default is not the user's."""
+        return any(self.set_by.get(name, "strategy") != "strategy" for name in names)
+
+    def to_user_words(self) -> dict[str, Any]:
+        """Return the values under CONFIG's keys, then the engine's own options."""
+        return self.key_values | self.engine_options
 
 
 KEYS: dict[str, Key] = read_keys(RunConfig)
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
-def with_values(config: RunConfig, **changes: Any) -> RunConfig:
+def with_values(config: AnyConfig, **changes: Any) -> AnyConfig:
     """A copy with other values; raises UserError for one that its key does not accept."""
-    return validate(RunConfig, {**dict(config), **changes}, KEYS)
+    return validate(type(config), {**dict(config), **changes}, KEYS)
 
 
 def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, Key]) -> Model:
@@ -257,7 +267,7 @@ def build_config(
     overrides: Iterable[str] = (),
     defaults: Callable[[str], Mapping[str, Any]] = lambda _: {},
     options: Callable[[str], type[Options]] = lambda _: Options,
-) -> RunConfig:
+) -> Request:
     """Merge a strategy's `defaults`, for what CONFIG leaves at None or "auto", CONFIG, a preset and
     `key=value` texts, later ones winning; `options` gives the keys that a strategy's engine adds.
     Raises UserError for any key, value or preset that cannot be used."""
@@ -273,9 +283,9 @@ def build_config(
     own_keys = read_keys(own_model)
     keys = KEYS | own_keys
     given = by_key(config.items(), keys, "CONFIG")
-    over = by_key(from_preset.items(), keys, str(preset))
+    in_preset = by_key(from_preset.items(), keys, str(preset))
     typed = by_key(texts, keys, "the command line")
-    over |= {name: keys[name].parse(text) for name, text in typed.items()}
+    over = in_preset | {name: keys[name].parse(text) for name, text in typed.items()}
     where = f"strategy {strategy}'s defaults"
     decided = {}
     for name, value in by_key(defaults(strategy).items(), keys, where).items():
@@ -286,15 +296,17 @@ def build_config(
     values = {**given, **over, **decided}
     own = {name: values.pop(name) for name in own_keys if name in values}
     values["engine_options"] = validate(own_model, own, keys).model_dump()
-    values["engine_work"] = tuple(name for name, key in own_keys.items() if key.work)
     for name in PATHS.intersection(values):
         if isinstance(values[name], str):
             values[name] = files.expand_home(name, values[name])
-    changed = {name: value for name, value in given.items() if value != keys[name].default} | over
-    values["typed"] = tuple(name for name, value in changed.items() if value != AUTO)
-    values["from_defaults"] = tuple(decided)
-    values["has_preset"] = preset is not None
-    return validate(RunConfig, values, KEYS)
+    changed = {name: value for name, value in given.items() if value != keys[name].default}
+    set_by = dict.fromkeys(changed, "CONFIG")
+    set_by |= dict.fromkeys(in_preset, "preset") | dict.fromkeys(typed, "command line")
+    changed |= over
+    set_by = {name: who for name, who in set_by.items() if changed[name] != AUTO}
+    values["set_by"] = set_by | dict.fromkeys(decided, "strategy")
+    values["preset"] = preset
+    return validate(Request, values, KEYS)
 
 
 def load_preset(given: str) -> dict[str, Any]:

@@ -242,3 +242,10 @@ def folder_label(folder: Path) -> str:
         return folder.name
     run = re.sub(r"^\d{8}-\d{6}-[^-]+-|-x\d+(-\d+)?$", "", folder.parent.name)
     return f"{run}-{folder.name}" if run else folder.name
+
+
+def plural(count: int, noun: str) -> str:
+    """ "1 process", "2 processes"."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}es" if noun.endswith(("s", "ch")) else f"{count} {noun}s"

@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from distributed_training.settings import files, own_code
-from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, RunConfig
+from distributed_training.settings.config import AUTO, PIPELINE_SCHEDULES, Request, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.keys import Options
+from distributed_training.settings.keys import Options, read_keys
 
 STRATEGIES_DIR = files.ROOT / "strategies"
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
@@ -38,12 +38,13 @@ class Traits:
     leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
     replays_steps: bool = False  # whether it can launch a step as one CUDA graph
     packs_records: bool = False  # whether it passes on where packed records begin and end
-    # Whether PyTorch's DDP averages gradients of copies, and its FSDP divides state.
-    uses_ddp_and_fsdp: bool = False
-    takes_deepspeed_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
-    # Whether it keeps weights and gradients in the precision of the arithmetic beside an fp32
-    # master copy (2 + 2 + 12 bytes a parameter), or fp32 alone (4 + 4 + 8)
-    rounded_weights: bool = False
+    averages_with_torch: bool = False  # whether settings of PyTorch's DDP and FSDP apply
+    builds_on_device: bool = False  # whether it takes a model whose parameters are on the device
+    hooks_between_blocks: bool = False  # whether each parameter of a block calls Python code
+    takes_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
+    # Whether it keeps weights and gradients in the compute dtype beside an fp32 master copy
+    # (2 + 2 + 12 bytes per parameter), or fp32 alone (4 + 4 + 8)
+    rounds_weights: bool = False
 
     def load(self) -> Any:
         """The engine's class. Imports torch."""
@@ -58,8 +59,9 @@ _DEEPSPEED = Traits(
     axes=("dp_shard",),
     package="deepspeed",
     packs_records=True,
-    takes_deepspeed_json=True,
-    rounded_weights=True,
+    hooks_between_blocks=True,
+    takes_json=True,
+    rounds_weights=True,
 )
 ENGINES: dict[str, Traits] = {
     "native": Traits(
@@ -68,7 +70,8 @@ ENGINES: dict[str, Traits] = {
         leaves_out_updates=True,
         replays_steps=True,
         packs_records=True,
-        uses_ddp_and_fsdp=True,
+        averages_with_torch=True,
+        builds_on_device=True,
     ),
     "deepspeed": _DEEPSPEED,
     "deepspeed_pipeline": replace(
@@ -150,14 +153,19 @@ class Strategy:
     document: Mapping[str, Any]  # DeepSpeed JSON with its "auto" values; {} where a mesh says all
     mesh: Mapping[str, int]  # sizes of the axes as asked for; -1: what is left of the world size
     named_axes: tuple[str, ...]  # those it is about; a suggested layout changes no others
-    schedule: str  # the pipeline's: CONFIG's if the engine has it, else the engine's first
     engine: str  # a built-in engine, or a .py file in the strategy's folder
     traits: Traits
+    work_options: tuple[str, ...] = ()  # keys of its own engine that change what is computed
 
     def load_engine(self) -> Any:
         """Import the engine's class. The strategy's name decides which: a plan.json could name any
         code as `traits.build`."""
         return _find_engine(_find(self.name))[0].load()
+
+    def schedule(self, config: RunConfig) -> str:
+        """Return CONFIG's pipeline schedule if the engine has it, else the engine's first."""
+        asked = config.pipeline_schedule
+        return asked if asked in self.traits.schedules else self.traits.schedules[0]
 
     @property
     def zero(self) -> _Zero:
@@ -214,7 +222,7 @@ class Strategy:
         if self.zero.stage:
             divided = ["optimizer state", "gradients", "parameters"]
             parts.append(", ".join(divided[: self.zero.stage]))
-        elif not self.traits.takes_deepspeed_json and self.mesh["dp_shard"] != 1:
+        elif not self.traits.takes_json and self.mesh["dp_shard"] != 1:
             parts.append("parameters, gradients, optimizer state over dp_shard")
         parts = parts or ["nothing (replicas)"]
         if self.steps_on_host:
@@ -236,11 +244,12 @@ def strategy_defaults(name: str) -> dict[str, Any]:
     return {} if name == AUTO else _find(name).defaults
 
 
-def defaults_for(config: RunConfig, name: str) -> dict[str, Any]:
-    """A strategy's defaults for the keys that CONFIG leaves open, and which these are."""
+def defaults_for(config: Request, name: str) -> dict[str, Any]:
+    """Return a strategy's defaults for the keys that CONFIG leaves open, and who set which key."""
     defaults = strategy_defaults(name).items()
     taken = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
-    return {**taken, "from_defaults": tuple(taken)}
+    others = {key: who for key, who in config.set_by.items() if who != "strategy"}
+    return {**taken, "set_by": others | dict.fromkeys(taken, "strategy")}
 
 
 def strategy_options(name: str) -> type[Options]:
@@ -248,15 +257,20 @@ def strategy_options(name: str) -> type[Options]:
     return Options if name == AUTO else _find_engine(_find(name))[1]
 
 
+def named_strategy(config: RunConfig) -> Strategy | None:
+    """Return the strategy that CONFIG names; None if the planner is to choose it."""
+    return None if config.strategy == AUTO else load_strategy(config)
+
+
 def load_strategy(config: RunConfig) -> Strategy:
     """The strategy that `config` names, with CONFIG's sizes of axes put over its own; UserError for
     an unknown name and for a JSON that does not parse or means another strategy."""
     folder = _find(config.strategy)
-    traits, _ = _find_engine(folder)
+    traits, options = _find_engine(folder)
     source = folder._path
     engine = f"{source}: engine={folder.engine!r}"
     given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
-    if traits.takes_deepspeed_json != (given == "deepspeed"):
+    if traits.takes_json != (given == "deepspeed"):
         raise UserError(f"{engine} takes {needed!r}, not {given!r}", fix=f"write {needed!r}")
     named = f"strategy={folder.name!r}"
     other = config.deepspeed_config
@@ -271,7 +285,7 @@ def load_strategy(config: RunConfig) -> Strategy:
         beside = source.parent / document
         source = beside if beside.is_file() else files.given_path(document)
         document = files.load_json(source, "DeepSpeed JSON")
-    if traits.takes_deepspeed_json:
+    if traits.takes_json:
         fix = "see configs/ds_config_zero2.json"
         parsed = files.parse_as(_DeepSpeed, document, str(source), fix)
         stage = parsed.zero_optimization.stage
@@ -296,16 +310,15 @@ def load_strategy(config: RunConfig) -> Strategy:
             raise UserError(f"{axis}={size} cannot be set with {named}", why, fix)
         if size is not None:
             mesh = {**mesh, axis: size}
-    known = traits.schedules
     strategy = Strategy(
         name=folder.name,
         source=source.resolve(),
         document=document or {},
         mesh={**dict.fromkeys(MESH_AXES, 1), **mesh},
         named_axes=tuple(mesh),
-        schedule=config.pipeline_schedule if config.pipeline_schedule in known else known[0],
         engine=folder.engine,
         traits=traits,
+        work_options=tuple(key.name for key in read_keys(options).values() if key.work),
     )
     if other is not None:
         forms = {

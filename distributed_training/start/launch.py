@@ -32,10 +32,10 @@ from distributed_training.predict.memory import estimate_memory
 from distributed_training.predict.predict import Cluster, parse_cluster, this_machine
 from distributed_training.records.display import describe_prediction
 from distributed_training.records.record import METRICS_FILE, RECORD_FILE, load_record, mark_stopped
-from distributed_training.settings.config import AUTO, RunConfig
+from distributed_training.settings.config import AUTO, Request
 from distributed_training.settings.errors import UserError, exit_code, printable
 from distributed_training.settings.files import shown
-from distributed_training.settings.launchers import ACCELERATE_JSON, describe_unread
+from distributed_training.settings.launchers import describe_unread
 from distributed_training.settings.machine import Machine, detect_machine, threads_per_process
 from distributed_training.settings.own_code import name_code, named_code
 from distributed_training.settings.strategies import load_strategy
@@ -58,12 +58,11 @@ PLANNED = "--planned"  # the option of processes that are started here
 CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
 
 
-def start(config: RunConfig, script: Path, words: list[str], options: argparse.Namespace) -> int:
+def start(config: Request, script: Path, words: list[str], options: argparse.Namespace) -> int:
     """Train under `config` and return the exit code. There are two ways to start: this command
     starts the processes, or a launcher has started this one. With --dry-run print the plan and the
     command with these `words` that would carry it out."""
     process = current_process()
-    refuse_other_json(config)
     unread = describe_unread(os.environ, config.precision)
     if unread and (process is None or process.rank == 0):
         print(f"note: {unread}", file=sys.stderr, flush=True)
@@ -83,7 +82,7 @@ def start(config: RunConfig, script: Path, words: list[str], options: argparse.N
 
 
 def print_plan(
-    config: RunConfig,
+    config: Request,
     script: Path,
     words: list[str],
     options: argparse.Namespace,
@@ -102,7 +101,9 @@ def print_plan(
     else:
         what = f"how many of the {process.world_size} processes are on this machine is not said"
         raise UserError(what, "without --dry-run they tell each other", "set LOCAL_WORLD_SIZE")
-    plan = at_checkpoint(make_plan(config, cluster, peek_data))
+    plan = make_plan(config, cluster, peek_data)
+    run_dir.refuse_other_json(plan)
+    plan = at_checkpoint(plan)
     if plan.num_steps is None:
         note = "a dry run does not tokenize a dataset that is large or on the Hub; to see what is "
         plan = replace(plan, notes=(*plan.notes, f"{note}trained on, type data in its place"))
@@ -112,7 +113,7 @@ def print_plan(
 
 
 def start_processes(
-    config: RunConfig, script: Path, options: argparse.Namespace, startup: Startup
+    config: Request, script: Path, options: argparse.Namespace, startup: Startup
 ) -> int:
     """Plan, write plan.json and start the processes that read it; return the run's exit code."""
     cluster = _requested_cluster(config, options.num_gpus)
@@ -144,11 +145,12 @@ def start_processes(
     return code
 
 
-def _requested_cluster(config: RunConfig, num_gpus: str | None) -> Cluster:
+def _requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
     """Return this machine with as many processes as --num_gpus asks for."""
     machine = detect_machine()
-    # Every number of processes has layouts of some strategy.
-    mesh = {} if config.strategy == AUTO else load_strategy(config).mesh
+    mesh: Mapping[str, int] = {}  # every number of processes has layouts of some strategy
+    if num_gpus == "all" and not machine.num_gpus and config.strategy != AUTO:
+        mesh = load_strategy(config).mesh
     count = requested_processes(num_gpus, machine, mesh)
     return this_machine(machine, count, count)
 
@@ -175,20 +177,6 @@ def _plan_smaller(failed: Plan, make: Callable[..., Plan]) -> Plan:
     instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
     print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
     return plan
-
-
-def refuse_other_json(config: RunConfig) -> None:
-    """Raise UserError if `accelerate launch` names another DeepSpeed JSON than CONFIG."""
-    given = os.environ.get(ACCELERATE_JSON)
-    if given is None:
-        return
-    ours = config.deepspeed_config
-    if config.strategy != AUTO:
-        ours = str(load_strategy(config).source)
-    if ours is None or os.path.realpath(given) != os.path.realpath(ours):
-        what = f"accelerate's deepspeed_config_file={shown(given)} is not CONFIG's"
-        fix = f"add --deepspeed_config {shlex.quote(given)}, or leave it out for accelerate"
-        raise UserError(what, f"strategy={config.strategy!r} uses {ours or 'its own'}", fix)
 
 
 def can_fork(machine: Machine) -> bool:
@@ -234,7 +222,7 @@ def start_planned() -> int:
     os._exit(code)  # taking torch and its compiler's processes down takes seconds
 
 
-def _work(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
+def _work(given: Plan | Request, process: Process, startup: Startup) -> int:
     prepare_environment(process.local_world_size or process.world_size)
     worker = import_worker()
     startup.end("import")
@@ -347,9 +335,9 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
     on_gpu = plan.machine.num_gpus > 0
     predicted = describe_prediction(plan.prediction, plan.num_steps, on_gpu=on_gpu)
     lines = ["resolved CONFIG"]
-    for key, value in plan.config.to_user_words().items():
+    for key, value in plan.settings.items():
         was = "" if requested[key] == value else f"    (was {requested[key]!r})"
-        if key in plan.config.from_defaults:
+        if key in plan.from_defaults:
             was = "    (the strategy's default)"
         lines.append(f"  {key:<24} {value!r}{was}")
     lines += [

@@ -29,7 +29,7 @@ from distributed_training.planner import data as plan_data
 from distributed_training.planner.make_plan import make_plan, share_batch
 from distributed_training.predict.predict import this_machine
 from distributed_training.records.record import code, versions
-from distributed_training.settings.config import RunConfig, with_values
+from distributed_training.settings.config import Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 from distributed_training.settings.machine import detect_machine
@@ -187,7 +187,7 @@ def locate(process: Process, places: Sequence[Mapping[str, Any]]) -> Process:
         told = place["local_world_size"]
         first = rank // here * here
         together = machines[first : first + here].count(machines[rank])
-        alone = together == here == machines.count(machines[rank])
+        alone = together == here and machines.count(machines[rank]) == here
         what = ""
         if not (told == here if told else alone):
             what = f"rank {rank} is not process {rank % here} of the {here} on {host}"
@@ -199,9 +199,9 @@ def locate(process: Process, places: Sequence[Mapping[str, Any]]) -> Process:
             raise UserError(what, f"{why} (here: {hosts})", "start it so, or with torchrun")
     local = {"local_rank": process.rank % here, "local_world_size": here}
     os.environ.update({name.upper(): str(number) for name, number in local.items()})
-    wrong = next(filter(None, (place["wrong_interface"] for place in places)), "")
-    if wrong and here < process.world_size:  # one machine needs none of them
-        raise UserError(wrong, fix="name one of these, or unset it")
+    faults = [place["wrong_interface"] for place in places if place["wrong_interface"]]
+    if faults and here < process.world_size:  # one machine needs none of them
+        raise UserError(faults[0], fix="name one of these, or unset it")
     return replace(process, **local)
 
 
@@ -267,7 +267,7 @@ def standalone_note(process: Process) -> list[str]:
 
 
 def agree_on_plan(
-    config: RunConfig, process: Process, ask: agree.Ask, agent: str | None = None
+    config: Request, process: Process, ask: agree.Ask, agent: str | None = None
 ) -> Plan:
     """The plan that rank 0 makes, on all ranks; raises its UserError on all, and where a rank has
     other values or code. A run that this process's `agent` has begun goes on. Collective."""
@@ -287,8 +287,8 @@ def agree_on_plan(
 
 
 def go_on(
-    config: RunConfig, launchers: Iterable[str], num_processes: int
-) -> tuple[RunConfig, list[str]]:
+    config: Request, launchers: Iterable[str], num_processes: int
+) -> tuple[Request, list[str]]:
     """CONFIG for so many processes (`share_batch`) to go on with the run that one of `launchers`
     has begun, from its last checkpoint; and a note. Unchanged where there is none."""
     begun = None

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from distributed_training.plan.plan import PLAN_AS_JSON, PLAN_FILE, Plan
 from distributed_training.records.folder import list_checkpoints
 from distributed_training.records.record import FAULTS_FILE, free_path
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import shown
+from distributed_training.settings.launchers import ACCELERATE_JSON
 from distributed_training.supervise import claims
 
 LATEST = "latest"  # in output_dir, a link to the newest run's folder
@@ -22,13 +25,15 @@ def reserve_run_dir(plan: Plan) -> Plan:
     """Find the run to resume, or make a folder, under the next free name where another run was
     quicker; write the plan into it, and let <output_dir>/latest point to it. Raises UserError for a
     run that another process has, also one that began since the plan was made."""
-    plan = replace(plan, command=shlex.join(["python", *sys.argv]))
+    refuse_other_json(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with claims.one_at_a_time(plan.output_dir):
         plan = resume.at_checkpoint(plan)
+        folder = plan.run_dir
         if plan.checkpoint is None:
-            plan = replace(plan, run_dir=free_path(plan.output_dir, plan.run_dir.name))
-            plan.run_dir.mkdir()
+            folder = free_path(plan.output_dir, folder.name)
+            folder.mkdir()
+        plan = replace(plan, run_dir=folder, command=shlex.join(["python", *sys.argv]))
         claims.claim(plan.run_dir, resume.identity(plan))
         write_plan(plan)
         with contextlib.suppress(OSError):  # a file system without links
@@ -36,6 +41,16 @@ def reserve_run_dir(plan: Plan) -> Plan:
             latest.symlink_to(plan.run_dir.name)
             latest.replace(plan.output_dir / LATEST)
     return plan
+
+
+def refuse_other_json(plan: Plan) -> None:
+    """Raise UserError if `accelerate launch` names another DeepSpeed JSON than the plan's."""
+    given = os.environ.get(ACCELERATE_JSON)
+    ours = plan.strategy.source
+    if given is not None and os.path.realpath(given) != os.path.realpath(ours):
+        what = f"accelerate's deepspeed_config_file={shown(given)} is not CONFIG's"
+        fix = f"add --deepspeed_config {shlex.quote(given)}, or leave it out for accelerate"
+        raise UserError(what, f"strategy={plan.strategy.name!r} uses {ours}", fix)
 
 
 def plan_as_text(make: Callable[[], Plan]) -> str:

@@ -15,7 +15,7 @@ from distributed_training.parallel import agree
 from distributed_training.parallel.mesh import limit_channels, process_group
 from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.start import rendezvous
@@ -27,7 +27,7 @@ from distributed_training.train import worker as training
 from distributed_training.train.build import build_topology
 
 
-def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
+def run(given: Plan | Request, process: Process, startup: Startup) -> int:
     """This process's part of a run; returns the exit code. Where torchrun or deepspeed was typed
     only CONFIG is `given`: rank 0 plans for all. Collective."""
     num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
@@ -37,7 +37,7 @@ def run(given: Plan | RunConfig, process: Process, startup: Startup) -> int:
     limit_channels(config.gradient_compression)
     with process_group(device, store):
         ask = agree.gather_in(store, process.rank, process.world_size)
-        if isinstance(given, RunConfig):
+        if isinstance(given, Request):
             given = rendezvous.agree_on_plan(given, process, ask, rendezvous.current_agent())
             rendezvous.check_disks(given, process)
             prepare(given.machine.num_gpus, process)  # a torch without CUDA sees no GPU

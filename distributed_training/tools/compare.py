@@ -31,9 +31,15 @@ from distributed_training.records import record as records
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, duration, last_part, short_path
 from distributed_training.records.tables import MEASURED, NOTHING, Comparison, Layout, differing
-from distributed_training.settings.config import AUTO, KEYS, RunConfig
+from distributed_training.settings.config import AUTO, KEYS, Request
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import expand_home, load_json, parse_as, require_writable
+from distributed_training.settings.files import (
+    expand_home,
+    load_json,
+    parse_as,
+    plural,
+    require_writable,
+)
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import strategy_options
@@ -51,7 +57,7 @@ START_S = {"cpu": 8.0, "cuda": 15.0}
 OTHER_OUT = "name another folder with --out"
 PATIENCE_S = 30.0  # for a run that was told to stop
 SAID = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")  # of each run
-Build = Callable[[Sequence[str]], RunConfig]  # "key=value" texts -> CONFIG with them
+Build = Callable[[Sequence[str]], Request]  # "key=value" texts -> CONFIG with them
 Values = dict[str, Any]
 
 
@@ -72,7 +78,7 @@ class Run:
     num_processes: int
     work: str = ""  # what it is to do, in words, and how: strategy and what tells it from others
     name: str = ""
-    config: RunConfig | None = None  # None: refused before it was started
+    config: Request | None = None  # None: refused before it was started
     record: records.Record | None = None  # None: not started
     why: str = ""  # it did not start, or end well
     seconds: float = 0.0
@@ -101,8 +107,8 @@ def run(arguments: argparse.Namespace, build: Build, script: Path) -> int:
     require_writable(out, OTHER_OUT, "compare.md", "compare.html", "log.txt")
     take_finished(runs, out)
     kept = count(runs, "ok")
-    processes = records.plural(runs[0].num_processes, "process")
-    about = f"{records.plural(len(runs), 'run')} with {processes} each, in {short_path(out)}"
+    processes = plural(runs[0].num_processes, "process")
+    about = f"{plural(len(runs), 'run')} with {processes} each, in {short_path(out)}"
     left = [(run.config, run.num_processes) for run in runs if run.config and run.status == "left"]
     if kept:
         about += f"; {kept} are there already"
@@ -128,7 +134,7 @@ def count(runs: Sequence[Run], status: str) -> int:
     return sum(run.status == status for run in runs)
 
 
-def predicted_s(runs: Sequence[tuple[RunConfig, int]], run_s: float) -> float | None:
+def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | None:
     """The seconds that `plan` predicts for all runs, (CONFIG, number of processes) each, and
     `run_s` per run for starting and ending; None if that is not known for one of them."""
 
@@ -357,7 +363,7 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
         comparisons.append(Comparison(work="" if said else work, layouts=layouts))
     sections = report.build_sections(comparisons)
     report.save_plots(sections, out)
-    number = records.plural(len(runs), "run")
+    number = plural(len(runs), "run")
     if count(runs, "ok") < len(runs):
         number = f"{count(runs, 'ok')} of {number}"
     heading = f"{number}, each in processes of its own, one after the other."

@@ -18,10 +18,11 @@ from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import find_model
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import choose_dataset, choose_tokenizer
-from distributed_training.settings.config import RunConfig, with_values
+from distributed_training.settings.config import Request, RunConfig, with_values
 from distributed_training.settings.errors import printable
 from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
+from distributed_training.settings.strategies import named_strategy
 
 _COLORS = ("\033[32m", "\033[0m")
 _QUOTES = ("«", "»")
@@ -36,14 +37,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    arguments: argparse.Namespace, configure: Callable[[Sequence[str]], RunConfig], script: Path
+    arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request], script: Path
 ) -> int:
     """Tokenize the dataset as a run would, into the same cache, and show it."""
     notes = list[str]()
-    config = choose_model(configure(arguments.overrides), detect_machine(), 1, notes)
+    config = configure(arguments.overrides)
+    config = choose_model(config, detect_machine(), 1, named_strategy(config), notes)
     spec = find_model(config.model)
-    config = with_values(config, dataset=choose_dataset(config, notes))
-    tokenizer = Tokenizer(choose_tokenizer(config, spec, notes)[1])
+    dataset = choose_dataset(config.dataset, notes, strict=config.strict)
+    config = with_values(config, dataset=dataset)
+    tokenizer = Tokenizer(choose_tokenizer(config, config, spec, config.weights, notes)[1])
     corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
     folder = tokenise(corpus, tokenizer, config, token_cache(), rows=spec.size.vocab_size)
     counts = report.summarise(folder, config)

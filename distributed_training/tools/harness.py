@@ -34,7 +34,7 @@ from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.parallel.mesh import Topology, limit_channels
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.data import cut_data
-from distributed_training.settings.config import RunConfig, build_config
+from distributed_training.settings.config import Request, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from distributed_training.start.rendezvous import agree_on_plan
@@ -127,7 +127,7 @@ class Kept:
 
 def each_run(
     group: Group,
-    runs: Mapping[str, Mapping[str, Any] | RunConfig],
+    runs: Mapping[str, Mapping[str, Any] | Request],
     use: Callable[[Run], Any],
     *,
     deadline_s: float = float("inf"),
@@ -170,11 +170,11 @@ def every_run(
 
 
 def _do_run(
-    given: Mapping[str, Any] | RunConfig, group: Group, use: Callable[[Run], Any], kept: Kept | None
+    given: Mapping[str, Any] | Request, group: Group, use: Callable[[Run], Any], kept: Kept | None
 ) -> list[Any] | str:
     """Plan, data, sampler and engine as a training builds them, then `use`. Collective."""
     try:
-        if isinstance(given, RunConfig):
+        if isinstance(given, Request):
             config = given
         else:
             values = {"output_dir": str(group.folder), **given}

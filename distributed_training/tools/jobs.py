@@ -15,12 +15,12 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import find_sources, fit_to_data, peek_data
 from distributed_training.planner.rank import settings_of
 from distributed_training.predict.predict import Prediction
-from distributed_training.settings.config import AUTO, KEYS, PATHS, RunConfig
+from distributed_training.settings.config import AUTO, KEYS, PATHS, Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.keys import by_key, read_keys
 from distributed_training.settings.machine import GIB
-from distributed_training.settings.strategies import strategy_options
+from distributed_training.settings.strategies import named_strategy, strategy_options
 
 AROUND_STEPS_S = 900  # of a job's time: starting, loading, compiling, evaluating, saving
 SPARE = 1.25  # of the RAM and the seconds that are predicted
@@ -33,7 +33,7 @@ _OF_LAYOUT = {"pipeline_schedule", "micro_batch_size"}
 def options_of(
     plan: Plan,
     arguments: argparse.Namespace,
-    configure: Callable[[Sequence[str]], RunConfig],
+    configure: Callable[[Sequence[str]], Request],
     *,
     elsewhere: bool = False,
 ) -> list[str]:
@@ -46,7 +46,7 @@ def options_of(
     typed = by_key(((name.strip(), value) for name, value in texts), keys, "the command line")
     base = configure([*arguments.overrides, f"strategy={strategy}"])
     if plan.machine.num_gpus == 0:  # this machine will decide again, and more than the model
-        base = choose_model(base, plan.machine, plan.num_processes, [])
+        base = choose_model(base, plan.machine, plan.num_processes, named_strategy(base), [])
     asked = plan.requested.to_user_words()
     decided: dict[str, Any] = {
         name: asked[name]

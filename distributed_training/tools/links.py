@@ -27,9 +27,10 @@ from distributed_training.parallel.mesh import process_group
 from distributed_training.plan.layout import show_axes
 from distributed_training.predict.traffic import TURNS, sent_bytes
 from distributed_training.records.display import duration, short_path
-from distributed_training.records.record import plural, provenance, write_json
+from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import RENDEZVOUS_S
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import plural
 from distributed_training.start import launch, worker
 from distributed_training.start.ranks import current_process, single_process
 from distributed_training.supervise.process import Process

@@ -84,7 +84,7 @@ def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
     if hub.has_tokenizer(folder) or not is_adapter(folder):
         if spec is not None and spec.hub_id and not hub.has_tokenizer(folder):
             asked = build_config({}, overrides=[f"model={spec.hub_id}"])
-            return choose_tokenizer(asked, spec, [])[1]
+            return choose_tokenizer(asked, asked, spec, asked.weights, [])[1]
         return folder
     base = base_folder(folder)
     name = read_adapters(folder).base_model_name_or_path
@@ -195,8 +195,8 @@ def _evaluate(asked: argparse.Namespace, plan: Plan | None, kind: str) -> None:
     else:
         notes = list[str]()
         columns = asked.columns or config.columns
-        config = with_values(config, dataset=asked.dataset, columns=columns)
-        config = with_values(config, dataset=choose_dataset(config, notes))
+        dataset = choose_dataset(asked.dataset, notes)
+        config = with_values(config, dataset=dataset, columns=columns)
         samples, bytes_of, found = _samples_of(config, tokenizer, model.size.vocab_size)
         what = f"{config.dataset}{found[0]}"
         for note in [*notes, *found[1:]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed_training.models import find_model
 from distributed_training.planner.checks import check_memory
-from distributed_training.planner.choose import choose_model, lay_out_on
+from distributed_training.planner.choose import choose_model, lay_out
 from distributed_training.planner.rank import choose_spread, layout_name, pick, rank_layouts
 from distributed_training.predict.predict import (
     ROOMS,
@@ -26,10 +26,11 @@ from distributed_training.predict.predict import (
 from distributed_training.predict.rates import calibration_file
 from distributed_training.records.display import WIDTH
 from distributed_training.settings.cache import CACHE
-from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
+from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import expand_home, require_writable, shown
 from distributed_training.settings.machine import GIB, detect_machine
+from distributed_training.settings.strategies import named_strategy
 from distributed_training.start.launch import launch_command, requested_processes
 from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.jobs import batch_script, options_of
@@ -58,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    arguments: argparse.Namespace, configure: Callable[[Sequence[str]], RunConfig], script: Path
+    arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request], script: Path
 ) -> int:
     """Rank and print; `configure` gives CONFIG with `key=value` texts."""
     command = shlex.join(["python", *sys.argv])
@@ -67,7 +68,7 @@ def run(
         job_file = Path(expand_home("--write", arguments.write))
         require_writable(job_file.parent, "name another file with --write", job_file.name)
 
-    def build(strategy: str | None) -> RunConfig:
+    def build(strategy: str | None) -> Request:
         chosen = [] if strategy is None else [f"strategy={strategy}"]
         return configure([*arguments.overrides, *chosen])
 
@@ -82,7 +83,9 @@ def run(
         if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
             raise UserError("measuring this machine failed", fix="see what is printed above")
         cluster = _cluster(arguments)
-    config = choose_model(build(None), cluster.machine, cluster.num_processes, [])
+    given = build(None)
+    strategy = named_strategy(given)
+    config = choose_model(given, cluster.machine, cluster.num_processes, strategy, [])
     find_model(config.model)  # a refusal says why, before layouts are tried
     only = _typed(arguments).get("strategy", AUTO)
     config = _choose_batch(arguments, config, cluster)
@@ -90,7 +93,7 @@ def run(
         _set_tokens(arguments, config, cluster)
     choices = _rank(arguments, build, cluster, config, only)
     if not choices:  # refused as the strategy is that says most
-        lay_out_on(cluster, build("dp" if only == AUTO else only))
+        lay_out(cluster, build("dp" if only == AUTO else only))
         raise UserError(f"no strategy runs {config.model} as CONFIG has it", fix="see --dry-run")
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
@@ -181,20 +184,20 @@ def _override(arguments: argparse.Namespace, **values: Any) -> None:
     arguments.overrides[:] = [*kept, *(f"{key}={value}" for key, value in values.items())]
 
 
-def _choose_batch(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) -> RunConfig:
+def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> Request:
     """Decide the batch size on GPUs if nobody set it, with recomputation if nothing fits else."""
     is_open = config.batch_size == AUTO
-    is_open |= cluster.machine.num_gpus > 0 and "batch_size" not in config.typed
+    is_open |= cluster.machine.num_gpus > 0 and not config.is_set("batch_size")
     if not is_open:
         return config
-    is_set = "activation_checkpointing" in config.typed
+    is_set = config.is_set("activation_checkpointing")
     modes: Sequence[str] = [config.activation_checkpointing] if is_set else MODES
     for mode in modes:
         open_config = with_values(
             config, strategy=AUTO, batch_size=AUTO, activation_checkpointing=mode
         )
         try:
-            chosen = choose_spread(open_config, cluster, [])
+            chosen, _ = choose_spread(open_config, cluster, None, [])
         except UserError:
             if mode == modes[-1] and config.batch_size == AUTO:
                 raise
@@ -204,7 +207,7 @@ def _choose_batch(arguments: argparse.Namespace, config: RunConfig, cluster: Clu
     return config
 
 
-def _set_tokens(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) -> None:
+def _set_tokens(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> None:
     """Stop after as many steps as --tokens makes."""
     found = _COUNT.fullmatch(arguments.tokens.replace(",", "").replace("_", ""))
     tokens = 0.0
@@ -221,22 +224,22 @@ def _set_tokens(arguments: argparse.Namespace, config: RunConfig, cluster: Clust
 
 def _rank(
     arguments: argparse.Namespace,
-    build: Callable[[str | None], RunConfig],
+    build: Callable[[str | None], Request],
     cluster: Cluster,
-    config: RunConfig,
+    config: Request,
     only: str,
 ) -> list[Prediction]:
     """All layouts, the best first; if nobody set activation_checkpointing, each that does not fit
     with as much recomputation as it needs."""
     choices = rank_layouts(build, cluster, config.strategy, only=only)
-    if "activation_checkpointing" in config.typed or not cluster.machine.num_gpus:
+    if config.is_set("activation_checkpointing") or not cluster.machine.num_gpus:
         return choices
     for mode in MODES[1:]:
         lacking = {layout_name(c.plan): c for c in choices if c.room != "yes"}
         if not lacking:
             break
 
-        def recomputing(name: str, mode: str = mode) -> RunConfig:
+        def recomputing(name: str, mode: str = mode) -> Request:
             return with_values(build(name), activation_checkpointing=mode)
 
         again = rank_layouts(recomputing, cluster, config.strategy, only=only)

@@ -64,11 +64,11 @@ def build_model(plan: Plan, topology: Topology, drawn: Decoder | None) -> tuple[
     the weights before rounding. Weights under LoRA stay in the compute dtype, others are fp32. What
     PyTorch's parallelism takes is on this rank's device, and only what its stages hold is kept."""
     config = plan.config
-    native = plan.strategy.traits.uses_ddp_and_fsdp
-    device = topology.device if native else torch.device("cpu")
+    on_device = plan.strategy.traits.builds_on_device
+    device = topology.device if on_device else torch.device("cpu")
     compute_dtype = COMPUTE_DTYPES[config.precision]
     samples: dict[str, bytes] = {}
-    own = own_blocks(plan, topology) if native else None
+    own = own_blocks(plan, topology) if on_device else None
 
     def place(name: str, values: torch.Tensor) -> torch.Tensor | None:
         values = values.float() if compute_dtype is None else values

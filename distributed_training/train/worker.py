@@ -60,9 +60,18 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
         record.update(dtypes=engine.describe_dtypes())
         display.table(header_rows(records.Record.model_validate(record.values)))
     trainer = Trainer(
-        engine, plan, topology, data, sampler, display, history, record, tracker,
-        watch.at, startup,
-    )  # fmt: skip
+        engine=engine,
+        plan=plan,
+        topology=topology,
+        data=data,
+        sampler=sampler,
+        display=display,
+        history=history,
+        record=record,
+        tracker=tracker,
+        at=watch.at,
+        startup=startup,
+    )
     if plan.checkpoint is not None:
         trainer.restore(plan.checkpoint)
         display.say(f"resumed from {short_path(plan.checkpoint)}")
@@ -123,10 +132,10 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
     sharding = strategy.sharding
     return {
         "command": plan.command,
-        "config": config.to_user_words(),
+        "config": plan.settings,
         "config_requested": plan.requested.to_user_words(),
-        "from_strategy_defaults": list(config.from_defaults),
-        "engine_options": config.engine_options,
+        "from_strategy_defaults": list(plan.from_defaults),
+        "engine_options": plan.engine_options,
         "deepspeed_json": plan.deepspeed_json,
         "strategy": {"name": strategy.name, "engine": strategy.engine, "sharding": sharding},
         "work": {**plan.work, "data_fingerprint": data.fingerprint},

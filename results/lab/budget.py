@@ -25,7 +25,7 @@ from tabulate import tabulate
 from distributed_training import cli
 from distributed_training.planner.rank import choose_spread, rank_layouts, with_progress
 from distributed_training.predict.predict import Cluster, Prediction, parse_cluster
-from distributed_training.settings.config import AUTO, KEYS, RunConfig, with_values
+from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json, shown
 from distributed_training.tools.plan_table import count, duration
@@ -116,7 +116,7 @@ def main() -> int:
     if (arguments.budget is None) == (loss is None):
         raise UserError("give either a budget or --target_loss", fix='write "8xH200 24h"')
 
-    def build(strategy: str | None) -> RunConfig:
+    def build(strategy: str | None) -> Request:
         chosen = [] if strategy is None else [f"strategy={strategy}"]
         return cli.configure(arguments, program, [*arguments.overrides, *chosen])
 
@@ -137,7 +137,7 @@ def main() -> int:
 
 def describe_loss(
     loss: float,
-    build: Callable[[str | None], RunConfig],
+    build: Callable[[str | None], Request],
     arguments: argparse.Namespace,
     open_batch: bool,
 ) -> list[str]:
@@ -156,7 +156,7 @@ def describe_loss(
 
 
 def speeds(
-    build: Callable[[str | None], RunConfig], cluster: Cluster, open_batch: bool
+    build: Callable[[str | None], Request], cluster: Cluster, open_batch: bool
 ) -> list[Prediction]:
     """The quickest layout of each model that fits, smallest first."""
     found = []
@@ -167,7 +167,7 @@ def speeds(
             config = with_values(build(None), model=model)
             if open_batch:  # the smallest that keeps a GPU busy
                 config = with_values(config, strategy=AUTO, batch_size=AUTO)
-                config = choose_spread(config, cluster, [])
+                config, _ = choose_spread(config, cluster, None, [])
             own = {"model": model, "batch_size": config.batch_size}
             choices = rank_layouts(lambda name, own=own: with_values(build(name), **own), cluster)  # type: ignore[misc]
             if choices and choices[0].fits:

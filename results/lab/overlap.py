@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from distributed_training.records.display import short_path
-from distributed_training.records.record import TRACE_FILE, plural
+from distributed_training.records.record import TRACE_FILE
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import given_path, require_writable
+from distributed_training.settings.files import given_path, plural, require_writable
 from distributed_training.settings.keys import Parser
 
 Spans = list[tuple[float, float]]  # sorted, disjoint (begin, end)

@@ -156,7 +156,7 @@ def count_step(run: Run) -> dict[str, Any]:
     topology = run.topology
     for step in range(2):
         run.engine.train_step(run.batch(step))
-    every = run.plan.options.steps_between_exchanges() or 1
+    every = run.plan.steps_between_exchanges or 1
     with Traffic(topology) as traffic, _one_thread():
         for step in range(2, 2 + every):
             run.engine.train_step(run.batch(step))

@@ -20,6 +20,7 @@ from distributed_training.parallel.gradients import average
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 from distributed_training.plan.plan import Plan
+from distributed_training.settings.strategies import strategy_options
 
 
 class LocalSGD(NativeEngine):
@@ -27,7 +28,7 @@ class LocalSGD(NativeEngine):
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         super().__init__(model, plan, topology)
-        options: Any = plan.options  # engine.py's OPTIONS
+        options: Any = strategy_options(plan.strategy.name)(**plan.engine_options)
         self.options = options
         # Clipping and Adam are not linear: with one local step only the mean of the *gradients*
         # gives what dp computes, and then the weights never part.

@@ -19,6 +19,7 @@ from distributed_training.engines.base import Engine
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import part_of
 from distributed_training.records.folder import list_checkpoints
+from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import crc32_of
 from tests.support import refused, save_now, started
@@ -59,10 +60,11 @@ class FakeEngine(Engine):
 
 
 def plan_of(run_dir, *, keep=10, work=WORK, spread=SPREAD):
-    config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True, typed=())
+    config = SimpleNamespace(keep_checkpoints=keep, seed=42, sequence_parallel=True)
     strategy = SimpleNamespace(name=spread["strategy"], swaps_to_disk=False, steps_on_host=False)
     return SimpleNamespace(
-        config=config, run_dir=run_dir, work=work, spread=spread, checkpoint=None,
+        config=config, requested=Request(), run_dir=run_dir, work=work, spread=spread,
+        checkpoint=None,
         processes_here=1, strategy=strategy, notes=[], own_disks=False,
         sources={}, data_fingerprint="",
     )  # fmt: skip
@@ -353,7 +355,7 @@ def test_files_are_known_by_their_contents(tmp_path):
     plan.sources["weights"] = "8-4321"
     assert resume._differences(meta, plan) == "weights was 'w' and is '/v'"
     plan.data_fingerprint = "others"
-    plan.config.typed = ("dataset",)
+    plan.requested = Request(set_by={"dataset": "command line"})
     assert resume._differences(meta, plan) == "dataset was './a.txt' and is '/moved'", "as typed"
 
 

@@ -24,7 +24,7 @@ from distributed_training.models import attention, decoder, llama
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel import lora
 from distributed_training.parallel.agree import gather
-from distributed_training.parallel.compression import apply_compression, bucket_mib
+from distributed_training.parallel.gradients import apply_compression, bucket_mib
 from distributed_training.parallel.mesh import process_group
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from distributed_training.settings.config import build_config

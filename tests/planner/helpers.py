@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributed_training.models import find_model
-from distributed_training.plan.layout import Layout
+from distributed_training.plan.layout import Batch, Layout
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.layouts import Candidate, build_layout, cut_batch, fill_mesh
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import this_machine
-from distributed_training.records.record import Batch
 from distributed_training.settings.config import RunConfig, build_config
 from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import (

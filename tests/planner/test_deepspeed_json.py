@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from distributed_training.plan.layout import Batch
 from distributed_training.planner.deepspeed_json import FP16, OPTIMIZER, fill_deepspeed_json
 from distributed_training.planner.deepspeed_sections import check_sections
-from distributed_training.records.record import Batch
 from distributed_training.settings.config import build_config
 from distributed_training.settings.strategies import load_strategy
 from tests.planner.helpers import NAMES, plan_for
 from tests.support import named_strategy, own_json, refused
 
-DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_deepspeed_json]
+DEEPSPEED = [name for name in NAMES if named_strategy(name).traits.takes_json]
 # CONFIG and the batch of the tests below, and what the JSON must hold for them.
 CONFIG = {"max_grad_norm": 0.5, "precision": "bf16", "learning_rate": 2e-4, "weight_decay": 0.1}
 BATCH = Batch(global_batch_size=60, micro_batch_size=3, num_microbatches=5, num_replicas=4)

@@ -5,11 +5,13 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from distributed_training import cli
 from distributed_training.records.record import RECORD_FILE
-from distributed_training.records.report import build_sections, find_records, main, page, terminal
+from distributed_training.records.report import build_sections, find_records, page, terminal
 from distributed_training.records.tables import group_by_work
 from distributed_training.settings.files import ROOT
 from tests.support import made_record, record_values, refused
@@ -33,6 +35,13 @@ def runs(tmp_path, monkeypatch):
     (folder / "latest").symlink_to("20260101-000003-fsdp-x")
     monkeypatch.chdir(tmp_path)
     return folder
+
+
+def main(argv, output_dir=Path("runs")):
+    """Type `report` with these words."""
+    script = ROOT / "real_model_example.py"
+    program = cli.Program(config={}, script=script, about="", output_dir=output_dir)
+    return cli.own_options(cli.report, argv, program)
 
 
 def printed(capsys, *arguments, output_dir=None):

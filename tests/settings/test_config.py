@@ -15,6 +15,7 @@ from distributed_training.settings.config import (
     AUTO,
     KEYS,
     PRESETS_DIR,
+    Request,
     RunConfig,
     build_config,
     with_values,
@@ -65,13 +66,13 @@ def test_every_key_reaches_its_field_and_the_work(name, tmp_path):
     other = OTHER[name]
     changed = build_config({name: other})
     assert changed.to_user_words() == {**RunConfig().to_user_words(), name: other}
-    assert with_values(RunConfig(), **{name: other}, typed=changed.typed) == changed
-    assert RunConfig.model_validate_json(changed.model_dump_json()) == changed
-    same = RunConfig().work == changed.work
-    assert same == (name not in WORK)
+    assert with_values(Request(), **{name: other}, set_by={name: "CONFIG"}) == changed
+    assert Request.model_validate_json(changed.model_dump_json()) == changed
+    assert KEYS[name].work == (name in WORK)
     for alias in (name, *KEYS[name].aliases):
         assert build_config({alias: other}) == changed
-        assert build_config({}, overrides=[f"{alias}={other}"]) == changed
+        typed = build_config({}, overrides=[f"{alias}={other}"])
+        assert (typed.to_user_words(), typed.is_set(name)) == (changed.to_user_words(), True)
         preset = write(tmp_path / "p.json", {alias: other})
         assert build_config({}, preset=preset).to_user_words() == changed.to_user_words()
 
@@ -99,7 +100,8 @@ DEFAULTS = {"pipeline_schedule": "gpipe", "pp": 2, "checkpoint_every": 0}
 )
 def test_a_strategys_defaults_decide_what_config_leaves_open(config, overrides, decided):
     built = build_config(config, overrides=overrides, defaults={"auto": {}, "pp": DEFAULTS}.get)
-    assert built.from_defaults == tuple(decided)
+    assert [key for key, who in built.set_by.items() if who == "strategy"] == list(decided)
+    assert not built.is_set(*decided)
     written_out = build_config({**config, **decided}, overrides=overrides)
     assert built.to_user_words() == written_out.to_user_words()
     with refused("seed", "would change the work"):
@@ -118,7 +120,6 @@ def test_an_engine_adds_keys_of_its_own(tmp_path):
     built = build({"strategy": "dp"}, preset=preset, overrides=["mode=bb"])
     assert built.engine_options == {"rank": 4, "mode": "Bb"}
     assert built.to_user_words() == RunConfig(strategy="dp").to_user_words() | built.engine_options
-    assert built.work == {**RunConfig().work, "rank": 4}
     with refused("unknown key 'rank'"):
         build({"strategy": "tp", "rank": 4})
     with refused("mode='b'", "one of a, Bb", "did you mean 'Bb'?"):
@@ -185,8 +186,9 @@ def test_set_text_becomes_a_value(text, value):
 
 def test_presets_that_ship_and_by_path_and_from_home(tmp_path, monkeypatch):
     for path in PRESETS_DIR.glob("*.json"):
-        assert build_config({}, preset=path.stem) == build_config({}, preset=path.name)
-        assert build_config({}, preset=path.stem) != build_config({})
+        named, by_path = (build_config({}, preset=name) for name in (path.stem, path.name))
+        assert named.to_user_words() == by_path.to_user_words()
+        assert named.to_user_words() != build_config({}).to_user_words()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "own.json", {"epochs": 7})

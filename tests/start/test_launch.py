@@ -18,6 +18,7 @@ from distributed_training.records.record import LOST, load_record, mark_stopped
 from distributed_training.settings import machine, own_code
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
+from distributed_training.settings.strategies import load_strategy
 from distributed_training.start import launch, rendezvous, run_dir, worker
 from distributed_training.start import launch as launch_module
 from distributed_training.start.ranks import Ended, current_process, single_process
@@ -46,11 +47,13 @@ def test_number_of_processes():
 def test_a_deepspeed_json_of_accelerate_must_be_configs(monkeypatch):
     ours = ROOT / "configs/ds_config_zero2.json"
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(ours))
-    launch.refuse_other_json(build_config({"strategy": "zero2"}))
-    launch.refuse_other_json(build_config({"deepspeed_config": str(ours), "strategy": "zero2"}))
-    for values in ({"strategy": "zero3"}, {"strategy": "dp"}, {"strategy": "auto"}):
+    for values in ({}, {"deepspeed_config": str(ours)}):
+        strategy = load_strategy(build_config({"strategy": "zero2", **values}))
+        run_dir.refuse_other_json(SimpleNamespace(strategy=strategy))
+    for name in ("zero3", "dp"):
+        strategy = load_strategy(build_config({"strategy": name}))
         with refused(f"{ours}' is not CONFIG's", f"--deepspeed_config {ours}"):
-            launch.refuse_other_json(build_config(values))
+            run_dir.refuse_other_json(SimpleNamespace(strategy=strategy))
 
 
 def test_processes_share_the_cores(monkeypatch):

@@ -104,7 +104,7 @@ def test_a_run_that_is_named_goes_on_with_its_own_work(count, saved):
     config = take_over(merged(shipped, f"resume={saved.run_dir}"), count, notes)
     plan = planned(config.model_copy(update={"resume": None}), count)
     assert plan.work == saved.work
-    assert (plan.strategy.name, plan.options.local_steps) == ("local_sgd", 3)
+    assert (plan.strategy.name, plan.engine_options["local_steps"]) == ("local_sgd", 3)
     assert config.batch_size == {4: 2, 2: 2, 8: 1}[count]
     assert config.hang_timeout_s != 50  # no work
     assert notes[0].startswith("as in the run: strategy='local_sgd', model='gpt2-tiny', ")

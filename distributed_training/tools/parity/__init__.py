@@ -20,10 +20,10 @@ from pathlib import Path
 from types import ModuleType
 
 from distributed_training.records.display import duration, fold, short_path
-from distributed_training.records.record import plural, write_json
-from distributed_training.settings.config import RunConfig
+from distributed_training.records.record import write_json
+from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import require_writable
+from distributed_training.settings.files import plural, require_writable
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import list_strategies, load_strategy
 from distributed_training.start import launch
@@ -154,7 +154,7 @@ def train_group(
             print(fold(f"{trial.name} failed: {trial.why}"), flush=True)
 
 
-def import_ranks(configs: Sequence[RunConfig]) -> ModuleType:
+def import_ranks(configs: Sequence[Request]) -> ModuleType:
     """Import before the fork what each rank would import by itself."""
     launch.import_worker().use_cpu()
     importlib.import_module("torch._dynamo")  # which optimizers import

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from distributed_training.records import report
 from distributed_training.records.display import WIDTH, last_part, short_path
-from distributed_training.records.record import plural, provenance, write_json
+from distributed_training.records.record import provenance, write_json
 from distributed_training.records.tables import NOTHING, Table
+from distributed_training.settings.files import plural
 from distributed_training.settings.machine import Machine
 from distributed_training.tools.parity.ranks import LIMITS, SPREADS
 from distributed_training.tools.parity.trials import OK, Trial

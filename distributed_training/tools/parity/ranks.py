@@ -25,7 +25,7 @@ from distributed_training.records import metrics
 from distributed_training.records.display import WIDTH, Display
 from distributed_training.records.folder import list_checkpoints
 from distributed_training.records.tables import differing
-from distributed_training.settings.config import RunConfig
+from distributed_training.settings.config import Request
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import threads_per_process
 from distributed_training.supervise import claims
@@ -40,7 +40,7 @@ SPREADS = 4
 STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # of a checkpoint
 RESULTS, LOG, RUNS = "runs/results.jsonl", "log.txt", "runs"
 Values = dict[str, Any]
-Build = Callable[[Sequence[str]], RunConfig]
+Build = Callable[[Sequence[str]], Request]
 Apart = dict[str, dict[str, float]]  # quantity -> step or tensor -> relative difference
 
 
@@ -132,7 +132,7 @@ def _train(run: harness.Run) -> Values:
     return {
         "why": why, "mesh": plan.mesh, "figures": [losses, norms], "run_dir": str(plan.run_dir),
         "work": {**plan.work, "data_fingerprint": run.data.fingerprint},
-        "config": plan.config.to_user_words(), "num_steps": plan.num_steps,
+        "config": plan.settings, "num_steps": plan.num_steps,
         "global_batch_size": plan.batch.global_batch_size,
     }  # fmt: skip
 

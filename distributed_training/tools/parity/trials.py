@@ -8,6 +8,7 @@ from distributed_training.planner.choose import choose_model
 from distributed_training.planner.layouts import OPEN
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.machine import Machine
+from distributed_training.settings.strategies import named_strategy
 from distributed_training.tools import compare
 
 REFERENCE, AGAIN = "reference", "rounding"  # keys and verdicts of the runs of one process
@@ -47,8 +48,9 @@ def share_model(runs: Sequence[compare.Run], machine: Machine) -> None:
     models = []
     for run in runs:
         if run.config is not None:
-            chosen = choose_model(run.config, machine, run.num_processes, []).model
-            models.append((find_model(chosen).size.num_layers, chosen))
+            strategy = named_strategy(run.config)
+            chosen = choose_model(run.config, machine, run.num_processes, strategy, [])
+            models.append((find_model(chosen.model).size.num_layers, chosen.model))
     for run in runs:
         run.values |= ALWAYS
         if run.config is not None and run.config.model == AUTO:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed_training.planner.choose import lay_out_on
+from distributed_training.planner.choose import lay_out
 from distributed_training.predict.predict import Prediction, parse_cluster, predict
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
@@ -39,7 +39,7 @@ def predicted(row: dict[str, Any], folder: Path) -> tuple[Prediction, float]:
     }  # fmt: skip
     config = build_config(words, defaults=strategy_defaults, options=strategy_options)
     cluster = parse_cluster(row["cluster"])
-    prediction = predict(lay_out_on(cluster, config), cluster.rates)
+    prediction = predict(lay_out(cluster, config), cluster.rates)
     return prediction, (prediction.tokens_per_s or 0.0) / cluster.num_processes
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from distributed_training.models.llama import SIZES
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import SCHEDULES
-from distributed_training.planner.choose import lay_out_on
+from distributed_training.planner.choose import lay_out
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.predict.memory import STATE, Held, estimate_state
 from distributed_training.predict.predict import parse_cluster, predict
@@ -75,7 +75,7 @@ def _what_fits(config: Mapping[str, Any], memory_gib: float) -> str:
     for mode in MODES:
         for size in BATCH_SIZES:
             built = build_config({**config, "batch_size": size, "activation_checkpointing": mode})
-            if predict(lay_out_on(cluster, built), cluster.rates).room_on_gpu == "yes":
+            if predict(lay_out(cluster, built), cluster.rates).room_on_gpu == "yes":
                 found.append((size, mode))
                 break
     enough = [pair for pair in found if pair[0] >= 4]
