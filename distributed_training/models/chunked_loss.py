@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from distributed_training.data.samples import IGNORE_INDEX
+from distributed_training.models.decoder import limit
 
 
 class GatherFirst(Protocol):
@@ -47,17 +48,18 @@ class ChunkedCrossEntropy:
         targets: torch.Tensor,
         vocab_size: int,
         split: Split | None = None,
+        cap: float = 0.0,
     ) -> torch.Tensor:
         """Return the fp32 sum. With a `split`, `weight` has this process's rows, [P / R, D], and
-        the gradient of `x` is one term of a sum over the group."""
+        the gradient of `x` is one term of a sum over the group. `cap`: as of `decoder.limit`."""
         if not torch.is_grad_enabled():
             x, weight = x.detach(), weight.detach()  # no gradients are computed
-        return _Chunked.apply(x, weight, targets, vocab_size, split, self.tokens, self.compute)
+        return _Chunked.apply(x, weight, targets, vocab_size, split, cap, self.tokens, self.compute)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, split, tokens, compute):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, targets, vocab_size, split, cap, tokens, compute):  # type: ignore[no-untyped-def]
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         flat = x.flatten(0, -2)
         tokens = -(-len(flat) // -(-len(flat) // tokens))  # as even chunks as possible
@@ -67,7 +69,7 @@ class _Chunked(torch.autograd.Function):
         targets = targets.flatten().split(tokens)
         for index, (chunk, own) in enumerate(zip(flat.split(tokens), targets, strict=True)):
             logits = F.linear(chunk, weight)
-            total += compute(logits, own, vocab_size, split)
+            total += compute(logits, own, vocab_size, split, cap)
             grad_logits = logits  # in its memory
             if grad_x is not None:
                 place = grad_x[index * tokens : index * tokens + len(chunk)]
@@ -83,17 +85,22 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, scale):  # type: ignore[no-untyped-def]
         # In place: autograd lets go of saved tensors, and a second backward pass is an error.
         gradients = [each if each is None else each.mul_(scale) for each in ctx.saved_tensors]
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def loss_and_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, split: Split | None = None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    split: Split | None = None,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Return the summed loss, an fp32 scalar, of logits [N, P / R] and targets [N], and write its
     gradient over the logits. With a `split`, one all-gather of two fp32 numbers per token."""
     first = 0 if split is None else split.first
     columns = first + torch.arange(logits.shape[1], device=logits.device)
-    z = logits.float()
+    z = limit(logits.float(), cap)
+    slope = 1 - (z / cap) ** 2 if cap else 1.0
     if first + logits.shape[1] > vocab_size:
         z = z.masked_fill(columns >= vocab_size, -torch.inf)
     normaliser = torch.logsumexp(z, -1, keepdim=True)
@@ -107,5 +114,5 @@ def loss_and_gradient(
         target_logit = target_logits.sum(0)
     loss_mask = (targets != IGNORE_INDEX)[:, None]
     gradient = torch.where(loss_mask, torch.exp(z - normaliser) - one_hot.float(), 0.0)
-    logits.copy_(gradient)
+    logits.copy_(gradient * slope)
     return torch.where(loss_mask, normaliser - target_logit, 0.0).sum()

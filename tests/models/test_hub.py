@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import distributed_training.models.hub as hub_family
 from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
+from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import Past
 from tests.models.hub_folders import KINDS, make_folder
 from tests.support import refused
@@ -87,6 +88,22 @@ def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
     packed = model(ids, positions=positions, ends=ends)
     alone = [model(document) for document in ids.split(lengths, 1)]
     assert_near(packed, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
+def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
+    """With a function of the logits, a bias and a factor."""
+    _, model = build(make_folder(kind, tmp_path))
+    ids = torch.randint(2048, (2, LENGTH + 1))
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    found = []
+    for loss in (model.loss, ChunkedCrossEntropy(7, compiled=False)):
+        model.zero_grad()
+        model.loss = loss
+        model(inputs, targets).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for whole, chunked in zip(*found, strict=True):
+        assert_near(chunked, whole)
 
 
 def test_arithmetic_in_bf16_rounds_weights_and_leaves_rotary_frequencies(tmp_path):
