@@ -61,7 +61,7 @@ def imported(*patterns: str) -> set[str]:
     [
         (
             ("distributed_training/**/*.py", "real_model_example.py"),
-            [*EXTRAS["tracking"], *EXTRAS["tasks"]],
+            [*EXTRAS["tracking"], *EXTRAS["tasks"], *EXTRAS["low-bit"]],
         ),
         (("tests/**/*.py", "pipedream_tutorial/tests/*.py"), EXTRAS["dev"]),
     ],

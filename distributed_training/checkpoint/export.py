@@ -172,11 +172,11 @@ def whole_model(state: dict[str, torch.Tensor], base_fingerprint: int, plan: Pla
         source = plan.model.weights_source(plan.weights_dir)
     model = plan.model.build(dropout=0.0, seed=config.seed, source=source)
     if config.lora_rank:
-        from distributed_training.models.peft import merge_adapters, to_peft
+        from distributed_training.models.peft import base_rounding, merge_adapters, to_peft
 
         merge_adapters(
             model, plan.model, to_peft(state, plan.model), config.lora_alpha / config.lora_rank,
-            base=base_fingerprint, whose=plan.run_dir,
+            base=base_fingerprint, whose=plan.run_dir, rounding=base_rounding(config),
         )  # fmt: skip
         return model
     for name, values in model.state_dict().items():

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from distributed_training.plan.plan import Plan
 from distributed_training.records.folder import CHECKPOINTS, META_FILE, name_of, named_checkpoint
 from distributed_training.records.record import LAST, RECORD_FILE, Record, load_record, write_json
-from distributed_training.settings.config import AUTO
+from distributed_training.settings.config import AUTO, KEYS
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import (
     crc32,
@@ -268,7 +268,8 @@ def _typed_longer(meta: Meta, plan: Plan) -> set[str]:
 
 
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
-    saved = meta.work
+    # A run of an earlier release did without the keys that have been added since.
+    saved = {name: key.default for name, key in KEYS.items() if key.work} | meta.work
     work = plan.work
     before = meta.spread.get("strategy")
     now = plan.strategy.name

@@ -20,7 +20,7 @@ from distributed_training.parallel.tensor_files import Part, TensorFiles
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 # AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
-ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # its state besides the step, as torch and DeepSpeed name it
 
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.graphs import StepGraph, to_device
+from distributed_training.engines.optimizers import build_optimizer, moment_part
 from distributed_training.models.decoder import Decoder, Past, parameter_groups
 from distributed_training.parallel import blocks, gradients
 from distributed_training.parallel.agree import works_everywhere
@@ -79,11 +80,12 @@ class NativeEngine(base.Engine):
         self.local = {each: nn.Parameter(local_part(each.detach())) for each in self.parameters}
         groups = parameter_groups(self.local.values(), config.weight_decay)
         rate = float(config.learning_rate)
-        # On GPUs what changes from step to step lies in memory that a graph reads.
-        self.optimizer = torch.optim.AdamW(
-            groups, rate, fused=on_gpu, capturable=on_gpu, **base.ADAM
-        )
-        self.rate = torch.tensor(rate, device=topology.device) if on_gpu else None
+        self.optimizer: Any = build_optimizer(config, groups, topology.device)
+        # A graph, and what is compiled, read the rate of each step from memory.
+        is_read = on_gpu or config.optimizer != "adamw"
+        self.rate = torch.tensor(rate, device=topology.device) if is_read else None
+        # Whether the optimizer leaves an update out by itself, so that nothing waits for the GPU.
+        self.skips_on_gpu = on_gpu and config.optimizer != "adamw-8bit"
         self.scale = torch.zeros((), device=topology.device)
         self.set_learning_rate(rate)
         self.fp16 = self.compute_dtype is torch.float16
@@ -208,14 +210,14 @@ class NativeEngine(base.Engine):
         overflow = norm.isfinite().logical_not()
         step = True
         if self.fp16 or self.config.on_nonfinite == "skip":
-            if self.rate is None:
-                step = not overflow
-            else:  # the fused AdamW decides on the GPU, so that nothing waits for it
+            if self.skips_on_gpu:
                 self.optimizer.found_inf = overflow.float()
+            else:
+                step = not overflow
         if step:
             if self.config.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.local.values(), self.config.max_grad_norm, norm)
-            if self.rate is not None and not self.optimizer.state:
+            if self.topology.device_type == "cuda" and not self.optimizer.state:
                 # Otherwise Adam's moments settle in parts of segments that held activations.
                 torch.cuda.empty_cache()
             self.optimizer.step()
@@ -264,10 +266,13 @@ class NativeEngine(base.Engine):
 
     def describe_dtypes(self) -> dict[str, str]:
         parameter = str(self.parameters[0].dtype)
-        dtypes = dict.fromkeys(("parameters", "gradients", "optimizer_state"), parameter)
+        dtypes = dict.fromkeys(("parameters", "gradients"), parameter)
+        moments = {"adamw-bf16": "torch.bfloat16", "adamw-8bit": "torch.uint8"}
+        dtypes["optimizer_state"] = moments.get(self.config.optimizer, parameter)
         arithmetic = str(self.compute_dtype or torch.float32)
         if self.config.lora_rank:
-            dtypes["frozen_parameters"] = arithmetic
+            is_nf4 = self.config.base_dtype == "nf4"
+            dtypes["frozen_parameters"] = "nf4" if is_nf4 else arithmetic
         return {**dtypes, "arithmetic": arithmetic, "reduction": str(torch.float32)}
 
     def state_parts(self) -> Iterator[Part]:
@@ -283,9 +288,10 @@ class NativeEngine(base.Engine):
                 for kind in ("weight", *base.MOMENTS):
                     if kind not in held:
                         continue
-                    local = local_part(held[kind])
                     shape = (rows, *parameter.shape[1:])
-                    yield part_of(f"{kind}/{name}", local, shape, start, writes=writes)
+                    local = local_part(parameter)
+                    part = part_of(f"{kind}/{name}", local, shape, start, writes=writes)
+                    yield part if kind == "weight" else moment_part(part, held[kind])
 
     def counters(self) -> dict[str, float]:
         steps = self.optimizer.state.get(self.local[self.parameters[0]], {}).get("step", 0)
@@ -296,12 +302,12 @@ class NativeEngine(base.Engine):
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
         self.optimizer.state.clear()  # there is none before the first step
         if counters["adam_steps"]:
+            step = torch.tensor(float(counters["adam_steps"]), device=self.topology.device)
             for local in self.local.values():
-                state = self.optimizer.state[local]
-                state["step"] = torch.tensor(float(counters["adam_steps"]), device=local.device)
-                state |= {moment: torch.zeros_like(local) for moment in base.MOMENTS}
+                self.optimizer.begin(local, step)
         for part in self.state_parts():
-            part.get().copy_(saved.read(part))
+            values = saved.read(part)
+            part.write(values) if part.write else part.get().copy_(values)
         self.loss_scale.fill_(counters["loss_scale"])
         self._good_steps.fill_(counters["good_steps"])
         self.step.forget()

@@ -282,6 +282,11 @@ def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return logits
 
 
+def is_block_matrix(name: str, size: ModelSize) -> bool:
+    """Return whether a parameter is the weight of one of a block's matrices."""
+    return any(fnmatch.fnmatchcase(name, f"blocks.*.{key}.weight") for key in size.matrix_names)
+
+
 def sample_bytes(values: torch.Tensor) -> bytes:
     """Return some thousand numbers of a parameter, as bytes of fp32, for a checksum."""
     some = values.detach().flatten()[:: max(1, values.numel() // 1000)]

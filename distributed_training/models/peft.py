@@ -1,5 +1,6 @@
 """Adapters as folders that the library PEFT opens, and merged into the weights beside them."""
 
+import importlib.util
 import json
 import re
 from collections import defaultdict
@@ -50,6 +51,8 @@ def save_adapters(
     folder.mkdir(parents=True, exist_ok=True)
     tensors, rank = _without_zeros(to_peft(state, spec))
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
+    if (rounding := base_rounding(config)) is not None:
+        metadata["base_rounding"] = rounding
     save_tensors(tensors, folder / ADAPTER_WEIGHTS, metadata)
     document: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
@@ -61,6 +64,11 @@ def save_adapters(
         "fan_in_fan_out": spec.code.STORES_TRANSPOSED,
     }  # fmt: skip
     (folder / ADAPTER_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def base_rounding(config: RunConfig) -> str | None:
+    """Return the format of a quantized base and the compute dtype; None if it is not quantized."""
+    return f"nf4 {config.precision}" if config.base_dtype == "nf4" else None
 
 
 def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
@@ -103,7 +111,7 @@ def read_initial(spec: ModelSpec, folder: Path) -> Initial:
     of Hugging Face's, each with an A of its own: then A holds the rows of all of them, a mask keeps
     zeros in B where another part's columns are, and the rank is larger."""
     config = read_adapters(folder)
-    found, base = _read_tensors(config, spec, folder)
+    found, metadata = _read_tensors(config, spec, folder)
     by_matrix = defaultdict[str, list[_Adapter]](list)
     for adapter in _match(found, spec, folder):
         by_matrix[adapter.name].append(adapter)
@@ -130,7 +138,7 @@ def read_initial(spec: ModelSpec, folder: Path) -> Initial:
         if not torch.equal(mask, used.expand_as(mask)):
             tensors[f"{name}.adapter.mask"] = mask
     targets = tuple(name for name in size.matrix_names if f"blocks.0.{name}" in by_matrix)
-    return Initial(rank, config.scale * rank, targets, tensors, base)
+    return Initial(rank, config.scale * rank, targets, tensors, metadata.get("base_fingerprint"))
 
 
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -159,21 +167,47 @@ def merge_adapters(
     *,
     base: str | int | None,
     whose: object,
+    rounding: str | None = None,
 ) -> None:
     """Add `scale` B A of adapters under PEFT's names, those of `whose`, to the weights of a whole
-    model, in place. Raises UserError where these have another fingerprint than the `base` that the
-    adapters were trained beside, if known, and for pairs of A and B that do not fit."""
+    model, in place. If they were trained beside a quantized base, `rounding` names its format and
+    the compute dtype, and its values take the place of the weights first. Raises UserError where
+    the weights have another fingerprint than the `base` that the adapters were trained beside, if
+    known, and for pairs of A and B that do not fit."""
     check_base(model.fingerprint(), base, whose)
+    if rounding is not None:
+        _round_base(model, rounding, whose)
     for adapter in _match(tensors, spec, whose):  # all are checked before any is added
         weight = model.get_parameter(f"{adapter.name}.weight")
         weight[adapter.rows] += scale * (adapter.b @ adapter.a)
 
 
+def _round_base(model: Decoder, rounding: str, whose: object) -> None:
+    if rounding not in ("nf4 bf16", "nf4 fp16", "nf4 fp32"):
+        raise UserError(f"adapters {whose}: base_rounding {shown(rounding)} is not known")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        what = f"{whose}: these adapters were trained beside weights in NF4"
+        raise UserError(
+            what, "the package bitsandbytes is not installed", "pip install bitsandbytes"
+        )
+    from distributed_training.models.nf4 import round_matrices
+
+    dtypes = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32": torch.float32}
+    round_matrices(model, dtypes[rounding])
+
+
+def is_rounded(folder: Path) -> bool:
+    """Return whether the adapters in `folder` were trained beside a quantized base."""
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
+        return "base_rounding" in (opened.metadata() or {})
+
+
 def load_adapters(model: Decoder, spec: ModelSpec, folder: Path) -> None:
     """Merge the adapters in `folder` into a model that has their base's weights."""
     config = read_adapters(folder)
-    tensors, base = _read_tensors(config, spec, folder)
-    merge_adapters(model, spec, tensors, config.scale, base=base, whose=folder)
+    tensors, metadata = _read_tensors(config, spec, folder)
+    base, rounding = map(metadata.get, ("base_fingerprint", "base_rounding"))
+    merge_adapters(model, spec, tensors, config.scale, base=base, whose=folder, rounding=rounding)
 
 
 class _Adapter(NamedTuple):
@@ -240,14 +274,14 @@ def _checked_pair(
 
 def _read_tensors(
     config: Adapters, spec: ModelSpec, folder: Path
-) -> tuple[dict[str, torch.Tensor], str | None]:
-    """Return the tensors of adapters, and the fingerprint of their base where it is known. Raises
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of adapters, and the file's metadata, which may name their base. Raises
     UserError for a file that is missing or damaged, or that is not what the config says."""
     file = folder / ADAPTER_WEIGHTS
     try:
         open_regular(file).close()
         with safe_open(file, "pt") as opened:
-            base = (opened.metadata() or {}).get("base_fingerprint")
+            metadata = opened.metadata() or {}
             _refuse_others(opened.keys(), spec)  # loading hundreds of thousands takes a minute
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -255,10 +289,11 @@ def _read_tensors(
         old = file.with_suffix(".bin")
         fix = f"open {old} with PEFT and save it" if old.is_file() else "fetch them again"
         raise UserError(f"adapters {file} cannot be read", why, fix) from None
+    base = metadata.get("base_fingerprint")
     if base is not None and not re.fullmatch(r"-?[0-9]{1,20}", base):
         raise UserError(f"adapters {file}: base_fingerprint {shown(base)} is not a number")
     _check_names(config, tensors, spec, folder)
-    return tensors, base
+    return tensors, metadata
 
 
 def _check_names(

@@ -29,7 +29,7 @@ def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
         if not isinstance(linear, Linear) or name.split(".", 2)[-1] not in targets:
             continue
         weight = linear.weight
-        rows, columns = weight.shape
+        rows, columns = linear.out_features, linear.in_features  # a quantized weight has others
         # From the name and the seed alone; rounded like weights that training begins with.
         generator = torch.Generator().manual_seed(config.seed * 100_003 + zlib.crc32(name.encode()))
         a = torch.empty(config.lora_rank, columns)

@@ -38,6 +38,7 @@ class Part:
     get: Callable[[], torch.Tensor]  # of `size`; writing to it changes the state
     writes: bool = True  # False: another process holds the same and writes it
     dtype: torch.dtype = torch.float32
+    write: Callable[[torch.Tensor], None] | None = None  # if what `get` returns is a copy
 
 
 def part_of(

@@ -52,6 +52,10 @@ def check_packages(plan: Plan) -> None:
         plan.strategy.traits.package: (strategy, "-r requirements.txt"),
         tracker: (f"log_to={tracker!r}", tracker),
     }
+    if plan.config.optimizer == "adamw-8bit":
+        needed["torchao"] = ("optimizer='adamw-8bit'", "torchao")
+    if plan.config.base_dtype == "nf4":
+        needed["bitsandbytes"] = ("base_dtype='nf4'", "bitsandbytes")
     for package, (reason, source) in needed.items():
         if package is not None and importlib.util.find_spec(package) is None:
             what = f"the package {package} is not installed, and {reason} needs it"

@@ -190,6 +190,7 @@ def _check_pairs(candidate: Candidate, precision: str) -> None:
     """Raise UserError for a key whose value does not go with another key, strategy or model."""
     _check_model(candidate)
     _check_strategy(candidate, precision)
+    _check_base(candidate, precision)
     _check_compression(candidate, precision)
     _check_loss_chunks(candidate, precision)
 
@@ -235,9 +236,35 @@ def _check_strategy(candidate: Candidate, precision: str) -> None:
     if config.gradient_compression != "none" and not in_ddp:
         fix = "set it to none, or strategy to dp"
         _refuse(candidate, "gradient_compression", here, "it works in PyTorch's DDP", fix)
+    if config.optimizer != "adamw" and not strategy.traits.compacts_moments:
+        fix = "set it to adamw, or strategy to dp, fsdp, tp or pp"
+        _refuse(candidate, "optimizer", here, "its engine keeps AdamW's moments in fp32", fix)
     if config.on_nonfinite == "skip" and not strategy.traits.leaves_out_updates:
         why = "its engine updates before the norm of the gradients is known here"
         _refuse(candidate, "on_nonfinite", here, why, "set it to rollback or stop")
+
+
+def _check_base(candidate: Candidate, precision: str) -> None:
+    config = candidate.config
+    key = "base_dtype"
+    if config.base_dtype == AUTO:
+        return
+    if config.lora_rank == 0:
+        _refuse(candidate, key, "lora_rank=0", "no weights are frozen", "set lora_rank to 16")
+    if config.base_dtype == "bf16":
+        if precision != "bf16":
+            other = f"precision={precision!r}"
+            _refuse(candidate, key, other, "frozen weights have its dtype", "set it to auto")
+        return
+    split = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}
+    if not candidate.strategy.traits.builds_on_device or set(split.values()) != {1}:
+        here = f"strategy={config.strategy!r}"
+        why = "only whole and FSDP's layers are quantized"
+        _refuse(candidate, key, here, why, "set strategy to dp or fsdp")
+    size = candidate.model.size
+    if odd := [columns for _, columns in size.block_matrices if columns % 64]:
+        why = f"64 values share a scale, and a matrix has {odd[0]} columns"
+        _refuse(candidate, key, f"model={config.model!r}", why, "set it to auto")
 
 
 def _check_compression(candidate: Candidate, precision: str) -> None:
@@ -366,8 +393,11 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
     """Return why a step cannot be one CUDA graph, which cannot ask the host anything."""
     config = candidate.config
     recomputes = config.activation_checkpointing != "none"
+    skips = config.on_nonfinite == "skip" or _choose_precision(config, machine) == "fp16"
     if not candidate.strategy.traits.replays_steps:
         return f"strategy={config.strategy!r}, whose engine launches its own kernels"
+    if config.optimizer == "adamw-8bit" and skips:
+        return "optimizer='adamw-8bit', which cannot leave out an update without the host"
     if config.gradient_compression != "none":
         return "gradient_compression, whose hooks run on the host"
     if _drops(config) and (candidate.mesh["tp"] > 1 or recomputes):

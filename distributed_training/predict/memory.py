@@ -16,6 +16,8 @@ from distributed_training.settings.strategies import Strategy
 STATE = ("parameters", "gradients", "optimizer")
 OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's devices -> `estimate_state`'s
 COMPONENTS = (*STATE, "copies", "buffers", "activations", "logits")
+# Bytes per parameter of AdamW's moments. torchao's have an fp32 scale for every 256 values.
+MOMENT_BYTES = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256)}
 SPLIT_LOGIT_BYTES = 2  # a logit, of a micro-batch whose W is still to come
 EAGER_CHUNK = 17  # bytes per logit of one chunk that loss_and_gradient allocates, uncompiled
 STATISTICS_BYTES = 2 * 2 * 4  # mean and deviation of two norms, fp32, a token and block
@@ -102,17 +104,19 @@ def estimate_copy(plan: Plan) -> int:
 
 
 def bytes_a_parameter(
-    strategy: Strategy, precision: str, mesh: Mapping[str, int]
+    strategy: Strategy, precision: str, mesh: Mapping[str, int], optimizer: str = "adamw"
 ) -> dict[str, float]:
     """As `estimate_state`, of a parameter of a process's part of the model under tp and pp.
 
     With rounded weights (ZeRO paper, section 3.1): parameters 2, gradients 2, fp32 master copy and
-    both Adam moments 12 bytes a parameter. Else fp32 parameters (4), gradients (4) and moments (8),
-    and of a pipeline's stages also what they gather, or round, for all micro-batches of a step."""
+    both Adam moments 12 bytes a parameter. Else fp32 parameters (4), gradients (4) and moments (8,
+    or fewer), and of a pipeline's stages also what they gather, or round, for all micro-batches of
+    a step."""
     width = 4 if precision == "fp32" else 2
     shards = mesh["dp_shard"]
     stage = strategy.zero.stage
-    each = {"parameters": 4 / shards, "gradients": 4 / shards, "optimizer": 8 / shards}
+    each = {"parameters": 4 / shards, "gradients": 4 / shards}
+    each["optimizer"] = MOMENT_BYTES[optimizer] / shards
     if strategy.traits.rounds_weights:
         each["parameters"] = width / (shards if stage >= 3 else 1)
         each["gradients"] = width / (shards if stage >= 2 else 1)
@@ -138,16 +142,16 @@ def _total(parts: Mapping[str, float]) -> float:
 
 def _state_of(process: Formulas) -> dict[str, int]:
     plan = process.plan
-    each = bytes_a_parameter(plan.strategy, plan.config.precision, plan.mesh)
+    each = bytes_a_parameter(plan.strategy, plan.config.precision, plan.mesh, plan.config.optimizer)
     each["optimizer"] += _own_bytes(plan)
     parts = {part: size * process.learning for part, size in each.items()}
     if process.frozen:
         divided = plan.uses_fsdp or plan.strategy.zero.stage == 3
-        frozen = process.width / process.shards if divided else process.width
+        copies = 1 / process.shards if divided else 1
         if plan.uses_fsdp and process.pp > 1:  # gathered whole for all micro-batches
-            frozen += process.width
+            copies += 1
         where = OFFLOADED.get(plan.strategy.offload["param"], "parameters")
-        parts[where] += frozen * process.parameters
+        parts[where] += copies * process.frozen_bytes
     return {part: round(size) for part, size in parts.items()}
 
 
@@ -224,8 +228,10 @@ class Held(Formulas):
             num_blocks = max(1, self.num_blocks)
             block = self.in_blocks / num_blocks
             # The root's parameters stay gathered, of the blocks the one in use and those ahead.
-            blocks = (1 + config.fsdp_prefetch) * block
-            parts["copies"] = self.width * (self.around + blocks)
+            frozen = (self.frozen_bytes - self.width * self.around) / num_blocks
+            adapters = self.width * (self.in_blocks + self.around - self.parameters) / num_blocks
+            blocks = (1 + config.fsdp_prefetch) * (frozen + adapters)
+            parts["copies"] = self.width * self.around + blocks
             each = self.learning / num_blocks if self.frozen else block
             parts["buffers"] = 4 * each  # whole gradients on their way to a reduce-scatter
         elif self.width == 2 and not self.strategy.traits.rounds_weights:
@@ -236,6 +242,9 @@ class Held(Formulas):
             elif config.activation_checkpointing != "none":
                 rounded = self.around
             parts["copies"] = 2 * rounded
+        if config.base_dtype == "nf4":  # a matrix in use
+            largest = max(rows * columns for rows, columns in self.size.block_matrices)
+            parts["buffers"] += self.width * largest
         if self.has_buckets and self.micro_batches > 1:
             parts["buffers"] += parts["gradients"]  # summed beside the buckets until the last one
         return parts

@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 from distributed_training.plan.orders import Step, find_orders
 from distributed_training.plan.plan import Plan
 from distributed_training.plan.schedules import P2P_CHANNELS
+from distributed_training.predict.memory import MOMENT_BYTES
 from distributed_training.predict.rates import FITTED, Rates, tiled
 from distributed_training.predict.simulate import flow, length_of, simulate
 from distributed_training.predict.traffic import Formulas, Shapes, formulas_by_place, sent_bytes
 
-# Bytes a parameter that AdamW and clipping read and write: its weight, gradient and moments; with
-# rounded weights these, too, and the gradient that is widened, scaled and added (DeepSpeed's ZeRO).
-UPDATE_BYTES = {False: 28 + 12, True: 60}
+# Bytes a parameter that AdamW and clipping read and write, beside its moments: its weight and
+# gradient; with rounded weights these, too, and the gradient that is widened, scaled and added
+# (DeepSpeed's ZeRO).
+UPDATE_BYTES = {False: 12 + 12, True: 44}
 # Bytes a parameter that a step on a disk reads and writes: fp32 weights and both moments 12 + 12,
 # gradients 4 + 4, rounded weights 2 for each pass and 2 when they are new.
 SWAPPED_BYTES = 38
@@ -120,7 +122,8 @@ class Work(Shapes):
         if not rounded or self.strategy.zero.stage > 0:
             shard /= self.shards
         rate = self.rates.update_memory_bytes or self.rates.memory_bytes
-        return UPDATE_BYTES[rounded] * shard / rate
+        moments = 2 * MOMENT_BYTES[self.config.optimizer]
+        return (UPDATE_BYTES[rounded] + moments) * shard / rate
 
     def message(self) -> float:
         """Seconds until what one stage made is on the next."""
@@ -167,6 +170,11 @@ class Work(Shapes):
             share = len(self.size.adapted(config.lora_targets)) / len(self.size.matrix_names)
             forward += 4 * moved * share * MEMORY
             inputs += 7 * moved * share * MEMORY
+        if config.base_dtype == "nf4":  # codes and scales are read, the matrix written and read
+            values = sum(rows * columns for rows, columns in matrices)
+            dequantize = (9 / 16 + self.width) * values / self.rates.memory_bytes * MEMORY
+            forward += dequantize
+            inputs += dequantize
         elementwise, backward = self._elementwise()
         forward += elementwise + attention + exchange
         inputs += backward + BACKWARD_ATTENTION * attention + exchange

@@ -108,6 +108,11 @@ class Formulas(Shapes):
         if not self.config.sequence_parallel:
             self.terms = 0
         self.parameters = self.in_blocks + self.around
+        # Bytes of a block's parameters, and of all, in the compute dtype or quantized: NF4 has 4
+        # bits for a value and an fp32 scale for 64.
+        matrices = sum(rows * columns for rows, columns in size.block_matrices)
+        saved = (self.width - 9 / 16) * matrices if self.config.base_dtype == "nf4" else 0
+        self.frozen_bytes = self.width * self.parameters - self.num_blocks * saved
         self.learning = self.parameters
         if self.frozen:
             config = self.config
@@ -141,7 +146,9 @@ class Formulas(Shapes):
             # pipeline once a step.
             times = self.micro_batches if self.pp == 1 else 1
             gathers = 2 if self.pp == 1 else 1
-            gathered = self.width * (gathers * self.in_blocks + self.around)
+            around = self.width * self.around
+            adapters = self.width * (self.in_blocks + self.around - self.parameters)
+            gathered = gathers * (self.frozen_bytes - around + adapters) + around
             found["dp_shard", "all_gather"] = times * gathered
             found["dp_shard", "reduce_scatter"] = times * 4 * self.learning
         if self.mesh["dp_replicate"] > 1:  # between copies once a step

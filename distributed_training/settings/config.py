@@ -94,6 +94,9 @@ class RunConfig(Options):
     """shape after the warm-up; linear and cosine reach 0 one step after the last"""
     warmup_steps: CountOrZero = learning(10, aliases=("warmup", "num_warmup_steps"))
     """optimizer steps over which the rate rises linearly"""
+    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit"] = learning("adamw", aliases=("optim",))
+    """AdamW with moments in fp32, in bf16 (rounded stochastically), or in 8 bits (pip install
+    torchao): 16, 12 or 10 bytes per trained parameter with its gradient"""
     weight_decay: Rate = learning(0.01)
     """AdamW's, on matrices; not on biases and norms"""
     max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = learning(1.0,
@@ -135,6 +138,9 @@ class RunConfig(Options):
     """planned network speed between nodes, in Gbit/s per GPU, as `links` measures it; None: 400"""
     activation_checkpointing: Literal["none", "full", "selective"] = memory("none")
     """what is computed again for the backward pass instead of kept"""
+    base_dtype: Literal["auto", "bf16", "nf4"] = memory(AUTO, work=True)
+    """with lora_rank: dtype of the frozen weights. nf4: 4 bits in the blocks' matrices (pip install
+    bitsandbytes); auto: the compute dtype"""
     loss_chunk_tokens: CountOrZero | Auto = memory(AUTO)
     """tokens whose logits are in memory at the same time; 0: all tokens of a micro-batch; auto: on
     GPUs, as many as cost at most 1% of a step"""

@@ -38,6 +38,7 @@ class Traits:
     leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
     replays_steps: bool = False  # whether it can launch a step as one CUDA graph
     packs_records: bool = False  # whether it passes on where packed records begin and end
+    compacts_moments: bool = False  # whether it can keep AdamW's moments in fewer bits
     averages_with_torch: bool = False  # whether settings of PyTorch's DDP and FSDP apply
     builds_on_device: bool = False  # whether it takes a model whose parameters are on the device
     hooks_between_blocks: bool = False  # whether each parameter of a block calls Python code
@@ -72,6 +73,7 @@ ENGINES: dict[str, Traits] = {
         packs_records=True,
         averages_with_torch=True,
         builds_on_device=True,
+        compacts_moments=True,
     ),
     "deepspeed": _DEEPSPEED,
     "deepspeed_pipeline": replace(

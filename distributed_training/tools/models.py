@@ -35,6 +35,7 @@ from distributed_training.settings.config import RunConfig, build_config, with_v
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path, require_writable
 
+MERGED_NF4 = "the base was in NF4: the model has its dequantized weights, plus the adapters"
 MERGED = "merged"  # in a run's folder, the whole model of a LoRA run
 TOKENS_AT_ONCE = 2048  # that are evaluated: their logits are in memory
 MAX_LENGTH = 1024  # of samples of a model that no run is known of
@@ -305,6 +306,8 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
     chat = tokenizer.talks(record.data.get("form"))
     export.write_folder(state, meta.base_fingerprint, plan, tokenizer, chat, folder, merge=merge)
     export.write_card(folder, record.model_copy(update={"step": meta.step}))
+    if merge and plan.config.base_dtype == "nf4":
+        print(f"note: {MERGED_NF4}")
     print(f"exported {short_path(folder)} (Hugging Face's format, after step {meta.step})")
     return 0
 
@@ -318,6 +321,8 @@ def merge_exported(exported: Path, to: str | None) -> int:
     export.save_whole(model, spec, tokenizer, chat, base_folder(exported), folder)
     if (exported.parent / RECORD_FILE).is_file():
         export.write_card(folder, load_record(exported.parent))
+    if peft.is_rounded(exported):
+        print(f"note: {MERGED_NF4}")
     print(f"exported {short_path(folder)} (Hugging Face's format, adapters merged)")
     return 0
 

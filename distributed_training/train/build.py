@@ -1,5 +1,6 @@
 """Build what a plan says: this process's place in the mesh, samples, extensions, engine."""
 
+import threading
 import time
 import zlib
 
@@ -10,7 +11,7 @@ from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models import peft
-from distributed_training.models.decoder import Decoder, sample_bytes
+from distributed_training.models.decoder import Decoder, is_block_matrix, sample_bytes
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.checks import built_extensions
@@ -61,13 +62,16 @@ def build_engine(plan: Plan, topology: Topology, drawn: Decoder | None = None) -
 
 def build_model(plan: Plan, topology: Topology, drawn: Decoder | None) -> tuple[Decoder, int]:
     """Return the model with its initial weights, rounded to the compute dtype, and `fingerprint` of
-    the weights before rounding. Weights under LoRA stay in the compute dtype, others are fp32. What
-    PyTorch's parallelism takes is on this rank's device, and only what its stages hold is kept."""
+    the weights before rounding. Weights under LoRA stay in the compute dtype (matrices of blocks in
+    `base_dtype`), others are fp32. What PyTorch's parallelism takes is on this rank's device, and
+    only what its stages hold is kept."""
     config = plan.config
     on_device = plan.strategy.traits.builds_on_device
     device = topology.device if on_device else torch.device("cpu")
     compute_dtype = COMPUTE_DTYPES[config.precision]
     samples: dict[str, bytes] = {}
+    scales: dict[str, torch.Tensor] = {}
+    one_at_a_time = threading.Lock()  # so that only one matrix that is not quantized is on the GPU
     own = own_blocks(plan, topology) if on_device else None
 
     def place(name: str, values: torch.Tensor) -> torch.Tensor | None:
@@ -77,6 +81,12 @@ def build_model(plan: Plan, topology: Topology, drawn: Decoder | None) -> tuple[
         if own is not None and block is not None and int(block) not in own:
             return None
         kept = values if compute_dtype is None else values.to(compute_dtype)
+        if config.base_dtype == "nf4" and is_block_matrix(name, plan.size):
+            from distributed_training.models import nf4
+
+            with one_at_a_time:
+                codes, scales[name] = nf4.quantize(kept.to(device))
+            return codes
         return kept.to(device, kept.dtype if config.lora_rank else torch.float32)
 
     source = None
@@ -90,6 +100,10 @@ def build_model(plan: Plan, topology: Topology, drawn: Decoder | None) -> tuple[
         )
     model.compute_dtype = compute_dtype
     names = [name for name, _ in model.named_parameters()]
+    if scales:
+        from distributed_training.models import nf4
+
+        nf4.attach_scales(model, scales)
     return model, zlib.crc32(b"".join(samples[name] for name in names))
 
 

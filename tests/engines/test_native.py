@@ -1,5 +1,7 @@
 """The native engine on one process."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
@@ -11,6 +13,7 @@ from distributed_training.engines.native import NativeEngine
 from distributed_training.models.gpt2 import SIZES
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
+from distributed_training.settings.config import with_values
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, cpu_topology
 
@@ -41,8 +44,12 @@ def train(engine, *seeds):
     return found
 
 
-@pytest.mark.parametrize("steps", [(), (0, 1)], ids=["none", "two"])
-def test_resuming_restores_adams_moments(steps, plan, tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "steps"),
+    [("adamw", ()), ("adamw", (0, 1)), ("adamw-bf16", (0, 1)), ("adamw-8bit", (0, 1))],
+)
+def test_resuming_restores_adams_moments(optimizer, steps, plan, tmp_path):
+    plan = dataclasses.replace(plan, config=with_values(plan.config, optimizer=optimizer))
     engine, resumed = build_engine(plan), build_engine(plan)
     train(engine, *steps)
     write_parts(tmp_path / "state", engine.state_parts())

@@ -60,7 +60,7 @@ def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
 
 def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
-    gone = {"deepspeed", "mlflow"}
+    gone = {"deepspeed", "mlflow", "torchao"}
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name)
     )
@@ -69,6 +69,8 @@ def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
         checks.check_packages(draft(tmp_path, "zero1"))
     with refused("log_to='mlflow' needs it", "pip install mlflow"):
         checks.check_packages(draft(tmp_path, "fsdp", log_to="mlflow"))
+    with refused("torchao is not installed", "'adamw-8bit' needs it", "pip install torchao"):
+        checks.check_packages(draft(tmp_path, "fsdp", optimizer="adamw-8bit"))
 
 
 def test_no_more_processes_than_gpus(tmp_path):

@@ -36,6 +36,11 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1.0 does not go with strategy"),
         ({"gradient_compression": "powersgd", "bucket_cap_mb": 1.0}, "single bucket"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
+        (
+            {"strategy": "zero2", "optimizer": "adamw-bf16"},
+            "optimizer='adamw-bf16' does not go with",
+        ),
+        ({"strategy": "local_sgd", "optimizer": "adamw-8bit"}, "keeps AdamW's moments in fp32"),
         ({"fsdp_prefetch": 2}, "fsdp_prefetch=2 does not go with strategy='dp'"),
         ({"strategy": "pp", "dp_shard": 2, "pp": 2, "fsdp_prefetch": 0}, "strategy='pp'"),
     ],

@@ -173,6 +173,12 @@ def test_state_bytes_on_four_processes(name, precision, parts):
     assert state(named_strategy(name), precision, **{axis: 4}) == parts
 
 
+@pytest.mark.parametrize(("optimizer", "held"), [("adamw-bf16", 4), ("adamw-8bit", 2 + 8 / 256)])
+def test_moments_in_fewer_bits_take_fewer_bytes(optimizer, held, tmp_path):
+    less, most = (peak(tmp_path, strategy="dp", optimizer=o).fullest for o in (optimizer, "adamw"))
+    assert less["optimizer"] == pytest.approx(held / 8 * most["optimizer"])
+
+
 @pytest.mark.parametrize(
     ("precision", "axes", "parts"),
     [

@@ -1,0 +1,147 @@
+"""AdamW, with its moments in fp32 or in fewer bits.
+
+In bf16 the second moment cannot follow a mean over 1000 steps if it is rounded to nearest: a step
+shrinks it by a thousandth, and half the distance between two neighbors is two to four thousandths.
+Rounding up or down at random, with probabilities that make the mean exact, lets it move."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from distributed_training.engines.base import ADAM, MOMENTS
+from distributed_training.parallel.tensor_files import Part
+from distributed_training.settings.config import RunConfig
+
+# Values that are updated at a time, so that an update without torch.compile needs little memory.
+CHUNK = 2**24
+
+
+def build_optimizer(
+    config: RunConfig, groups: list[dict[str, Any]], device: torch.device
+) -> torch.optim.Optimizer:
+    """Return the AdamW that CONFIG names. On a GPU a CUDA graph can hold its step."""
+    rate = float(config.learning_rate)
+    compiled = bool(config.compile)
+    if config.optimizer == "adamw-8bit":
+        from distributed_training.engines.adamw_8bit import AdamW8bit
+
+        return AdamW8bit(groups, rate, compiled=compiled)
+    if config.optimizer == "adamw-bf16":
+        return AdamWBf16(groups, rate, compiled=compiled)
+    on_gpu = device.type == "cuda"
+    return AdamW(groups, rate, fused=on_gpu, capturable=on_gpu, **ADAM)
+
+
+def moment_part(part: Part, moment: torch.Tensor) -> Part:
+    """Return a part of one of AdamW's moments, which is read and written in fp32."""
+    inside = tuple(map(slice, part.size))
+
+    def write(values: torch.Tensor) -> None:
+        whole = torch.zeros(moment.shape, device=moment.device)
+        whole[inside] = values.to(moment.device)
+        moment.copy_(whole)
+
+    # Also of a tensor that is not quantized, it is the fp32 values.
+    return replace(part, get=lambda: moment.dequantize()[inside], write=write)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, all of whose state can be there before the first step."""
+
+    def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
+        """Give a parameter zero moments after as many steps as `step` says."""
+        moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
+        self.state[parameter] = {"step": step.clone(), **moments}
+
+
+class AdamWBf16(torch.optim.Optimizer):
+    """AdamW of fp32 parameters with moments in bf16, rounded stochastically."""
+
+    found_inf: torch.Tensor | None = None  # 1: leave the update out, as in torch's fused AdamW
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, *, compiled: bool) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.01})
+        # One graph for parameters of all sizes.
+        self.update = torch.compile(_update, dynamic=True) if compiled else _update
+
+    def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
+        """Give a parameter zero moments; `step` is shared by all parameters."""
+        moments = {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in MOMENTS}
+        self.state[parameter] = {"step": step, **moments}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        if not self.state:
+            step = torch.zeros((), device=held[0].device)
+            for parameter in held:
+                self.begin(parameter, step)
+        step = self.state[held[0]]["step"]
+        skip = None if self.found_inf is None else self.found_inf > 0
+        step += 1 if skip is None else ~skip
+        beta1, beta2 = ADAM["betas"]
+        unbiased = (1 - beta2**step).rsqrt()
+        for group in self.param_groups:
+            scalars = {
+                "decay": 1 - group["lr"] * group["weight_decay"],
+                "size": group["lr"] / (1 - beta1**step),
+                "unbiased": unbiased,
+                "step": step.int(),
+                "skip": skip,
+            }
+            for parameter in group["params"]:
+                for chunk in self._chunks(parameter):
+                    self.update(*chunk, **scalars)
+
+    def _chunks(self, parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield pieces of a parameter, its gradient and moments, each [at most CHUNK]."""
+        if parameter.grad is None or parameter.numel() == 0:
+            return
+        moments = (self.state[parameter][key].view(-1) for key in MOMENTS)
+        flat = (parameter.detach().view(-1), parameter.grad.flatten(), *moments)
+        yield from zip(*(tensor.split(CHUNK) for tensor in flat), strict=True)
+
+
+def _update(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    decay: torch.Tensor,
+    size: torch.Tensor,
+    unbiased: torch.Tensor,
+    step: torch.Tensor,
+    skip: torch.Tensor | None,
+) -> None:
+    """AdamW (1711.05101, algorithm 2) on flat tensors, in place; nothing where `skip` is True.
+
+    The random bits are a hash of the weight, its gradient and the step. So replicas round alike,
+    whatever their random generators do, and so do all layouts.
+    """
+    beta1, beta2 = ADAM["betas"]
+    first = exp_avg.float().lerp(gradient, 1 - beta1)
+    second = exp_avg_sq.float().lerp(gradient * gradient, 1 - beta2)
+    updated = parameter * decay - size * first / (second.sqrt() * unbiased + ADAM["eps"])
+    bits = _mix(parameter.view(torch.int32) ^ _mix(gradient.view(torch.int32) ^ _mix(step)))
+    rounded = (_round(first, bits), _round(second, bits >> 16))
+    for old, new in zip((exp_avg, exp_avg_sq, parameter), (*rounded, updated), strict=True):
+        old.copy_(new if skip is None else torch.where(skip, old, new))
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """Hash int32 values ("lowbias32" of hash-prospector, whose shifts are logical)."""
+    bits = bits ^ ((bits >> 16) & 0xFFFF)
+    bits = bits * 0x7FEB352D
+    bits = bits ^ ((bits >> 15) & 0x1FFFF)
+    bits = bits * -0x7B935975  # 0x846CA68B as int32
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+def _round(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Round fp32 to one of the two neighbors in bf16, up with a probability in proportion to the
+    distance from the lower one: bf16 is the upper half of fp32's bits."""
+    raised = values.view(torch.int32) + (bits & 0xFFFF)
+    return (raised & -0x10000).view(torch.float32).bfloat16()

@@ -1,0 +1,81 @@
+"""Frozen matrices in 4 bits: NF4 with a scale for 64 values (QLoRA, 2305.14314), by bitsandbytes.
+
+Codes and scales are stored as if they were numbers of the compute dtype, so that FSDP, which casts
+and gathers floating-point parameters, leaves their bits alone. Row by row, so that it may shard
+them: [rows, columns / 2 bytes] and [rows, columns / 64 of fp32]."""
+
+from typing import Any
+
+import bitsandbytes  # noqa: F401, registers its operations
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from distributed_training.models.decoder import Decoder, Linear, is_block_matrix
+
+BLOCK = 64
+
+
+class NF4Linear(Linear):
+    """A frozen matrix that each use dequantizes to the dtype of its input."""
+
+    scales: nn.Parameter
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _Product.apply(x, self.weight, self.scales, self.in_features)
+        bias = self.own_bias(x.dtype)
+        return y if bias is None else y + bias
+
+
+class _Product(torch.autograd.Function):
+    """x W^T. Keeps the codes for the backward pass, not the dequantized matrix."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.columns = columns
+        return F.linear(x, dequantize(codes, scales, columns, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        codes, scales = ctx.saved_tensors
+        return gradient @ dequantize(codes, scales, ctx.columns, gradient.dtype), None, None, None
+
+
+def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales of a matrix [rows, columns], both in its dtype."""
+    operations: Any = torch.ops.bitsandbytes
+    codes, scales = operations.quantize_4bit(values.contiguous(), BLOCK, "nf4", torch.uint8)
+    rows = len(values)
+    return tuple(each.view(rows, -1).view(values.dtype) for each in (codes, scales))  # type: ignore[return-value]
+
+
+def dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the matrix [rows, columns]."""
+    operations: Any = torch.ops.bitsandbytes
+    return operations.dequantize_4bit(  # type: ignore[no-any-return]
+        codes.view(torch.uint8).view(-1, 1), scales.view(torch.float32).view(-1), BLOCK, "nf4",
+        [len(codes), columns], dtype,
+    )  # fmt: skip
+
+
+def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
+    """Let the matrices whose weights are codes use them with their `scales`, in place."""
+    for name, values in scales.items():
+        linear = model.get_submodule(name.removesuffix(".weight"))
+        linear.__class__ = NF4Linear
+        linear.scales = nn.Parameter(values, requires_grad=False)
+
+
+@torch.no_grad()
+def round_matrices(model: Decoder, dtype: torch.dtype | None) -> None:
+    """Round the blocks' matrices of a whole model in fp32 to the values that training with a base
+    in NF4 and a compute `dtype` sees, in place."""
+    for name, weight in model.named_parameters():
+        if is_block_matrix(name, model.size):
+            values = weight if dtype is None else weight.to(dtype)
+            weight.copy_(dequantize(*quantize(values), weight.shape[1], values.dtype))

@@ -1,0 +1,157 @@
+"""AdamW's moments and LoRA's frozen base in fewer bits: losses, memory, seconds, prediction.
+
+    python results/lab/low_bits.py PART --out FOLDER [--tiny]
+    torchrun --nproc_per_node=2 results/lab/low_bits.py PART --out FOLDER
+
+PART optimizers: gpt2 over 300 steps of real text under each `optimizer`, and a second seed, whose
+distance from the first is the noise. PART base: LoRA of Qwen3-8B and -4B at 1 x 1024 with a base
+in 16 and in 4 bits, random weights. PART full: Llama-3.2-1B, all weights, each `optimizer`. --tiny
+is a smoke test for CPUs. FOLDER/low_bits_PART.json has everything; a table is printed.
+"""
+
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import checkout
+import torch
+
+from distributed_training.records.record import provenance, write_json
+from distributed_training.settings.keys import Parser
+from distributed_training.tools.harness import Run, each_run, open_group
+from distributed_training.train.loop import learning_rate
+
+COMMON: dict[str, Any] = {
+    "dataset": "embedded", "tokenizer": "embedded", "weights": "random", "num_samples": -1,
+    "eval_samples": 64, "checkpoint_every": 0,
+}  # fmt: skip
+OPTIMIZERS = ("adamw", "adamw-bf16", "adamw-8bit")
+EVALUATED = 64  # validation samples
+TIMED_STEPS = 10
+
+
+def optimizer_runs(*, tiny: bool) -> dict[str, Any]:
+    size = {"model": "gpt2", "batch_size": 16, "max_length": 512}
+    if tiny:
+        size = {"model": "gpt2-tiny", "batch_size": 4, "max_length": 64}
+    common = {**COMMON, **size, "strategy": "dp", "learning_rate": 6e-4, "warmup_steps": 20}
+    if tiny:
+        common["learning_rate"] = 3e-3
+    runs = {name: {**common, "optimizer": name} for name in OPTIMIZERS}
+    return {
+        **runs,
+        "adamw, seed 43": {**common, "seed": 43},
+        "adamw, seed 44": {**common, "seed": 44},
+    }
+
+
+def base_runs(*, tiny: bool) -> dict[str, Any]:
+    runs = {}
+    for model in ("gpt2-tiny",) if tiny else ("Qwen3-8B", "Qwen3-4B"):
+        for base in ("nf4", "auto"):
+            runs[f"{model} {base}"] = {
+                **COMMON, "model": model, "strategy": "dp", "batch_size": 1,
+                "max_length": 64 if tiny else 1024, "lora_rank": 16, "base_dtype": base,
+                "activation_checkpointing": "full", "learning_rate": 2e-4, "optimizer": "adamw",
+                "loss_chunk_tokens": 32 if tiny else 1024,
+            }  # fmt: skip
+    return runs
+
+
+def full_runs(*, tiny: bool) -> dict[str, Any]:
+    model = {"model": "gpt2-tiny", "batch_size": 2, "max_length": 64}
+    if not tiny:
+        model = {"model": "Llama-3.2-1B", "batch_size": 4, "max_length": 2048}
+    strategy = "fsdp" if torch.distributed.is_torchelastic_launched() else "dp"
+    return {
+        name: {**COMMON, **model, "strategy": strategy, "optimizer": name, "learning_rate": 1e-4}
+        for name in OPTIMIZERS
+    }
+
+
+PARTS = {
+    "optimizers": (optimizer_runs, 300), "base": (base_runs, 24), "full": (full_runs, 30),
+}  # fmt: skip
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(run: Run, num_steps: int) -> dict[str, Any]:
+    """Losses and seconds of all steps, the loss of EVALUATED samples after them, and the peak."""
+    losses = []
+    seconds = []
+    if torch.cuda.is_available():
+        loaded = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    for step in range(num_steps):
+        run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
+        batch = run.batch(step)
+        synchronize()
+        began = time.perf_counter()
+        result = run.engine.train_step(batch)
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+        losses.append(float(result.loss_sum) / batch.num_targets)
+    total = torch.zeros((), device=run.topology.device)
+    targets = 0
+    for indices in run.sampler.eval_indices(EVALUATED):
+        arrays = run.data.validation.batch(indices)
+        total += run.engine.eval_step(*arrays)
+        targets += int((arrays[1] >= 0).sum())
+    found = {
+        "losses": losses, "step_time_s": statistics.median(seconds[-TIMED_STEPS:]),
+        "first_step_s": seconds[0], "evaluation": float(total) / targets,
+        "tokens_per_step": batch.num_tokens, "prediction": run.plan.prediction,
+        "dtypes": run.engine.describe_dtypes(),
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        found |= {
+            "loading_peak_bytes": loaded, "peak_bytes": torch.cuda.max_memory_allocated(),
+            "graph": run.engine.step.graph is not None,  # type: ignore[attr-defined]
+        }  # fmt: skip
+    return found
+
+
+def show(name: str, found: Mapping[str, Any]) -> str:
+    predicted = found["prediction"]
+    gib = found.get("peak_bytes", 0) / 2**30
+    return (
+        f"{name:24} {1000 * found['step_time_s']:9.1f} ms {gib:7.2f} GiB"
+        f"  last losses {statistics.mean(found['losses'][-20:]):.4f}"
+        f"  evaluation {found['evaluation']:.4f}"
+        f"  predicted {predicted.get('peak_bytes', 0) / 2**30:.2f} GiB,"
+        f" {1000 * (predicted.get('step_time_s') or 0):.0f} ms"
+    )
+
+
+def main() -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--steps", type=int)
+    asked = parser.parse_args()
+    make_runs, num_steps = PARTS[asked.part]
+    num_steps = asked.steps or num_steps
+    record = {**provenance(shlex.join(sys.argv)), "runs": {}}
+    with open_group() as group:
+        runs = make_runs(tiny=asked.tiny)
+        for name, found in each_run(group, runs, lambda run: measure(run, num_steps)):
+            if group.process.rank > 0:
+                continue
+            record["runs"][name] = found
+            print(name, found if isinstance(found, str) else show("", found[0]), flush=True)
+            asked.out.mkdir(parents=True, exist_ok=True)
+            write_json(asked.out / f"low_bits_{asked.part}.json", record)
+    return 0
+
+
+if __name__ == "__main__":
+    checkout.run(main)

@@ -1,0 +1,78 @@
+"""AdamW with moments in fewer bits."""
+
+import pytest
+import torch
+
+from distributed_training.engines import optimizers
+from distributed_training.engines.optimizers import AdamWBf16, build_optimizer
+from tests.planner.helpers import merged
+
+RATE = 1e-3
+
+
+def build(name, parameter):
+    groups = [{"params": [parameter], "weight_decay": 0.1}]
+    config = merged({"optimizer": name, "learning_rate": RATE, "compile": False})
+    return build_optimizer(config, groups, parameter.device)
+
+
+def train(name, gradients):
+    """A parameter that has seen all gradients, and its optimizer's state."""
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, gradients[0].numel()).view(-1, 512))
+    optimizer = build(name, parameter)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach(), optimizer.state[parameter]
+
+
+def normal(seed, *, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(16, 512, generator=generator)
+
+
+def test_bf16_moments_follow_fp32_ones_on_average_even_where_a_step_hardly_changes_them():
+    """Rounded to nearest, the second moment would never shrink again."""
+    gradients = [normal(seed) for seed in range(20)] + [normal(0, scale=0.01)] * 700
+    exact, state = train("adamw", gradients)
+    rounded, moments = train("adamw-bf16", gradients)
+    assert moments["exp_avg_sq"].dtype is torch.bfloat16
+    ratio = moments["exp_avg_sq"].float() / state["exp_avg_sq"]
+    assert float(ratio.mean()) == pytest.approx(1, abs=0.01)
+    assert float(ratio.std()) < 0.1
+    start = torch.linspace(-1, 1, 16 * 512).view(-1, 512)
+    assert (rounded - exact).norm() < 0.02 * (exact - start).norm()
+
+
+@pytest.mark.parametrize(("name", "far"), [("adamw-bf16", 0.01), ("adamw-8bit", 0.1)])
+def test_first_steps_are_adamws(name, far):
+    gradients = [normal(0).sign() * (0.5 + normal(seed).abs()) for seed in range(3)]
+    exact, _ = train("adamw", gradients)
+    close, moments = train(name, gradients)
+    start = torch.linspace(-1, 1, 16 * 512).view(-1, 512)
+    assert (close - exact).norm() < far * (exact - start).norm()
+    assert float(moments["step"]) == 3
+
+
+def test_replicas_round_alike_whatever_their_random_generators_do(monkeypatch):
+    torch.manual_seed(1)
+    first, _ = train("adamw-bf16", [normal(0), normal(1)])
+    torch.manual_seed(2)
+    monkeypatch.setattr(optimizers, "CHUNK", 1000)  # and whatever part of a tensor each has
+    second, _ = train("adamw-bf16", [normal(0), normal(1)])
+    assert torch.equal(first, second)
+
+
+def test_an_update_that_is_left_out_changes_nothing():
+    parameter = torch.nn.Parameter(normal(0))
+    optimizer = build("adamw-bf16", parameter)
+    assert isinstance(optimizer, AdamWBf16)
+    parameter.grad = normal(1)
+    optimizer.step()
+    before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
+    weights = parameter.detach().clone()
+    optimizer.found_inf = torch.tensor(1.0)
+    parameter.grad = torch.full_like(parameter, torch.inf)
+    optimizer.step()
+    assert torch.equal(parameter, weights)
+    assert all(torch.equal(before[key], now) for key, now in optimizer.state[parameter].items())
