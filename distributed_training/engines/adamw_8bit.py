@@ -8,7 +8,9 @@ import torch
 
 from distributed_training.engines.base import ADAM
 
-logging.getLogger("torchao").setLevel(logging.ERROR)  # it names kernels that this machine lacks
+# While it is imported, it names kernels that this machine lacks, and what torch deprecates.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 import torchao.optim  # noqa: E402
 
@@ -37,3 +39,18 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
             stance = torch.compiler.set_stance("force_eager")
         with stance:
             super().step()
+
+
+def restore(moment: Any, values: torch.Tensor) -> None:
+    """Quantize values that were quantized before, so that they keep their codes, and their scales
+    but for the last bit. The scale is not always the largest value of a block: there is a code for
+    1, but none for -1, and no scale is smaller than 1e-12."""
+    blocks = values.view(len(moment.scale), -1)
+    scale = blocks.amax(1)
+    if moment.signed:
+        scale = torch.maximum(scale, blocks.amin(1) / moment.qmap[0])
+    scale = scale.clamp(min=1e-12)
+    middles = (moment.qmap[1:] + moment.qmap[:-1]) / 2
+    codes = torch.searchsorted(middles, blocks / scale[:, None])
+    moment.codes.copy_(codes.view(moment.codes.shape))
+    moment.scale.copy_(scale)

