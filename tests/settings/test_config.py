@@ -30,6 +30,7 @@ WORK = {
     "columns", "tokenizer", "weights", "precision", "learning_rate", "lr_schedule", "warmup_steps",
     "weight_decay", "max_grad_norm", "dropout", "pack", "max_steps", "gradient_compression",
     "compression_rank", "compression_k", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
+    "optimizer", "base_dtype",
 }  # fmt: skip
 TYPES = {"integer": int, "number": float, "boolean": bool, "string": str, "null": type(None)}
 
