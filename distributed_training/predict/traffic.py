@@ -111,7 +111,7 @@ class Formulas(Shapes):
         # Bytes of a block's parameters, and of all, in the compute dtype or quantized: NF4 has 4
         # bits for a value and an fp32 scale for 64.
         matrices = sum(rows * columns for rows, columns in size.block_matrices)
-        saved = (self.width - 9 / 16) * matrices if self.config.base_dtype == "nf4" else 0
+        saved = (16 * self.width - 9) * matrices // 16 if self.config.base_dtype == "nf4" else 0
         self.frozen_bytes = self.width * self.parameters - self.num_blocks * saved
         self.learning = self.parameters
         if self.frozen:
