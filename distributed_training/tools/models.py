@@ -39,6 +39,7 @@ MERGED_NF4 = "the base was in NF4: the model has its dequantized weights, plus t
 MERGED = "merged"  # in a run's folder, the whole model of a LoRA run
 TOKENS_AT_ONCE = 2048  # that are evaluated: their logits are in memory
 MAX_LENGTH = 1024  # of samples of a model that no run is known of
+_LM_EVAL = "pip install 'lm-eval[hf]'"
 
 
 def find_weights(given: str, kind: str) -> tuple[ModelSpec, Path]:
@@ -169,7 +170,7 @@ def evaluate(asked: argparse.Namespace) -> int:
     plan = _plan_of(asked.run)
     kind = BEST if asked.best else LAST
     if asked.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UserError("--tasks needs lm-eval", fix="type: pip install 'lm-eval[hf]'")
+        raise UserError("--tasks needs lm-eval", fix=f"type: {_LM_EVAL}")
     if asked.dataset is None and plan is None and not asked.tasks:
         what = f"{asked.run} is no run of this suite, which would say what to evaluate it on"
         raise UserError(what, fix="name a text or records with --dataset")
@@ -261,14 +262,16 @@ def measure(
 
 def _evaluate_tasks(given: str, kind: str, names: str) -> int:
     """Print what lm-eval measures of a folder in Hugging Face's format."""
+    try:
+        import lm_eval
+        from lm_eval.utils import make_table
+    except ImportError as error:  # one of its own dependencies
+        raise UserError("lm-eval cannot be imported", str(error), f"type: {_LM_EVAL}") from None
     spec, folder = find_weights(given, kind)
     base = base_folder(folder)
     arguments = {"pretrained": str(base), "tokenizer": str(find_tokenizer(folder, spec))}
     if base != folder:
         arguments["peft"] = str(folder)
-    import lm_eval
-    from lm_eval.utils import make_table
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tasks = [name.strip() for name in names.split(",")]
     try:

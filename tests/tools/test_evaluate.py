@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
+from distributed_training.tools.models import _evaluate_tasks
 from tests.conftest import assert_ok, heavy_pool, only_record, train
 from tests.data.test_tokenizer import SAID, SAMPLES, folder  # noqa: F401
+from tests.support import refused
 
 LENGTH = 16
 
@@ -122,3 +125,9 @@ def test_bytes_of_tokens_are_those_of_the_text(place, folder):  # noqa: F811
         (ids,) = tokenizer.encode_batch([text])
         assert bytes_of[ids].sum() == len(text.encode())
     assert np.flatnonzero(bytes_of == 0).tolist() == sorted(tokenizer.special_ids)
+
+
+def test_an_lm_eval_that_lacks_a_dependency_is_a_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with refused("lm-eval cannot be imported", "pip install 'lm-eval[hf]'"):
+        _evaluate_tasks("anywhere", "", "arc_easy")
