@@ -96,8 +96,9 @@ def verdict(records: Mapping[str, Record]) -> str:
         f"{len(records) - len(missed)} of {len(records)} records are predicted within their goal"
         + (f"; missed: {'; '.join(missed)}. " if missed else ". ")
         + f"{_share_of([same for same in equal if same is not None])} final weights compared with "
-        f"one process's are equal bit for bit, {_share_of(same_versions).lower()} predicted runs "
-        f"kept as many weight versions as simulated, and {early or 'no'} results were received "
+        f"one process's are equal bit for bit, {_share_of(same_versions).lower()} simulated runs "
+        f"kept as many weight versions as in the simulation, and "
+        f"{early or 'no'} results were received "
         "before they were sent, which shows that the clocks agree."
         + (f" A GPU waited for its host in {', '.join(late)}." if late else "")
     )
