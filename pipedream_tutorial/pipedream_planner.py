@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def get_profile(config: dict[str, Any]) -> Profile:
-    """The profile that CONFIG names, loaded or measured (and then saved where CONFIG says)."""
+    """Load or measure the profile that CONFIG names, and save a measured one if CONFIG says so."""
     path, target = Path(config["profile"]), config["save_profile"]
     if not path.exists() and (FOLDER / path).exists():  # scripts can be started from any folder
         path = FOLDER / path
@@ -155,7 +155,7 @@ def measure_gpt2(config: dict[str, Any]) -> Profile:
 
 
 def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
-    """A line per stage, then the bottleneck and NOAM."""
+    """Print a line per stage, then the bottleneck and NOAM."""
     rows = [["stage", "layers", "workers", "in flight", "compute s", "weights MiB", "sent MiB"]]
     needed = full_speed_in_flight(plan.replicas)
     for place, stage in enumerate(plan.stages):
@@ -180,7 +180,7 @@ def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
 
 
 def print_comparison(plans: dict[str, Plan]) -> None:
-    """Predicted period and throughput of each, and how often that of the last one it is."""
+    """Print each plan's predicted period, throughput, and speed-up over the last plan."""
     rows = [["predicted", "workers", "replicas", "period s", "microbatches/s", "speed-up"]]
     *_, base = plans.values()
     for name, plan in plans.items():
@@ -198,7 +198,8 @@ def print_comparison(plans: dict[str, Plan]) -> None:
 
 
 def print_simulation(plan: Plan, num_microbatches: int) -> None:
-    """The plan's period and utilization, with links as the planner and as the simulator has them"""
+    """Print the plan's period and utilization, with links as the planner and as the simulator has
+    them."""
     rows = [["simulated", "in flight", "period s", "of predicted", "utilization"]]
     for busy, title in [(True, "links carry one message at a time"), (False, "links only delay")]:
         run = simulate_plan(plan, num_microbatches, busy_links=busy)
@@ -217,7 +218,7 @@ def print_simulation(plan: Plan, num_microbatches: int) -> None:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their longest cell; those of numbers to the right."""
+    """Print columns as wide as their longest cell; those of numbers to the right."""
     columns = []
     for column in zip(*rows, strict=True):
         width = max(map(len, column))

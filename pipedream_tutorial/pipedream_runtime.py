@@ -87,7 +87,7 @@ OUTPUTS = ("trace", "record", "weights")
 
 
 def read_config(arguments: list[str]) -> dict[str, Any]:
-    """CONFIG, with what the command line changes."""
+    """Return CONFIG with the command line's changes."""
     config = parse_arguments(CONFIG, RULES, str(__doc__), script=__file__, arguments=arguments)
     if "all" in config["schedule"]:
         config["schedule"] = _those_that_can_run(config)
@@ -123,7 +123,8 @@ def _check_writable(option: str, path: Path) -> None:
 
 
 def _those_that_can_run(config: Mapping[str, Any]) -> list[str]:
-    """The schedules that every one of the given sizes allows; the others are named on stderr."""
+    """Return the schedules that every one of the given sizes allows; the others are named on
+    stderr."""
     p = config["num_stages"]
     fitting = []
     for name in TRAINABLE:

@@ -79,8 +79,8 @@ MIXED = "*: backward passes see newer weights than their forward passes did: no 
 
 
 def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> NoReturn:
-    """pipedream_simple.py: its `own` main with its CONFIG as the command line changes it, or what
-    this module shows where something is asked for that its file does not know."""
+    """Run pipedream_simple.py: its `own` main if that file knows all of CONFIG, else this
+    module's."""
 
     def run() -> None:
         defaults = CONFIG | config
@@ -98,7 +98,7 @@ def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) ->
 
 
 def read(config: dict[str, Any]) -> dict[str, Any]:
-    """CONFIG, with what the command line changes. Refuses what the schedule would not use."""
+    """Return CONFIG with the command line's changes. Refuse keys that the schedule does not use."""
     about = str(__doc__).split("\n\n")[0]
     found = parse_arguments(config, RULES, about, script=__file__)
     for key, names in USED_BY.items():
@@ -110,7 +110,7 @@ def read(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(config: dict[str, Any]) -> None:
-    """Print, write and train what CONFIG says."""
+    """Print, write and train as CONFIG says."""
     name = config["schedule"]
     sizes = config["num_stages"], config["num_microbatches"]
     rows: Iterable[Row | Refused]
@@ -173,7 +173,7 @@ def export(row: Row, config: dict[str, Any]) -> None:
 
 
 def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
-    """One schedule's grid, unless `drawn` (orders -> title) has the same, and its figures. A
+    """Print one schedule's grid, unless `drawn` (orders -> title) has the same, and its figures. A
     schedule without a flush is drawn over several batches, where it differs from one with it."""
     print(bold(row.title))
     if isinstance(row, Refused):
@@ -224,7 +224,7 @@ def tell(label: str, text: str) -> None:
 
 
 def tell_closed_form(row: Row) -> None:
-    """What the formula gives for one batch, beside what the simulation gave."""
+    """Print the formula's idle time of one batch beside the simulated one."""
     known = comparison.closed_form(row.name, row.config)
     if known is None:
         text = "none with uneven stages, communication, overlap, R, reordering or a file"

@@ -45,7 +45,8 @@ class Rule:
     high: float = math.inf  # given together with `low`
 
     def check(self, key: str, value: object) -> Any:
-        """`value` as `kind`, whether typed (text) or from CONFIG; else UserError."""
+        """Return `value`, typed or from CONFIG, as `kind`. Raise UserError if it is not
+        accepted."""
         if self.none and str(value).strip().lower() == "none":
             return None
         parts: object = value if self.many else [value]
@@ -59,7 +60,7 @@ class Rule:
         return found if self.many else found[0]
 
     def _read(self, value: object) -> Any:
-        """One value as `kind`; None where it is not accepted."""
+        """Return one value as `kind`, or None if it is not accepted."""
         text = str(value).strip()
         if self.kind is bool:
             return _WORDS.get(text.lower())
@@ -77,7 +78,7 @@ class Rule:
         return number if self.low <= number <= self.high else None
 
     def describe(self) -> str:
-        """What is accepted, in words."""
+        """Return a text that says which values are accepted."""
         text = _KINDS.get(self.kind, "a number")
         if self.choices:
             text = "one of " + ", ".join(self.choices)
@@ -125,7 +126,7 @@ def parse_arguments(
     script: str,
     arguments: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """CONFIG with what the command line changes, every value checked.
+    """Return CONFIG with the command line's changes, every value checked.
 
     `--set key=value` takes several and may be repeated, `--key value` is the same, the last wins.
     `arguments` is sys.argv's by default. Raises UserError for an unknown key or a value that its
@@ -183,7 +184,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _shown(value: object) -> str:
-    """A value as it would be typed, on one line and cut where it is long."""
+    """Return a value as it would be typed, on one line and cut where it is long."""
     text = str(value)
     if not text.strip() or not text.isprintable():
         text = repr(value)

@@ -15,7 +15,7 @@ class UserError(ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """'did you mean ...?' or the whole list, for a word that is not in `known`."""
+    """Return 'did you mean ...?' or the whole list, for a word that is not in `known`."""
     lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), lower, n=1)
     if close:

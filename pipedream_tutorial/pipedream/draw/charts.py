@@ -41,8 +41,8 @@ FLOOR = 0.4  # how far 0 lies below a lane's middle
 
 
 def utilization_comparison(work: Work) -> Figure:
-    """Busy share of every schedule by three definitions, the least busy one on top. PipeDream's
-    ways of keeping weights share a row where they are equally busy."""
+    """Draw the busy share of every schedule by three definitions, the least busy one on top.
+    PipeDream's ways of keeping weights share a row where they are equally busy."""
     bars: dict[tuple[tuple[Fraction, ...], str], list[str]] = defaultdict(list)
     for row in work.found:
         idles = row.batch_idle.makespan_fraction, row.batch_idle.span_fraction, row.steady_idle
@@ -100,7 +100,7 @@ class IdleCurve(NamedTuple):
 
 
 def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
-    """Of AGAINST_M."""
+    """Return the idle shares of AGAINST_M."""
     curves: list[IdleCurve] = []
     for name in AGAINST_M:
         curve = IdleCurve([SCHEDULES[name].title], {}, {})
@@ -126,7 +126,7 @@ def idle_curves(config: Config, counts: Sequence[int]) -> list[IdleCurve]:
 
 
 def bubble_vs_microbatches(work: Work) -> Figure:
-    """Idle shares against m: closed forms as lines, simulation as points."""
+    """Draw idle shares against m: closed forms as lines, simulation as points."""
     p = work.config["num_stages"]
     counts = sorted({2**k for k in range(p.bit_length())} | {p * 2**k for k in range(5)})
     curves = idle_curves(work.config, counts)
@@ -167,7 +167,7 @@ def bubble_vs_microbatches(work: Work) -> Figure:
 
 
 def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], zero: str) -> None:
-    """A logarithmic scale of shares, with 0 on a line of its own below it."""
+    """Make the axis a logarithmic scale of shares, with 0 on a line of its own below it."""
     ax.set_yscale("symlog", linthresh=smallest, linscale=below)
     ax.set_yticks(ticks)
     ax.minorticks_off()
@@ -176,15 +176,15 @@ def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], ze
 
 
 def _curve_style(place: int) -> dict[str, Any]:
-    """Colour, marker and dashes, each in turn."""
+    """Return color, marker and dashes, each in turn."""
     kinds = {"color": LINE_COLOURS, "marker": MARKERS, "linestyle": DASHES}
     own = {key: values[place % len(values)] for key, values in kinds.items()}
     return HOLLOW | {"markersize": 8} | own
 
 
 def memory_vs_bubble(work: Work) -> Figure:
-    """Peak memory of the fullest rank, activations and weight versions, against the idle share when
-    batch follows batch."""
+    """Draw peak memory of the fullest rank, activations and weight versions, against the idle share
+    when batch follows batch."""
     weights = work.config["weight_size"]
     places: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
     for row in work.found:
@@ -221,7 +221,7 @@ def memory_vs_bubble(work: Work) -> Figure:
 
 
 def activations_and_versions(work: Work) -> Figure:
-    """Held activations as areas and kept weight versions as lines, over two batches: a panel a
+    """Draw held activations as areas and kept weight versions as lines, over two batches: a panel a
     schedule, a lane per rank, all to one scale; beside a lane its two peaks."""
     found = {row.name: row for row in work.found}
     shown = [found[name] for name in OVER_TIME if name in found]
@@ -255,7 +255,7 @@ def activations_and_versions(work: Work) -> Figure:
 
 
 def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
-    """Each rank's two step functions, from its lane's floor (0) to `top`."""
+    """Draw each rank's two step functions, from its lane's floor (0) to `top`."""
     stream = row.stream
     ranks = range(stream.schedule.num_ranks)
     use = weight_use(stream.schedule, row.policy, row.batch.schedule.num_microbatches)

@@ -60,8 +60,8 @@ class Work:
 
 
 def kind_colours(schedule: Schedule) -> Colouring:
-    """The colour of an operation's kind, paler for a rank's second, third ... stage; of two copies
-    of the model, the second one's stages are the paler ones on all ranks."""
+    """Return the color of an operation's kind, paler for a rank's second, third ... stage; of two
+    copies of the model, the second one's stages are the paler ones on all ranks."""
     pale = {
         stage: place / max(2, len(stages))
         for stages in schedule.stages()
@@ -71,7 +71,7 @@ def kind_colours(schedule: Schedule) -> Colouring:
 
 
 def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
-    """Swatches for the kinds that occur, and for idle time."""
+    """Return swatches for the kinds that occur, and for idle time."""
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
     entries: list[tuple[Colour, str]] = [own for kind, own in KINDS.items() if kind in used]
     if any(len(own) > 1 for t in timelines for own in t.schedule.stages()):
@@ -81,7 +81,8 @@ def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
 
 
 def grid_height(timeline: Timeline) -> float:
-    """Inches for its rows: lower ones where there are many, higher ones where pairs share them."""
+    """Return a grid's height in inches. Rows are lower if there are many, and higher if pairs share
+    them."""
     p = timeline.schedule.num_ranks
     pairs = any(isinstance(item, Pair) for order in timeline.schedule.orders for item in order)
     return p * max(0.16, min(0.34, 2.2 / p)) * (1.25 if pairs else 1)
@@ -99,7 +100,7 @@ class Panel(NamedTuple):
 
 
 def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
-    """One rectangle for each operation: x and width are its time, y its rank (0 on top).
+    """Draw one rectangle for each operation: x and width are its time, y its rank (0 on top).
 
     The halves of a pair share the rank's row. The time axis ends at `until` (the makespan). A
     rectangle's gid is the operation as text. One per rank lies behind them, from time 0 to the
@@ -130,7 +131,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
             cell.set(edgecolor="black", linewidth=width, zorder=1.5, joinstyle="miter")
 
     def room(label: str, cell: Rectangle) -> float:
-        """The largest font, in points, with which the label stays inside the cell."""
+        """Return the largest font, in points, with which the label stays inside the cell."""
         lines = label.split("\n")
         # A digit of DejaVu Sans is 0.64 of the font's size wide, a line 1.2 of it high.
         by_width = (cell.get_width() * across - 2) / (0.66 * max(map(len, lines)))
@@ -154,7 +155,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
 
 
 def rank_axis(ax: Axes, num_ranks: int, *, most_times: int = 12) -> None:
-    """A tick for every rank, and at most so many for whole times."""
+    """Set a tick for every rank, and whole numbers as times."""
     ax.set_yticks(range(num_ranks))
     ax.set_ylabel("rank", fontsize=TEXT)
     ax.tick_params(axis="y", length=0)
@@ -171,9 +172,9 @@ def lay_out(
     legend: Sequence[Artist] | None = None,
     **options: Any,
 ) -> Figure:
-    """A page of timelines above each other, on one time axis that ends at `until`, or else at the
-    last makespan, and whose label names the durations, which are the same for all panels. `tall` is
-    a panel's height in grid_heights; `options` are new_figure's."""
+    """Draw a page of timelines above each other, on one time axis that ends at `until`, or else at
+    the last makespan, and whose label names the durations, which are the same for all panels.
+    `tall` is a panel's height in grid_heights; `options` are new_figure's."""
     timelines = [panel.timeline for panel in panels]
     until = until or max(timeline.makespan for timeline in timelines)
     heights = [tall * grid_height(timeline) for timeline in timelines]
@@ -187,25 +188,25 @@ def lay_out(
 
 
 def idle_share(timeline: Timeline) -> str:
-    """Of the makespan."""
+    """Return the idle share of the makespan."""
     return percent(idle(timeline).makespan_fraction)
 
 
 def idle_text(shares: Idle) -> str:
-    """Both idle shares: of the makespan, and of the ranks' own spans."""
+    """Return both idle shares: of the makespan, and of the ranks' own spans."""
     makespan, span = percent(shares.makespan_fraction), percent(shares.span_fraction)
     return f"{makespan} of the makespan, {span} of the spans"
 
 
 def cost_text(timeline: Timeline) -> str:
-    """When a timeline ends, what share of it is idle, and what each rank holds."""
+    """Return a timeline's end, its idle share, and the microbatches that each rank holds."""
     held = ", ".join(map(number, peak_activations(timeline.schedule)))
     ends = number(timeline.makespan)
     return f"ends at {ends}, idle {idle_share(timeline)}; microbatches held at most by rank {held}"
 
 
 def durations_text(timeline: Timeline) -> str:
-    """What one microbatch takes on a rank's whole share: 'F = 1, B = I + W = 1 + 1 = 2'."""
+    """Return one microbatch's durations on a rank's whole share: 'F = 1, B = I + W = 1 + 1 = 2'."""
     costs = timeline.costs
     v = timeline.schedule.stages_per_rank
     first = costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]
@@ -217,7 +218,7 @@ def durations_text(timeline: Timeline) -> str:
 
 
 def naive_pipeline(work: Work) -> Figure:
-    """One microbatch at a time: most of the picture is idle."""
+    """Draw one microbatch at a time: most of the picture is idle."""
     timeline = measure("naive", work.config).batch
     title = (
         f"One microbatch at a time: {timeline.schedule.num_ranks} ranks idle "
@@ -227,7 +228,7 @@ def naive_pipeline(work: Work) -> Figure:
 
 
 def microbatch_forward(work: Work) -> Figure:
-    """How microbatches fill the pipeline: the forward half of one batch, uncut and cut."""
+    """Show how microbatches fill the pipeline: the forward half of one batch, uncut and cut."""
     config = work.config
     m = config["num_microbatches"]
     uncut = {**config, "num_microbatches": 1, "forward": config["forward"] * m}
@@ -244,14 +245,14 @@ def microbatch_forward(work: Work) -> Figure:
 
 
 def forwards_only(timeline: Timeline) -> Timeline:
-    """The same orders without backward passes."""
+    """Return the same orders without backward passes."""
     schedule = timeline.schedule
     orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.flat)
     return simulate(replace(schedule, orders=orders), timeline.costs)
 
 
 def microbatch_backward(work: Work) -> Figure:
-    """A whole GPipe batch: all forwards, then all backwards."""
+    """Draw a whole GPipe batch: all forwards, then all backwards."""
     timeline = measure("gpipe", work.config).batch
     last = forwards_only(timeline).makespan
     title = (
@@ -263,7 +264,7 @@ def microbatch_backward(work: Work) -> Figure:
 
 
 def all_schedules(work: Work) -> Figure:
-    """One batch under every order, on one time axis; rows with equal orders share a panel:
+    """Draw one batch under every order, on one time axis; rows with equal orders share a panel:
     PipeDream's policies have 1F1B's."""
     groups: dict[object, list[Row]] = {}
     for row in work.found:
@@ -295,7 +296,7 @@ def all_schedules(work: Work) -> Figure:
 
 
 def weight_versioning(work: Work) -> Figure:
-    """Cells coloured by the weight version that each pass uses, with stashing and without; a
+    """Draw cells colored by the weight version that each pass uses, with stashing and without; a
     backward pass whose version is not its forward pass's is outlined."""
     timeline = measure("pipedream", work.config).batch
     ops = list(timeline.schedule.ops())

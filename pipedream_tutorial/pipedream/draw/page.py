@@ -49,8 +49,8 @@ def new_figure(
     right: float = 0.4,
     gap: float = 0.75,
 ) -> tuple[Figure, list[Axes]]:
-    """A page: title, legend, rows of panels, lines of notes; all lengths in inches. `panel_heights`
-    has one a row, `gap` lies between rows."""
+    """Make a page: title, legend, rows of panels, lines of notes; all lengths in inches.
+    `panel_heights` has one a row, `gap` lies between rows."""
     # As few lines as possible, and those about equally long.
     lines = min((textwrap.wrap(title, width) for width in range(1, 89)), key=len)
     legend_rows = -(-len(legend) // legend_columns)
@@ -94,7 +94,7 @@ def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figur
 
 
 def ink(background: Colour) -> str:
-    """Black or white, whichever reads better on a colour."""
+    """Return black or white, whichever reads better on a color."""
     red, green, blue = (c**2.2 for c in to_rgb(background))  # the light that a screen gives
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
 
@@ -157,5 +157,5 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
 
 
 def _around(pixel: np.ndarray, margin: float) -> Bbox:
-    """A box around a point, with so many printer's points of margin."""
+    """Return a box around a point with a margin in printer's points."""
     return Bbox([pixel, pixel]).padded(margin * POINT)

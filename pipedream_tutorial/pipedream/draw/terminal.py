@@ -18,7 +18,7 @@ _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 
 
 def draw(timeline: Timeline, columns: int, *, colour: bool = False) -> str:
-    """A time axis and a line per rank, as pipedream_simple.py draws them."""
+    """Return a time axis and a line per rank, as pipedream_simple.py draws them."""
     places = [{s: place for place, s in enumerate(own)} for own in timeline.schedule.stages()]
     cells = []
     for rank, item, start, end in timeline.events:
@@ -33,30 +33,30 @@ def draw(timeline: Timeline, columns: int, *, colour: bool = False) -> str:
 
 
 def _coloured(text: str, letters: str) -> list[str]:
-    """By the kind of operation that a cell's text begins with."""
+    """Color letters by the kind of operation that a cell's text begins with."""
     background = _BACKGROUND["&" if "&" in text else text[0].upper()]
     return [f"\x1b[30;48;5;{background}m{letter}\x1b[0m" for letter in letters]
 
 
 def print_wrapped(text: str, begin: str = "") -> None:
-    """`begin` and the text, which goes on below itself."""
+    """Print `begin` and the text. The text's further lines are indented."""
     print(textwrap.fill(text, width(), initial_indent=begin, subsequent_indent=" " * len(begin)))
 
 
 def listed(values: Sequence[Fraction | int], what: str) -> str:
-    """All values, one for each `what`; or just one where they are equal."""
+    """Return all values, one for each `what`, or only one if they are equal."""
     if len(set(values)) == 1:
         return f"{number(values[0])} on every {what}"
     return f"{' '.join(map(number, values))} by {what}"
 
 
 def width() -> int:
-    """Columns of the terminal; 100 where there is none."""
+    """Return the terminal's columns, or 100 without a terminal."""
     return max(40, shutil.get_terminal_size((100, 24)).columns)
 
 
 def use_colour() -> bool:
-    """As no-color.org asks: not where NO_COLOR is set, and not into a file."""
+    """Return False if NO_COLOR is set (no-color.org) or the output is a file."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 

@@ -42,8 +42,8 @@ class Verdict(NamedTuple):
 
 
 def graded(check: Callable[..., str]) -> Callable[..., Verdict]:
-    """A check that returns what is right, or raises WrongAnswer, as one that gives a Verdict. The
-    answer is somebody's code, so whatever it raises is told, too."""
+    """Turn a check that returns what is right, or raises WrongAnswer, into one that gives a
+    Verdict. Whatever the answer raises is told too, because it is somebody's code."""
 
     @wraps(check)
     def judge(*answers: Any) -> Verdict:
@@ -63,7 +63,8 @@ OrderOf = Callable[[int, int, int], Sequence[str]]  # p, m, rank -> its operatio
 
 @graded
 def check_microbatches(needed: Callable[[int, int], float]) -> str:
-    """Exercise 1: the fewest microbatches with which p ranks idle for at most so many percent."""
+    """Check exercise 1: the fewest microbatches with which p ranks idle for at most so many
+    percent."""
     sizes = ((4, 50), (4, 20), (2, 10), (8, 30), (3, 1), (1, 5))
     for p, percent in sizes:
         answer = needed(p, percent)
@@ -85,7 +86,7 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
 
 @graded
 def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
-    """Exercise 9: the layers of stage 0 of two, for the shortest batch of 64 microbatches."""
+    """Check exercise 9: the layers of stage 0 of two, for the shortest batch of 64 microbatches."""
     for layer_ms in ([1, 1, 2], [4, 1, 1, 1, 1], [1] * 8, [2, 3, 1, 9, 1], [1, 5]):
         cut = best_cut(layer_ms)
         if not isinstance(cut, int) or not 0 < cut < len(layer_ms):
@@ -108,7 +109,7 @@ def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
 
 @graded
 def check_one_f_one_b(order: OrderOf) -> str:
-    """Exercise 4: 1F1B, the order of one rank."""
+    """Check exercise 4: 1F1B, the order of one rank."""
     for p, m in ((4, 8), (2, 5), (4, 2), (3, 3)):
         schedule = _schedule_of(order, p, m, "FB")
         at = f"with p={p}, m={m}"
@@ -125,7 +126,8 @@ def check_one_f_one_b(order: OrderOf) -> str:
 
 @graded
 def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
-    """Exercise 5: several batches under 1F1B, each with the weights that the last one left."""
+    """Check exercise 5: several batches under 1F1B, each with the weights that the last one
+    left."""
     for p, m, num_batches in ((4, 4, 2), (3, 5, 3)):
         schedule = batches(p, m, num_batches)
         if not isinstance(schedule, Schedule):
@@ -151,7 +153,7 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
 
 @graded
 def check_zero_bubble(order: OrderOf) -> str:
-    """Exercise 8: the backward pass as I and W, with W where the rank would idle."""
+    """Check exercise 8: the backward pass as I and W, with W where the rank would idle."""
     for p, m in ((4, 8), (3, 6), (2, 4)):
         schedule = _schedule_of(order, p, m, "FIW")
         at = f"with p={p}, m={m}"
@@ -173,7 +175,8 @@ def _check_time(schedule: Schedule, best: Schedule, at: str, hint: str) -> None:
 
 
 def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
-    """The answer's orders of all ranks; WrongAnswer where they are not complete or cannot run."""
+    """Return the answer's orders of all ranks. Raise WrongAnswer if they are incomplete or cannot
+    run."""
     lines = [_line(order(p, m, rank), rank, kinds) for rank in range(p)]
     wanted = {(kind, i) for kind in kinds for i in range(m)}
     for rank, line in enumerate(lines):
@@ -212,24 +215,24 @@ class Channel:
         self._under_way: deque[Tensor] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Numbers travel; the graph that they came from stays behind."""
+        """Send the numbers without the graph that they came from."""
         self._under_way.append(tensor.detach().clone())
 
     def receive(self) -> Tensor:
-        """The oldest message, as a new leaf that will have a gradient."""
+        """Return the oldest message, as a new leaf that will have a gradient."""
         if not self._under_way:
             raise WrongAnswer("a stage waits for ever: it receives, and nothing was sent")
         return self._under_way.popleft().requires_grad_()
 
 
 def some_microbatches(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Inputs [8, 32] and target classes [8] of each."""
+    """Return microbatches: inputs [8, 32] and target classes [8]."""
     task = build_task(seed=0)
     return [task.microbatch(i) for i in range(count)]
 
 
 def gradient_on_one_gpu(model: nn.Module, microbatches: Microbatches) -> list[Tensor]:
-    """Of the mean loss of all samples at once, by parameter."""
+    """Return the gradient of the mean loss of all samples at once, by parameter."""
     inputs, targets = (torch.cat(parts) for parts in zip(*microbatches, strict=True))
     loss = cross_entropy(model(inputs), targets)
     return list(torch.autograd.grad(loss, list(model.parameters())))
@@ -237,7 +240,7 @@ def gradient_on_one_gpu(model: nn.Module, microbatches: Microbatches) -> list[Te
 
 @graded
 def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], object]) -> str:
-    """Exercise 2: a batch through two stages; its gradient is then in .grad."""
+    """Check exercise 2: a batch through two stages; its gradient is then in .grad."""
     for m in (4, 3):
         stages = build_stages(2, 1, seed=0)
         microbatches = some_microbatches(m)
@@ -262,7 +265,7 @@ def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], obj
 def check_batch_gradient(
     batch_gradient: Callable[[nn.Module, Microbatches], Sequence[Tensor]],
 ) -> str:
-    """Exercise 3: a batch's gradient, accumulated from its microbatches."""
+    """Check exercise 3: a batch's gradient, accumulated from its microbatches."""
     for m in (4, 3):
         model = build_stages(1, 1, seed=0)[0]
         microbatches = some_microbatches(m)
@@ -285,8 +288,8 @@ def check_batch_gradient(
 
 @graded
 def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
-    """Exercise 6: a stage's update under PipeDream, with microbatches in flight: from its weights,
-    gradients and learning rate to the next weights."""
+    """Check exercise 6: a stage's update under PipeDream, with microbatches in flight: from its
+    weights, gradients and learning rate to the next weights."""
     replaced = False
 
     class Trainer(StageTrainer):
@@ -335,7 +338,7 @@ def check_halves(
     input_gradient: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, object]],
     weight_gradient: Callable[[Tensor, object], Tensor],
 ) -> str:
-    """Exercise 7: I and W of Y = tanh(X W), where W sees only X and what I has kept."""
+    """Check exercise 7: I and W of Y = tanh(X W), where W sees only X and what I has kept."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)

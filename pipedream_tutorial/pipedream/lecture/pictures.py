@@ -34,19 +34,19 @@ class Shown(NamedTuple):
 
 
 def describe(timeline: Timeline) -> str:
-    """A schedule's name and what it costs."""
+    """Return a schedule's name and cost."""
     schedule = timeline.schedule
     title = SCHEDULES[schedule.name].title if schedule.name in SCHEDULES else schedule.name
     return f"{title}: {cost_text(timeline)}"
 
 
 def run(schedule: Schedule) -> Timeline:
-    """The schedule on the simulator's clock: F = I = W = 1, so B = 2."""
+    """Simulate the schedule: F = I = W = 1, so B = 2."""
     return simulate(schedule, build_costs(schedule))
 
 
 def show(title: str, *schedules: Schedule) -> Shown:
-    """The schedules, simulated, as one picture."""
+    """Draw the simulated schedules as one picture."""
     return Shown(title, [run(schedule) for schedule in schedules])
 
 
@@ -72,8 +72,8 @@ def tell(
 
 
 def agree(guess: object, found: object) -> bool:
-    """Whether all numbers of a guess are those found, within 2% or half a percentage point, or all
-    words of one without numbers. 0.75, 75, "75%" and "3/4" are the same share."""
+    """Return whether all numbers of a guess are those found, within 2% or half a percentage point,
+    or all words of one without numbers. 0.75, 75, "75%" and "3/4" are the same share."""
     ours, theirs = numbers_in(guess), numbers_in(found)
     if not ours:
         words, known = (set(re.findall(r"\w+", str(text).lower())) for text in (guess, found))
@@ -89,7 +89,7 @@ def _close(guess: Fraction, found: Fraction) -> bool:
 
 
 def numbers_in(value: object) -> list[Fraction]:
-    """Numbers of a value, of a list of values, or of a text; percentages as shares."""
+    """Return the numbers of a value, of a list of values, or of a text; percentages as shares."""
     if isinstance(value, (list, tuple)):
         return [number for one in value for number in numbers_in(one)]
     found = []

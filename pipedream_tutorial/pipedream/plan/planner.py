@@ -110,7 +110,8 @@ def plan_pipeline(
     use_all_workers: bool = False,
     sync_factor: Number = 2,
 ) -> Plan:
-    """The plan with the shortest period; of equally fast ones the one with the fewest workers.
+    """Return the plan with the shortest period; of equally fast ones the one with the fewest
+    workers.
 
     `bandwidth` is in bytes a second, math.inf if sending takes no time. `replication=False` puts
     one worker on each stage. PipeDream's formula has every worker take part, even where fewer are
@@ -153,7 +154,7 @@ def make_plan(
     bandwidth: Number,
     sync_factor: Number,
 ) -> Plan:
-    """The plan with the given stages: (last layer, replicas) of each, first stage first."""
+    """Return the plan with the given stages: (last layer, replicas) of each, first stage first."""
     stage = partial(_stage, layers, bandwidth, sync_factor)
     firsts = [0, *(last + 1 for last, _ in cuts)]
     return Plan(tuple(stage(first, *cut) for first, cut in zip(firsts, cuts, strict=False)))
@@ -185,7 +186,8 @@ def _stage(
 
 
 def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Microbatches n in flight on each worker of a stage that never slow the pipeline down.
+    """Return the number n of microbatches in flight on each worker of a stage that never slow the
+    pipeline down.
 
     PipeDream gives the input stage NOAM = ceil(workers / input replicas). Where replicas do not
     divide each other that can be too small: 3-2-1 workers with equal work a worker run at 5/4 of
@@ -211,8 +213,8 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
 
 
 def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -> Schedule:
-    """PipeDream's 1F1B-RR: replica r of a stage with R replicas takes the microbatches i with
-    i mod R == r, and has `in_flight` of them at most. Ranks are numbered stage by stage."""
+    """Return PipeDream's 1F1B-RR: replica r of a stage with R replicas takes the microbatches i
+    with i mod R == r, and has `in_flight` of them at most. Ranks are numbered stage by stage."""
     lines = []
     for stage, (count, ahead) in enumerate(zip(replicas, in_flight, strict=True)):
         for replica in range(count):
@@ -272,7 +274,7 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
 
 
 def steady_period(timeline: Timeline, reach: int) -> Fraction | None:
-    """Seconds a microbatch once the run repeats; None if it is too short to be sure that it does.
+    """Return seconds per microbatch once the run repeats, or None if it is too short to tell.
 
     `reach` is the largest replicas * in_flight of a stage: an operation waits for none whose
     microbatch is `reach` or more away. So if all operations of `reach` microbatches in a row start

@@ -66,7 +66,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def _checked(found: object, rules: Mapping[str, Rule], where: str) -> dict[str, Any]:
-    """All keys are there and no others, each with a value that will do; else UserError."""
+    """Raise UserError if a key is missing or unknown, or its value is not accepted."""
     given = found if isinstance(found, dict) else {}
     for key in given:
         if key not in rules:
@@ -97,7 +97,7 @@ def measure_profile(
     import torch
 
     def clock() -> float:
-        """Seconds once the device has done all that was launched: launches are not the work."""
+        """Return the time in seconds, after the device has finished all launched work."""
         if example.device.type == "cuda":
             torch.cuda.synchronize(example.device)
         return time.perf_counter()
@@ -137,7 +137,7 @@ def measure_profile(
 
 
 def device_name(device: Any) -> str:
-    """The GPU's name, or the CPU's as Linux gives it."""
+    """Return the GPU's name, or the CPU's as Linux gives it."""
     import torch
 
     if device.type == "cuda":

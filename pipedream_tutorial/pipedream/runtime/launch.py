@@ -30,8 +30,8 @@ class StageLostError(RuntimeError):
 
 
 def this_rank(environment: Mapping[str, str], num_stages: int) -> int | None:
-    """What launch() or torchrun made this process; None if neither started it. Raises UserError for
-    another number of processes than `num_stages`, or more than one machine."""
+    """Return this process's rank under launch() or torchrun, None if neither started it. Raise
+    UserError for another number of processes than `num_stages`, or more than one machine."""
     if "RANK" not in environment:
         return None
     names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
@@ -98,7 +98,7 @@ def launch(body: Callable[[int], None], num_stages: int) -> int:
 
 
 def _be(rank: int, body: Callable[[int], None], num_stages: int, folder: str) -> NoReturn:
-    """In a new process, what torchrun sets."""
+    """Set the environment variables that torchrun sets, in a new process."""
     os.setsid()  # Ctrl-C reaches the one that started us alone, which ends us
     size = str(num_stages)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -107,7 +107,7 @@ def _be(rank: int, body: Callable[[int], None], num_stages: int, folder: str) ->
 
 
 def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
-    """Be one stage: run `body` with its rank, say what it raises, and exit."""
+    """Run `body` as one stage with its rank, print its exception, and exit."""
     rank = int(os.environ["RANK"])
     code = 1
     said = None

@@ -98,7 +98,7 @@ class MeasuredRun:
         }
 
     def by_operation(self, thread: str) -> dict[Op, Slice]:
-        """operation -> when it was computed, or its result was sent or received."""
+        """Return the time of each operation, or of sending or receiving its result."""
         return {op: s for s in self.slices if s.thread == thread for op in s.item.parts}
 
     @cached_property
@@ -117,8 +117,9 @@ class MeasuredRun:
         return max(Fraction(0), median(gaps or [Fraction(0)]))
 
     def costs(self, num_stages: int) -> Costs:
-        """Mean durations, of the same layers cut into so many equal stages, and the time to send.
-        Where the run did not cut its backward passes, all of one counts as its input gradient."""
+        """Return mean durations, of the same layers cut into so many equal stages, and the time to
+        send. Where the run did not cut its backward passes, all of one counts as its input
+        gradient."""
         own = range(self.case.schedule.num_stages)
 
         def means(*kinds: str) -> tuple[Fraction, ...]:
@@ -144,7 +145,8 @@ class MeasuredRun:
 def build_record(
     runs: Sequence[MeasuredRun], calibrated_on: MeasuredRun, about: Record
 ) -> dict[str, Any]:
-    """What a record's JSON holds: all times in milliseconds, lists by stage, a case a run.
+    """Return a record as its JSON holds it: all times in milliseconds, lists by stage, a case a
+    run.
 
     about: command, versions, machine, emulated_ms, workload, config. calibration: the run that the
     durations are from (a case has calibrated_on if it is that one), and its means. found: of an
@@ -210,9 +212,9 @@ HOST_SHARE = 0.2  # the first operations of a run always come as fast as the hos
 
 
 def waited_for_host(record: Record) -> list[str]:
-    """The record's runs in which more than HOST_SHARE of a stage's operations ended as soon as the
-    host had handed them over: what their events bracket is launching in part. A GPU that waits
-    in the middle of an operation, and catches up, is not found."""
+    """Return the record's runs in which more than HOST_SHARE of a stage's operations ended as soon
+    as the host had handed them over: what their events bracket is launching in part. A GPU that
+    waits in the middle of an operation, and catches up, is not found."""
     return [
         _name(case)
         for case in record["cases"]
@@ -225,12 +227,12 @@ def _name(case: Record) -> str:
 
 
 def makespan_error(case: Record) -> float:
-    """Simulated makespan against the measured one, percent."""
+    """Return by how many percent the simulated makespan exceeds the measured one."""
     return 100 * (case["predicted"]["makespan_ms"] / case["measured"]["makespan_ms"] - 1)
 
 
 def render(record: Record) -> str:
-    """The table of a record: measured against predicted, one line a run."""
+    """Return a record's table: measured against predicted, one line per run."""
     found = record["calibration"]
     cases = record["cases"]
     times = zip(found["forward_ms"], found["backward_ms"], strict=True)

@@ -30,8 +30,9 @@ from pipedream.train.trainer import StageTrainer, Weights, build_trainers
 
 
 def build_cases(config: Config) -> list[Case]:
-    """Every schedule at every number of microbatches, and a search for every limit on memory; else
-    UserError: for what cannot be trained, and for a search that has no durations to go by."""
+    """Return a case for every schedule at every number of microbatches, and a search for every
+    limit on memory; else UserError: for what cannot be trained, and for a search that has no
+    durations to go by."""
     cases = []
     for wanted in config["schedule"]:
         limits = [None]
@@ -52,7 +53,7 @@ def build_cases(config: Config) -> list[Case]:
 
 
 def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
-    """The orders over all batches of a schedule that has a name, or of a CSV's."""
+    """Return the orders over all batches of a named schedule or of a CSV."""
     if name in SCHEDULES:
         return schedule_for_training(name, config["num_stages"], m, config["num_batches"])
     batch = load_order(Path(name))
@@ -65,7 +66,7 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
 
 
 def exchange(value: Any) -> list[Any]:
-    """What every rank gives, by rank: as JSON, for what one process unpickles it also runs."""
+    """Return every rank's value, by rank. They travel as JSON, because unpickling executes code."""
     own = json.dumps(value).encode()
     longest = torch.tensor(len(own))
     with connection_to("the other stages"):
@@ -77,7 +78,7 @@ def exchange(value: Any) -> list[Any]:
 
 
 def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -> list[Weights]:
-    """On rank 0 every stage's weights, of all ranks; on the others nothing."""
+    """Return every stage's weights on rank 0, and nothing on other ranks."""
     if dist.get_rank() > 0:
         for weight in chain.from_iterable(weights.values() for weights in own.values()):
             dist.send(weight.contiguous(), 0)
@@ -174,7 +175,7 @@ def run_session(config: Config, command: str, rank: int) -> None:
 
 
 def describe(station: Station) -> str:
-    """What is about to run, in words."""
+    """Return a text about the next run."""
     p, gpus = station.config["num_stages"], torch.cuda.device_count()
     where = "NCCL, a GPU each" if station.on_gpu else "gloo, on the CPU"
     if gpus and not station.on_gpu and station.config["device"] == "auto":
@@ -190,7 +191,7 @@ def describe(station: Station) -> str:
 
 
 def what_ran(station: Station, command: str) -> dict[str, Any]:
-    """What a record says of how it came about."""
+    """Return a record's command, machine and versions."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if station.on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -211,6 +212,6 @@ def what_ran(station: Station, command: str) -> dict[str, Any]:
 
 
 def _same_bits(ours: Weights, alone: StageTrainer) -> bool:
-    """Numbers that have diverged to NaN on both sides would count as different."""
+    """Compare bits: NaN on both sides would otherwise count as different."""
     pairs = ((ours[name], w.detach().cpu()) for name, w in alone.weights.items())
     return all(torch.equal(*(w.flatten().view(torch.uint8) for w in pair)) for pair in pairs)

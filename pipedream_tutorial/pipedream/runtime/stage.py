@@ -70,7 +70,8 @@ class Peer:
             self.posted = deque(islice(self.coming, depth))
 
     def take(self, wanted: Op) -> torch.Tensor:
-        """The result of one of the peer's operations; waits for it (on a GPU the stream does)."""
+        """Return the result of one of the peer's operations after waiting for it (on a GPU the
+        stream waits)."""
         with connection_to(self.name):
             while wanted not in self.arrived:
                 op, buffer, work = self.posted.popleft() if self.posted else next(self.coming)
@@ -90,7 +91,7 @@ class Peer:
         self.under_way.append((tensor, work))
 
     def drain(self) -> None:
-        """Wait until all is through (on a GPU: have the stream wait)."""
+        """Wait until all messages have arrived (on a GPU: have the stream wait)."""
         with connection_to(self.name):
             for _, work in self.under_way:
                 work.wait()
@@ -122,7 +123,7 @@ class Clock:
             _, self.zero_ns, self.zero = min(ties, key=itemgetter(0))
 
     def mark(self) -> tuple[int, Any]:
-        """The point that the work has come to."""
+        """Return a mark of the point that the work has reached."""
         event = None
         if self.new_event is not None:
             event = self.new_event()
@@ -130,7 +131,7 @@ class Clock:
         return time.perf_counter_ns(), event
 
     def read(self, mark: tuple[int, Any]) -> int:
-        """Nanoseconds of perf_counter; on a GPU once it is idle."""
+        """Return nanoseconds of perf_counter; on a GPU once it is idle."""
         host_ns, event = mark
         if event is None:
             return host_ns
@@ -158,7 +159,7 @@ class Station:
         self.peers: dict[int, Peer] = {}  # by rank
 
     def meet(self, cases: Sequence[Case]) -> None:
-        """Connect with the others, then run two microbatches of each case with nothing sent.
+        """Connect with the other ranks, then run two microbatches of each case with nothing sent.
 
         The first torch.autograd.grad with grad_outputs takes hundreds of milliseconds, and a GPU
         loads each kernel on first use, which can wait for ever while a receive is pending.
@@ -181,7 +182,7 @@ class Station:
                     trainer.run(op, None if at_the_end else x, self.workload.task)
 
     def _connect(self, schedules: Sequence[Schedule], timeout: datetime.timedelta) -> None:
-        """With all that this rank exchanges messages with under some schedule.
+        """Connect with all ranks that this one exchanges messages with under some schedule.
 
         Every process makes all groups in the same order, and a group's first message follows at
         once: communicators that NCCL sets up on first use then cannot wait for each other in a
@@ -309,8 +310,8 @@ def median_us(act: Callable[[], object]) -> int:
 
 
 def take_device(config: Config, rank: int) -> torch.device:
-    """A stage's device, set up for what follows: where device=auto finds a GPU for each stage, they
-    run on GPUs. Raises UserError where device=cuda finds fewer."""
+    """Return a stage's device, ready for use: if device=auto finds a GPU for each stage, they run
+    on GPUs. Raises UserError where device=cuda finds fewer."""
     torch.set_num_threads(1)  # a stage stands for one device, and so does the one-process run
     stages = config["num_stages"]
     gpus = torch.cuda.device_count()

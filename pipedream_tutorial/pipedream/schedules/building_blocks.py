@@ -29,21 +29,23 @@ Slots = list[list[list[int]]]
 
 
 def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """About a third of 1F1B's activations: every operation is one slot after its neighbour's."""
+    """Return V-Min's orders, which hold about a third of 1F1B's activations: every operation is one
+    slot after its neighbour's."""
     pause = 0 if p % 3 else 2  # else two operations of a rank would want the same slot
     block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
 
 def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
-    """Half of them, idling less: two slots between neighbours wherever the way leads down."""
+    """Return V-Half's orders, which hold half of 1F1B's activations: two slots between neighbors on
+    the way down."""
     late = 3 * p + (0 if p % 2 else 3)  # likewise
     block = [(2 * r, 3 * p - 2 - r, late - 1 + 2 * r, late + 3 * p - 2 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
 
 def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) -> Orders:
-    """A rank's slots of microbatch 0, m times; with `reorder` pulled together at both ends."""
+    """Repeat each rank's slots of microbatch 0 m times; with `reorder`, pull both ends together."""
     slots = [[[slot + SLOTS * i for i in range(m)] for slot in own] for own in block]
     if reorder:
         for own in slots:
@@ -57,14 +59,14 @@ def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) ->
 
 
 def _word(own: list[list[int]]) -> list[str]:
-    """A rank's operations by slot, W included; small letters on the way up."""
+    """Return a rank's operations by slot, W included; small letters on the way up."""
     placed = [(slot, "FfiI"[kind]) for kind, line in enumerate(own) for slot in line]
     placed += [(slot, "w" if kind == I_UP else "W") for slot, kind in _weights(own)]
     return [letter for _, letter in sorted(placed)]
 
 
 def _weights(own: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """(slot, the I that it belongs to) of each W: in the free slots, those of I_UP first."""
+    """Return (slot, the I that it belongs to) of each W: in the free slots, those of I_UP first."""
     taken = set(chain(*own))
     for kind in (I_UP, I_DOWN):
         slot = 0
@@ -98,7 +100,7 @@ def _pull(slots: Slots) -> None:
 
 
 def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
-    """(slot, rank, kind, microbatch) of all."""
+    """Return (slot, rank, kind, microbatch) of all operations."""
     for rank, own in enumerate(slots):
         for kind, line in enumerate(own):
             for i, slot in enumerate(line):
@@ -106,7 +108,7 @@ def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
-    """The slot in which a neighbouring rank gives what an operation takes in; -1 for none."""
+    """Return the slot in which a neighboring rank computes an operation's input, or -1."""
     neighbour = rank - 1 if kind in (F_DOWN, I_UP) else rank + 1
     return slots[neighbour][kind][i] if kind != W and 0 <= neighbour < len(slots) else -1
 
@@ -125,8 +127,8 @@ class _Line:
         self._replay(0, len(self.kinds), len(self.kinds))
 
     def move(self, old: int, earliest: int, limit: int) -> int:
-        """The operation's new slot: the first that is free where no more than `limit` are held at
-        any time, and each W comes after its I."""
+        """Return the operation's new slot: the first that is free where no more than `limit` are
+        held at any time, and each W comes after its I."""
         kind = self.kinds[old]
         for slot in range(earliest, old):
             if self.kinds[slot] is None:
@@ -159,7 +161,7 @@ class _Line:
 
 
 def _squeeze(slots: Slots) -> None:
-    """The same orders, every operation as soon as its rank and its data are ready."""
+    """Return the same orders, every operation as soon as its rank and its data are ready."""
     free = [0] * len(slots)
     for _, rank, kind, i in sorted(_operations(slots)):
         begin = max(free[rank], 1 + _source(slots, rank, kind, i))

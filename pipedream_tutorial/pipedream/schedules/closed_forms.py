@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def idle_fraction(idle_time: Fraction, c: Case) -> Fraction:
-    """Share of a rank's time, 0 to 1: X / (m T + X)."""
+    """Return the idle share of a rank's time, 0 to 1: X / (m T + X)."""
     return idle_time / (c.m * c.total + idle_time)
 
 
@@ -48,18 +48,20 @@ def interleaved_activations(c: Case, r: int) -> Fraction:
 
 
 def zb_h2_step(c: Case) -> Fraction:
-    """What is left to wait for between two neighbours: nothing while I <= 2 min(F, W) - F."""
+    """Return the time that remains to wait between two neighbors: nothing while I <= 2 min(F, W) -
+    F."""
     return max(Fraction(0), c.f + c.i - 2 * min(c.f, c.w))
 
 
 def v_half_own(c: Case, r: int, x: Fraction) -> Fraction:
-    """With p even the last two ranks end an operation later."""
+    """Return V-Half's idle time in a rank's span: if p is even, the last two ranks end an operation
+    later."""
     late = 1 if c.p % 2 == 0 and c.p - 2 <= r and c.p > 2 else 0
     return x - (_started(c, r) - late) * c.f
 
 
 def v_min_activations(c: Case, r: int) -> Fraction:
-    """(p+4) // 3 where the pipeline is full; on rank 0 one stage's less if p = 2 mod 3."""
+    """Return (p+4) // 3 where the pipeline is full; on rank 0 one stage's less if p = 2 mod 3."""
     most = 2 * ((c.p + 4) // 3)
     if c.p % 3 == 2 and r == 0:
         most -= 1
@@ -67,8 +69,8 @@ def v_min_activations(c: Case, r: int) -> Fraction:
 
 
 def _started(c: Case, r: int) -> Fraction:
-    """When rank r starts, in F, less what it ends after rank 0: the last rank's two stages are
-    neighbours."""
+    """Return when rank r starts, in F, less what it ends after rank 0: the last rank's two stages
+    are neighbours."""
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 

@@ -54,7 +54,7 @@ Orders = Sequence[Sequence[Item | simple.Op]]
 
 
 def item_of(ops: Sequence[Op]) -> Item:
-    """The only one, or the pair."""
+    """Return the only operation, or the pair."""
     return Pair(*ops) if len(ops) == 2 else ops[0]
 
 
@@ -106,22 +106,22 @@ class Schedule:
         return any(kind == "W" for kind, _ in self.known)
 
     def ops(self) -> Iterable[Op]:
-        """All operations, those in pairs too."""
+        """Return all operations, those in pairs too."""
         return chain(*self.flat)
 
     def stages(self) -> list[list[int]]:
-        """By rank: the stages that it holds, sorted."""
+        """Return each rank's stages, sorted."""
         return [sorted(set(map(itemgetter(1), order))) for order in self.flat]
 
     def ranks(self) -> dict[Op, int]:
-        """operation -> the rank that runs it."""
+        """Return operation -> the rank that runs it."""
         return {op: rank for rank, order in enumerate(self.flat) for op in order}
 
     def __contains__(self, op: Op) -> bool:
         return op.microbatch in self.known.get(op[:2], ())
 
     def needs(self, op: Op) -> list[Op]:
-        """The operations whose results this one takes in, those on its own stage included."""
+        """Return the operations whose results this one needs, also on its own stage."""
         kind, stage, i = op
         place = stage % self.num_stages
         if kind == "F":
@@ -137,8 +137,8 @@ class Schedule:
 
 
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:
-    """The same batch again and again: microbatches of batch k are numbered from k * m on. No
-    barrier is put between batches. A rank starts its next batch when its own order allows."""
+    """Repeat the same batch: microbatches of batch k are numbered from k * m on. No barrier is put
+    between batches. A rank starts its next batch when its own order allows."""
     m = schedule.num_microbatches
 
     def shifted(item: Item, by: int) -> Item:
@@ -152,8 +152,8 @@ def repeat(schedule: Schedule, num_batches: int) -> Schedule:
 
 
 def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
-    """The same orders, with R before every backward pass; `kept` is the share that R starts from:
-    the stage's input."""
+    """Return the same orders, with R before every backward pass; `kept` is the share that R starts
+    from: the stage's input."""
 
     def with_r(item: Item) -> list[Item]:
         kind, stage, i = item.parts[-1]
@@ -164,7 +164,8 @@ def recomputed(schedule: Schedule, kept: Fraction) -> Schedule:
 
 
 def save_csv(schedule: Schedule, path: Path) -> None:
-    """One line per rank, one operation per cell: what torch.distributed.pipelining loads."""
+    """Write one line per rank and one operation per cell, which torch.distributed.pipelining
+    loads."""
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([map(str, order) for order in schedule.orders])
 
@@ -221,6 +222,6 @@ def _parse(cell: str, where: str) -> Item:
 
 
 def straight(name: str, lines: Orders, copies: int = 1) -> Schedule:
-    """Each rank's operations as a schedule."""
+    """Return each rank's operations as a schedule."""
     orders = [tuple(i if type(i) is Pair else Op._make(i) for i in line) for line in lines]
     return Schedule(name=name, orders=tuple(orders), copies=copies)

@@ -23,14 +23,14 @@ one_f_one_b = partial(simple.build, "1f1b")
 
 
 def eager_1f1b(p: int, m: int) -> Orders:
-    """1F1B that runs twice as far ahead, so that messages have time to arrive."""
+    """Return 1F1B that runs twice as far ahead, so that messages have time to arrive."""
     words = [simple.in_turn("F" * m, "B" * m, 2 * (p - s) - 1) for s in range(p)]
     return simple.from_words(words)
 
 
 def zb_v_fixed(p: int, m: int) -> Orders:
-    """ZB-V in torch's order, whatever the durations. Written for 2p - 1 microbatches or more; with
-    fewer, the missing ones are left out."""
+    """Return ZB-V in torch's order, whatever the durations. Written for 2p - 1 microbatches or
+    more; with fewer, the missing ones are left out."""
     count = max(m, 2 * p - 1)
     words = []
     for r in range(p):
@@ -42,7 +42,8 @@ def zb_v_fixed(p: int, m: int) -> Orders:
 
 
 def dualpipe_v(p: int, m: int) -> Orders:
-    """Stages in a V, and a forward of one microbatch run together with a backward of another."""
+    """Return orders for stages in a V, with a forward of one microbatch run together with a
+    backward of another."""
     if m < 2 * p:
         raise UserError(
             f"dualpipe-v needs at least 2 microbatches per rank, not {m} for {p} ranks",
@@ -52,7 +53,7 @@ def dualpipe_v(p: int, m: int) -> Orders:
 
 
 def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
-    """DualPipe's eight phases on rank r, whose second stage is written in small letters."""
+    """Return DualPipe's eight phases on rank r, whose second stage is written in small letters."""
     steps = ["F"] * (2 * (p - 1 - r)) + ["F", "f"] * (r + 1) + ["i", "w", "f"] * (p - 1 - r)
     steps += ["Fb", "fB"] * (m - 2 * p + r + 1)
     if r == p - 1:  # the first backward has to wait anyway: overlap would only delay its forward
@@ -81,9 +82,9 @@ def _dualpipe_line(r: int, p: int, m: int) -> list[Item]:
 
 
 def dualpipe(p: int, m: int) -> Orders:
-    """DualPipe with two copies of the model in opposite directions, half of the microbatches each.
-    DualPipeV on half as many ranks, unfolded: its way down the V is on one rank of a pair that
-    mirror each other, its way up on the other, and for the second copy the other way round."""
+    """Return DualPipe with two copies of the model in opposite directions, half of the microbatches
+    each. DualPipeV on half as many ranks, unfolded: its way down the V is on one rank of a pair
+    that mirror each other, its way up on the other, and for the second copy the other way round."""
     if p % 2 or m % 2 or m < 2 * p:
         even = p + p % 2
         raise UserError(
@@ -93,7 +94,8 @@ def dualpipe(p: int, m: int) -> Orders:
         )
 
     def unfolded(op: Op, r: int) -> Op:
-        """Place r of the model is the first copy's on rank r; the other place the second copy's."""
+        """Unfold: place r of the model is the first copy's on rank r; the other place the second
+        copy's."""
         return op if op.stage == r else Op(op.kind, p + op.stage, m // 2 + op.microbatch)
 
     lines: list[list[Item]] = []
@@ -104,9 +106,9 @@ def dualpipe(p: int, m: int) -> Orders:
 
 
 def chimera(p: int, m: int) -> Orders:
-    """Two copies of the model in opposite directions, half of the microbatches through each. Units
-    of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches, and what one leaves
-    idle the other fills."""
+    """Return orders for two copies of the model in opposite directions, half of the microbatches
+    through each. Units of p microbatches; in a unit each direction is a 1F1B of p / 2 microbatches,
+    and what one leaves idle the other fills."""
     if p % 2 or m % p:
         raise UserError(
             f"chimera needs an even number of ranks and whole units of p microbatches, not p={p}, "
@@ -196,9 +198,9 @@ def build_schedule(
 def schedule_for_training(
     name: str, num_stages: int, num_microbatches: int, num_batches: int
 ) -> tuple[Schedule, Policy]:
-    """Orders over all batches: flushing schedules again and again, the others without a pause.
-    Raises UserError for schedules that are simulated only, for sizes that a schedule refuses, and
-    for 2BW with too few microbatches a batch."""
+    """Return orders over all batches: flushing schedules again and again, the others without a
+    pause. Raises UserError for schedules that are simulated only, for sizes that a schedule
+    refuses, and for 2BW with too few microbatches a batch."""
     if name in SCHEDULES and name not in TRAINABLE:
         raise UserError(f"{name} is simulated only", f"train with one of {', '.join(TRAINABLE)}")
     batch = build_schedule(name, num_stages, num_microbatches)
@@ -211,7 +213,7 @@ def schedule_for_training(
 
 
 def layers_of_a_stage(layers_of_a_rank: int, stages_per_rank: int) -> int:
-    """Of a rank's layers those of each of its stages; UserError where they cannot be cut evenly."""
+    """Return the number of layers per stage. Raise UserError if they cannot be cut evenly."""
     if layers_of_a_rank % stages_per_rank:
         raise UserError(
             f"a rank's layers ({layers_of_a_rank}) cannot be cut into {stages_per_rank} stages",

@@ -59,7 +59,7 @@ class WeightUse(NamedTuple):
     peak_versions: int  # kept at most
 
     def version(self, op: Op) -> int:
-        """That a forward or backward pass of the stage ran with."""
+        """Return the version that a forward or backward pass of the stage ran with."""
         return (self.forward if op.kind == "F" else self.backward)[op.microbatch]
 
 
@@ -68,9 +68,9 @@ ONE_VERSION = WeightUse(forward={}, backward={}, staleness={0: 0}, live={}, peak
 
 
 def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int, WeightUse]:
-    """stage -> versions, staleness and how many are kept, from the orders alone. `batch_size` is
-    the number of microbatches between two updates where the policy updates once per batch. Timing
-    plays no part: it cannot change what an order fixes."""
+    """Return stage -> versions, staleness and how many are kept, from the orders alone.
+    `batch_size` is the number of microbatches between two updates where the policy updates once per
+    batch. Timing plays no part: it cannot change what an order fixes."""
     own: dict[int, list[Op]] = {}
     for op in schedule.ops():
         own.setdefault(op[1], []).append(op)

@@ -31,7 +31,8 @@ Step = tuple[Action, ...]  # actions that a rank posts together; it goes on when
 
 
 def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[Step]]:
-    """By rank: receive what an operation needs, run it, send its result, each waited for.
+    """Return each rank's program: receive what an operation needs, run it, send its result, each
+    waited for.
 
     `paired` posts a send and the receive from the same peer that directly follows it as one step:
     Megatron-LM's fused send-and-receive in the steady part of 1F1B. Raises UserError for schedules

@@ -133,7 +133,7 @@ class Refused(NamedTuple):
 
 
 def compare(config: Config) -> Iterator[Row | Refused]:
-    """A row for each of SCHEDULES, in their order, as soon as it is there."""
+    """Yield a row for each of SCHEDULES, in their order."""
     check_scale(config["stage_scale"], config["num_stages"])
     return _rows(config)
 
@@ -155,9 +155,9 @@ def _rows(config: Config) -> Iterator[Row | Refused]:
 
 
 def measure(name: str, config: Config) -> Row:
-    """The row of a schedule, of the best order that "search" finds in CONFIG's memory, or of a CSV,
-    which has its own ranks and microbatches. UserError for sizes that a schedule does not allow,
-    and for a CSV's orders that are incomplete or wait for each other."""
+    """Return the row of a schedule, of the best order that "search" finds in CONFIG's memory, or of
+    a CSV, which has its own ranks and microbatches. UserError for sizes that a schedule does not
+    allow, and for a CSV's orders that are incomplete or wait for each other."""
     p, m = config["num_stages"], config["num_microbatches"]
     durations = {key: config[key] for key in (*DURATIONS, "overlap_saving", "stage_scale")}
     policy = "flush"
@@ -194,8 +194,8 @@ def measure(name: str, config: Config) -> Row:
 
 
 def closed_form(name: str, config: Config) -> tuple[ClosedForm, Case] | None:
-    """What is known of one batch without simulating it, and the sizes to put in; None for what has
-    no form: a file, uneven stages, a time to send, overlap, R, a block that is only repeated."""
+    """Return the closed form and the sizes to put in, or None without a form: a file, uneven
+    stages, a time to send, overlap, R, a block that is only repeated."""
     scale = config["stage_scale"] or [Fraction(1)]
     if (
         name not in CLOSED_FORMS

@@ -20,8 +20,8 @@ class Idle(NamedTuple):
 
 
 def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> Idle:
-    """Idle time of a timeline, or of `count` in a row whose last operations end at `last_ends`, in
-    ticks. Ranks without operations are idle throughout."""
+    """Return the idle time of a timeline, or of `count` in a row whose last operations end at
+    `last_ends`, in ticks. Ranks without operations are idle throughout."""
     last_ends = last_ends or [ends[-1] if ends else 0 for ends in timeline.ends]
     total = max(last_ends)
     tick = timeline.tick
@@ -37,8 +37,8 @@ def idle(timeline: Timeline, last_ends: Sequence[int] = (), count: int = 1) -> I
 
 
 def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | int]]:
-    """By kind of operation: by how many stages' activations of a microbatch its start and its end
-    change what is held.
+    """Return for each kind of operation by how many stages' activations of a microbatch its start
+    and its end change what is held.
 
     A forward pass adds one; it goes with the backward pass, or with W where that is cut in two.
     Where there is an R, the forward pass is there twice: with all that it computes, and with the
@@ -50,7 +50,8 @@ def _changes(schedule: Schedule) -> dict[str, tuple[Fraction | int, Fraction | i
 
 
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
-    """Most activations that each rank holds, in units of one microbatch on a rank's whole share."""
+    """Return the most activations that each rank holds, in units of one microbatch on a rank's
+    whole share."""
     changes = _changes(schedule)
     peaks = []
     for order in schedule.flat:
@@ -64,8 +65,8 @@ Steps = list[tuple[Fraction | int, Fraction]]  # (time, how many from then on)
 
 
 def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
-    """By rank: activations held, in microbatches of a rank's whole share. Counted from the start of
-    a forward pass or R to the end of the pass that frees them."""
+    """Return by rank the activations held, in microbatches of a rank's whole share. Counted from
+    the start of a forward pass or R to the end of the pass that frees them."""
     changes = _changes(schedule)
     found = []
     for order in schedule.flat:
@@ -79,8 +80,8 @@ def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
 
 
 def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]) -> list[Steps]:
-    """By rank: weight versions kept, in copies of a rank's whole share. Every stage starts with one
-    version; an operation changes their number when it ends."""
+    """Return by rank the weight versions kept, in copies of a rank's whole share. Every stage
+    starts with one version; an operation changes their number when it ends."""
     found = []
     for order, stages in zip(schedule.flat, schedule.stages(), strict=True):
         kept = dict.fromkeys(stages, 1)

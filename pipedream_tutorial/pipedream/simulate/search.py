@@ -49,7 +49,7 @@ class Found(NamedTuple):
 
 
 def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
-    """Durations as whole numbers."""
+    """Return the problem with durations as whole numbers."""
     times = list(zip(costs.forward, costs.input_gradient, costs.weight_gradient, strict=True))
     scale = math.lcm(costs.communication.denominator, *(t.denominator for t in chain(*times)))
     sending = int(costs.communication * scale)
@@ -61,9 +61,9 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
 def search(
     costs: Costs, num_microbatches: int, memory: int, *, tries: int | None = None, prove: float = 0
 ) -> Found:
-    """The best order found in `tries` simulations, by default as many as take a second or two; the
-    same one for the same arguments. In `prove` seconds more OR-Tools looks for a shorter one, and
-    for a better bound on the makespan."""
+    """Return the best order found in `tries` simulations, by default as many as take a second or
+    two; the same one for the same arguments. In `prove` seconds more OR-Tools looks for a shorter
+    one, and for a better bound on the makespan."""
     problem = build_problem(costs, num_microbatches, memory)
     p = len(problem.durations)
     m = num_microbatches
@@ -94,11 +94,12 @@ def search(
 
 
 def score(problem: Problem, words: Words) -> tuple[float, float]:
-    """Makespan and longest span, in ticks; infinite where words wait for each other in a circle."""
+    """Return makespan and longest span in ticks, infinite if words wait for each other in a
+    circle."""
     ends: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in words]
 
     def run(rank: int) -> Iterator[None]:
-        """One rank's word; comes back where it has to wait."""
+        """Run one rank's word until it has to wait."""
         own = ends[rank]
         lasts = problem.durations[rank]
         sources = {}
@@ -126,7 +127,7 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
 
 
 def lower_bound(problem: Problem) -> int:
-    """What no order can be shorter than, in ticks.
+    """Return a lower bound of all orders' makespans in ticks.
 
     Rank r gets its first microbatch at head and its first gradient a round trip later. Before that
     it has run min(m, memory) forwards at most, and all its other work comes after it. And each F
@@ -152,7 +153,7 @@ def lower_bound(problem: Problem) -> int:
 
 
 def _limits(problem: Problem) -> list[tuple[int, ...]]:
-    """By rank: how many forwards may lead I. Equal for all, and fewer on later ranks."""
+    """Return by rank how many forwards may lead I. Equal for all, and fewer on later ranks."""
     p = len(problem.durations)
     most = problem.memory
     found: dict[tuple[int, ...], None] = {}
@@ -165,7 +166,8 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def greedy(problem: Problem, limits: Sequence[int]) -> Words:
-    """Whoever is free first runs I, or else F, or else W, if the limits allow."""
+    """Build words: the rank that is free first runs I, or else F, or else W, if the limits
+    allow."""
     p = len(problem.durations)
     m = problem.num_microbatches
     words = [""] * p
@@ -240,8 +242,8 @@ def _allowed(word: str, memory: int) -> bool:
 
 
 def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], int]:
-    """The shortest words in `longest` ticks or fewer that OR-Tools' constraint solver (CP-SAT)
-    finds in the time given, none or one; and a bound in ticks that no words beat."""
+    """Return the shortest words in `longest` ticks or fewer that OR-Tools' constraint solver
+    (CP-SAT) finds in the time given, none or one; and a bound in ticks that no words beat."""
     from ortools.sat.python import cp_model  # may be missing
 
     model = cp_model.CpModel()

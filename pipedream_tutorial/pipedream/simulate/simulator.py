@@ -53,7 +53,7 @@ class Costs:
     overlap_saving: Fraction = Fraction(0)  # share of a pair's shorter half hidden by the longer
 
     def duration(self, item: Item, num_stages: int) -> Fraction:
-        """How long one rank is busy with an operation or a pair."""
+        """Return how long one rank is busy with an operation or a pair."""
         halves = []
         for kind, stage, _ in item.parts:
             durations = self.forward, self.input_gradient, self.weight_gradient
@@ -73,7 +73,8 @@ def build_costs(
     overlap_saving: Number = 0,
     stage_scale: Sequence[Number] | None = None,
 ) -> Costs:
-    """Durations per rank's share of the layers, cut evenly over the stages that a rank holds.
+    """Return durations per rank's share of the layers, cut evenly over the stages that a rank
+    holds.
 
     `stage_scale` multiplies those of equal shares of the layers, in the model's order: a share
     keeps its factor however the layers are cut. Raises UserError where their number is not a
@@ -95,7 +96,8 @@ def build_costs(
 
 
 def stage_factors(scale: Sequence[Number], num_stages: int) -> list[Fraction]:
-    """The factors of equal shares of the layers, by stage: the mean of what a stage has of each."""
+    """Return the factors of equal shares of the layers, by stage: the mean of what a stage has of
+    each."""
     each = [Fraction(factor) for factor in scale for _ in range(num_stages)]
     size = len(scale)
     return [sum(each[k * size : (k + 1) * size]) / Fraction(size) for k in range(num_stages)]
@@ -167,8 +169,9 @@ def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Time
 
 
 def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
-    """When each rank ends the last of `count` batches, in ticks: the same orders again and again,
-    a rank's next batch as soon as its own work is done. What `repeat` gives, without its length."""
+    """Return when each rank ends the last of `count` batches, in ticks: the same orders again and
+    again, a rank's next batch as soon as its own work is done. What `repeat` gives, without its
+    length."""
     free = [0] * len(timeline.ends)
     for left in reversed(range(count)):
         before = free
@@ -233,7 +236,7 @@ def _advance(
 
 
 def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind, _Rule]]]:
-    """The tick, and the rules of each rank."""
+    """Return the tick, and the rules of each rank."""
     kinds = []
     for order in schedule.orders:
         some = dict(zip(map(itemgetter(0, 1), order), order, strict=True)).values()  # all pairs too
@@ -265,8 +268,8 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind,
 
 
 def _check_once_and_whole(schedule: Schedule) -> None:
-    """Each operation once, and with a backward pass B, or I and W, for each microbatch on a stage;
-    ValueError names what is not so."""
+    """Check that each operation occurs once, and each microbatch on a stage with a backward pass:
+    B, or I and W. Raise ValueError otherwise."""
     if sum(map(len, schedule.flat)) > sum(map(len, schedule.known.values())):
         ((op, _),) = Counter(schedule.ops()).most_common(1)
         raise ValueError(f"{op} is in the orders twice")
@@ -282,7 +285,8 @@ def _check_once_and_whole(schedule: Schedule) -> None:
 
 
 def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
-    """What a rank waits for that none runs; else the circle in which they wait."""
+    """Return the operation that a rank waits for and none runs, else the circle in which ranks
+    wait."""
     for op in schedule.ops():
         for need in schedule.needs(op):
             if need not in schedule:
@@ -300,7 +304,7 @@ def _stuck(schedule: Schedule, ended: Sequence[int]) -> Exception:
 
 
 def load_order(path: Path) -> Schedule:
-    """A schedule from a CSV, complete and able to run. Raises UserError for orders that are
+    """Load a schedule from a CSV, complete and able to run. Raises UserError for orders that are
     incomplete or that wait for each other."""
     schedule = load_csv(path)
     count = schedule.num_microbatches

@@ -42,7 +42,7 @@ def trace_document(
     batch_size: int,
     unit_s: float | Fraction = 1,
 ) -> dict[str, Any]:
-    """A trace of how the schedule ran, with the groups that are given, as JSON's object.
+    """Return a trace of how the schedule ran, with the groups that are given, as JSON's object.
 
     `policy` and `batch_size`, microbatches between two updates if it updates once per batch, give
     weight versions; `unit_s`: seconds a unit of the simulator. The measured run starts at time 0.
@@ -80,13 +80,14 @@ def trace_document(
 
 
 def transfers(schedule: Schedule) -> list[tuple[Op, Op]]:
-    """(operation that sends, operation that receives) for each result that leaves its rank."""
+    """Return (operation that sends, operation that receives) for each result that leaves its
+    rank."""
     ranks = schedule.ranks()
     return [(a, b) for b, a in handed_on(schedule).items() if ranks[a] != ranks[b]]
 
 
 def handed_on(schedule: Schedule) -> dict[Op, Op]:
-    """operation -> the one of another stage whose result it takes in."""
+    """Return operation -> the operation of another stage whose result it uses."""
     pairs = ((op, need) for op in schedule.ops() for need in schedule.needs(op))
     return {op: need for op, need in pairs if need.stage != op.stage}
 
@@ -108,7 +109,7 @@ def _predicted_slices(timeline: Timeline, unit_s: Fraction) -> list[Slice]:
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> list[TraceEvent]:
-    """A process or thread's name, and its place among the others in viewers."""
+    """Return a process or thread's name, and its place among the others in viewers."""
     at = {"ph": "M", "pid": pid, "tid": tid}
     place = pid if what == "process" else tid
     return [

@@ -37,7 +37,7 @@ class ResidualLayer(nn.Module):
 def build_stages(
     num_stages: int, layers_per_stage: int, *, seed: int, dtype: torch.dtype = torch.float64
 ) -> list[nn.Module]:
-    """Stages of `layers_per_stage` layers each; the last one ends in a classifier."""
+    """Build stages of `layers_per_stage` layers each; the last one ends in a classifier."""
     stages: list[list[nn.Module]] = [[] for _ in range(num_stages)]
     for layer in range(num_stages * layers_per_stage):
         torch.manual_seed(seed * 10_000 + layer)
@@ -55,14 +55,15 @@ class Task(NamedTuple):
     microbatch_size: int
 
     def microbatch(self, index: int) -> tuple[Tensor, Tensor]:
-        """Its inputs and targets. Counted from the start of training: the samples come round."""
+        """Return its inputs and targets. Counted from the start of training: the samples come
+        round."""
         first = index * self.microbatch_size % len(self.targets)
         rows = slice(first, first + self.microbatch_size)
         return self.inputs[rows], self.targets[rows]
 
 
 def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
-    """TASK_MICROBATCHES of normal inputs [samples, WIDTH], classified by a random network."""
+    """Build TASK_MICROBATCHES of normal inputs [samples, WIDTH], classified by a random network."""
     num_samples = TASK_MICROBATCHES * microbatch_size
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
@@ -144,7 +145,8 @@ class Head(nn.Module):
 
 
 def gpt2_layers(size: GPT2Size) -> dict[str, nn.Module]:
-    """embedding, block 0, ..., head: GPT-2's initial weights from torch's global generator."""
+    """Build embedding, block 0, ..., head: GPT-2's initial weights from torch's global
+    generator."""
     blocks = {f"block {i}": Block(size) for i in range(size.num_layers)}
     layers = {"embedding": Embedding(size), **blocks, "head": Head(size)}
     for module in nn.ModuleList(layers.values()).modules():
@@ -221,5 +223,5 @@ class Workload:
 
 
 def count(number: int, noun: str) -> str:
-    """'1 stage', '2 stages'."""
+    """Return '1 stage', '2 stages'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -73,8 +73,8 @@ def train(
 
 
 def final_loss(result: TrainResult, num_microbatches: int) -> float:
-    """Mean loss of the last batches that hold every sample about once (all batches, if fewer): one
-    step's noise would hide what the schedules differ by."""
+    """Return the mean loss of the last batches that hold every sample about once (all batches, if
+    fewer): one step's noise would hide what the schedules differ by."""
     batches = math.ceil(TASK_MICROBATCHES / num_microbatches)
     return statistics.fmean(result.losses[-batches:])
 
@@ -96,7 +96,8 @@ def copied(weights: Weights) -> Weights:
 def train_and_check(
     name: str, *, every: int = 1, **settings: Any
 ) -> tuple[TrainResult, list[MicrobatchError]]:
-    """What train gives, and every `every`-th microbatch's error, by the end of backward passes."""
+    """Return train's result, and every `every`-th microbatch's error, by the end of backward
+    passes."""
     workload = Workload(settings)
     modules: dict[int, nn.Module] = {}  # by stage
     used: dict[tuple[int, int], Weights] = {}  # by microbatch and stage
@@ -124,7 +125,7 @@ def train_and_check(
             return gradients
 
     def exact_at(microbatch: int, weights: Iterable[Weights]) -> list[list[Tensor]]:
-        """By autograd through all stages at once, each with the weights given."""
+        """Return autograd's gradient through all stages at once, each with the given weights."""
         leaves = [{n: w.requires_grad_() for n, w in own.items()} for own in weights]
         x, target = workload.task.microbatch(microbatch)
         for stage, own in enumerate(leaves):
@@ -147,7 +148,8 @@ def train_and_check(
 
 @torch.no_grad()
 def relative_difference(found: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
-    """Norm of the difference by the norm of `exact`; infinite where that is no number."""
+    """Return the norm of the difference by the norm of `exact`; infinite where that is no
+    number."""
     pairs = list(zip(found, exact, strict=True))
     off = math.fsum(float((a - b).square().sum()) for a, b in pairs)
     norm = math.fsum(float(b.square().sum()) for _, b in pairs)

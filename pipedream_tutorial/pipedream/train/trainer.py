@@ -54,7 +54,7 @@ class CutLinears(TorchFunctionMode):
         return out
 
     def weight_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """W: each weight or bias and its gradient, in the bits that autograd gives."""
+        """Yield W: each weight or bias and its gradient, in the bits that autograd gives."""
         for x, weight, bias, dy in self.aside:
             dy = dy.flatten(0, -2)
             yield weight, dy.t() @ x.flatten(0, -2)
@@ -122,8 +122,8 @@ class StageTrainer:
         return self.versions[self.updates]
 
     def run(self, op: Op, received: Tensor | None, task: Task) -> Tensor | None:
-        """One operation of this stage. `received`: what the stage before gave to F, the one after
-        to B and I; None where there is none. What it gives to the next, if anything."""
+        """Run one operation of this stage. `received`: what the stage before gave to F, the one
+        after to B and I; None where there is none. What it gives to the next, if anything."""
         kind, _, i = op
         if kind == "F":
             inputs, target = task.microbatch(i)
@@ -156,7 +156,7 @@ class StageTrainer:
         return self.policy.forward_version(self.updates, i, self.batch_size, self.num_stages)
 
     def input_gradient(self, microbatch: int, output_gradient: Tensor | None) -> Tensor | None:
-        """The half of the backward pass that the stage before waits for (I); None on the first
+        """Run I, the half of the backward pass that the stage before waits for; None on the first
         stage. output_gradient: as the output; None on the last stage."""
         flight = self.in_flight[microbatch]
         inputs = [flight.x] if self.stage > 0 else []
@@ -168,7 +168,8 @@ class StageTrainer:
         return gradients[0] if inputs else None
 
     def weight_gradient(self, microbatch: int) -> Gradients:
-        """The half that nobody waits for (W), and the update when it is due; what it found."""
+        """Run W, the half that nobody waits for, and the update if it is due. Return W's
+        gradients."""
         flight = self.in_flight.pop(microbatch)
         weights = map(id, flight.weights.values())
         found = dict(zip(weights, flight.gradients, strict=True))
@@ -184,13 +185,13 @@ class StageTrainer:
         return own
 
     def _step(self, gradients: Gradients) -> Sequence[Tensor]:
-        """SGD: the next version, in new memory."""
+        """Return the next version by SGD, in new memory."""
         weights = [weight.detach() for weight in self.weights.values()]
         # Few kernels: a GPU waits for the host to launch each.
         return torch._foreach_add(weights, gradients, alpha=-self.learning_rate)
 
     def _update(self, gradients: Gradients) -> None:
-        """A new version's predecessors are dropped when nobody can read them again; in place, the
+        """Update the weights. Stashed versions are dropped once nobody can read them; in place, the
         same memory changes under the graphs that are in flight."""
         old = self.weights
         stepped = self._step(gradients)
@@ -220,7 +221,7 @@ def build_trainers(
     stages: Iterable[int] | None = None,
     trainer_class: type[StageTrainer] = StageTrainer,
 ) -> Trainers:
-    """With the initial weights: for these stages, or for all."""
+    """Build trainers with the initial weights for these stages, or for all."""
     modules = workload.build_modules(schedule.stages_per_rank)
     same = {"learning_rate": workload.config["learning_rate"], "loss": workload.loss}
     return {

@@ -19,20 +19,20 @@ Update = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 def replace_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """New memory under the same Parameter. What autograd saved as a view (a Linear's transposed
+    """Put new memory under the same Parameter. What autograd saved as a view (a Linear's transposed
     weight) still points to the old memory; what it saved as the Parameter itself (a LayerNorm's
     weight, the right factor of `x @ w`) shows the new one."""
     parameter.data = parameter.data - LEARNING_RATE * gradient
 
 
 def step_optimizer(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """In place, and counted by autograd, which will refuse the graph."""
+    """Update in place, counted by autograd, which will refuse the graph."""
     parameter.grad = gradient
     torch.optim.SGD([parameter], lr=LEARNING_RATE).step()
 
 
 def copy_into_data(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """In place and not counted; the graph reads what is there now."""
+    """Update in place and uncounted: the graph reads the new values."""
     parameter.data.copy_(parameter.data - LEARNING_RATE * gradient)
 
 
@@ -44,8 +44,8 @@ WAYS: dict[str, Update] = {
 
 
 def run_trap(update: Update, *, norm: bool) -> float | str:
-    """Forward pass, `update` of the weights by another microbatch's gradient, backward pass: the
-    gradient's error relative to the one without the update between, or autograd's refusal.
+    """Run a forward pass, `update` of the weights by another microbatch's gradient, backward pass:
+    the gradient's error relative to the one without the update between, or autograd's refusal.
 
     Exactly 0: the backward pass used the old weights. `norm`: a LayerNorm between the Linears.
     """
