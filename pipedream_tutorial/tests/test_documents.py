@@ -49,6 +49,7 @@ def test_the_site_holds_together_and_fetches_itself_in_colab(tmp_path: Path) -> 
     website.build_site(tmp_path / "site", "owner/name")
     site = tmp_path / "site"
     for page in site.glob("*.html"):
+        assert 'src="http' not in page.read_text(), page.name  # it would be missing offline
         for target in re.findall(r'(?:href|src)="([^"#]+)', page.read_text()):
             if not target.startswith(("https://", "data:")):
                 assert (site / target).is_file() or (site / target).is_dir(), (page.name, target)

@@ -26,11 +26,13 @@ PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-body {{ max-width: 860px; margin: 0 auto; padding: 12px 16px 60px; font: 17px/1.55 sans-serif; }}
+body {{ max-width: 860px; margin: 0 auto; padding: 12px 16px 60px; font: 17px/1.55 sans-serif;
+ overflow-wrap: anywhere; }}
 img {{ max-width: 100%; }}
 pre {{ overflow-x: auto; background: #f3f5f6; padding: 10px; font-size: 13px; line-height: 1.35; }}
 table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
-td, th {{ border: 1px solid #cfd6da; padding: 3px 9px; }}
+td, th {{ border: 1px solid #cfd6da; padding: 3px 9px; overflow-wrap: normal; }}
+.badge {{ background: #555; color: #fff; border-radius: 3px; padding: 2px 7px; }}
 </style>
 </head>
 <body>
@@ -42,7 +44,7 @@ td, th {{ border: 1px solid #cfd6da; padding: 3px 9px; }}
 """
 COLAB = "https://colab.research.google.com"
 BADGE = """ |
-<a href="{link}"><img src="{colab}/assets/colab-badge.svg" alt="Open the notebook in Colab"></a>"""
+<a class="badge" href="{link}">Open the notebook in Colab</a>"""  # Colab's picture needs a network
 FETCH = """# Colab has torch, numpy and matplotlib; this fetches the tutorial.
 !git clone --quiet --depth 1 https://github.com/{repository} tutorial
 %cd tutorial/pipedream_tutorial"""
@@ -55,7 +57,7 @@ def build_site(output: Path, repository: str = "") -> None:
     badge = ""
     if repository:
         link = f"{COLAB}/github/{repository}/blob/{BRANCH}/lecture.ipynb"
-        badge = BADGE.format(link=link, colab=COLAB)
+        badge = BADGE.format(link=link)
         add_fetching_cell(output / "lecture.ipynb", repository)
     for page in output.glob("*.md"):
         name = "index" if page.stem == "README" else page.stem
