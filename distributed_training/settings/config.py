@@ -22,14 +22,14 @@ PRESETS_DIR = files.ROOT / "configs" / "presets"
 PATHS = {"model", "dataset", "validation_dataset", "tokenizer", "weights"}
 PATHS |= {"deepspeed_config", "offload_dir", "output_dir", "resume"}
 # Keys stand by the need that one looks for them with.
-data = functools.partial(key, work=True, group="Model and text")
-learning = functools.partial(key, work=True, group="Batch and learning")
+data = functools.partial(key, work=True, group="Model and data")
+learning = functools.partial(key, work=True, group="Batch and optimizer")
 layout = functools.partial(key, work=False, group="Strategy and layout")
-memory = functools.partial(key, work=False, group="Less memory")
-speed = functools.partial(key, work=False, group="More speed")
-watching = functools.partial(key, work=False, group="What is looked at")
-keeping = functools.partial(key, work=False, group="What is kept")
-trouble = functools.partial(key, work=False, group="When something goes wrong")
+memory = functools.partial(key, work=False, group="Memory")
+speed = functools.partial(key, work=False, group="Speed")
+watching = functools.partial(key, work=False, group="Evaluation and logging")
+keeping = functools.partial(key, work=False, group="Checkpoints and export")
+trouble = functools.partial(key, work=False, group="Failures and time limits")
 
 Auto = Literal["auto"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "zb-auto"]
@@ -47,169 +47,182 @@ class RunConfig(Options):
 
     # fmt: off
     model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"))
-    """gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, a Llama, Mistral or Qwen
-    by its name on the Hub, a folder; auto: gpt2-tiny without a GPU, gpt2 below 12 GiB, else
-    gpt2-medium"""
+    """The model to train: gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, the
+    Hub name of a Llama, Mistral or Qwen model, or a folder. auto: gpt2-tiny without a GPU, gpt2 on
+    a GPU below 12 GiB, otherwise gpt2-medium."""
     dataset: Text = data(AUTO, aliases=("data", "train_file"))
-    """a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of them, user/name[:config] of
-    the Hub, wikitext-2, embedded, embedded-prose; auto: wikitext-2 where available, else
-    embedded"""
+    """Training data: a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of such files,
+    user/name[:config] on the Hub, wikitext-2, embedded or embedded-prose. auto: wikitext-2 if it is
+    available, otherwise embedded."""
     validation_dataset: Text | None = data(None, aliases=("validation_file", "eval_dataset"))
-    """likewise, to evaluate on; None: dataset's validation split, or its last 5%"""
+    """Data to evaluate on, in any form that `dataset` accepts. None: the validation split of the
+    dataset, or its last 5%."""
     columns: Text | None = data(None)
-    """names of a dataset's columns, such as prompt=question,completion=answer; None: as they are"""
+    """Columns of the dataset to use, such as prompt=question,completion=answer. None: recognize the
+    columns by their names."""
     tokenizer: Text = data(AUTO)
-    """gpt2, embedded, a folder that transformers' AutoTokenizer opens, a model's name on the Hub;
-    auto: by model"""
+    """Tokenizer: gpt2, embedded, a folder that transformers' AutoTokenizer opens, or a model's name
+    on the Hub. auto: the model's own tokenizer."""
     weights: Text = data(AUTO)
-    """pretrained, random, a folder in Hugging Face's format; auto: those of the model you name
-    (an error if they are not available), random if you name none"""
+    """Initial weights: pretrained, random, or a folder in Hugging Face's format. auto: the
+    published weights if you name a model (an error if they are not available), otherwise random."""
     num_samples: CountOrAll | Auto = data(AUTO)
-    """the first samples to train on, blocks of running text or records; -1: all; auto: at most
-    1000"""
+    """Train on the first samples only. A sample is a block of running text or a record. -1: use
+    all. auto: use at most 1000."""
     max_length: Annotated[int, Field(ge=2, le=2**20)] = data(512,
         aliases=("seq_len", "max_seq_length", "block_size"))
-    """tokens per sample, up to the model's positions (1024)"""
+    """Tokens per sample, up to the number of positions of the model (1024 for GPT-2)."""
     pack: bool | Auto = data(AUTO)
-    """True: full blocks of max_length tokens, of running text or of whole records that do not see
-    each other; False: one padded line or record per sample; auto: True wherever the strategy's
-    engine keeps records apart"""
+    """True: fill blocks of max_length tokens with running text, or with whole records that cannot
+    attend to each other. False: pad one line or record per sample. auto: True if the engine of the
+    strategy keeps records apart."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data(42)
-    """initial weights, order of the data, dropout, the generated sample"""
+    """Seed of the initial weights, data order, dropout and generated samples."""
     # Not work: the global batch size is.
     batch_size: Count | Auto = learning(4, aliases=("per_device_train_batch_size",), work=False)
-    """sequences per GPU and accumulation step; auto: the fewest that keep a GPU busy"""
+    """Sequences per GPU and accumulation step. auto: the smallest number that keeps a GPU busy."""
     grad_accum_steps: Count = learning(1, aliases=("gradient_accumulation_steps",), work=False)
-    """accumulation steps per optimizer step; multiplies batch_size"""
+    """Accumulation steps per optimizer step. They multiply batch_size."""
     epochs: Count = learning(2, aliases=("num_epochs", "num_train_epochs"))
-    """passes over the training samples"""
+    """Passes over the training samples."""
     max_steps: Count | Literal[-1] = learning(-1)
-    """stop, and end the schedule, after so many optimizer steps, repeating the data if necessary;
-    -1: whole epochs"""
+    """Stop after this many optimizer steps and end the learning-rate schedule there. The data is
+    repeated if necessary. -1: train for whole epochs."""
     learning_rate: Rate | Auto = learning(AUTO, aliases=("lr",))
-    """peak; auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random, 3e-3 for
-    gpt2-tiny"""
+    """Peak learning rate. auto: 2e-4 for adapters, 5e-5 for pretrained weights, 3e-4 for random
+    weights, 3e-3 for gpt2-tiny."""
     lr_schedule: Literal["constant", "linear", "cosine"] = learning("cosine",
         aliases=("lr_scheduler_type",))
-    """shape after the warm-up; linear and cosine reach 0 one step after the last"""
+    """Learning-rate schedule after the warm-up. linear and cosine reach 0 one step after the last
+    step."""
     warmup_steps: CountOrZero = learning(10, aliases=("warmup", "num_warmup_steps"))
-    """optimizer steps over which the rate rises linearly"""
+    """Optimizer steps over which the learning rate rises linearly from 0."""
     optimizer: Literal["adamw", "adamw-bf16", "adamw-8bit"] = learning("adamw")
-    """AdamW with moments in fp32, in bf16 (rounded stochastically), or in 8 bits (pip install
-    torchao): 16, 12 or 10 bytes per trained parameter with its gradient"""
+    """Optimizer. adamw keeps its state in fp32 (16 bytes per trained parameter with weights and
+    gradients), adamw-bf16 in bf16 with stochastic rounding (12 bytes), adamw-8bit in 8 bits (10
+    bytes; needs `pip install torchao`)."""
     weight_decay: Rate = learning(0.01)
-    """AdamW's, on matrices; not on biases and norms"""
+    """AdamW's weight decay. It applies to matrices, not to biases and norms."""
     max_grad_norm: Annotated[float, Field(ge=1e-9, le=1e9)] | None = learning(1.0,
         aliases=("gradient_clipping",))
-    """clip the norm of the whole gradient to this; None: never"""
+    """Clip the norm of the whole gradient to this value. None: do not clip."""
     dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0)
-    """on embeddings, attention and residuals"""
+    """Dropout on embeddings, attention and residuals."""
     lora_rank: CountOrZero = learning(0, aliases=("lora_r",))
-    """train adapters of this rank beside frozen weights (LoRA); 0: train the weights"""
+    """Train LoRA adapters of this rank and freeze the weights. 0: train all weights."""
     lora_alpha: Annotated[float, Field(gt=0, le=2**31)] = learning(16.0)
-    """what adapters add is multiplied by lora_alpha / lora_rank"""
+    """Scale of the adapters: their output is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[float, Field(ge=0, le=0.99)] = learning(0.0)
-    """on what adapters see"""
+    """Dropout on the input of the LoRA adapters. 0: off."""
     lora_targets: Text | None = learning(None, aliases=("lora_target_modules",))
-    """matrices of the blocks that get adapters, such as qkv,mlp_in; None: all"""
+    """Matrices of the blocks that get adapters, such as qkv,mlp_in. None: all of them."""
     strategy: Text = layout(AUTO)
-    """where state lives and who computes what; auto: the planner's first choice"""
+    """Parallelism strategy, a folder of `strategies/`. auto: the first choice of the planner."""
     deepspeed_config: Text | None = layout(None)
-    """a DeepSpeed JSON; None: the strategy's own"""
+    """A DeepSpeed JSON to use in place of the strategy's own."""
     dp_replicate: Axis = layout(None)
-    """copies of the model; each axis: None: as the strategy says, -1: what is left"""
+    """Number of replicas of the model. For every mesh axis, None: as the strategy says; -1: all
+    remaining GPUs."""
     dp_shard: Axis = layout(None)
-    """processes that a copy's state is divided over"""
+    """Number of GPUs that shard the state of a replica."""
     tp: Axis = layout(None)
-    """processes that every layer is split over"""
+    """Number of GPUs that split every layer (tensor parallelism)."""
     pp: Axis = layout(None)
-    """processes that the layers are dealt out to"""
+    """Number of GPUs that the layers are partitioned over (pipeline parallelism)."""
     sequence_parallel: bool = layout(True)
-    """with tp: split what lies between the split layers, too"""
+    """With tp: also shard norms, dropout and residuals along the sequence."""
     micro_batch_size: Count | Auto = layout(AUTO)
-    """sequences that pass through the model at a time; auto: by layout"""
+    """Sequences per forward pass. auto: chosen for the layout."""
     num_microbatches: Count | Auto = layout(AUTO)
-    """micro-batches of a replica in one optimizer step; auto: by layout"""
+    """Micro-batches per replica and optimizer step. auto: chosen for the layout."""
     pipeline_schedule: PipelineSchedule | Auto = layout(AUTO)
-    """with pp: order of the micro-batches; auto: 1f1b"""
+    """With pp: the order of forward and backward passes. auto: 1f1b."""
     pipeline_cut: Text | None = layout(None)
-    """with pp: blocks of each stage, such as 7,7,7,3; None: equal estimated cost"""
+    """With pp: the number of blocks in each stage, such as 7,7,7,3. None: stages of equal estimated
+    cost."""
     network_gbit: Annotated[float, Field(gt=0, le=2**20)] | None = layout(None)
-    """planned network speed between nodes, in Gbit/s per GPU, as `links` measures it; None: 400"""
+    """Network speed between nodes for predictions, in Gbit/s per GPU, as `links` measures it. None:
+    400."""
     activation_checkpointing: Literal["none", "full", "selective"] = memory("none")
-    """what is computed again for the backward pass instead of kept"""
+    """Recompute activations in the backward pass instead of keeping them. full: whole blocks.
+    selective: everything but matrix multiplications and attention."""
     base_dtype: Literal["auto", "bf16", "nf4"] = memory(AUTO, work=True)
-    """with lora_rank: dtype of the frozen weights. nf4: 4 bits in the blocks' matrices (pip install
-    bitsandbytes); auto: the compute dtype"""
+    """With lora_rank: dtype of the frozen weights. nf4: 4 bits for the matrices of the blocks
+    (needs `pip install bitsandbytes`). auto: the compute dtype."""
     loss_chunk_tokens: CountOrZero | Auto = memory(AUTO)
-    """tokens whose logits are in memory at the same time; 0: all tokens of a micro-batch; auto: on
-    GPUs, as many as cost at most 1% of a step"""
+    """Compute the loss in chunks of this many tokens, so that only their logits are in memory. 0:
+    all tokens of a micro-batch at once. auto: on GPUs, chunks that cost at most 1% of a step."""
     offload_dir: Text | None = memory(None)
-    """where infinity keeps its files; None: output_dir/.offload"""
+    """Folder for infinity's parameter and optimizer files. None: output_dir/.offload."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = speed(AUTO, work=True)
-    """dtype of the arithmetic; master weights are fp32"""
+    """Compute dtype. Master weights are fp32. auto: bf16 on GPUs that support it, otherwise
+    fp32."""
     compile: bool | Literal["auto", "whole"] = speed(AUTO)
-    """torch.compile, once for all blocks; whole: all of the model, on one process; auto: on GPUs of
-    compute capability 7.0 and more"""
+    """Use torch.compile on the blocks, which share one compilation. whole: compile the whole model
+    (one process only). auto: True on GPUs of compute capability 7.0 or higher."""
     cuda_graphs: bool | Auto = speed(AUTO)
-    """launch a training step as one CUDA graph; auto: wherever that is correct"""
+    """Launch each training step as one CUDA graph. auto: whenever that is correct and fits."""
     async_tp: bool | Auto = speed(AUTO)
-    """with tp, compiled: exchange in parts while a product computes; auto: on H100, H200"""
+    """With tp and compile: overlap communication with parts of a matrix multiplication. auto: True
+    on H100 and H200."""
     fsdp_prefetch: Annotated[int, Field(ge=0, le=100)] = speed(1)
-    """under fsdp: blocks whose parameters are gathered ahead of their use"""
+    """With fsdp: number of blocks whose parameters are gathered ahead of their use."""
     bucket_cap_mb: Annotated[float, Field(ge=0.01, le=2**20)] | None = speed(None)
-    """under dp: MiB of gradients that are averaged together; None: PyTorch's, 25"""
+    """With dp: size in MiB of the buckets in which gradients are averaged. None: PyTorch's default,
+    25."""
     gradient_compression: Literal["none", "bf16", "powersgd", "topk-int8"] = speed("none",
         work=True)
-    """under dp: what is sent instead of fp32 gradients"""
+    """With dp: compress gradients before they are averaged. none sends fp32."""
     compression_rank: Count = speed(4, work=True)
-    """with powersgd: rank of what stands for a matrix's gradient"""
+    """With powersgd: rank of the approximation of each gradient matrix."""
     compression_k: Annotated[float, Field(ge=1e-6, le=1)] = speed(0.01, work=True)
-    """with topk-int8: share of the values sent as they are; the rest in 8 bits"""
+    """With topk-int8: fraction of the values sent exactly. The other values are sent in 8 bits."""
     eval_every: CountOrZero = watching(0, aliases=("eval_steps",))
-    """steps between evaluations; 0: at epochs' ends only"""
+    """Steps between evaluations. 0: evaluate at the end of each epoch only."""
     eval_samples: CountOrAll = watching(200)
-    """validation samples used, the first so many; -1: all; model auto without a GPU: 50"""
+    """Evaluate on this many validation samples. -1: all. With model auto and no GPU: 50."""
     stop_after: CountOrZero = watching(0, aliases=("early_stopping_patience",))
-    """stop early, after this many evaluations in a row without a lower validation loss; 0: never"""
+    """Stop early after this many evaluations in a row without a lower validation loss. 0: never."""
     generate: Text | None = watching("The value of")
-    """prompt of the samples before and after training; None: none"""
+    """Prompt of the text samples generated before and after training. None: generate no samples."""
     log_to: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = watching(None,
         aliases=("report_to",))
-    """another place for the metrics; install it first"""
+    """Also send metrics to this tracker, which must be installed."""
     profile: Annotated[int, Field(ge=0, le=20)] = watching(0)
-    """steps that each rank traces; on a GPU also a snapshot of memory; 0: none"""
+    """Number of steps that each rank traces. On a GPU a memory snapshot is also written. 0: no
+    trace."""
     verbose: bool = watching(False)
-    """show what libraries print about themselves, too"""
+    """Also show the messages that libraries print about themselves."""
     output_dir: Text = keeping("runs", aliases=("out_dir",))
-    """a folder for each run goes here; in CONFIG relative to the script"""
+    """Folder that gets a subfolder per run. In CONFIG it is relative to the script."""
     shared_disk: bool = keeping(True)
-    """whether all nodes see output_dir; False: each keeps its own part of a checkpoint"""
+    """Whether all nodes see output_dir. False: each node keeps its own part of a checkpoint."""
     checkpoint_every: CountOrZero | Literal["signal"] | None = keeping(None,
         aliases=("save_steps",))
-    """steps between checkpoints; None: at epochs' ends, signal: on Ctrl-C or SIGTERM only, which
-    otherwise save, too; 0: never"""
+    """Steps between checkpoints. None: at the end of each epoch. signal: only on Ctrl-C or SIGTERM.
+    0: never. Except with 0, Ctrl-C and SIGTERM always save."""
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = keeping(1,
         aliases=("save_total_limit",))
-    """older ones are deleted"""
+    """Number of checkpoints to keep. Older ones are deleted."""
     keep_best: bool = keeping(False)
-    """write best/ at each evaluation that beats those before"""
+    """Write best/ at each evaluation with the lowest validation loss so far."""
     resume: Text | None = keeping(None, aliases=("resume_from_checkpoint",))
-    """auto: the newest unfinished run of the same work; or a run's folder"""
+    """Resume a run: auto for the newest unfinished run of the same work, or a run's folder."""
     export: bool = keeping(True)
-    """write hf/ in Hugging Face's format at the end"""
+    """Write hf/ in Hugging Face's format at the end."""
     export_dtype: Literal["auto", "fp32", "fp16", "bf16"] = keeping(AUTO)
-    """dtype of exported weights; auto keeps the dtype of the loaded weights (random: fp32)"""
+    """Dtype of the exported weights. auto: the dtype of the loaded weights, or fp32 for random
+    weights."""
     push: Text | None = keeping(None, aliases=("hub_model_id",))
-    """user/name on the Hugging Face Hub that hf/ is sent to at the end"""
+    """Upload hf/ to this user/name on the Hugging Face Hub at the end."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = trouble("stop")
-    """when a loss or gradient is not finite; rollback: go back to the last checkpoint, once, and
-    pass the batch over"""
+    """Reaction to a loss or gradient that is not finite. rollback: return to the last checkpoint,
+    once, and skip the batch."""
     hang_timeout_s: CountOrZero | None = trouble(None)
-    """seconds without progress that end a run; None: of several processes, 20 times a step's, at
-    least 60, and 600 for all else; 0: never"""
+    """End the run after this many seconds without progress. None: with several processes, 20 times
+    the step time but at least 60 s, and 600 s for everything else. 0: never."""
     rendezvous_timeout_s: Count = trouble(RENDEZVOUS_S)
-    """seconds that processes wait for others to start"""
+    """Seconds to wait for all processes to start."""
     # fmt: on
 
     @property
