@@ -99,10 +99,9 @@ class HubDecoder(Decoder):
             head._parameters.pop("weight")
         self.takes = set(inspect.signature(inner.forward).parameters)
         self.compute_dtype = None
-        for module in net.modules():
-            _cast_parameters(module, self)
-        for module in self.blocks.modules():
-            _cast_parameters(module, self)
+        classes: dict[Any, type] = {}
+        for module in (*net.modules(), *self.blocks.modules()):
+            _cast_parameters(module, self, classes)
 
     def stage(self, blocks: range) -> Decoder:
         """Return the model itself: there are no stages of it."""
@@ -186,24 +185,33 @@ class HubDecoder(Decoder):
         return self
 
 
-def _cast_parameters(module: nn.Module, model: HubDecoder) -> None:
-    """Let a module see its parameters in the model's compute dtype, in place."""
+def _cast_parameters(module: nn.Module, model: HubDecoder, classes: dict[Any, type]) -> None:
+    """Let a module see its parameters in the model's compute dtype, in place. All modules of a
+    class get the same one of `classes`: blocks then share a graph of torch.compile."""
     if type(module).__name__ in LINEARS and module is not model.head:
         module.__class__ = Linear
         module.adapter = None  # type: ignore[assignment]
     elif type(module) is nn.Embedding:
         module.register_forward_hook(lambda _module, _ids, x: x.to(model.compute_dtype or x.dtype))
-    elif names := [name for name, value in module._parameters.items() if value is not None]:
-        cls = type(module)
+    elif names := tuple(module._parameters):
+        key = (type(module), names)
+        if key not in classes:
+            classes[key] = _cast_class(*key, model)
+        module.__class__ = classes[key]
 
-        def cast(name: str) -> property:
-            def read(self: nn.Module) -> torch.Tensor:
-                value: Any = self._parameters[name]
-                return value if model.compute_dtype is None else value.to(model.compute_dtype)
 
-            return property(read)
+def _cast_class(cls: type, names: tuple[str, ...], model: HubDecoder) -> type:
+    """Return a subclass that reads its parameters in the model's compute dtype."""
 
-        module.__class__ = type(cls.__name__, (cls,), {name: cast(name) for name in names})
+    def cast(name: str) -> property:
+        def read(self: nn.Module) -> torch.Tensor:
+            value: Any = self._parameters[name]
+            dtype = model.compute_dtype
+            return value if value is None or dtype is None else value.to(dtype)
+
+        return property(read)
+
+    return type(cls.__name__, (cls,), {name: cast(name) for name in names})
 
 
 @contextmanager
