@@ -136,10 +136,11 @@ def test_form_of_a_record():
     forms = [record, {**record, "messages": []}, copied, {**CHAT, "text": ""}]
     shapes = [Shape(each, "here", {}) for each in (*forms, {**CHAT, "prompt": ""})]
     shapes.append(Shape(copied, "here", {"text": "text"}))
+    shapes.append(Shape({**copied, "completion": None, "messages": None}, "here", {}))
     found = [(shape.form, shape.has_copy) for shape in shapes]
     assert found == [
         ("prompt", False), ("prompt", False), ("prompt", True), ("messages", True),
-        ("messages", False), ("text", False),
+        ("messages", False), ("text", False), ("text", False),
     ]  # fmt: skip
 
 

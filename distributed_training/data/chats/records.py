@@ -54,7 +54,8 @@ class Shape:
         pair = next((pair for pair in _PAIRS if set(pair) <= keys.keys()), None)
         chat = next((name for name in (MESSAGES, "conversations") if name in keys), None)
         # Beside an answer a text is most often a copy of the record, rendered for another model.
-        self.has_copy = TEXT in keys and (pair or chat) is not None and TEXT not in columns
+        answers = [keys[name] for name in (*(pair or ())[1:], chat) if name]
+        self.has_copy = TEXT in keys and any(answers) and TEXT not in columns
         if TEXT in keys and not self.has_copy:
             self.form, self.names = TEXT, (TEXT,)
         # Datasets of chats often repeat the first question as "prompt".
