@@ -74,12 +74,16 @@ class Source:
         for file in self.files:
             own = hashlib.sha256()
             left = most_unpacked(file)
-            with open_file(file) as opened:
-                for block in iter(partial(opened.read, BLOCK), b""):
-                    own.update(block)
-                    left -= len(block)
-                    if left < 0:
-                        raise bomb(file)
+            try:
+                with open_file(file) as opened:
+                    for block in iter(partial(opened.read, BLOCK), b""):
+                        own.update(block)
+                        left -= len(block)
+                        if left < 0:
+                            raise bomb(file)
+            except OSError as error:  # as of a link to a file of /proc
+                why = error.strerror or str(error)
+                raise UserError(f"dataset file {file} cannot be read", why) from None
             digest.update(own.digest())
         for text in self.texts:
             data = text.encode()

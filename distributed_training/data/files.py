@@ -165,6 +165,8 @@ def _rows_at_a_time(table: Any, path: Path) -> int:
     chunk, as a repeated value is stored once. Raises UserError if a chunk is far larger."""
     metadata = table.metadata
     num_bytes = path.stat().st_size
+    if metadata.num_rows > max(10**6, num_bytes):  # of one value, which takes no room at all
+        raise bomb(path)
     largest = 0
     for group in range(metadata.num_row_groups):
         for number in range(metadata.num_columns):

@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from distributed_training.data import files
-from distributed_training.data.corpus import read_corpus
+from distributed_training.data.corpus import Source, read_corpus
 from distributed_training.data.files import read_records, read_text
-from distributed_training.data.pieces import PROMPT
+from distributed_training.data.pieces import PROMPT, RUNNING
 from distributed_training.plan.plan import PLAN_AS_JSON, load_plan
 from distributed_training.settings.errors import UserError
 from tests.data.test_corpus import pieces_of, texts_of
@@ -167,7 +167,9 @@ def test_what_is_no_regular_file_is_not_waited_for(kind, tmp_path):
         read_corpus(str(tmp_path))
 
 
-@pytest.mark.parametrize(("length", "num_rows"), [(100_000_000, 64), (100_000, 20_000)])
+@pytest.mark.parametrize(
+    ("length", "num_rows"), [(100_000_000, 64), (100_000, 20_000), (1, 1_000_001)]
+)
 def test_a_table_that_unpacks_to_gigabytes_is_refused(length, num_rows, tmp_path):
     indices = pyarrow.array([0] * num_rows, pyarrow.int32())
     text = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["a" * length]))
@@ -185,3 +187,9 @@ def test_packed_lines_that_unpack_to_gigabytes_are_refused(tmp_path):
             file.write(b" " * 1_000_000)
     with refused("a.jsonl.gz cannot be read", "more than 200 times its size"):
         list(read_records(tmp_path / "a.jsonl.gz"))
+
+
+def test_a_link_to_what_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "a.txt").symlink_to("/proc/self/mem")
+    with refused("a.txt cannot be read", "Input/output error"):
+        Source(form=RUNNING, files=(tmp_path / "a.txt",)).digest()

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from distributed_training.data.chats.render import Conversation
@@ -40,6 +40,13 @@ _NOT_ANSWERS = "messages are marked to be trained on, but only answers are"
 Why = Counter[str]  # how many records, by what is said about them
 
 
+def _name_some(columns: Iterable[str]) -> str:
+    """Return the first columns of a record, for an error."""
+    names = [shown(name) for name in columns]
+    more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
+    return ", ".join(names[:20]) + more or "no columns"
+
+
 class Shape:
     """How the records of a dataset are read: all as the first one. `columns` renames some."""
 
@@ -49,7 +56,7 @@ class Shape:
         missing = [theirs for theirs in columns.values() if theirs not in record]
         if missing:
             what = f"columns names {shown(missing[0])}, which {where} has not"
-            raise UserError(what, fix=f"it has {', '.join(map(shown, record))}")
+            raise UserError(what, fix=f"it has {_name_some(record)}")
         self.names: tuple[str, ...] = ()
         pair = next((pair for pair in _PAIRS if set(pair) <= keys.keys()), None)
         chat = next((name for name in (MESSAGES, "conversations") if name in keys), None)
@@ -68,11 +75,10 @@ class Shape:
             self.form, self.names = MESSAGES, (chat,)
         else:
             column = "completion" if PROMPT in keys else TEXT
-            have = ", ".join(map(shown, keys)) or "no columns"
             fix = f"give {' or '.join(_EXAMPLES.values())}, or name yours with --columns "
             raise UserError(
                 f'{where} has no "{column}" string',
-                f"it has {have}",
+                f"it has {_name_some(keys)}",
                 f"{fix}prompt=...,completion=...",
             )
 
