@@ -72,6 +72,19 @@ def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
 
 
 @torch.no_grad()
+def replace_by_dequantized(module: nn.Module) -> None:
+    """Replace all of a module's matrices in NF4 by their values in the dtype they are used in, in
+    place: what training beside them is compared with."""
+    for linear in module.modules():
+        if isinstance(linear, NF4Linear):
+            codes = linear.weight
+            values = dequantize(codes, linear.scales, linear.in_features, codes.dtype)
+            linear.weight = nn.Parameter(values, requires_grad=False)
+            del linear.scales
+            linear.__class__ = Linear
+
+
+@torch.no_grad()
 def round_matrices(model: Decoder, dtype: torch.dtype | None) -> None:
     """Round the blocks' matrices of a whole model in fp32 to the values that training with a base
     in NF4 and a compute `dtype` sees, in place."""

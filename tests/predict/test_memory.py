@@ -173,6 +173,14 @@ def test_state_bytes_on_four_processes(name, precision, parts):
     assert state(named_strategy(name), precision, **{axis: 4}) == parts
 
 
+def test_a_base_in_4_bits_takes_nine_sixteenths_of_a_byte_per_value(tmp_path):
+    words = {"strategy": "dp", "lora_rank": 8}
+    four, whole = (peak(tmp_path, **words, base_dtype=d).fullest for d in ("nf4", "auto"))
+    values = L * 12 * D**2
+    assert whole["parameters"] - four["parameters"] == pytest.approx((2 - 9 / 16) * values)
+    assert four["buffers"] - whole["buffers"] == 2 * 4 * D**2, "the matrix in use"
+
+
 @pytest.mark.parametrize(("optimizer", "held"), [("adamw-bf16", 4), ("adamw-8bit", 2 + 8 / 256)])
 def test_moments_in_fewer_bits_take_fewer_bytes(optimizer, held, tmp_path):
     less, most = (peak(tmp_path, strategy="dp", optimizer=o).fullest for o in (optimizer, "adamw"))

@@ -31,7 +31,6 @@ from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.tools import compare
 from distributed_training.tools.parity.trials import (
     NOT_PACKED,
-    NUM_REFERENCES,
     OK,
     USUALLY,
     Trial,
@@ -82,10 +81,10 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     say_how_long(trials, build, out)
     group = partial(train_group, trials=trials, out=out, build=build, script=script)
     try:
-        group(trials[:NUM_REFERENCES], can_fork=launch.can_fork(machine))
+        group([trial for trial in trials if not trial.is_layout], can_fork=launch.can_fork(machine))
         if why := trials[0].why or trials[1].why:
             raise UserError("one process cannot train this", why)
-        group(trials[NUM_REFERENCES:], can_fork=launch.can_fork(machine))
+        group([trial for trial in trials if trial.is_layout], can_fork=launch.can_fork(machine))
     finally:
         shutil.rmtree(runs_dir, ignore_errors=True)
         done = [trial for trial in trials if trial.verdict not in ("", NOT_PACKED)]
@@ -103,7 +102,7 @@ def exit_code(verdicts: Sequence[str]) -> int:
 
 def say_how_long(trials: Sequence[Trial], build: compare.Build, out: Path) -> None:
     """Print the work and a prediction of its time."""
-    layouts = trials[NUM_REFERENCES:]
+    layouts = [trial for trial in trials if trial.is_layout]
     processes = layouts[0].num_processes
     steps = [(build(compare.texts(trial.values)), trial.num_processes) for trial in trials
              if not trial.verdict]  # fmt: skip

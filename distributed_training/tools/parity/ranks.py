@@ -31,7 +31,14 @@ from distributed_training.settings.machine import threads_per_process
 from distributed_training.supervise import claims
 from distributed_training.tools import harness
 from distributed_training.tools.parity.apart import OneByOne
-from distributed_training.tools.parity.trials import AGAIN, APART, NOT_PACKED, OK, REFERENCE
+from distributed_training.tools.parity.trials import (
+    AGAIN,
+    APART,
+    DEQUANTIZED,
+    NOT_PACKED,
+    OK,
+    REFERENCE,
+)
 from distributed_training.train.loop import Trainer
 
 # Relative differences that sums in another order cause in fp32, with a margin.
@@ -75,7 +82,8 @@ def train_all(file: Path, build: Build) -> int:
             if first:
                 note(out, began=key)
                 print(f"\n{line}", flush=True)  # into the log
-            use = _train_one_by_one if key == APART else _train
+            uses = {APART: _train_one_by_one, DEQUANTIZED: _train_dequantized}
+            use = uses.get(key, _train)
             for _, found in harness.each_run(group, {key: config}, use, kept=kept):
                 if first:
                     result = conclude(key, found, out)
@@ -142,6 +150,14 @@ def _train_one_by_one(run: harness.Run) -> Values:
     if run.data.train.firsts is None:
         return {"not_packed": True}
     run.sampler = OneByOne(**asdict(run.sampler))
+    return _train(run)
+
+
+def _train_dequantized(run: harness.Run) -> Values:
+    """As `_train`, with frozen matrices in the compute dtype that have the values of NF4 ones."""
+    from distributed_training.models.nf4 import replace_by_dequantized
+
+    replace_by_dequantized(run.engine.parts)  # type: ignore[attr-defined]
     return _train(run)
 
 

@@ -14,7 +14,7 @@ from distributed_training.tools import compare
 REFERENCE, AGAIN = "reference", "rounding"  # keys and verdicts of the runs of one process
 # The key of one process that has packed records one by one; the verdict where none are packed
 APART, NOT_PACKED = "one by one", "not packed"
-NUM_REFERENCES = 3
+DEQUANTIZED = "dequantized"  # the key of one process whose base is dequantized before training
 OK = "ok"
 # Other dropout masks are drawn under every layout.
 ALWAYS: compare.Values = {"dropout": 0.0, "resume": None, "checkpoint_every": 2**31}
@@ -40,6 +40,11 @@ class Trial:
     seconds: float = 0.0
     mesh: dict[str, int] | None = None
     about: compare.Values = field(default_factory=dict)  # of the reference: CONFIG and steps
+
+    @property
+    def is_layout(self) -> bool:
+        """Whether it is one of the layouts that are compared, no reference."""
+        return self.key.startswith("layout-")
 
 
 def share_model(runs: Sequence[compare.Run], machine: Machine) -> None:
@@ -80,10 +85,13 @@ def references_for(runs: Sequence[compare.Run]) -> list[Trial]:
     sequences = size * config.grad_accum_steps * first.num_processes
     other = 1 if size > 1 else first.num_processes
     found = []
-    for key, name, micro in (
+    wanted = [
         (REFERENCE, "one process", size), (AGAIN, "again, cut otherwise", other),
         (APART, "records one by one", size),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    if config.base_dtype == "nf4":
+        wanted.append((DEQUANTIZED, "dequantized base", size))
+    for key, name, micro in wanted:
         values = plain | {"batch_size": micro, "grad_accum_steps": sequences // micro}
         found.append(Trial(key=key, name=name, values=values, num_processes=1))
     return found

@@ -1,0 +1,88 @@
+"""Frozen matrices in NF4: their values, their bytes, and what a model beside them computes."""
+
+import pytest
+import torch
+
+from distributed_training.models import nf4
+from distributed_training.models.decoder import Linear
+from distributed_training.models.gpt2 import SIZES, build
+
+# The 16 values of QLoRA's appendix E, between which a number is rounded to the nearest.
+LEVELS = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+])  # fmt: skip
+
+
+def draw(*shape, seed=0):
+    return 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def nearest(values):
+    """By the paper, 64 values of a row at a time."""
+    blocks = values.float().view(-1, 64)
+    scales = blocks.abs().amax(1, keepdim=True)
+    return (LEVELS[(blocks / scales).unsqueeze(-1).sub(LEVELS).abs().argmin(-1)] * scales).view(
+        values.shape
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_the_papers_and_take_four_and_a_half_bits(dtype):
+    values = draw(96, 128).to(dtype)
+    codes, scales = nf4.quantize(values)
+    assert codes.dtype is scales.dtype is dtype, "FSDP casts other dtypes"
+    assert len(codes) == len(scales) == 96, "FSDP shards rows"
+    assert codes.nbytes + scales.nbytes == 96 * 128 * 9 // 16
+    found = nf4.dequantize(codes, scales, 128, dtype)
+    torch.testing.assert_close(found, nearest(values).to(dtype), rtol=0, atol=1e-6)
+
+
+def build_model():
+    model = build(SIZES["gpt2-tiny"], dropout=0.0, seed=1).requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(draw(len(parameter)))
+    return model
+
+
+def quantized_model():
+    model = build_model()
+    scales = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            codes, scales[f"{name}.weight"] = nf4.quantize(module.weight.detach())
+            module.weight = torch.nn.Parameter(codes, requires_grad=False)
+    nf4.attach_scales(model, scales)
+    return model
+
+
+def test_a_model_beside_codes_is_the_model_with_their_values():
+    """Logits and gradients; and the weights that `generate` and `export --merge` use."""
+    model = quantized_model()
+    rounded = build_model()
+    nf4.round_matrices(rounded, None)
+    ids = torch.arange(16).view(2, 8)
+    found = []
+    for each in (model, rounded):
+        x = y = each.enter(ids).detach().requires_grad_()
+        for block in each.blocks.values():
+            y = block(y)
+        y.square().sum().backward()
+        found.append((y.detach(), x.grad))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    nf4.replace_by_dequantized(model)
+    for name, weight in rounded.named_parameters():
+        assert torch.equal(model.get_parameter(name), weight), name
+
+
+def test_the_backward_pass_keeps_codes_not_matrices():
+    linear = quantized_model().blocks["0"].mlp_in
+    x = draw(3, linear.in_features).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear(x).sum().backward()
+    assert sum(tensor.nbytes for tensor in kept) < linear.out_features * linear.in_features
