@@ -81,7 +81,7 @@ def replace_by_dequantized(module: nn.Module) -> None:
             values = dequantize(codes, linear.scales, linear.in_features, codes.dtype)
             linear.weight = nn.Parameter(values, requires_grad=False)
             del linear.scales
-            linear.__class__ = Linear
+            linear.__class__ = Linear  # type: ignore[assignment]
 
 
 @torch.no_grad()
