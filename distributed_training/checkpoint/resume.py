@@ -178,7 +178,8 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     require_writable(run_dir, fix, RECORD_FILE, claims.OWNER_FILE)
     for key in sorted(longer):
         change = f"{key} was {shown(meta.work.get(key))} and is {shown(plan.work[key])}"
-        rate = f"the learning rate follows the schedule of {plan.num_steps} steps from there"
+        schedule = f"schedule of {plan.num_steps} steps" if plan.num_steps else "longer schedule"
+        rate = f"the learning rate follows the {schedule} from there"
         notes.append(f"{change}: training continues after step {meta.step}, and {rate}")
     if run.status == "ok" and run.step > meta.step:
         steps = f"steps {meta.step + 1} to {run.step}"
@@ -269,8 +270,8 @@ def _typed_longer(meta: Meta, plan: Plan) -> set[str]:
 
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     # A run of an earlier release did without the keys that have been added since.
-    saved = {name: key.default for name, key in KEYS.items() if key.work} | meta.work
     work = plan.work
+    saved = {name: key.default for name, key in KEYS.items() if name in work} | meta.work
     before = meta.spread.get("strategy")
     now = plan.strategy.name
     found = list[str]()

@@ -21,7 +21,7 @@ from distributed_training.settings.strategies import defaults_for, named_strateg
 
 
 def make_plan(
-    config: Request,
+    request: Request,
     cluster: Cluster,
     cut: Callable[[Plan], Data | None] = lambda plan: None,
     *,
@@ -32,7 +32,7 @@ def make_plan(
     `cut` returns the run's samples, or None if they are not wanted. "auto" chooses a layout that is
     predicted to need less memory than `below_bytes`. Raises UserError at the first obstacle."""
     notes: list[str] = []
-    asked = take_over(config, cluster.num_processes, notes)
+    asked = take_over(request, cluster.num_processes, notes)
     draft = draft_plan(asked, cluster, notes, below_bytes)
     prediction = predict(draft, cluster.rates)
     check_run(prediction, cluster)
@@ -55,7 +55,7 @@ def make_plan(
 
 
 def draft_plan(
-    config: Request,
+    request: Request,
     cluster: Cluster,
     notes: list[str] | None = None,
     below_bytes: int | None = None,
@@ -63,13 +63,13 @@ def draft_plan(
     """Decide what follows from CONFIG and the machine: model, strategy, mesh, batch and switches.
     The only check is that the layout exists."""
     notes = [] if notes is None else notes
-    strategy = named_strategy(config)
-    decided = choose_model(config, cluster.machine, cluster.num_processes, strategy, notes)
+    strategy = named_strategy(request)
+    decided = choose_model(request, cluster.machine, cluster.num_processes, strategy, notes)
     if AUTO in (decided.strategy, decided.batch_size):
         decided, strategy = choose_spread(decided, cluster, strategy, notes, below_bytes)
-    if config.checkpoint_every == 0:
+    if request.checkpoint_every == 0:
         notes.append("checkpoint_every=0: nothing will be saved, not on Ctrl-C either")
-    return lay_out(cluster, decided, strategy=strategy, requested=config, notes=notes)
+    return lay_out(cluster, decided, strategy=strategy, requested=request, notes=notes)
 
 
 def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
