@@ -12,7 +12,7 @@ import json
 import pkgutil
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -323,8 +323,9 @@ class ModelSpec:
             what = f"weights={str(folder)!r} is not a Hugging Face model folder"
             raise UserError(what, "it has no config.json", "give an earlier run's hf/ folder")
         (found,) = self.code.sizes(folder).values()
-        for name, ours in asdict(self.size).items():
-            if (theirs := getattr(found, name)) != ours:
+        for name in (field.name for field in fields(ModelSize)):
+            theirs, ours = getattr(found, name), getattr(self.size, name)
+            if theirs != ours:
                 what = f"weights {folder}: {name}={theirs} but the model has {ours}"
                 raise UserError(what, fix=f"set model to {shown(str(folder))}")
         require_weights(folder)

@@ -1,0 +1,46 @@
+"""A block's costs, traced, against the formulas for native models; what cannot be divided."""
+
+import dataclasses
+
+import pytest
+
+from distributed_training.models import HUB_PREFIX, find_model
+from distributed_training.models.hub.trace import trace
+from tests.models.hub_folders import make_folder
+from tests.planner.helpers import SPLIT, UNSPLIT, lay_out
+from tests.support import refused
+
+
+def test_a_traced_block_keeps_what_the_formulas_of_the_native_model_say():
+    size = find_model("Qwen3-0.6B").size
+    traced = trace({**find_model("Qwen3-0.6B").code.to_config(size, 0), "dtype": "bfloat16"})
+    values = 4 * size.hidden_size + size.values_in + size.values_out + size.kept_values
+    expected = 2 * values + 4 * size.num_heads  # and the softmax's statistics
+    assert traced.bytes_per_token("kept", "compiled", 1024) == pytest.approx(expected, rel=0.01)
+    assert traced.attention_width == size.attention_width
+    assert traced.fused
+    eager = traced.bytes_per_token("kept", "eager", 1024)
+    assert eager > 1.3 * expected
+
+
+def test_attention_in_pieces_keeps_more_in_longer_samples(tmp_path):
+    folder = make_folder("gemma2", tmp_path / "gemma2")
+    traced = find_model(f"{HUB_PREFIX}{folder}").size.traced
+    assert not traced.fused
+    short, long = (traced.bytes_per_token("kept", "eager", length) for length in (64, 128))
+    per_key = (long - short) / 64
+    assert per_key >= 4 * 2 * 3  # heads, bytes, and at least scores, tanh and weights
+    assert traced.attention_width == 4 * 8
+
+    model = f"{HUB_PREFIX}{folder}"
+    for name in UNSPLIT:
+        assert lay_out(2, f"strategy={name}", f"model={model}", "max_length=64").layout
+    for name in SPLIT:
+        with refused(f"strategy='{name}' cannot divide", "transformers", "llama"):
+            lay_out(4, f"strategy={name}", f"model={model}", "max_length=64")
+    spec = find_model(model)
+    spec.check_weights(folder)
+    with refused("num_layers=2 but the model has 3"):
+        dataclasses.replace(spec, size=dataclasses.replace(spec.size, num_layers=3)).check_weights(
+            folder
+        )
