@@ -94,7 +94,7 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
     add("--preset", metavar="NAME", help="a file of configs/presets/, or a path; over CONFIG")
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", dest="overrides",
         help="several keys at once")  # fmt: skip
-    processes = f"start N processes; all: one a GPU, or {launch.CPU_PROCESSES} without GPUs"
+    processes = f"start N processes; all: one per GPU, or {launch.CPU_PROCESSES} without GPUs"
     add("--num_gpus", metavar="N", help=processes)
     restarts = "after a failure, start again from the last checkpoint, N times (default 0)"
     add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts)
@@ -219,7 +219,7 @@ def doctor(add: Add, program: Program) -> Act:
 
 def links(add: Add, program: Program) -> Act:
     """How fast processes talk to each other: six operations over every group of the mesh."""
-    add("--num_gpus", metavar="N", help="processes; all, the default: one a GPU, or 2 without GPUs")
+    add("--num_gpus", metavar="N", help="processes (default: all, one per GPU, or 2 without GPUs)")
     for axis in ("pp", "dp_shard", "tp"):
         size = f"processes along {axis}; what is left is dp_replicate"
         add(f"--{axis}", metavar="N", type=int, default=1, help=size)

@@ -93,7 +93,8 @@ def check_memory(prediction: Prediction, suggest: Callable[[Plan], list[str]]) -
     machine = plan.machine
     if prediction.room_on_gpu == "no" and not plan.requested.force:
         needed = memory.needed_bytes
-        what = f"{plan.config.model} under {plan.strategy.name} needs {needed / GIB:.1f} GiB a GPU"
+        needs = f"{needed / GIB:.1f} GiB per GPU"
+        what = f"{plan.config.model} under {plan.strategy.name} needs {needs}"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
         others = suggest(plan) or ["use more GPUs, or a smaller model"]
         raise UserError(what, why, "; or ".join([*others, "--force tries all the same"]))

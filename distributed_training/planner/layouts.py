@@ -291,7 +291,7 @@ def _refusal(candidate: Candidate, counts: Sequence[int], sequences: int) -> Use
     nearest = sorted(counts, key=lambda count: abs(math.log(count / wanted)))[:3]
     cuts = [f"micro_batch_size={sequences // n} num_microbatches={n}" for n in sorted(nearest)]
     what = f"{' with '.join(f'{key}={value}' for key, value in asked.items())} does not fit: a "
-    what += f"replica has {sequences} sequences a step (batch_size {config.batch_size} x "
+    what += f"replica has {sequences} sequences per step (batch_size {config.batch_size} x "
     what += f"grad_accum_steps {config.grad_accum_steps} x its processes)"
     why = "micro_batch_size x num_microbatches must be that number"
     if pp > 1:

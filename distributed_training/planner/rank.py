@@ -255,7 +255,7 @@ def choose_spread(
         said = f"strategy is {best.plan.strategy.name} {show_settings(settings)}".rstrip()
         why = "the first that fits"
         if best.step is not None:
-            why = f"predicted {best.step.seconds:.3g} s a step"
+            why = f"predicted {best.step.seconds:.3g} s per step"
         notes.append(f"{said}, the planner's choice: {why}")
         config = with_values(best.plan.requested, batch_size=config.batch_size, **settings)
         strategy = load_strategy(config)

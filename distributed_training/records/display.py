@@ -197,14 +197,14 @@ def header_rows(r: Record) -> dict[str, str]:
     pipeline = ""
     if cut := r.pipeline:
         blocks = ", ".join(map(str, cut["blocks_per_stage"]))
-        pipeline = f"{cut['schedule']}, {cut['num_microbatches']} micro-batches a step, "
-        pipeline += f"blocks a stage {blocks}"
+        pipeline = f"{cut['schedule']}, {cut['num_microbatches']} micro-batches per step, "
+        pipeline += f"blocks per stage {blocks}"
         if cut["ideal_bubble"] is not None:
             pipeline += f"; idle {cut['ideal_bubble']:.0%} if stages were equal"
     return {
         "model": model,
         "strategy": f"{r.strategy['name']} x {r.world_size} on {device}{axes}: "
-                    f"divides {r.strategy['sharding']}",
+                    f"shards {r.strategy['sharding']}",
         "options": _options(r),
         "defaults": defaults and f"the strategy sets {defaults}",
         "pipeline": pipeline,
@@ -213,10 +213,10 @@ def header_rows(r: Record) -> dict[str, str]:
             r.prediction, r.num_steps, on_gpu=bool(r.machine["gpu_name"])
         ),
         "precision": _precision(r),
-        "batch": f"{r.batch.describe()}; {tokens:,} tokens a step",
-        "data": f"{last_part(config['dataset'])}: {samples}, {validation} to validate"
+        "batch": f"{r.batch.describe()}; {tokens:,} tokens per step",
+        "data": f"{last_part(config['dataset'])}: {samples}, {validation} for validation"
                 f"{advice}",
-        "steps": f"{r.num_steps} = {data['steps_per_epoch']} an epoch; learning rate "
+        "steps": f"{r.num_steps} = {data['steps_per_epoch']} per epoch; learning rate "
                  f"{config['learning_rate']:g} ({config['lr_schedule']}, warm-up "
                  f"{config['warmup_steps']})",
         "run": short_path(r.run_dir),
@@ -238,7 +238,7 @@ def _options(r: Record) -> str:
     words += [f"{name} {value}" for name, value in r.engine_options.items()]
     sent = (r.prediction or {}).get("sent_bytes")
     if words and sent is not None:
-        words.append(f"{gib(sum(sent.values()))} a step sent by a process")
+        words.append(f"{gib(sum(sent.values()))} per step sent by each process")
     return ", ".join(words)
 
 
@@ -281,7 +281,7 @@ def _precision(r: Record) -> str:
     if r.config["compile"]:
         text += "; compiled (the first step takes a while)"
     if r.config.get("cuda_graphs"):
-        text += "; one CUDA graph a step"
+        text += "; one CUDA graph per step"
     return text
 
 
@@ -312,7 +312,7 @@ def summary_rows(r: Record) -> dict[str, str]:
         rows["overfitted"] = f"{what}; {kept} that model"
     if speed.get("tokens_per_s"):
         median_ms = 1000 * speed["step_time_s"]["p50"]
-        step = f"{median_ms:.1f} ms a step (median of {speed['num_timed_steps']})"
+        step = f"{median_ms:.1f} ms per step (median of {speed['num_timed_steps']})"
         mfu = "" if speed["mfu"] is None else f", MFU {100 * speed['mfu']:.1f}%"
         rows["throughput"] = f"{speed['tokens_per_s']:,.0f} tokens/s, {step}{mfu}"
     if (allocated := memory.get("peak_allocated_bytes")) is not None:

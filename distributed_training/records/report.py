@@ -27,7 +27,7 @@ COMMAND = "python real_model_example.py report"
 NAME_WIDTH = 26
 # Given up in this order where a terminal is too narrow.
 LEAST = (
-    "MFU", "bits per byte", "validation perplexity", "ms a step", "runs", "peak RAM",
+    "MFU", "bits per byte", "validation perplexity", "ms per step", "runs", "peak RAM",
     "training loss",
 )  # fmt: skip
 STYLES = ("-", "--", "-.", ":")  # of curves

@@ -87,7 +87,7 @@ MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds)
 # GPU memory is what PyTorch's allocator reserved: "allocated" leaves out buffers of CUDA graphs.
 MEASURED = {
     "tokens/s": Number(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, spread=True),
-    "ms a step": MS_A_STEP,
+    "ms per step": MS_A_STEP,
     "MFU": Number(lambda r: r.performance.get("mfu"), "{:.1%}".format),
     "peak GPU memory": Number(lambda r: r.memory.get("peak_reserved_bytes"), gib),
     "peak RAM": Number(lambda r: r.memory.get("peak_host_bytes"), gib),

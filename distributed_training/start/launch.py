@@ -352,7 +352,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
     ]
     if plan.mesh["pp"] > 1:
         blocks = ", ".join(map(str, plan.layout.blocks_per_stage))
-        lines.append(f"pipeline: {plan.config.pipeline_schedule}, blocks a stage {blocks}")
+        lines.append(f"pipeline: {plan.config.pipeline_schedule}, blocks per stage {blocks}")
     if plan.deepspeed_json is not None:
         text = json.dumps(plan.deepspeed_json, indent=2)
         lines += [f"DeepSpeed JSON (from {source})", textwrap.indent(text, "  ")]

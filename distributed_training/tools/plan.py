@@ -163,7 +163,7 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     least = min(choices, key=lambda choice: choice.memory.needed_bytes)
     needed = least.memory.needed_bytes / GIB
     what = f"{least.plan.config.model} fits nowhere on {cluster.name}"
-    why = f"{least.plan.strategy.name} needs least, {needed:.1f} GiB a process"
+    why = f"{least.plan.strategy.name} needs least, {needed:.1f} GiB per process"
     fix = "set activation_checkpointing to full, or a smaller batch_size, max_length or model"
     if cluster.machine.num_gpus:
         fix = f"take GPUs with {needed:.0f} GiB or more of them, or {fix}"

@@ -30,7 +30,7 @@ from pipedream.simulate.trace import trace_document
 
 CONFIG: dict[str, Any] = {
     **simple.CONFIG,  # pipedream_simple.py's keys, of which the schedule and the steps differ
-    "layers_per_stage": 2,  # residual blocks a stage in the model that is trained
+    "layers_per_stage": 2,  # residual blocks per stage in the model that is trained
     "verbose": None,  # True: draw every schedule; False: none; None: only one that is named
     "schedule": "all",  # which: one, all, an order found by search, or that of a CSV
     "memory": None,  # of schedule=search: microbatches that a rank may hold; None: num_stages

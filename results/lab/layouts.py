@@ -48,7 +48,7 @@ from results.lab.runs import Measured, Runs, collect, read_plan
 NUM_STEPS = 12
 NUM_WARMUP = 4  # summarise_performance leaves out as many of so many
 COLUMNS = (
-    "strategy", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory", "bubble",
+    "strategy", "batch", "tokens/s", "ms per step", "MFU", "peak GPU memory", "bubble",
     "ideal bubble", "status",
 )  # fmt: skip
 REDUCTION = "perform_reduce_grad"  # torch reduces over dp at the end of the phase

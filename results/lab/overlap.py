@@ -176,7 +176,7 @@ def describe(ranks: Sequence[Rank]) -> str:
         step, *parts = rank.seconds().values()
         shares = [f"{1000 * part:.1f}  {100 * part / step:3.0f}%" for part in parts]
         rows.append([str(rank.rank), f"{1000 * step:.1f}", *shares])
-    headers = ["rank", "ms a step", "computes", "communicates", "exposed", "neither"]
+    headers = ["rank", "ms per step", "computes", "communicates", "exposed", "neither"]
     by_rank = tabulate(rows, headers, disable_numparse=True, stralign="right")
     kinds = []
     for kind in sorted({kind for rank in ranks for kind in rank.by_kind}):
@@ -186,7 +186,7 @@ def describe(ranks: Sequence[Rank]) -> str:
         kinds.append([kind, whole / 1000, exposed / 1000])
     if not kinds:
         return f"{by_rank}\n\nno communication was recorded"
-    by_kind = tabulate(kinds, ["operation", "ms a step", "exposed"], floatfmt=".1f")
+    by_kind = tabulate(kinds, ["operation", "ms per step", "exposed"], floatfmt=".1f")
     return f"{by_rank}\n\n{by_kind}"
 
 

@@ -148,7 +148,7 @@ def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
             for part in ("computing", "communicating", "exposed", "neither")
         }
         rows[name] = {
-            "ms a step": 1000 * max(rank["timed_s"] for rank in ranks),
+            "ms per step": 1000 * max(rank["timed_s"] for rank in ranks),
             "operations": max(sum(rank["operations"].values()) for rank in ranks),
             **{f"% {part}": statistics.mean(values) for part, values in shares.items()},
             "from": min(shares["exposed"]),

@@ -113,7 +113,7 @@ def test_what_may_fit_is_not_refused_nor_what_is_forced(tmp_path):
         check_fit(plan)
         assert predict(plan, None).room == room
     small = draft(tmp_path, "dp", with_gpus(gpu_memory_bytes=least - 1), model="gpt2")
-    with refused("gpt2 under dp needs", "GiB a GPU", "NVIDIA H200 has", "set ", "--force"):
+    with refused("gpt2 under dp needs", "GiB per GPU", "NVIDIA H200 has", "set ", "--force"):
         check_fit(small)
     forced = small.requested.model_copy(update={"force": True})
     check_fit(dataclasses.replace(small, requested=forced))

@@ -168,7 +168,7 @@ def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
     with refused("tp=2 does not divide num_heads=25"):
         make_plan(build_config(given), this_machine(gpu(num_gpus=2), 2, 2))
     given = build_config({**given, "strategy": "dp"})
-    with refused("needs 26.1 GiB a GPU", "use more GPUs"):
+    with refused("needs 26.1 GiB per GPU", "use more GPUs"):
         make_plan(given, this_machine(gpu(gpu_memory_bytes=2 * GIB), 1, 1))
 
 

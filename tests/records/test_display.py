@@ -9,15 +9,15 @@ def header(**changes):
 def test_header_says_what_runs():
     rows = header(from_strategy_defaults=["precision", "compile"])
     assert rows["model"] == "gpt2-medium, 354.8M parameters, pretrained weights"
-    assert rows["strategy"] == "zero2 x 4 on NVIDIA H200: divides optimizer state, gradients"
+    assert rows["strategy"] == "zero2 x 4 on NVIDIA H200: shards optimizer state, gradients"
     assert rows["defaults"] == "the strategy sets precision=bf16, compile=True"
     precision = "bf16 arithmetic; parameters bf16, fp32 master copy; gradients bf16"
     assert rows["precision"] == f"{precision}; compiled (the first step takes a while)"
-    assert rows["batch"] == ("global 32 = 4 replicas x 2 micro-batches x 4; 16,384 tokens a step")
-    assert "1000 samples of 512 tokens (87.5% real), 200 to validate" in rows["data"]
+    assert rows["batch"] == ("global 32 = 4 replicas x 2 micro-batches x 4; 16,384 tokens per step")
+    assert "1000 samples of 512 tokens (87.5% real), 200 for validation" in rows["data"]
     sparse = header(data__real_token_share=0.049)["data"]
-    assert sparse.endswith("to validate; --pack auto or a smaller --max_length pads less")
-    assert rows["steps"] == "64 = 32 an epoch; learning rate 5e-05 (cosine, warm-up 10)"
+    assert sparse.endswith("for validation; --pack auto or a smaller --max_length pads less")
+    assert rows["steps"] == "64 = 32 per epoch; learning rate 5e-05 (cosine, warm-up 10)"
     assert rows["run"] == "runs/x"
     assert rows["pipeline"] == rows["options"] == header()["defaults"] == ""
 
@@ -25,7 +25,7 @@ def test_header_says_what_runs():
 def test_summary_says_what_came_out():
     assert summary_rows(made_record()) == {
         "perplexity": "33.12 before, 20.06 after 64 steps",
-        "throughput": "131,072 tokens/s, 125.0 ms a step (median of 59), MFU 31.4%",
+        "throughput": "131,072 tokens/s, 125.0 ms per step (median of 59), MFU 31.4%",
         "GPU memory": "peak 10.00 GiB allocated, 12.00 GiB reserved",
         "RAM": "peak 5.00 GiB per process",
         "record": "runs/x/record.json",
@@ -58,7 +58,7 @@ def test_summary_says_only_what_was_measured():
     no_gpu = {"performance__mfu": None, "memory__peak_allocated_bytes": None}
     rows = summary_rows(made_record(**no_gpu, skipped_steps=[4, 5, 9], evaluations=DIVERGED))
     assert "GPU memory" not in rows
-    assert rows["throughput"] == "131,072 tokens/s, 125.0 ms a step (median of 59)"
+    assert rows["throughput"] == "131,072 tokens/s, 125.0 ms per step (median of 59)"
     assert rows["skipped"] == "3 steps, gradients not finite"
     assert rows["perplexity"] == "nan before, nan after 64 steps"
 

@@ -137,7 +137,7 @@ def test_the_page_has_the_records_figures_and_asks_no_network():
     assert len(settings) == len(dict(settings)) + 1
     newest, oldest = tables_of(text)
     assert [dict(zip(oldest[0], row, strict=True)) for row in oldest[1:]] == [
-        {"run": run, "tokens/s": speed, "ms a step": "125.0", "MFU": "31.4%",
+        {"run": run, "tokens/s": speed, "ms per step": "125.0", "MFU": "31.4%",
          "training loss": "3.062", "peak GPU memory": "12.00 GiB", "peak RAM": "5.00 GiB",
          "validation loss": "3.0000", "validation perplexity": "20.1", "status": "ok"}
         for run, speed in (("1 zero2", "131,072"), ("2 dp", "65,536"))

@@ -27,7 +27,7 @@ def test_what_was_not_measured_says_so():
     )
     silent = {column for column, text in row.items() if text == "not measured"}
     assert silent == {
-        "tokens/s", "ms a step", "MFU", "peak GPU memory", "GPU memory by rank", "disk a step",
+        "tokens/s", "ms per step", "MFU", "peak GPU memory", "GPU memory by rank", "disk a step",
         "training loss", "validation loss", "validation perplexity", "bits per byte",
     }  # fmt: skip
     row = one_row(finished=False, status="oom")

@@ -14,7 +14,7 @@ from distributed_training.settings.machine import GIB
 NOT_MEASURED = "not measured"
 MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 DEFAULT = (
-    "strategy", "processes", "batch", "tokens/s", "ms a step", "MFU", "peak GPU memory",
+    "strategy", "processes", "batch", "tokens/s", "ms per step", "MFU", "peak GPU memory",
     "peak RAM", "training loss", "validation perplexity", "status",
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ SCHEDULES = {
     "gpipe": "#999999", "1f1b": "#0072b2", "interleaved": "#009e73", "zb-h1": "#e69f00",
     "zb-v": "#d55e00", "zb-auto": "#cc79a7",
 }  # fmt: skip
-MEDIUM = "gpt2-medium, 4 H200s, 256 x 1,024 tokens a step"
+MEDIUM = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step"
 
 
 def render(draw: Callable[[Path], Figure], records: Path) -> str:
@@ -172,7 +172,7 @@ def memory(records: Path) -> Figure:
 def overlap(records: Path) -> Figure:
     """What a GPU does when in one step of each kind of strategy."""
     names = ("dp", "fsdp", "tp 4", "tp 2 x fsdp 2", "pp 4, 1f1b")
-    about = "gpt2-medium, 4 H200s, 256 x 1,024 tokens a step; GPU 0"
+    about = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step; GPU 0"
     title = "What communication takes of a step, and what of it nothing hides"
     return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, about)
 
@@ -191,7 +191,7 @@ def from_scratch(records: Path) -> Figure:
 def overlap_slow_link(records: Path) -> Figure:
     """The same where the link is slow and the processors are CPUs."""
     record = _overlap(records / "cpu-overlap")
-    about = "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 8 x 128 tokens a step; process 0"
+    about = "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 8 x 128 tokens per step; process 0"
     title = "Over a slow link: what communication takes of a step, and what nothing hides"
     return draw_timelines(record, list(record["shares"]), title, about)
 
