@@ -152,7 +152,8 @@ def as_chosen(config: Request, name: str) -> Request:
 
 def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
     """What to set so that a plan's work fits the cluster that it is for: the same strategy with
-    more micro-batches or with recomputation, then the quickest of all."""
+    more micro-batches, with recomputation or, which rounds a little more, with less state, then the
+    quickest of all."""
     config = plan.config
 
     def fits(**settings: object) -> bool:
@@ -171,11 +172,15 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
             break
     if config.activation_checkpointing == "none" and fits(activation_checkpointing="full"):
         suggestions.append({"activation_checkpointing": "full"})
+    if config.lora_rank and config.base_dtype == AUTO and fits(base_dtype="nf4"):
+        suggestions.append({"base_dtype": "nf4"})
     opened = OPEN | {"pipeline_schedule": AUTO}
     asked = with_values(plan.requested, model=config.model, batch_size=config.batch_size, **opened)
     best = best_layout(functools.partial(as_chosen, asked), cluster)
     if best and best.fits and best.plan.strategy.name != plan.strategy.name:
         suggestions.append({"strategy": best.plan.strategy.name, **settings_of(best.plan)})
+    if not suggestions and not config.lora_rank and fits(optimizer="adamw-bf16"):
+        suggestions.append({"optimizer": "adamw-bf16"})
     return [f"set {show_settings(settings)}" for settings in suggestions]
 
 

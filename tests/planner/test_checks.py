@@ -100,6 +100,13 @@ def test_what_a_refusal_suggests_fits(strategy, tmp_path):
         check_fit(draft(tmp_path, other, **words, **cut, **numbers))
 
 
+def test_lora_that_does_not_fit_may_with_a_base_in_4_bits(tmp_path):
+    small = with_gpus(num_gpus=1, gpu_memory_bytes=12 * GIB)
+    words = {"activation_checkpointing": "full", "batch_size": 1, "max_length": 1024}
+    words |= {"model": "Qwen/Qwen3-8B", "lora_rank": 16, "precision": "bf16"}
+    assert "set base_dtype=nf4" in suggest(draft(tmp_path, "dp", small, 1, **words))
+
+
 def test_what_may_fit_is_not_refused_nor_what_is_forced(tmp_path):
     memory = estimate_memory(draft(tmp_path, "dp", with_gpus(), model="gpt2"))
     least, most = memory.likely_bytes
