@@ -58,6 +58,18 @@ def test_a_table_of_ten_rows_and_eight_columns_commands_and_a_reason(monkeypatch
     assert "Network: 400 Gbit/s per GPU" in " ".join(out.split())
 
 
+@pytest.mark.parametrize(("gbit", "first"), [("400", "dp m8"), ("25", "pp 1f1b m64")])
+def test_two_nodes_have_the_answer_of_the_strategies_page(monkeypatch, capsys, gbit, first):
+    """strategies/README.md says which layout comes first over fast and slow networks, and why."""
+    words = ["--cluster", "2x4xH200", "--network_gbit", gbit, "--model", "gpt2-xl"]
+    words += ["--max_length", "1024", "--batch_size", "4", "--grad_accum_steps", "8"]
+    assert plan(monkeypatch, *words) == 0
+    rows = capsys.readouterr().out.splitlines()[3:]
+    assert rows[0].split("  ")[0] == "first"
+    assert f"first   {first} " in rows[0]
+    assert rows[1].startswith("fastest pp pp=2 dp_shard=4 zb-v m16 ")
+
+
 def test_what_is_left_open_is_searched_and_what_is_typed_is_kept(monkeypatch, capsys):
     """A model whose state fits nowhere without recomputation, at the largest batch that pays."""
     words = "--cluster", "1xH100-80GB", "--model", "gpt2-xl", "--max_length", "1024"
