@@ -81,7 +81,7 @@ class Source:
                         left -= len(block)
                         if left < 0:
                             raise bomb(file)
-            except OSError as error:  # as of a link to a file of /proc
+            except OSError as error:  # such as a packed file that is cut
                 why = error.strerror or str(error)
                 raise UserError(f"dataset file {file} cannot be read", why) from None
             digest.update(own.digest())

@@ -189,7 +189,13 @@ def test_packed_lines_that_unpack_to_gigabytes_are_refused(tmp_path):
         list(read_records(tmp_path / "a.jsonl.gz"))
 
 
-def test_a_link_to_what_cannot_be_read_is_named(tmp_path):
+def test_a_link_to_a_file_that_the_kernel_makes_up_is_refused(tmp_path):
     (tmp_path / "a.txt").symlink_to("/proc/self/mem")
-    with refused("a.txt cannot be read", "Input/output error"):
+    with refused("a.txt is not a regular file"):
         Source(form=RUNNING, files=(tmp_path / "a.txt",)).digest()
+
+
+def test_a_packed_file_that_is_cut_is_named_when_its_contents_are_hashed(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(random.Random(0).randbytes(9000))[:-20])
+    with refused("a.txt.gz cannot be read"):
+        Source(form=RUNNING, files=(tmp_path / "a.txt.gz",)).digest()
