@@ -170,6 +170,10 @@ def whole_model(state: dict[str, torch.Tensor], base_fingerprint: int, plan: Pla
     source = None
     if config.lora_rank and plan.weights_dir is not None:
         source = plan.model.weights_source(plan.weights_dir)
+    elif config.lora_rank and plan.machine.num_gpus:  # as they were made on GPUs
+        with torch.device("meta"):
+            outline = plan.model.build(dropout=0.0, seed=config.seed)
+        source = outline.random_source(config.seed, torch.device("cpu"), hashed=True)
     model = plan.model.build(dropout=0.0, seed=config.seed, source=source)
     if config.lora_rank:
         from distributed_training.models.peft import base_rounding, merge_adapters, to_peft

@@ -44,7 +44,7 @@ class DeepSpeedEngine(base.Engine):
         config = plan.config
         strategy = plan.strategy
         if config.lora_rank:
-            apply_lora(model, config)
+            apply_lora(model, config, torch.device("cpu"))
             # ZeRO-3 drops a block's weights once its input has a gradient: so the first's has one.
             model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}

@@ -24,7 +24,13 @@ from distributed_training.parallel.agree import works_everywhere
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import foreach_mul_, overlap_products, share_memory
-from distributed_training.parallel.tensor_files import Part, TensorFiles, part_of, place_of
+from distributed_training.parallel.tensor_files import (
+    Part,
+    TensorFiles,
+    locate_local,
+    part_of,
+    place_of,
+)
 from distributed_training.plan.plan import Plan
 
 # fp16's dynamic loss scale; DeepSpeed's configuration says the same. It halves at every overflow.
@@ -99,7 +105,8 @@ class NativeEngine(base.Engine):
         topology = self.topology
         config = self.config
         terms: set[str] = set()
-        part.to(topology.device)
+        if part.fill is None:
+            part.to(topology.device)
         if topology.tp > 1:
             from distributed_training.parallel.tensor import apply_tp
 
@@ -107,17 +114,20 @@ class NativeEngine(base.Engine):
         if config.lora_rank:
             from distributed_training.parallel.lora import apply_lora
 
-            terms = apply_lora(part, config)
+            terms = apply_lora(part, config, topology.device)
         blocks.apply_checkpointing(part, config.activation_checkpointing, config.lora_rank)
         blocks.apply_chunked_loss(part, config)
         blocks.apply_compile(part, config, ends=topology.tp == 1)
-        if self.plan.uses_ddp:
-            return self.replicate(part)
         if self.plan.uses_fsdp:
             # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
             blocks.apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
             blocks.apply_prefetch(part, config.fsdp_prefetch)
+        if part.fill is not None:  # this rank's parts, of which no more than that is read or made
+            part.fill(part, device=topology.device, locate=locate_local)
+            blocks.reset_shards(part)
+        if self.plan.uses_ddp:
+            return self.replicate(part)
         self.terms += [p for name, p in part.named_parameters() if name in terms]
         return part
 

@@ -11,8 +11,9 @@ import importlib
 import json
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from distributed_training.data.hub import cannot_fetch, fetch_folder
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.weights import (
     FLOATS,
+    TORCH_DTYPES,
     Stored,
     convert_command,
     open_weights,
@@ -40,7 +42,7 @@ from distributed_training.settings.own_code import load_code
 if TYPE_CHECKING:
     import torch
 
-    from distributed_training.models.decoder import Decoder, Place, Source
+    from distributed_training.models.decoder import Box, Decoder, Source
 
 OUTPUT_LAYER = "lm_head.weight"  # as transformers calls it in every family
 _MOST = {
@@ -49,6 +51,7 @@ _MOST = {
 }  # fmt: skip
 HUB = "hub"  # the family for any kind of model
 HUB_PREFIX = f"{HUB}:"
+ALL = slice(None)
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 
 
@@ -201,30 +204,26 @@ class ModelSpec:
         """What the family exports."""
         return _load(self.family)
 
-    def build(
-        self, *, dropout: float, seed: int, source: Source | None = None, place: Place | None = None
-    ) -> Decoder:
-        """Build the model on torch's default device with the weights of `source`; without one they
-        are random and depend on `seed` alone. `place`: as of `decoder.fill_parameters`."""
+    def build(self, *, dropout: float, seed: int, source: Source | None = None) -> Decoder:
+        """Build the model in fp32 on torch's default device with the weights of `source`; without
+        one they are random and depend on `seed` alone. On the device "meta" it has no weights."""
         import torch
 
         from distributed_training.models.decoder import fill_parameters
 
-        if torch.get_default_device().type == "meta":
+        device = torch.get_default_device()
+        if source is None or device.type == "meta":
             return self.code.build(self.size, dropout=dropout, seed=seed)
         with torch.device("meta"):
             model = self.code.build(self.size, dropout=dropout, seed=seed)
-        if source is None:
-            fill_parameters(model, model.random_source(seed), place)
-        else:  # two threads: one converts what the other has read
-            fill_parameters(model, source, place, num_threads=2)
+        fill_parameters(model, source, device)
         return model
 
     def load(self, model: Decoder, folder: Path) -> None:
         """Copy Hugging Face's weights in `folder` into `model`; UserError if they do not fit."""
         read = self.weights_source(folder)
         for name, parameter in model.named_parameters():
-            parameter.data.copy_(read(name))
+            parameter.data.copy_(read(name, ()))
 
     def weights_source(self, folder: Path) -> Source:
         """Return a source of Hugging Face's weights in `folder`, each in the dtype of its file; the
@@ -235,14 +234,31 @@ class ModelSpec:
             parameters = dict(self.build(dropout=0.0, seed=0).named_parameters())
         pieces = self._match(parameters, folder)
 
-        def read(ours: str) -> torch.Tensor:
-            tensors = [(tensor.read(), transposed) for tensor, transposed in pieces[ours]]
-            dtypes = {tensor.dtype for tensor, _ in tensors}
-            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-            values = torch.zeros(parameters[ours].shape, dtype=dtype, device="cpu")
-            parts = self.code.to_hf(ours, values, self.size).values()
-            for part, (tensor, transposed) in zip(parts, tensors, strict=True):
-                part.copy_((tensor.t() if transposed else tensor).reshape(part.shape))
+        def read(ours: str, box: Box) -> torch.Tensor:
+            shape = parameters[ours].shape
+            bounds: Any = zip_longest(box, shape, fillvalue=ALL)
+            ranges = [part.indices(size) for part, size in bounds]
+            first, stop, _ = ranges[0]
+            columns = [slice(*each) for each in ranges[1:]]
+            # The index of our row for each row of theirs
+            indices = self.code.to_hf(ours, torch.arange(shape[0], device="cpu"), self.size)
+            parts = []
+            for rows, (tensor, transposed) in zip(indices.values(), pieces[ours], strict=True):
+                rows = rows.flatten()
+                (inside,) = torch.where((rows >= first) & (rows < stop))
+                for run in _consecutive(inside):
+                    theirs = slice(int(run[0]), int(run[-1]) + 1)
+                    place = [*columns, theirs] if transposed else [theirs, *columns]
+                    part = tensor.read(*place)
+                    parts.append((rows[run] - first, part.t() if transposed else part))
+            if len(parts) == 1 and torch.equal(parts[0][0], torch.arange(stop - first)):
+                return parts[0][1]  # as it is in the file, of which nothing has been copied
+            dtypes = {TORCH_DTYPES[tensor.dtype] for tensor, _ in pieces[ours]}
+            dtype = getattr(torch, dtypes.pop() if len(dtypes) == 1 else "float32")
+            sizes = [stop - start for start, stop, _ in ranges]
+            values = torch.zeros(sizes, dtype=dtype, device="cpu")
+            for rows, part in parts:
+                values.index_copy_(0, rows, part.to(dtype))
             return values
 
         return read
@@ -333,6 +349,14 @@ class ModelSpec:
 
         with torch.device("meta"):
             self._match(dict(self.build(dropout=0.0, seed=0).named_parameters()), folder)
+
+
+def _consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Cut rising numbers into runs without gaps."""
+    import torch
+
+    (breaks,) = torch.where(numbers.diff() != 1)
+    return numbers.tensor_split(breaks + 1) if len(numbers) else ()
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:

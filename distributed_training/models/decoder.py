@@ -4,12 +4,14 @@ Letters in the shape comments: B batch, T tokens, D hidden, V vocabulary, P padd
 import copy
 import fnmatch
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -24,6 +26,8 @@ terms of a sum); held whole and used by each process on its own tokens, or on it
 same for a table that is indexed by position; rows dealt out by token."""
 Positions = int | torch.Tensor
 """Where tokens are: the position of the first, which others follow, or of each of them, [B, T]."""
+# Constants of SplitMix64 as int64, and an odd number that spreads keys.
+_SPLITMIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, 0x2545F4914F6CDD1D)
 _ROLES: dict[str, Role] = {
     "token_embedding": "vocabulary",
     "blocks.*.norm_[12]": "whole",
@@ -135,6 +139,8 @@ class Decoder(nn.Module):
         self.dropout = dropout
         self.is_first = self.is_last = True
         self.compute_dtype: torch.dtype | None = None  # of the residuals; None: the parameters'
+        # Gives parameters that are on the device "meta" their initial values (fill_parameters)
+        self.fill: Callable[..., None] | None = None
         # Adapters that training continues, of all blocks (peft.py); {}: new ones
         self.initial_adapters: Mapping[str, torch.Tensor] = {}
         # What follows the last norm, to be compiled or replaced.
@@ -238,13 +244,16 @@ class Decoder(nn.Module):
             if fnmatch.fnmatchcase(name, pattern)
         }
 
-    def random_source(self, seed: int) -> "Source":
-        """Return a source of random weights, on the CPU, that depend on `seed` alone."""
-        return random_source(self, seed)
+    def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> "Source":
+        """Return a source of random weights that depend on `seed` alone (`random_source`)."""
+        return random_source(self, seed, device, hashed=hashed)
 
     def fingerprint(self) -> int:
         """Return a checksum of some thousand numbers of each parameter."""
-        return zlib.crc32(b"".join(map(sample_bytes, self.parameters())))
+        samples = Fingerprint(self)
+        for name, parameter in self.named_parameters():
+            samples.watch(name, (0,) * parameter.dim(), parameter.detach())
+        return samples.combine([samples.found])
 
     def vocabulary_parameters(self) -> list[str]:
         """Names of parameters with one row for each token, `padded_vocab_size` of them."""
@@ -287,75 +296,167 @@ def is_block_matrix(name: str, size: ModelSize) -> bool:
     return any(fnmatch.fnmatchcase(name, f"blocks.*.{key}.weight") for key in size.matrix_names)
 
 
-def sample_bytes(values: torch.Tensor) -> bytes:
-    """Return some thousand numbers of a parameter, as bytes of fp32, for a checksum."""
-    some = values.detach().flatten()[:: max(1, values.numel() // 1000)]
-    return some.float().contiguous().numpy().tobytes()
+class Fingerprint:
+    """A checksum of some thousand numbers of each parameter of a whole model, of which a process
+    may have parts."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        # (name, indices of samples, their values) of this process's parts
+        self.found: list[tuple[str, list[int], list[float]]] = []
+
+    def watch(self, name: str, start: tuple[int, ...], values: torch.Tensor) -> None:
+        """Take the samples of a parameter that are in `values`, the box of it from `start` on."""
+        shape = self.shapes[name]
+        step = max(1, shape.numel() // 1000)
+        places = torch.unravel_index(torch.arange(0, shape.numel(), step, device="cpu"), shape)
+        inside = torch.ones_like(places[0], dtype=torch.bool)
+        for place, first, size in zip(places, start, values.shape, strict=True):
+            inside &= (place >= first) & (place < first + size)
+        (indices,) = torch.where(inside)
+        own = [place[indices] - first for place, first in zip(places, start, strict=True)]
+        samples = values[tuple(index.to(values.device) for index in own)]
+        self.found.append((name, indices.tolist(), samples.float().tolist()))
+
+    def combine(self, found: Iterable[Any]) -> int:
+        """Return the checksum of the samples that all processes have `found`."""
+        samples: dict[str, Any] = {
+            name: np.zeros(len(range(0, shape.numel(), max(1, shape.numel() // 1000))), np.float32)
+            for name, shape in self.shapes.items()
+        }
+        for name, indices, values in itertools.chain.from_iterable(found):
+            samples[name][indices] = values
+        return zlib.crc32(b"".join(each.tobytes() for each in samples.values()))
 
 
-# Returns a parameter's initial values, on the CPU, by its name.
-Source = Callable[[str], torch.Tensor]
-# Returns the tensor that training starts with, of a name and its initial values; None: not needed.
-Place = Callable[[str, torch.Tensor], torch.Tensor | None]
+Box = tuple[slice, ...]  # part of a tensor, from its first dimension on; (): all of it
+# Returns a box of a parameter's initial values, by the parameter's name.
+Source = Callable[[str, Box], torch.Tensor]
+# Returns the memory in which this process has its part of a parameter, and where the part begins.
+Locate = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, ...]]]
+# Receives a parameter's name, where a box of it begins, and the initial values of the box.
+Watch = Callable[[str, tuple[int, ...], torch.Tensor], None]
 
 
 def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: int) -> Decoder:
-    """Build a family's model in fp32 on the current default device, with `random_source`'s weights.
-    On the device "meta" it has only names and shapes."""
+    """Build a family's model in fp32 on the current default device, with random weights. On the
+    device "meta" it has only names and shapes."""
+    device = torch.get_default_device()
     with torch.device("meta"):
         model = family(size, dropout)
-    if torch.get_default_device().type != "meta":
-        fill_parameters(model, model.random_source(seed))
+    if device.type != "meta":
+        source = model.random_source(seed, device, hashed=device.type != "cpu")
+        fill_parameters(model, source, device)
     return model
 
 
-def fill_parameters(
-    model: Decoder, source: Source, place: Place | None = None, *, num_threads: int | None = None
-) -> None:
-    """Give a model on the device "meta" its initial weights, in place. Only `num_threads`
-    parameters at a time are in RAM beside what `place` returns. Without `place` all become fp32 on
-    the current default device. Parameters that are not placed stay on "meta"."""
-    device = torch.get_default_device()
-
-    def fill(named: tuple[str, nn.Parameter]) -> None:
-        name, parameter = named
-        values = source(name)
-        placed = values.to(device, torch.float32) if place is None else place(name, values)
-        if placed is not None:
-            owner, _, last = name.rpartition(".")
-            placed = nn.Parameter(placed, parameter.requires_grad)
-            model.get_submodule(owner).register_parameter(last, placed)
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(fill, list(model.named_parameters())))
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Move parameters that are on "meta", whose values are then undefined, and buffers to `device`,
+    in place."""
     for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                tensor = torch.empty_like(parameter, device=device)
+                module.register_parameter(name, nn.Parameter(tensor, parameter.requires_grad))
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
-def random_source(model: Decoder, seed: int) -> Source:
-    """Return a source of random weights that depend on `seed` alone: matrices normal with deviation
-    0.02, those whose products are added to the residuals with less (Radford et al. 2019), biases 0,
-    norms 1. Padding of the vocabulary is 0."""
+def locate_whole(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return a parameter that one process holds whole, and where it begins."""
+    return parameter.detach(), (0,) * parameter.dim()
+
+
+def fill_parameters(
+    model: nn.Module,
+    source: Source,
+    device: torch.device,
+    round_to: torch.dtype | None = None,
+    locate: Locate = locate_whole,
+    watch: Watch | None = None,
+) -> None:
+    """Give the parameters of a model that are on "meta" their initial values, in place: this
+    process's parts, on `device`, rounded to `round_to`. Beside them two parts are in RAM: one is
+    read while the other is converted. `watch` is called from two threads."""
+    pending = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    allocate(model, device)
+
+    def fill(name: str) -> None:
+        local, start = locate(model.get_parameter(name))
+        if local.numel() == 0:
+            return
+        ends = zip(start, local.shape, strict=True)
+        values = source(name, tuple(slice(first, first + size) for first, size in ends))
+        if watch is not None:
+            watch(name, start, values)
+        if values.shape != local.shape:
+            local.zero_()  # rows beyond the vocabulary's
+        values = values.to(device)
+        own = local[tuple(map(slice, values.shape))]
+        own.copy_(values if round_to is None else values.to(round_to))
+
+    on_gpu = device.type == "cuda"
+    if on_gpu:  # the threads work on another stream
+        torch.cuda.synchronize(device)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(fill, pending))
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def random_source(model: Decoder, seed: int, device: torch.device, *, hashed: bool) -> Source:
+    """Return a source of random weights, made on `device`, that depend on `seed` alone: matrices
+    normal with deviation 0.02, those whose products are added to the residuals with less (Radford
+    et al. 2019), biases 0, norms 1. Padding of the vocabulary is 0. `hashed`: by `hashed_normal`,
+    of which each process makes its own part, as on GPUs; else by torch's generator of the CPU."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     indices = {name: index for index, name in enumerate(shapes)}
     roles = model.find_roles()
     padded = model.vocabulary_parameters()
 
-    def draw(name: str) -> torch.Tensor:
-        values = torch.empty(shapes[name], device="cpu")
-        if values.dim() < 2:
+    def draw(name: str, box: Box) -> torch.Tensor:
+        shape = shapes[name]
+        if len(shape) < 2:
+            values = torch.empty(shape, device=device)[box]
             return values.fill_(0.0 if name.endswith("bias") else 1.0)
-        # A generator of its own, so that all cores can draw at the same time.
-        generator = torch.Generator().manual_seed(seed * 100_003 + indices[name])
         adds = roles.get(name.removesuffix(".weight")) == "row"
         deviation = 0.02 / math.sqrt(2 * model.size.num_layers) if adds else 0.02
-        values.normal_(0.0, deviation, generator=generator)
+        key = seed * 100_003 + indices[name]
+        if hashed:
+            values = hashed_normal(shape, box, key, device).mul_(deviation)
+        else:
+            values = torch.empty(shape, device="cpu")
+            values.normal_(0.0, deviation, generator=torch.Generator().manual_seed(key))
+            values = values[box]
         if name in padded:
-            values[model.size.vocab_size :].zero_()
+            first = box[0].start if box else 0
+            values[max(0, model.size.vocab_size - first) :].zero_()
         return values
 
     return draw
+
+
+def hashed_normal(shape: Sequence[int], box: Box, key: int, device: torch.device) -> torch.Tensor:
+    """Return a box of a matrix of random numbers, each of which depends on `key` and its place
+    alone, to the last bit on every device: the sum of four uniform ones, which is close to normal,
+    with deviation 1 and none beyond 3.5. The hash is SplitMix64 (Steele et al. 2014)."""
+    bounds: Any = itertools.zip_longest(box, shape, fillvalue=slice(None))
+    (first, stop, _), columns = (part.indices(size) for part, size in bounds)
+    places = torch.arange(*columns, device=device)
+    out = torch.empty(stop - first, len(places), device=device)
+    offset = (key * _SPLITMIX[3] + 2**63) % 2**64 - 2**63
+    step = max(1, 2**22 // len(places))  # rows at a time
+    for begin in range(first, stop, step):
+        rows = torch.arange(begin, min(stop, begin + step), device=device)
+        bits = (rows[:, None] * shape[1] + places).mul_(_SPLITMIX[0]).add_(offset)
+        for shift, factor in ((30, _SPLITMIX[1]), (27, _SPLITMIX[2]), (31, 1)):
+            bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
+        total = sum((bits >> shift).bitwise_and_(0xFFFF) for shift in (0, 16, 32, 48))
+        out[begin - first : begin - first + step] = total - 2 * 0xFFFF
+    return out.mul_(math.sqrt(3 / (2**32 - 1)))
 
 
 def parameter_groups(

@@ -23,12 +23,12 @@ FORMS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-FLOATS = {"F64", "F32", "F16", "BF16"}
+# dtype as safetensors and as torch call it
+TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOATS = set(TORCH_DTYPES)
 # Buffers that older releases of transformers saved beside the weights
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
-_BIN_DTYPES = {
-    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"
-}  # fmt: skip
+_BIN_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
 
 
 class _Index(BaseModel, strict=True):
@@ -42,7 +42,9 @@ class Stored(NamedTuple):
 
     dtype: str  # as safetensors calls it
     shape: list[int]
-    read: Callable[[], Any]  # the tensor, on the CPU
+    # The tensor, on the CPU, or the box of it that is given as a slice for each dimension. Pages of
+    # its file are in RAM once somebody uses them.
+    read: Callable[..., Any]
 
 
 def convert_command(folder: Path) -> str:
@@ -113,10 +115,10 @@ def open_weights(folder: Path) -> dict[str, Stored]:
     missing or damaged, or holds more than tensors."""
     stored: dict[str, Stored] = {}
 
-    def read(file: Path, name: str) -> Any:
+    def read(file: Path, name: str, *box: slice) -> Any:
         # Opened for each tensor: the pages of a mapped file would stay in this process's memory.
         with safe_open(file, "pt") as opened:
-            return opened.get_tensor(name)
+            return opened.get_slice(name)[box] if box else opened.get_tensor(name)
 
     for file in require_weights(folder):
         try:
@@ -157,7 +159,7 @@ def _open_bin(file: Path) -> dict[str, Stored]:
     return {
         name: Stored(
             _BIN_DTYPES.get(str(tensor.dtype), str(tensor.dtype)), list(tensor.shape),
-            partial(lambda tensor: tensor, tensor),
+            partial(lambda tensor, *box: tensor[box], tensor),
         )
         for name, tensor in tensors.items()
     }  # fmt: skip
@@ -168,12 +170,11 @@ def stored_dtype(folder: Path) -> str:
     sizes = Counter[str]()
     for tensor in open_weights(folder).values():
         sizes[tensor.dtype] += math.prod(tensor.shape)
-    names = {dtype: name.removeprefix("torch.") for name, dtype in _BIN_DTYPES.items()}
     (most, _), *_ = sizes.most_common(1) or [("none", 0)]
-    if most not in names:
-        why = f"most of them are {most}, and {', '.join(names)} are read"
+    if most not in TORCH_DTYPES:
+        why = f"most of them are {most}, and {', '.join(TORCH_DTYPES)} are read"
         raise UserError(f"weights {folder} are not supported", why, "convert them to BF16")
-    return names[most]
+    return TORCH_DTYPES[most]
 
 
 def is_tied(folder: Path, tied: bool, embedding: str, head: str = "lm_head.weight") -> bool:

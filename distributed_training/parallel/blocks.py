@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -57,8 +57,10 @@ def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
     if not config.loss_chunk_tokens or not model.is_last:
         return
     chunked = ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
-    split = model.loss is not summed_cross_entropy
-    model.loss = functools.partial(model.loss, chunked=chunked) if split else chunked
+    if model.loss is summed_cross_entropy:
+        model.loss = chunked
+    else:  # apply_tp's
+        model.loss = functools.partial(model.loss, chunked=chunked)
 
 
 def _compile(function: Any) -> Any:
@@ -107,6 +109,13 @@ def apply_fsdp(
         modules: list[Any] = [*model.blocks.values(), model]
         for module in modules:
             module.set_custom_reduce_scatter(reduce_scatter)
+
+
+def reset_shards(model: Decoder) -> None:
+    """Tell FSDP, if it is used, that its shards have been replaced: they were on "meta"."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module._apply(lambda tensor: tensor, recurse=False)
 
 
 def apply_prefetch(model: Decoder, ahead: int) -> None:

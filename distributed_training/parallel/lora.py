@@ -16,11 +16,11 @@ from distributed_training.parallel.tensor import with_own_masks
 from distributed_training.settings.config import RunConfig
 
 
-def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
-    """Freeze a model, or a stage of one that may be split over tp, and put fp32 adapters beside its
-    blocks' matrices, in place: all of A and own rows of B where a matrix is split by rows, else own
-    columns of A, all of B. They begin as the model's `initial_adapters`, if it has any. Returns
-    names of parameters with gradients to be summed over tp yet."""
+def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[str]:
+    """Freeze a model, or a stage of one that may be split over tp, and put fp32 adapters on
+    `device` beside its blocks' matrices, in place: all of A and own rows of B where a matrix is
+    split by rows, else own columns of A, all of B. They begin as the model's `initial_adapters`, if
+    it has any. Returns names of parameters with gradients to be summed over tp yet."""
     initial = model.initial_adapters
     model.requires_grad_(False)
     terms = set()
@@ -36,7 +36,7 @@ def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
         a.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
         a = initial.get(f"{name}.adapter.a", a)
         b = initial.get(f"{name}.adapter.b", torch.zeros(rows, config.lora_rank))
-        a, b = (x.to(model.compute_dtype or x.dtype).float().to(weight.device) for x in (a, b))
+        a, b = (x.to(model.compute_dtype or x.dtype).float().to(device) for x in (a, b))
         mask = initial.get(f"{name}.adapter.mask")
         place = None
         if isinstance(weight, DTensor):
@@ -52,7 +52,7 @@ def apply_lora(model: Decoder, config: RunConfig) -> set[str]:
                 place = mesh.get_local_rank()
         linear.adapter = Adapter(a, b, config, place)
         if mask is not None:
-            linear.adapter.mask = mask.to(weight.device)
+            linear.adapter.mask = mask.to(device)
     return terms
 
 

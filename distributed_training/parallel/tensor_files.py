@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
 
@@ -62,12 +63,18 @@ def part_of(
     )  # fmt: skip
 
 
+def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return the part that this process has of a parameter, in its memory, and where it begins."""
+    is_split = isinstance(parameter, DTensor)
+    start = first_index(parameter) if is_split else (0,) * parameter.dim()
+    return local_part(parameter.detach()), start
+
+
 def place_of(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ...], int, int]:
     """(where this process's part begins, its place among those with the same, their number)."""
-    start: tuple[int, ...] = (0,) * parameter.dim()
+    _, start = locate_local(parameter)
     divided = set[str]()
     if isinstance(parameter, DTensor):
-        start = first_index(parameter)
         axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
         divided = {axis for axis, layout in axes if not layout.is_replicate()}
     replica, shard = divmod(topology.dp_rank, topology.dp_shard)

@@ -67,11 +67,12 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
         on_host += fitted.libraries
     if plan.num_processes == 1 and not tokenised:
         on_host += fitted.tokenising
-    # DeepSpeed is given the whole model on the host. PyTorch's parallelism is given parameters on
-    # the GPU, each by way of the host. Without a GPU the peak of a step is in RAM as well.
-    model = 4 * plan.size.num_parameters
-    if plan.machine.num_gpus and plan.strategy.traits.builds_on_device:
-        model = 12 * plan.size.padded_vocab_size * plan.size.hidden_size
+    # DeepSpeed is given the whole model on the host. PyTorch's parallelism reads or makes this
+    # process's part of two parameters at a time. Without a GPU a step's peak is in RAM, too.
+    model = 4.0 * plan.size.num_parameters
+    if plan.strategy.traits.builds_on_device:
+        parts = plan.mesh["tp"] * (plan.mesh["dp_shard"] if plan.uses_fsdp else 1)
+        model = 8 * plan.size.padded_vocab_size * plan.size.hidden_size / parts
     on_host += model if plan.machine.num_gpus else max(peak, model)
     copy = estimate_copy(plan)
     if (on_host + copy) * plan.processes_here <= plan.machine.ram_bytes:

@@ -184,7 +184,8 @@ def _do_run(
         drawn = None
         if kept is not None:
             topology = kept.topology(topology)
-            drawn = kept.drawn_model(plan)
+            if group.device.type == "cpu":  # GPUs take less than a second
+                drawn = kept.drawn_model(plan)
         data = cut_data(plan)
         sampler = build_sampler(plan, data, topology)
         engine = build_engine(plan, topology, drawn)

@@ -1,17 +1,25 @@
 """Build what a plan says: this process's place in the mesh, samples, extensions, engine."""
 
-import threading
 import time
-import zlib
+from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 
 from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models import peft
-from distributed_training.models.decoder import Decoder, is_block_matrix, sample_bytes
+from distributed_training.models.decoder import (
+    Box,
+    Decoder,
+    Fingerprint,
+    Source,
+    fill_parameters,
+    is_block_matrix,
+)
+from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.checks import built_extensions
@@ -50,64 +58,72 @@ def build_engine(plan: Plan, topology: Topology, drawn: Decoder | None = None) -
     """
     config = plan.config
     model, fingerprint = build_model(plan, topology, drawn)
+    initial = None
     if plan.adapters_dir is not None:
         initial = peft.read_initial(plan.model, plan.adapters_dir)
-        peft.check_base(fingerprint, initial.base, plan.adapters_dir)
         model.initial_adapters = initial.tensors
     engine = plan.strategy.load_engine()(model, plan, topology)
-    engine.base_fingerprint = fingerprint if config.lora_rank else 0
+    if config.lora_rank:
+        engine.base_fingerprint = fingerprint.combine(gather(fingerprint.found))
+        if initial is not None:
+            peft.check_base(engine.base_fingerprint, initial.base, plan.adapters_dir)
     seed_dropout(plan, topology, 0)
     return engine
 
 
-def build_model(plan: Plan, topology: Topology, drawn: Decoder | None) -> tuple[Decoder, int]:
-    """Return the model with its initial weights, rounded to the compute dtype, and `fingerprint` of
-    the weights before rounding. Weights under LoRA stay in the compute dtype (matrices of blocks in
-    `base_dtype`), others are fp32. What PyTorch's parallelism takes is on this rank's device, and
-    only what its stages hold is kept."""
+def build_model(
+    plan: Plan, topology: Topology, drawn: Decoder | None
+) -> tuple[Decoder, Fingerprint]:
+    """Return the model, and what will have seen samples of its initial weights if they are frozen.
+
+    For PyTorch's parallelism the model is on the device "meta": its `fill` gives a rank's parts
+    their weights, once they are known. DeepSpeed is given the whole model on the CPU, and a base in
+    NF4 is whole on this rank's device. Weights are rounded to the compute dtype. Frozen ones stay
+    in it (matrices of blocks in `base_dtype`), others are fp32.
+    """
     config = plan.config
-    on_device = plan.strategy.traits.builds_on_device
-    device = topology.device if on_device else torch.device("cpu")
     compute_dtype = COMPUTE_DTYPES[config.precision]
-    samples: dict[str, bytes] = {}
-    scales: dict[str, torch.Tensor] = {}
-    one_at_a_time = threading.Lock()  # so that only one matrix that is not quantized is on the GPU
-    own = own_blocks(plan, topology) if on_device else None
-
-    def place(name: str, values: torch.Tensor) -> torch.Tensor | None:
-        values = values.float() if compute_dtype is None else values
-        samples[name] = sample_bytes(values)
-        block = name.split(".")[1] if name.startswith("blocks.") else None
-        if own is not None and block is not None and int(block) not in own:
-            return None
-        kept = values if compute_dtype is None else values.to(compute_dtype)
-        if config.base_dtype == "nf4" and is_block_matrix(name, plan.size):
-            from distributed_training.models import nf4
-
-            with one_at_a_time:
-                codes, scales[name] = nf4.quantize(kept.to(device))
-            return codes
-        return kept.to(device, kept.dtype if config.lora_rank else torch.float32)
-
-    source = None
+    with torch.device("meta"):
+        model = plan.model.build(dropout=config.dropout, seed=config.seed)
+    if config.lora_rank and compute_dtype is not None:
+        model.to(compute_dtype)
+    model.compute_dtype = compute_dtype
     if plan.weights_dir is not None:
         source = plan.model.weights_source(plan.weights_dir)
     elif drawn is not None:
-        source = lambda name: drawn.get_parameter(name).detach().clone()  # noqa: E731
-    with device:
-        model = plan.model.build(
-            dropout=config.dropout, seed=config.seed, source=source, place=place
-        )
-    model.compute_dtype = compute_dtype
-    names = [name for name, _ in model.named_parameters()]
-    if scales:
-        from distributed_training.models import nf4
+        source = partial(_copy, drawn)
+    else:
+        on_gpu = topology.device_type == "cuda"
+        source = model.random_source(config.seed, topology.device, hashed=on_gpu)
+    fingerprint = Fingerprint(model)
+    watch = fingerprint.watch if config.lora_rank else None
+    fill = partial(fill_parameters, source=source, round_to=compute_dtype, watch=watch)
+    if config.base_dtype == "nf4":
+        _quantize(model, source, topology.device, fingerprint)
+        fill(model, device=topology.device)
+    elif plan.strategy.traits.builds_on_device:
+        model.fill = fill
+    else:
+        fill(model, device=torch.device("cpu"))
+    return model, fingerprint
 
-        nf4.attach_scales(model, scales)
-    return model, zlib.crc32(b"".join(samples[name] for name in names))
+
+def _copy(drawn: Decoder, name: str, box: Box) -> torch.Tensor:
+    return drawn.get_parameter(name).detach()[box]
 
 
-def own_blocks(plan: Plan, topology: Topology) -> set[int]:
-    """Return the indices of the blocks that this rank's stages hold."""
-    stages = zip(plan.layout.stages, plan.layout.ranks, strict=True)
-    return {block for blocks, rank in stages if rank == topology.pp_rank for block in blocks}
+def _quantize(
+    model: Decoder, source: Source, device: torch.device, fingerprint: Fingerprint
+) -> None:
+    """Put the matrices of a model's blocks on `device` in NF4, one after the other, in place."""
+    from distributed_training.models import nf4
+
+    scales: dict[str, torch.Tensor] = {}
+    for name, parameter in list(model.named_parameters()):
+        if is_block_matrix(name, model.size):
+            values = source(name, ())
+            fingerprint.watch(name, (0, 0), values)
+            codes, scales[name] = nf4.quantize(values.to(device).to(parameter.dtype))
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(last, nn.Parameter(codes))
+    nf4.attach_scales(model, scales)

@@ -1,16 +1,20 @@
 import copy
 import math
+import random
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from distributed_training.data.samples import IGNORE_INDEX
+from distributed_training.models import find_model
+from distributed_training.models.decoder import hashed_normal
 from distributed_training.models.gpt2 import build as build_model
 from distributed_training.models.gpt2 import gpt2_size
 from distributed_training.parallel.blocks import apply_checkpointing
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.config import RunConfig
+from distributed_training.settings.files import ROOT
 
 # 300 is not a multiple of 128: the embedding has 84 rows of padding.
 SIZE = gpt2_size(vocab_size=300, num_positions=32, num_layers=3, num_heads=4, hidden_size=32)
@@ -128,7 +132,7 @@ def test_selective_checkpointing_repeats_adapters_and_no_other_product():
     config = RunConfig(lora_rank=2)
     for mode in ("none", "selective"):
         model = random_model()
-        apply_lora(model, config)
+        apply_lora(model, config, torch.device("cpu"))
         apply_checkpointing(model, mode, config.lora_rank)
         with FlopCounterMode(display=False) as counter:
             model(*random_batch()).backward()
@@ -146,3 +150,38 @@ def test_dropout_acts_in_training_only():
     model.eval()
     assert torch.equal(model(inputs), model(inputs))
     torch.testing.assert_close(model(inputs), random_model()(inputs))
+
+
+def test_hashed_weights_depend_on_their_place_alone():
+    shape, cpu = (300, 70), torch.device("cpu")
+    whole = hashed_normal(shape, (), 5, cpu)
+    box = (slice(90, 200), slice(30, 60))
+    assert torch.equal(hashed_normal(shape, box, 5, cpu), whole[box])
+    assert torch.equal(hashed_normal(shape, (slice(280, 400),), 5, cpu), whole[280:])
+    assert abs(whole.mean()) < 0.02
+    assert abs(whole.std() - 1) < 0.02
+    other = hashed_normal(shape, (), 6, cpu)
+    for one, two in ((whole, other), (whole[1:], whole[:-1]), (whole[:, 1:], whole[:, :-1])):
+        assert abs((one * two).mean()) < 0.03
+    # The bits that every machine makes: adapters may stand beside random weights.
+    assert [x.hex() for x in whole[0, :2].tolist()] == [
+        "0x1.e5b4760000000p-1",
+        "0x1.0d557a0000000p-7",
+    ]
+
+
+@pytest.mark.parametrize("model", ["gpt2-tiny", "grouped", "untied"])
+def test_any_box_of_a_file_is_read(model, tmp_path):
+    folder = ROOT / "tests/models" / model
+    spec = find_model(str(folder) if folder.is_dir() else model)
+    model = spec.build(dropout=0.0, seed=1)
+    spec.save(model.state_dict(), tmp_path, eos_token_id=0, dtype=torch.bfloat16)
+    read = spec.weights_source(tmp_path)
+    choose = random.Random(0)
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().bfloat16()
+        assert torch.equal(read(name, ()), values), name
+        for _ in range(3):
+            starts = [choose.randrange(size) for size in values.shape]
+            box = tuple(slice(start, start + choose.randrange(1, 90)) for start in starts)
+            assert torch.equal(read(name, box), values[box]), (name, box)

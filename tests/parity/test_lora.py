@@ -51,7 +51,7 @@ def draw(spec):
     config = RunConfig(seed=SETTINGS.seed, **ADAPTERS)
     model = spec.build(dropout=0.0, seed=0)
     spec.load(model, spec.weights_dir)
-    apply_lora(model, config)
+    apply_lora(model, config, torch.device("cpu"))
     return model, {name: each.clone() for name, each in to_peft(model.state_dict(), spec).items()}
 
 
@@ -170,7 +170,7 @@ def continued(spec, base, adapters):
     model = spec.build(dropout=0.0, seed=0)
     spec.load(model, base)
     model.initial_adapters = initial.tensors
-    apply_lora(model, config)
+    apply_lora(model, config, torch.device("cpu"))
     return model, config
 
 

@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
-from distributed_training.models.decoder import Decoder, Linear, Past, Source
+from distributed_training.models.decoder import Box, Decoder, Linear, Past, Source
 from distributed_training.models.hub.attention import NAME, register
 from distributed_training.settings.errors import UserError
 
@@ -147,12 +147,13 @@ class HubDecoder(Decoder):
         weight: torch.Tensor = holder._parameters["weight"]
         return weight
 
-    def random_source(self, seed: int) -> Source:
-        """Return a source of weights as transformers draws them, which depend on `seed` alone."""
+    def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> Source:
+        """Return a source of weights as transformers draws them on the CPU, which depend on `seed`
+        alone."""
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
         lock = threading.Lock()  # torch's own generator is one for all threads
 
-        def draw(name: str) -> torch.Tensor:
+        def draw(name: str, box: Box) -> torch.Tensor:
             owner, _, last = name.rpartition(".")
             module = self.get_submodule(owner)
             blank: Any = object.__new__(type(module))
@@ -165,7 +166,7 @@ class HubDecoder(Decoder):
                 torch.manual_seed(seed * 100_003 + indices[name])
                 self.net._init_weights(blank)
             values: torch.Tensor = blank._parameters[last].detach()
-            return values
+            return values[box]
 
         return draw
 

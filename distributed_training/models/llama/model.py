@@ -47,8 +47,10 @@ class Rotary(nn.Module):
         return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).to(x.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        with torch.device(fn(self.table).device):
-            self.table = angles(*self.settings)
+        device = fn(self.table).device
+        if device != self.table.device:
+            with device:
+                self.table = angles(*self.settings)
         return self
 
 

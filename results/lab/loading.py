@@ -1,0 +1,98 @@
+"""Seconds, RAM and GPU memory of building a run's model on each rank.
+
+    torchrun --nproc_per_node=N results/lab/loading.py --out FOLDER [--set key=value ...]
+
+`--set model=FOLDER weights=pretrained` reads a Hugging Face folder; without it the weights of
+Llama-3.2-1B are random. Each rank builds the strategy's engine once. `ram` is the peak of the
+process (ru_maxrss) less what it was before, `file pages` the pages of mapped files in it.
+"""
+
+import json
+import resource
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import checkout
+import torch
+from tabulate import tabulate
+
+from distributed_training.parallel.agree import gather
+from distributed_training.planner.data import cut_data
+from distributed_training.records.record import provenance, write_json
+from distributed_training.settings.config import build_config
+from distributed_training.settings.keys import Parser
+from distributed_training.settings.machine import GIB
+from distributed_training.settings.strategies import strategy_defaults, strategy_options
+from distributed_training.start.rendezvous import agree_on_plan
+from distributed_training.tools.harness import Group, open_group
+from distributed_training.train.build import build_engine, build_topology
+
+COMMON: dict[str, Any] = {
+    "model": "Llama-3.2-1B", "strategy": "fsdp", "batch_size": 1, "max_length": 1024,
+    "precision": "bf16", "dataset": "embedded", "tokenizer": "embedded", "weights": "random",
+    "num_samples": 8, "eval_samples": 1, "checkpoint_every": 0,
+}  # fmt: skip
+
+
+def peak_ram_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def file_pages_gib() -> float:
+    """Return the RAM of this process that holds pages of mapped files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = [line.split()[1] for line in lines if line.startswith("RssFile")]
+    return int(kib) * 1024 / GIB
+
+
+def measure(values: dict[str, Any], group: Group) -> list[dict[str, Any]]:
+    """Return what building the engine takes, by rank. Collective."""
+    words = {"output_dir": str(group.folder), **values}
+    config = build_config(words, defaults=strategy_defaults, options=strategy_options)
+    plan = agree_on_plan(config, group.process, gather)
+    topology = build_topology(plan, group.process, group.device)
+    cut_data(plan)
+    plan.strategy.load_engine()  # imports
+    on_gpu = group.device.type == "cuda"
+    if on_gpu:
+        torch.zeros(1, device=group.device)
+    before = peak_ram_gib()
+    began = time.perf_counter()
+    engine = build_engine(plan, topology)
+    found: dict[str, Any] = {"seconds": time.perf_counter() - began, "ram before": before}
+    found |= {"ram": peak_ram_gib() - before, "file pages": file_pages_gib()}
+    if on_gpu:
+        found["gpu"] = torch.cuda.memory_allocated() / GIB
+        found["gpu peak"] = torch.cuda.max_memory_allocated() / GIB
+    held = sum(each.to_local().nbytes if hasattr(each, "to_local") else each.nbytes
+               for each in engine.parts.parameters())  # type: ignore[attr-defined]  # fmt: skip
+    found["own part"] = held / GIB
+    engine.close()
+    return gather(found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description="Measure how a model is built.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE")
+    arguments = parser.parse_args(argv)
+    values = dict(COMMON)
+    for each in arguments.set:
+        key, text = each.split("=", 1)
+        values[key] = json.loads(text) if text.isdigit() else text
+    with open_group() as group:
+        ranks = measure(values, group)
+        if group.process.rank == 0:
+            print(tabulate(ranks, "keys", "github", floatfmt=".2f"))
+            document = {**provenance(shlex.join(["python", *sys.argv])), "config": values}
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            write_json(arguments.out / "loading.json", document | {"ranks": ranks})
+    return 0
+
+
+if __name__ == "__main__":
+    checkout.run(main)
