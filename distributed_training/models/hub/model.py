@@ -81,6 +81,7 @@ class HubDecoder(Decoder):
 
     inner: Any  # the module of `net` that ran the blocks
     head: Any  # the output layer
+    norm_out: Any  # the norm after the blocks; an identity if there is none
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__(size, dropout)
@@ -93,8 +94,12 @@ class HubDecoder(Decoder):
         delattr(inner, name)  # else every parameter would have two names
         setattr(inner, name, tuple(layers))
         head = net.get_output_embeddings()
+        norms = [child for child in inner.children() if type(child).__name__.endswith("Norm")]
         # References, not modules of this one: they have names in `net`.
-        vars(self).update(inner=inner, token_embedding=net.get_input_embeddings(), head=head)
+        vars(self).update(
+            inner=inner, token_embedding=net.get_input_embeddings(), head=head,
+            norm_out=norms[-1] if norms else nn.Identity(),
+        )  # fmt: skip
         if size.tied:
             head._parameters.pop("weight")
         self.takes = set(inspect.signature(inner.forward).parameters)
