@@ -44,7 +44,12 @@ def describe_documents(
         rows = torch.arange(batch, device=ends.device)[:, None] * seq_len
         flat = (ends + rows).flatten().to(torch.int32)
         return Documents(positions, F.pad(flat, (1, 0)))
-    places = torch.arange(seq_len, device=positions.device)
+    return mask_documents(positions, dtype)
+
+
+def mask_documents(positions: torch.Tensor, dtype: torch.dtype) -> Documents:
+    """Describe documents by a mask, from each token's position in its document, int64 [B, T]."""
+    places = torch.arange(positions.shape[1], device=positions.device)
     starts = places - positions
     same = starts[:, :, None] == starts[:, None, :]
     visible = same & (places[:, None] >= places)

@@ -114,6 +114,8 @@ def lay_out(
     layout = layouts.build_layout(asked)
     batch = layouts.cut_batch(asked)
     decided = given.key_values | {"precision": precision}
+    if given.base_dtype == AUTO:
+        decided["base_dtype"] = None
     if given.pipeline_schedule == AUTO:
         decided["pipeline_schedule"] = strategy.schedule(given)
     decided |= _choose_switches(asked, machine, notes)
@@ -247,14 +249,14 @@ def _check_strategy(candidate: Candidate, precision: str) -> None:
 def _check_base(candidate: Candidate, precision: str) -> None:
     config = candidate.config
     key = "base_dtype"
-    if config.base_dtype == AUTO:
+    if config.base_dtype in (None, AUTO):
         return
     if config.lora_rank == 0:
         _refuse(candidate, key, "lora_rank=0", "no weights are frozen", "set lora_rank to 16")
     if config.base_dtype == "bf16":
         if precision != "bf16":
             other = f"precision={precision!r}"
-            _refuse(candidate, key, other, "frozen weights have its dtype", "set it to auto")
+            _refuse(candidate, key, other, "frozen weights have its dtype", "set it to None")
         return
     split = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}
     if not candidate.strategy.traits.builds_on_device or set(split.values()) != {1}:
@@ -264,10 +266,10 @@ def _check_base(candidate: Candidate, precision: str) -> None:
     size = candidate.model.size
     if candidate.model.family == HUB:
         why = "it has not been tried with transformers' own blocks"
-        _refuse(candidate, key, f"model={config.model!r}", why, "set it to auto")
+        _refuse(candidate, key, f"model={config.model!r}", why, "set it to None")
     if odd := [columns for _, columns in size.block_matrices if columns % 64]:
         why = f"64 values share a scale, and a matrix has {odd[0]} columns"
-        _refuse(candidate, key, f"model={config.model!r}", why, "set it to auto")
+        _refuse(candidate, key, f"model={config.model!r}", why, "set it to None")
 
 
 def _check_compression(candidate: Candidate, precision: str) -> None:

@@ -172,7 +172,7 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
             break
     if config.activation_checkpointing == "none" and fits(activation_checkpointing="full"):
         suggestions.append({"activation_checkpointing": "full"})
-    if config.lora_rank and config.base_dtype == AUTO and fits(base_dtype="nf4"):
+    if config.lora_rank and config.base_dtype in (None, AUTO) and fits(base_dtype="nf4"):
         suggestions.append({"base_dtype": "nf4"})
     opened = OPEN | {"pipeline_schedule": AUTO}
     asked = with_values(plan.requested, model=config.model, batch_size=config.batch_size, **opened)

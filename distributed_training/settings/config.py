@@ -146,9 +146,9 @@ class RunConfig(Options):
     activation_checkpointing: Literal["none", "full", "selective"] = memory("none")
     """Recompute activations in the backward pass instead of keeping them. full: whole blocks.
     selective: everything but matrix multiplications and attention."""
-    base_dtype: Literal["auto", "bf16", "nf4"] = memory(AUTO, work=True)
+    base_dtype: Literal["auto", "bf16", "nf4"] | None = memory(None, work=True)
     """With lora_rank: dtype of the frozen weights. nf4: 4 bits for the matrices of the blocks
-    (needs `pip install bitsandbytes`). auto: the compute dtype."""
+    (needs `pip install bitsandbytes`). None or auto: the compute dtype."""
     loss_chunk_tokens: CountOrZero | Auto = memory(AUTO)
     """Compute the loss in chunks of this many tokens, so that only their logits are in memory. 0:
     all tokens of a micro-batch at once. auto: on GPUs, chunks that cost at most 1% of a step."""

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import distributed_training.models.hub as hub_family
 from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
+from distributed_training.models.attention import Documents
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import Past
 from tests.models.hub_folders import KINDS, make_folder
@@ -85,6 +86,21 @@ def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
     ids = torch.randint(spec.size.vocab_size, (1, LENGTH))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     ends = torch.tensor(lengths).cumsum(0)[None]
+    packed = model(ids, positions=positions, ends=ends)
+    alone = [model(document) for document in ids.split(lengths, 1)]
+    assert_near(packed, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "mistral-window"])
+def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path, monkeypatch):
+    """As on GPUs, whose kernel for documents knows neither."""
+    _, model = build(make_folder(kind, tmp_path))
+    lengths = (11, 23, 6)
+    ids = torch.randint(2048, (1, LENGTH))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    ends = torch.tensor(lengths).cumsum(0)[None]
+    only_ends = Documents(positions, torch.nn.functional.pad(ends[0].int(), (1, 0)))
+    monkeypatch.setattr(type(model), "describe", lambda *_: only_ends)
     packed = model(ids, positions=positions, ends=ends)
     alone = [model(document) for document in ids.split(lengths, 1)]
     assert_near(packed, torch.cat(alone, 1))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from distributed_training.models.attention import Documents, attend
+from distributed_training.models.attention import Documents, attend, mask_documents
 from distributed_training.settings.errors import UserError
 
 NAME = "distributed_training"
@@ -36,6 +36,9 @@ def attention(
         extra = ", ".join(surplus) or "attention that is not causal"
         raise UserError(f"{type(module).__name__} has {extra}", "no such attention is supported")
     window = sliding_window if sliding_window and sliding_window < length else None
+    if documents is not None and documents.ends is not None and (window or softcap is not None):
+        # The kernel that reads the ends knows neither windows nor caps.
+        documents = mask_documents(documents.positions, q.dtype)
     if window and documents is None:
         shape = (length, length)
         mask = torch.zeros(shape, dtype=q.dtype, device=q.device).masked_fill_(
