@@ -382,9 +382,10 @@ def fill_parameters(
     read while the other is converted. `watch` is called from two threads."""
     pending = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     allocate(model, device)
+    parameters = dict(model.named_parameters())
 
     def fill(name: str) -> None:
-        local, start = locate(model.get_parameter(name))
+        local, start = locate(parameters[name])
         if local.numel() == 0:
             return
         ends = zip(start, local.shape, strict=True)

@@ -13,7 +13,7 @@ import distributed_training.models.hub as hub_family
 from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
 from distributed_training.models.attention import Documents
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
-from distributed_training.models.decoder import Past
+from distributed_training.models.decoder import Past, fill_parameters
 from tests.models.hub_folders import KINDS, make_folder
 from tests.support import refused
 
@@ -120,6 +120,20 @@ def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
         found.append([parameter.grad for parameter in model.parameters()])
     for whole, chunked in zip(*found, strict=True):
         assert_near(chunked, whole)
+
+
+def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):
+    """Also modules that see their parameters rounded."""
+    spec, _ = build(make_folder("gemma2", tmp_path))
+    with torch.device("meta"):
+        model = spec.build(dropout=0.0, seed=0)
+    model.compute_dtype = torch.bfloat16
+    cpu = torch.device("cpu")
+    fill_parameters(model, model.random_source(0, cpu, hashed=False), cpu)
+    reference = spec.build(dropout=0.0, seed=0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # norms, which do not depend on the seed
+            torch.testing.assert_close(parameter, reference.get_parameter(name))
 
 
 def test_arithmetic_in_bf16_rounds_weights_and_leaves_rotary_frequencies(tmp_path):

@@ -161,7 +161,8 @@ class HubDecoder(Decoder):
         def draw(name: str, box: Box) -> torch.Tensor:
             owner, _, last = name.rpartition(".")
             module = self.get_submodule(owner)
-            blank: Any = object.__new__(type(module))
+            # Of transformers' own class: initial values written to a cast copy would be lost.
+            blank: Any = object.__new__(getattr(module, "uncast", type(module)))
             vars(blank).update(vars(module))
             blank._parameters = {
                 key: value if value is None else nn.Parameter(torch.empty(value.shape))
@@ -217,7 +218,7 @@ def _cast_class(cls: type, names: tuple[str, ...], model: HubDecoder) -> type:
 
         return property(read)
 
-    return type(cls.__name__, (cls,), {name: cast(name) for name in names})
+    return type(cls.__name__, (cls,), {"uncast": cls, **{name: cast(name) for name in names}})
 
 
 @contextmanager
