@@ -22,26 +22,52 @@ class NF4Linear(Linear):
     scales: nn.Parameter
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _Product.apply(x, self.weight, self.scales, self.in_features)
+        y: torch.Tensor = nf4_product(x, self.weight, self.scales, self.in_features)
         bias = self.own_bias(x.dtype)
         return y if bias is None else y + bias
 
 
-class _Product(torch.autograd.Function):
-    """x W^T. Keeps the codes for the backward pass, not the dequantized matrix."""
+# Two operations that torch.compile does not look into. It would share the dequantized matrix
+# between forward and backward pass, and so keep all matrices of the model from one to the other.
+@torch.library.custom_op("distributed_training::nf4_product", mutates_args=())
+def nf4_product(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
+) -> torch.Tensor:
+    """x W^T: [..., columns] -> [..., rows]. Keeps codes and scales for the backward pass."""
+    return F.linear(x, dequantize(codes, scales, columns, x.dtype))
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(codes, scales)
-        ctx.columns = columns
-        return F.linear(x, dequantize(codes, scales, columns, x.dtype))
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        codes, scales = ctx.saved_tensors
-        return gradient @ dequantize(codes, scales, ctx.columns, gradient.dtype), None, None, None
+@torch.library.custom_op("distributed_training::nf4_product_backward", mutates_args=())
+def nf4_product_backward(
+    gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
+) -> torch.Tensor:
+    """The gradient of x: [..., rows] -> [..., columns]."""
+    return gradient @ dequantize(codes, scales, columns, gradient.dtype)
+
+
+@nf4_product.register_fake
+def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], len(codes))
+
+
+@nf4_product_backward.register_fake
+def _(
+    gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
+) -> torch.Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], columns)
+
+
+def _keep_codes(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, codes, scales, ctx.columns = inputs
+    ctx.save_for_backward(codes, scales)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    codes, scales = ctx.saved_tensors
+    return nf4_product_backward(gradient, codes, scales, ctx.columns), None, None, None
+
+
+nf4_product.register_autograd(_backward, setup_context=_keep_codes)
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

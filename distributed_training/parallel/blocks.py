@@ -42,7 +42,7 @@ def _selective_policy(
     lora_rank: int, context: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """Decide whether the output of `op` is saved for the backward pass."""
-    if op in ATTENTION_OPS:
+    if op in ATTENTION_OPS or str(op) == "distributed_training.nf4_product.default":
         return CheckpointPolicy.MUST_SAVE
     if op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -79,10 +79,14 @@ def test_a_model_beside_codes_is_the_model_with_their_values():
         assert torch.equal(model.get_parameter(name), weight), name
 
 
-def test_the_backward_pass_keeps_codes_not_matrices():
+@pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
+def test_the_backward_pass_keeps_codes_not_matrices(backend):
+    """Also compiled: torch.compile shares what both passes compute."""
     linear = quantized_model().blocks["0"].mlp_in
+    function = linear if backend is None else torch.compile(linear, backend=backend, dynamic=False)
     x = draw(3, linear.in_features).requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        linear(x).sum().backward()
+        y = function(x)
+    y.sum().backward()
     assert sum(tensor.nbytes for tensor in kept) < linear.out_features * linear.in_features
