@@ -27,6 +27,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     given = load_json(file, "model")
     if not isinstance(given, dict):
         raise UserError(f"{file} is not a JSON object", fix="copy the model's folder again")
+    if not isinstance(kind := given.get("model_type"), str | None):
+        what = f"{file}: model_type {shown(kind)} is not accepted"
+        raise UserError(what, "it is the name of a model family, such as 'llama'")
     for key, most in _MOST.items():
         count = given.get(key)
         if isinstance(count, int) and count > most:

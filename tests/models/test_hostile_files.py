@@ -22,7 +22,7 @@ LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ([GPT2], ["model_type None"]),
+        ([GPT2], ["is not a JSON object"]),
         ({**GPT2, "model_type": ["gpt2"]}, ["model_type ['gpt2']"]),
         ({**GPT2, "n_layer": 10**6}, ["n_layer=1000000", "at most 4,096"]),
         ({**GPT2, "n_layer": 10**30}, ["n_layer="]),

@@ -20,7 +20,7 @@ def test_adapters_are_those_that_peft_opens(kind, tmp_path):
     source = spec.weights_source(folder)
     model = spec.build(dropout=0.0, seed=1, source=source)
     fingerprint = model.fingerprint()
-    apply_lora(model, config)
+    apply_lora(model, config, torch.device("cpu"))
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(learning) == 2 * spec.size.num_layers * len(spec.size.matrix_names)
     with torch.no_grad():
