@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.planner.make_plan import draft_plan
+from distributed_training.predict.memory import MOMENT_BYTES
 from distributed_training.predict.predict import this_machine
 from distributed_training.predict.rates import cpu_rates, from_calibration
 from distributed_training.predict.speed import BACKWARD_ATTENTION, UPDATE_BYTES, Work
@@ -139,7 +140,8 @@ def of_training(found: dict[str, Any], machine: Machine) -> dict[str, Any]:
     # Each part takes arithmetic + bytes / rate; at one byte a second all else is next to nothing.
     measured = {**found, "memory_bytes_per_s": dict.fromkeys(("block", "head", "update"), 1.0)}
     work = Work(plan, from_calibration(measured, cpu_rates(machine.num_cpus, 1)))
-    traffic = {"update": UPDATE_BYTES[False] * plan.size.num_parameters / seconds["update"]}
+    each = UPDATE_BYTES[False] + 2 * MOMENT_BYTES["adamw"]
+    traffic = {"update": each * plan.size.num_parameters / seconds["update"]}
     for name, costs in (("block", work.block()), ("head", work.head())):
         arithmetic, memory, _ = np.sum(costs, axis=0)
         # At least a tenth, should products have been slower on their own.
