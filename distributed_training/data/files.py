@@ -191,7 +191,7 @@ def bomb(path: Path) -> UserError:
 def open_file(path: Path) -> IO[bytes]:
     """A file's content, decompressed. Raises UserError if it is none that can be read."""
     try:
-        # Those of /proc, such as the kernel's messages, may be waited for.
+        # Files in /proc and /sys count as regular, but reading one may block or never end.
         if not path.is_file() or path.resolve().parts[1:2] in (("proc",), ("sys",)):
             what = f"dataset file {path} is not a regular file"
             raise UserError(what, fix="give a copy of its content")

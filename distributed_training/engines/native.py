@@ -90,7 +90,7 @@ class NativeEngine(base.Engine):
         # A graph, and what is compiled, read the rate of each step from memory.
         is_read = on_gpu or config.optimizer != "adamw"
         self.rate = torch.tensor(rate, device=topology.device) if is_read else None
-        # Whether the optimizer leaves an update out by itself, so that nothing waits for the GPU.
+        # The optimizer can skip an update on the GPU, so the host need not wait for the norm.
         self.skips_on_gpu = on_gpu and config.optimizer != "adamw-8bit"
         self.scale = torch.zeros((), device=topology.device)
         self.set_learning_rate(rate)

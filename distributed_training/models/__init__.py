@@ -389,7 +389,7 @@ def find_model(name: str) -> ModelSpec:
             if name in (label, hub_id):
                 return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
             names.append(label)
-    # hub:NAME asks for transformers' code for a kind that a family of this suite has, too.
+    # hub:NAME selects transformers' code even if a family of this suite has the model.
     asked, name = name, name.removeprefix(HUB_PREFIX)
     expand_home("model", name)  # one of a plan.json may be no path at all
     hub_id = name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None

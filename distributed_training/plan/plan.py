@@ -51,7 +51,7 @@ class Plan:
     from_defaults: tuple[str, ...]  # keys left open that the strategy's defaults decided
     engine_options: dict[str, Any]  # values of the keys that the strategy's own engine adds
     steps_between_exchanges: int | None = None  # of that engine (settings/keys.py: Options)
-    engine_bytes_a_parameter: int = 0  # likewise
+    engine_bytes_per_parameter: int = 0  # of state that the strategy's own engine adds
     notes: tuple[str, ...]  # choices that were made for the user and why, one sentence each
     command: str = ""  # as typed, but for a launcher's words; known to `reserve_run_dir`
     deepspeed_json: dict[str, Any] | None = None

@@ -160,7 +160,7 @@ def lay_out(
         from_defaults=tuple(key for key, who in given.set_by.items() if who == "strategy"),
         engine_options=given.engine_options,
         steps_between_exchanges=options.steps_between_exchanges(),
-        engine_bytes_a_parameter=options.bytes_a_parameter(),
+        engine_bytes_per_parameter=options.bytes_a_parameter(),
         notes=tuple(notes),
     )
     length = config.max_length

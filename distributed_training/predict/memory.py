@@ -68,7 +68,7 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     if plan.num_processes == 1 and not tokenised:
         on_host += fitted.tokenising
     # DeepSpeed is given the whole model on the host. PyTorch's parallelism reads or makes this
-    # process's part of two parameters at a time. Without a GPU a step's peak is in RAM, too.
+    # process's part of two parameters at a time. Without a GPU, the peak of a step is also in RAM.
     model = 4.0 * plan.size.num_parameters
     if plan.strategy.traits.builds_on_device:
         parts = plan.mesh["tp"] * (plan.mesh["dp_shard"] if plan.uses_fsdp else 1)
@@ -110,9 +110,9 @@ def bytes_a_parameter(
     """As `estimate_state`, of a parameter of a process's part of the model under tp and pp.
 
     With rounded weights (ZeRO paper, section 3.1): parameters 2, gradients 2, fp32 master copy and
-    both Adam moments 12 bytes a parameter. Else fp32 parameters (4), gradients (4) and moments (8,
-    or fewer), and of a pipeline's stages also what they gather, or round, for all micro-batches of
-    a step."""
+    both Adam moments 12 bytes per parameter. Otherwise fp32 parameters (4), gradients (4) and
+    optimizer state (8, or fewer). Stages of a pipeline also count what they gather, or round, for
+    all micro-batches of a step."""
     width = 4 if precision == "fp32" else 2
     shards = mesh["dp_shard"]
     stage = strategy.zero.stage
@@ -159,7 +159,7 @@ def _state_of(process: Formulas) -> dict[str, int]:
 def _own_bytes(plan: Plan) -> float:
     """Bytes a parameter that a process's engine keeps, or compression for the next gradients."""
     errors = {"powersgd": 4, "topk-int8": 4 + 4 / plan.mesh["dp_replicate"]}
-    return plan.engine_bytes_a_parameter + errors.get(plan.config.gradient_compression, 0)
+    return plan.engine_bytes_per_parameter + errors.get(plan.config.gradient_compression, 0)
 
 
 class Held(Formulas):

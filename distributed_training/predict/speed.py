@@ -20,9 +20,9 @@ from distributed_training.predict.rates import FITTED, Rates, tiled
 from distributed_training.predict.simulate import flow, length_of, simulate
 from distributed_training.predict.traffic import Formulas, Shapes, formulas_by_place, sent_bytes
 
-# Bytes a parameter that AdamW and clipping read and write, beside its moments: its weight and
-# gradient; with rounded weights these, too, and the gradient that is widened, scaled and added
-# (DeepSpeed's ZeRO).
+# Bytes per parameter that AdamW and clipping read and write, without the optimizer state: weight
+# and gradient. With rounded weights (DeepSpeed's ZeRO), also the rounded weight, and the gradient,
+# which is widened, scaled and added.
 UPDATE_BYTES = {False: 12 + 12, True: 44}
 # Bytes a parameter that a step on a disk reads and writes: fp32 weights and both moments 12 + 12,
 # gradients 4 + 4, rounded weights 2 for each pass and 2 when they are new.
@@ -244,7 +244,8 @@ class Work(Shapes):
         return on_gpu and not self.config.dropout and head_size % 8 == 0 and head_size <= 256
 
     def _elementwise(self) -> tuple[Cost, Cost]:
-        """Of a block, (forward, backward), which reads and writes twice as much unless traced."""
+        """Return the cost of a block's element-wise operations: (forward, backward). Unless they
+        were traced, the backward pass reads and writes twice as much."""
         fitted = FITTED.elementwise
         eager = 1.0 if self.config.compile else fitted.eager
         starts = fitted.starts * eager * self.rates.kernel_s

@@ -79,7 +79,7 @@ def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
                 folder /= part
                 folder.mkdir(PRIVATE, exist_ok=True)
                 why = why or _unsafe(folder) or _unsafe(folder.resolve())
-                # The folder behind a link of the user's may serve others, too.
+                # A link may point to a folder that other users need, so its mode is not changed.
                 if not folder.is_symlink() and folder.stat().st_uid == os.geteuid():
                     folder.chmod(PRIVATE)
             return folder, why

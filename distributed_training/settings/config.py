@@ -196,7 +196,7 @@ class RunConfig(Options):
     output_dir: Text = keeping("runs", aliases=("out_dir",))
     """Folder that gets a subfolder per run. In CONFIG it is relative to the script."""
     shared_disk: bool = keeping(True)
-    """Whether all nodes see output_dir. False: each node keeps its own part of a checkpoint."""
+    """True: all nodes see output_dir. False: each node keeps its own part of a checkpoint."""
     checkpoint_every: CountOrZero | Literal["signal"] | None = keeping(None,
         aliases=("save_steps",))
     """Steps between checkpoints. None: at the end of each epoch. signal: only on Ctrl-C or SIGTERM.
@@ -250,7 +250,7 @@ class Request(RunConfig):
     strict: bool = False
 
     def is_set(self, *names: str) -> bool:
-        """Whether the user set one of these keys; a strategy's default is not the user's."""
+        """Return whether the user set one of these keys. A strategy's defaults do not count."""
         return any(self.set_by.get(name, "strategy") != "strategy" for name in names)
 
     def to_user_words(self) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class Traits:
     builds_on_device: bool = False  # whether it takes a model whose parameters are on the device
     hooks_between_blocks: bool = False  # whether each parameter of a block calls Python code
     takes_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
-    # Whether it keeps weights and gradients in the compute dtype beside an fp32 master copy
-    # (2 + 2 + 12 bytes per parameter), or fp32 alone (4 + 4 + 8)
+    # True: weights and gradients in the compute dtype, and an fp32 master copy (2 + 2 + 12 bytes
+    # per parameter). False: fp32 alone (4 + 4 + 8).
     rounds_weights: bool = False
 
     def load(self) -> Any:

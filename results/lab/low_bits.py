@@ -12,7 +12,6 @@ is a smoke test for CPUs. FOLDER/low_bits_PART.json has everything; a table is p
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.keys import Parser
 from distributed_training.tools.harness import Run, each_run, open_group
 from distributed_training.train.loop import learning_rate
+from results.lab.steps import time_step
 
 COMMON: dict[str, Any] = {
     "dataset": "embedded", "tokenizer": "embedded", "weights": "random", "num_samples": -1,
@@ -78,11 +78,6 @@ PARTS = {
 }  # fmt: skip
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def measure(run: Run, num_steps: int) -> dict[str, Any]:
     """Losses and seconds of all steps, the loss of EVALUATED samples after them, and the peak."""
     losses = []
@@ -93,12 +88,9 @@ def measure(run: Run, num_steps: int) -> dict[str, Any]:
     for step in range(num_steps):
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
         batch = run.batch(step)
-        synchronize()
-        began = time.perf_counter()
-        result = run.engine.train_step(batch)
-        synchronize()
-        seconds.append(time.perf_counter() - began)
-        losses.append(float(result.loss_sum) / batch.num_targets)
+        step_seconds, loss = time_step(run, batch)
+        seconds.append(step_seconds)
+        losses.append(loss)
     total = torch.zeros((), device=run.topology.device)
     targets = 0
     for indices in run.sampler.eval_indices(EVALUATED):

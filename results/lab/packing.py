@@ -34,6 +34,7 @@ from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.keys import Parser
 from distributed_training.tools.harness import Group, Run, each_run, open_group
 from distributed_training.tools.parity.apart import rows_of
+from results.lab.steps import time_step
 
 COMMON: dict[str, Any] = {
     "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "tokenizer": "embedded",
@@ -67,11 +68,6 @@ def write_records(file: Path) -> None:
                     out.write(json.dumps(row) + "\n")
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def measure_speed(run: Run) -> dict[str, Any]:
     """Real tokens per second after the step is captured; and the losses of all steps."""
     batches = [run.batch(step) for step in range(NUM_EAGER_STEPS + 3 + TIMED_STEPS)]
@@ -80,12 +76,9 @@ def measure_speed(run: Run) -> dict[str, Any]:
     losses = []
     seconds = []
     for batch in batches:
-        synchronize()
-        began = time.perf_counter()
-        result = run.engine.train_step(batch)
-        synchronize()
-        seconds.append(time.perf_counter() - began)
-        losses.append(float(result.loss_sum) / batch.num_targets)
+        step_seconds, loss = time_step(run, batch)
+        seconds.append(step_seconds)
+        losses.append(loss)
     timed = seconds[-TIMED_STEPS:]
     tokens = sum(batch.num_tokens for batch in batches[-TIMED_STEPS:])
     packing = run.plan.packing

@@ -123,7 +123,7 @@ def make_chats(file: Path) -> dict[str, Any]:
 
 
 class Done(NamedTuple):
-    """What a command printed, and the greatest resident size of any of its processes."""
+    """Output of a command, and the largest resident size among its processes in GiB."""
 
     printed: str
     ram_gib: float
@@ -150,7 +150,7 @@ def run(arguments: list[str], *, gpus: int, interrupt: Callable[[], bool] | None
 
 
 def summarise(record: dict[str, Any]) -> dict[str, Any]:
-    """What one part of the training took."""
+    """Return the steps, memory, step time and saves of one part of the training."""
     memory = record["memory"]
     return {
         "steps": record["step"],

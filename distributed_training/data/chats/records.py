@@ -231,7 +231,7 @@ def _message(given: Any, where: str, notes: Why) -> Message:
 
 
 def _is_trained(message: Message, where: str) -> bool | None:
-    """Whether a dataset says that a message is in the loss; None if it does not say."""
+    """Return whether a dataset marks a message as trained on; None if it has no mark."""
     values = {key: message[key] for key in _MARKS if message.get(key) is not None}
     unclear = [key for key, value in values.items() if value not in (0, 1)]  # True is 1
     if message.get("train_detail"):  # axolotl's, for parts of a message

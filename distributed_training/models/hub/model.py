@@ -51,8 +51,8 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def build_net(document: dict[str, Any], dropout: float, num_layers: int | None = None) -> Any:
-    """Build transformers' model on the device "meta", with its buffers on the CPU. `num_layers`:
-    only so many of its first blocks."""
+    """Build transformers' model on the device "meta", with its buffers on the CPU. With
+    `num_layers`, build only the first blocks."""
     with torch.device("meta"):
         net = from_config(make_config(document, dropout, num_layers))
     for module in net.modules():
@@ -161,7 +161,8 @@ class HubDecoder(Decoder):
         def draw(name: str, box: Box) -> torch.Tensor:
             owner, _, last = name.rpartition(".")
             module = self.get_submodule(owner)
-            # Of transformers' own class: initial values written to a cast copy would be lost.
+            # Use transformers' own class: a parameter of the subclass reads as a cast copy, and
+            # initial values written to the copy would be lost.
             blank: Any = object.__new__(getattr(module, "uncast", type(module)))
             vars(blank).update(vars(module))
             blank._parameters = {

@@ -1,4 +1,4 @@
-"""What a block of a decoder costs, traced with fake tensors: nothing is computed or allocated.
+"""Measure the cost of a decoder block with fake tensors: nothing is computed or allocated.
 
 Eagerly, autograd says what it saves. Compiled, AOTAutograd cuts the block into a forward and a
 backward graph as torch.compile does; element-wise operations between matrix multiplications and

@@ -43,7 +43,7 @@ class Trial:
 
     @property
     def is_layout(self) -> bool:
-        """Whether it is one of the layouts that are compared, no reference."""
+        """Return whether this trial is a layout to compare, not a reference."""
         return self.key.startswith("layout-")
 
 

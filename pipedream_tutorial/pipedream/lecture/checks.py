@@ -63,8 +63,8 @@ OrderOf = Callable[[int, int, int], Sequence[str]]  # p, m, rank -> its operatio
 
 @graded
 def check_microbatches(needed: Callable[[int, int], float]) -> str:
-    """Check exercise 1: the fewest microbatches with which p ranks idle for at most so many
-    percent."""
+    """Check exercise 1: the fewest microbatches for which the idle share of p ranks is at
+    most a given percentage."""
     sizes = ((4, 50), (4, 20), (2, 10), (8, 30), (3, 1), (1, 5))
     for p, percent in sizes:
         answer = needed(p, percent)

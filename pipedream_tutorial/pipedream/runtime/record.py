@@ -117,8 +117,8 @@ class MeasuredRun:
         return max(Fraction(0), median(gaps or [Fraction(0)]))
 
     def costs(self, num_stages: int) -> Costs:
-        """Return mean durations, of the same layers cut into so many equal stages, and the time to
-        send. Where the run did not cut its backward passes, all of one counts as its input
+        """Return the mean durations for the same layers in `num_stages` equal stages, and the time
+        to send. If the run did not split its backward passes, each counts as an input
         gradient."""
         own = range(self.case.schedule.num_stages)
 

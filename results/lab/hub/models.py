@@ -9,7 +9,6 @@ Everything trains in bf16 from random weights on one GPU. The Trainer has a proc
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,9 +25,10 @@ from distributed_training.settings.keys import Parser
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.harness import Run, each_run, open_group
 from results.lab import checkout
+from results.lab.baselines import large
+from results.lab.steps import time_step
 
 TIMED_STEPS = 10
-LIMIT_S = 120  # of the Trainer
 DEADLINE_S = 150  # no further case starts
 _GEMMA2: dict[str, Any] = {
     "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
@@ -100,10 +100,8 @@ def measure(run: Run) -> dict[str, Any]:
         if on_gpu and step == 2:
             torch.cuda.reset_peak_memory_stats()
         batch = run.batch(step % 4)
-        began = time.perf_counter()
-        result = run.engine.train_step(batch)
-        loss = float(result.loss_sum) / batch.num_targets  # waits
-        seconds.append(time.perf_counter() - began)
+        step_seconds, loss = time_step(run, batch)
+        seconds.append(step_seconds)
         if on_gpu and step == NUM_EAGER_STEPS - 1:
             peak = torch.cuda.max_memory_allocated()
     plan = run.plan
@@ -130,59 +128,23 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def train_with_trainer(*, tiny: bool) -> dict[str, Any]:
-    """Train the same model with transformers' Trainer and Liger's kernels."""
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
-
+    """Train the same model with transformers' Trainer and Liger's kernels, in another process."""
     model, _, batch_size, length = CASES["Qwen3-0.6B hub"]
-    batch_size, length = (2, 64) if tiny else (batch_size, length)
-    on_gpu = torch.cuda.is_available()
-    warmup, steps = (10, 20) if on_gpu else (2, 6)
-    marks: list[float] = []
-
-    class Ticks(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            if on_gpu:
-                torch.cuda.synchronize()
-            marks.append(time.perf_counter())
-            if on_gpu and len(marks) == 2:
-                torch.cuda.reset_peak_memory_stats()
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_config(model, Path(folder, "model"), tiny=tiny)
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype="float32")
-        theirs.config.use_cache = False
-        ids = torch.randint(theirs.config.vocab_size, (steps * batch_size, length))
-        arguments = TrainingArguments(
-            folder, per_device_train_batch_size=batch_size, max_steps=steps, bf16=True,
-            optim="adamw_torch_fused" if on_gpu else "adamw_torch", learning_rate=1e-4,
-            max_grad_norm=1.0, report_to="none", use_liger_kernel=on_gpu, save_strategy="no",
-            logging_strategy="no", disable_tqdm=True, use_cpu=not on_gpu,
-        )  # fmt: skip
-        rows = [{"input_ids": row, "labels": row} for row in ids]
-        Trainer(theirs, arguments, train_dataset=rows, callbacks=[Ticks()]).train()
-    step_s = (marks[-1] - marks[warmup - 1]) / (len(marks) - warmup)
-    peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
-    tokens = batch_size * length
-    return {"ms": 1000 * step_s, "tokens_per_s": tokens / step_s, "peak_gib": peak}
+    row = {"model": model, "batch_size": batch_size, "max_length": length, "trainer": {}}
+    theirs = large.measure_theirs({**row, **large.TINY} if tiny else row)
+    return {
+        "ms": 1000 * theirs["step_time_s"], "tokens_per_s": theirs["tokens_per_s"],
+        "peak_gib": theirs.get("peak_allocated_bytes", 0) / GIB,
+    }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description="Measure models through transformers' code.")
     parser.add_argument("output", type=Path, nargs="?")
-    parser.add_argument("--tiny", action="store_true", help="rehearse on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test on a CPU")
     parser.add_argument("--only", nargs="*", default=[*CASES, TRAINER])
-    parser.add_argument("--trainer", action="store_true", help="the Trainer alone, as JSON")
     arguments = parser.parse_args(argv)
     tiny = arguments.tiny
-    if arguments.trainer:
-        print(json.dumps(train_with_trainer(tiny=tiny)))
-        return 0
     result: dict[str, Any] = {
         "what": "models through transformers' code in bf16, one process",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -199,12 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(name, json.dumps(cases[name]), flush=True)
                 write_json(arguments.output, result)
     if TRAINER in arguments.only:
-        command = [sys.executable, "-m", "results.lab.hub.models", "--trainer"]
-        done = subprocess.run(
-            command + ["--tiny"] * tiny, capture_output=True, text=True, timeout=LIMIT_S
-        )
-        failed = done.returncode != 0
-        cases[TRAINER] = done.stderr[-1500:] if failed else json.loads(done.stdout.splitlines()[-1])
+        try:
+            cases[TRAINER] = train_with_trainer(tiny=tiny)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            cases[TRAINER] = str(error)
         write_json(arguments.output, result)
     columns = ("ms", "predicted_ms", "peak_gib", "predicted_gib", "tokens_per_s")
     rows = [

@@ -1,0 +1,24 @@
+"""Steps of a run that a lab program times itself."""
+
+import time
+from typing import Any
+
+import torch
+
+from distributed_training.tools.harness import Run
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def time_step(run: Run, batch: Any) -> tuple[float, float]:
+    """Train one optimizer step; return its seconds and its loss per target."""
+    synchronize()
+    began = time.perf_counter()
+    result = run.engine.train_step(batch)
+    synchronize()
+    seconds = time.perf_counter() - began
+    return seconds, float(result.loss_sum) / batch.num_targets
