@@ -73,13 +73,15 @@ def draft_plan(
 
 
 def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
-    """Return CONFIG with the work and the strategy of the run that `resume` names, except for keys
-    that were typed; unchanged if `resume` names no run. Raises UserError if that run is missing."""
+    """Return CONFIG with the work, the strategy and the checkpoint interval of the run that
+    `resume` names, except for keys that were typed; unchanged if `resume` names no run. Raises
+    UserError if that run is missing."""
     if config.resume in (None, AUTO):
         return config
     before = load_plan(named_checkpoint(str(config.resume)).parents[1])
     decided = before.settings
-    open_keys = [name for name in ("strategy", *before.work) if not config.is_set(name)]
+    open_keys = ["strategy", *before.work, "checkpoint_every"]
+    open_keys = [name for name in open_keys if not config.is_set(name)]
     words = config.to_user_words()
     asked = before.requested.to_user_words()
     own = [f"{name}={decided[name]!r}" for name in open_keys if words.get(name) != asked.get(name)]

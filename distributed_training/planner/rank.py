@@ -1,4 +1,4 @@
-"""Every layout of every strategy for one CONFIG, the quickest that fits first. No torch import."""
+"""Every layout of every strategy for one CONFIG, the fastest that fits first. No torch import."""
 
 import contextlib
 import functools
@@ -153,7 +153,7 @@ def as_chosen(config: Request, name: str) -> Request:
 def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
     """What to set so that a plan's work fits the cluster that it is for: the same strategy with
     more micro-batches, with recomputation or, which rounds a little more, with less state, then the
-    quickest of all."""
+    fastest of all."""
     config = plan.config
 
     def fits(**settings: object) -> bool:
@@ -187,7 +187,7 @@ def what_fits(plan: Plan, cluster: Cluster) -> list[str]:
 def best_layout(
     build: Callable[[str], Request], cluster: Cluster, below_bytes: int | None = None
 ) -> Prediction | None:
-    """The simplest of the quickest layouts that fit, and that need less of a GPU than
+    """The simplest of the fastest layouts that fit, and that need less of a GPU than
     `below_bytes`; None without. `build` as for `rank_layouts`."""
     ranked = rank_layouts(build, cluster)
     # What the host lacks is for the run's own checks to say.
@@ -240,7 +240,7 @@ def choose_spread(
     notes: list[str],
     below_bytes: int | None = None,
 ) -> tuple[Request, Strategy]:
-    """Decide "auto" for strategy and batch_size: what is predicted to be quickest here. `strategy`
+    """Decide "auto" for strategy and batch_size: what is predicted to be fastest here. `strategy`
     is None if it is "auto"."""
     if strategy is None:
         few = 8 if config.batch_size == AUTO else config.batch_size

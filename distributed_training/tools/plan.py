@@ -28,7 +28,7 @@ from distributed_training.records.display import WIDTH
 from distributed_training.settings.cache import CACHE
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import expand_home, require_writable, shown
+from distributed_training.settings.files import expand_home, plural, require_writable, shown
 from distributed_training.settings.machine import GIB, detect_machine
 from distributed_training.settings.strategies import named_strategy
 from distributed_training.start.launch import launch_command, requested_processes
@@ -109,7 +109,7 @@ def run(
         listed += [choice for choice in choices if choice not in fitting]
     batch = choices[0].plan.batch
     tokens = f"{batch.global_batch_size} x {config.max_length} tokens per step"
-    print(f"{config.model} on {cluster.name}: {tokens}, {len(choices)} layouts\n")
+    print(f"{config.model} on {cluster.name}: {tokens}, {plural(len(choices), 'layout')}\n")
     listed = listed if arguments.all else listed[:SHOWN]
     print(table(listed, labels, every=arguments.all))
     print()

@@ -117,7 +117,7 @@ def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
         ahead = 1 - best.step.seconds / first.step.seconds
         said = f"{name} comes first because it is simpler: {layout_name(best.plan)} is predicted "
         return f"{said}{ahead:.1%} faster, which is less than such predictions err by."
-    said = f"{name} is the quickest that fits: its step of {first.step.seconds:.3f} s is mostly "
+    said = f"{name} is the fastest that fits: its step of {first.step.seconds:.3f} s is mostly "
     said += first.step.bound_by
     for other in fitting:
         if other.plan.strategy.name != first.plan.strategy.name and other.step:

@@ -90,7 +90,8 @@ def saved(tmp_path):
     """A run of local SGD on 4 processes, with a checkpoint: its folder and its plan."""
     own = ("strategy=local_sgd", "local_steps=3", "seed=7", "batch_size=2", "max_length=128")
     config = {"model": "gpt2-tiny", "dataset": "embedded", "output_dir": str(tmp_path)}
-    plan = reserve_run_dir(planned(merged(config, *own, "hang_timeout_s=50"), 4))
+    kept = ("hang_timeout_s=50", "checkpoint_every=signal")
+    plan = reserve_run_dir(planned(merged(config, *own, *kept), 4))
     meta = plan.run_dir / "checkpoints/step-00000007/meta.json"
     meta.parent.mkdir(parents=True)
     meta.touch()
@@ -107,6 +108,7 @@ def test_a_run_that_is_named_goes_on_with_its_own_work(count, saved):
     assert (plan.strategy.name, plan.engine_options["local_steps"]) == ("local_sgd", 3)
     assert config.batch_size == {4: 2, 2: 2, 8: 1}[count]
     assert config.hang_timeout_s != 50  # no work
+    assert config.checkpoint_every == "signal"
     assert notes[0].startswith("as in the run: strategy='local_sgd', model='gpt2-tiny', ")
     assert "seed=7" in notes[0]
     assert ("the global batch stays 8" in notes[-1]) is (count != 4)
