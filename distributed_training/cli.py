@@ -4,6 +4,7 @@ is an entry of COMMANDS. No torch import before training begins."""
 import argparse
 import importlib
 import itertools
+import logging
 import platform
 import re
 import signal
@@ -330,6 +331,10 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     name_families(config.get(name) for name in MODEL_NAMES)
     fill_closed()
     replace_unwritable()
+    # transformers and PEFT import torchao if it is installed. It then names the kernels that this
+    # machine lacks, and what torch deprecates.
+    for library in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides how processes end
     name = "train"
     argv = sys.argv[1:]

@@ -1,18 +1,12 @@
 """torchao's AdamW with moments in 8 bits, which is an optional package."""
 
 import contextlib
-import logging
 from typing import Any
 
 import torch
+import torchao.optim
 
 from distributed_training.engines.base import ADAM
-
-# While it is imported, it names kernels that this machine lacks, and what torch deprecates.
-for _name in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
-
-import torchao.optim  # noqa: E402
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
