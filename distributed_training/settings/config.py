@@ -47,9 +47,9 @@ class RunConfig(Options):
 
     # fmt: off
     model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"))
-    """The model to train: gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, the
-    Hub name of a Llama, Mistral or Qwen model, or a folder. auto: gpt2-tiny without a GPU, gpt2 on
-    a GPU below 12 GiB, otherwise gpt2-medium."""
+    """The model to train: gpt2-tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-xl-20-heads, or
+    the Hub name or folder of a Llama, Mistral, Qwen or other dense decoder. auto: gpt2-tiny without
+    a GPU, gpt2 on a GPU below 12 GiB, otherwise gpt2-medium."""
     dataset: Text = data(AUTO, aliases=("data", "train_file"))
     """Training data: a .txt, .md, .jsonl, .json, .csv or .parquet file, a folder of such files,
     user/name[:config] on the Hub, wikitext-2, embedded or embedded-prose. auto: wikitext-2 if it is
@@ -65,7 +65,8 @@ class RunConfig(Options):
     on the Hub. auto: the model's own tokenizer."""
     weights: Text = data(AUTO)
     """Initial weights: pretrained, random, or a folder in Hugging Face's format. auto: the
-    published weights if you name a model (an error if they are not available), otherwise random."""
+    published weights. If they are not available, a model that you name is refused, and otherwise
+    the weights are random."""
     num_samples: CountOrAll | Auto = data(AUTO)
     """Train on the first samples only. A sample is a block of running text or a record. -1: use
     all. auto: use at most 1000."""
@@ -155,8 +156,8 @@ class RunConfig(Options):
     offload_dir: Text | None = memory(None)
     """Folder for infinity's parameter and optimizer files. None: output_dir/.offload."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = speed(AUTO, work=True)
-    """Compute dtype. Master weights are fp32. auto: bf16 on GPUs that support it, otherwise
-    fp32."""
+    """Compute dtype. Master weights are fp32. auto: bf16 on GPUs that support it, fp16 on
+    older GPUs, fp32 on CPUs."""
     compile: bool | Literal["auto", "whole"] = speed(AUTO)
     """Use torch.compile on the blocks, which share one compilation. whole: compile the whole model
     (one process only). auto: True on GPUs of compute capability 7.0 or higher."""
