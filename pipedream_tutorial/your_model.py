@@ -26,8 +26,6 @@ def run(rank: int, folder: str) -> None:
         x = MODEL[:CUT](x).detach().requires_grad_()
     f = median_us(lambda: module(x))
     b = median_us(lambda: module(x).sum().backward()) - f
-    times = [None, None]
-    dist.all_gather_object(times, (f, b))
 
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, M, loss_fn=LOSS)
@@ -41,10 +39,12 @@ def run(rank: int, folder: str) -> None:
     LOSS(MODEL(X), TARGET).backward()  # one process: the whole model, the batch at once
     alone = [weight.grad for weight in module.parameters()]
     off = max((a - b).norm() / b.norm() for a, b in zip(ours, alone, strict=True))
-    verdict = "equal" if off < 1e-5 else "DIFFER from"
-    print(f"stage {rank}: gradients {verdict} one process's, off by {off:.1e}", flush=True)
-    if rank == 0:  # the rank that ends last
-        forward, backward = zip(*times, strict=True)
+    stages = [None, None]
+    dist.all_gather_object(stages, (f, b, off.item()))
+    if rank == 0:  # prints for both: lines of two processes would run into each other
+        forward, backward, off = zip(*stages, strict=True)
+        verdict = "equal" if max(off) < 1e-5 else "DIFFER from"
+        print(f"gradients {verdict} one process's, off by {off[0]:.1e} and {off[1]:.1e}")
         costs = Costs(forward=forward, input_gradient=backward, weight_gradient=(0, 0))
         predicted = int(simulate(build_schedule("1f1b", 2, M), costs).makespan)
         print(f"us of F on each stage: {forward}; of B: {backward}")
