@@ -24,6 +24,7 @@ mypy & # on one core, while the compiler has the other
 types=$!
 lint-imports
 git ls-files -z | xargs -0 codespell # not the texts that people train on
+python -m tests.prose
 export TORCH_EXTENSIONS_DIR="$root/.venv/torch_extensions"
 python tests/build_extensions.py
 wait "$types"
