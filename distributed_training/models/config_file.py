@@ -15,8 +15,15 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_json, shown
 
 CONFIG_FILE = "config.json"
-# transformers makes lists so long: of layers, and of names of labels, which no model here has.
-_MOST = {"num_hidden_layers": 4096, "n_layer": 4096, "num_labels": 10**6}
+# Largest accepted values. transformers makes lists with an entry per layer and per label, and a model
+# of the Hub is built to measure it, so that larger ones would take hours or all memory.
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 4096),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner"), 2**24),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "vocab_size"), 2**24),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**16),
+    "num_labels": 10**6,
+}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
