@@ -119,15 +119,20 @@ def find_unread(dataset: str, corpus: Corpus) -> list[str]:
     folder = Path(dataset)
     if not corpus["train"].files or not folder.is_dir():
         return []
-    files = [file for source in corpus.values() for file in source.files]
-    used = {file.resolve() for file in files}
-    about = ABOUT if any(suffix_of(file) not in TEXTS for file in files) else ABOUT - {CARD}
+    used = {file for source in corpus.values() for file in source.files}
+    about = ABOUT if any(suffix_of(file) not in TEXTS for file in used) else ABOUT - {CARD}
+    unread = [
+        file
+        for file in folder.rglob("*")
+        if file not in used and file.is_file() and file.name not in about
+    ]
+    # Links lead to files by other names. Resolving takes long for many files, so few are resolved.
+    resolved = {file.resolve() for file in used} if unread else set()
+    names = sorted(file.relative_to(folder) for file in unread if file.resolve() not in resolved)
     return [
         name.as_posix()
-        for name in sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
-        if (folder / name).resolve() not in used
-        and name.name not in about
-        and not any(part.startswith((".", "__")) for part in name.parts)
+        for name in names
+        if not any(part.startswith((".", "__")) for part in name.parts)
     ]
 
 

@@ -15,8 +15,8 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_json, shown
 
 CONFIG_FILE = "config.json"
-# Largest accepted values. transformers makes lists with an entry per layer and per label, and a model
-# of the Hub is built to measure it, so that larger ones would take hours or all memory.
+# The largest accepted values. transformers makes lists with an entry per layer and per label, and a
+# model of the Hub is built to measure it: larger values would take hours or all memory.
 _MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner"), 2**24),
