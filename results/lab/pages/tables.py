@@ -61,7 +61,7 @@ def published_json(*files: str, key: str, columns: str) -> str:
             values = value if isinstance(value, dict) else dict.fromkeys(words[:1], value)
             _check_words(f"{file}, {row}", "column", words, values)
             rows.append([row, *(_figure(values[word]) for word in words)])
-    return markdown_table(rows, ["", *words])
+    return markdown_table(rows, ["", *(word.replace(" a step", " per step") for word in words)])
 
 
 def published_operations(file: str) -> str:
@@ -85,7 +85,7 @@ def published_operations(file: str) -> str:
                          if most.get(kind, 0) >= 2**10)]
         for kind in kinds
     ]  # fmt: skip
-    return markdown_table(rows, ["operation", "sent a step, KiB"])
+    return markdown_table(rows, ["operation", "sent per step, KiB"])
 
 
 def published_samples(name: str) -> str:
