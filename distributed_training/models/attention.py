@@ -5,13 +5,17 @@ restart, and a token attends to earlier tokens of its own document only. Letters
 heads, G heads of keys and values (H is a multiple of G), K numbers per head, S keys."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
-_PARAMETERS = inspect.signature(varlen_attn).parameters
+_PARAMETERS: Mapping[str, Any] = {}
+if torch.backends.cuda.is_built():  # the kernel's import takes seconds
+    from torch.nn.attention.varlen import varlen_attn
+
+    _PARAMETERS = inspect.signature(varlen_attn).parameters
 _GROUPS = "enable_gqa" in _PARAMETERS  # torch 2.11 has as many heads of keys as of queries
 _WINDOWS = "window_size" in _PARAMETERS  # in place of is_causal
 # Multiples of 8 numbers per head, up to this, are what FlashAttention's kernels are compiled for.

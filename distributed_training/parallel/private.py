@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._symmetric_memory as symmetric_memory
-import torch.nn.attention.varlen  # registers its operation
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -24,14 +23,17 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
-# What scaled_dot_product_attention and varlen_attn dispatch to.
+# Operations that scaled_dot_product_attention and varlen_attn dispatch to.
 ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.torch_attn._varlen_attn.default,
 ]
+if torch.backends.cuda.is_built():  # varlen_attn needs CUDA, and its import takes seconds
+    import torch.nn.attention.varlen  # registers the operation
+
+    ATTENTION_OPS.append(torch.ops.torch_attn._varlen_attn.default)
 # Collectives that torch.compile can hold in a graph: (tensor, "sum" or "max", group), and
 # (tensor, dimension, group).
 all_reduce_functional = functional_collectives.all_reduce
