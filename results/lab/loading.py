@@ -33,8 +33,8 @@ from distributed_training.train.build import build_engine, build_topology
 
 COMMON: dict[str, Any] = {
     "model": "Llama-3.2-1B", "strategy": "fsdp", "batch_size": 1, "max_length": 1024,
-    "precision": "bf16", "dataset": "embedded", "tokenizer": "embedded", "weights": "random",
-    "num_samples": 8, "eval_samples": 1, "checkpoint_every": 0,
+    "precision": "bf16", "dataset": "embedded", "weights": "random", "num_samples": 8,
+    "eval_samples": 1, "checkpoint_every": 0,
 }  # fmt: skip
 
 
