@@ -207,5 +207,5 @@ def open_file(path: Path) -> IO[bytes]:
 def _not_utf8(path: Path, why: str, encoding: str, name: str) -> UserError:
     copy = path.with_suffix(f".utf8{path.suffix}")
     command = shlex.join(["iconv", "-f", encoding, "-t", "UTF-8", str(path), "-o", str(copy)])
-    fix = f"give UTF-8; if it is {name}: {command}"
+    fix = f"give UTF-8; if it is {name}, run: {command}"
     return UserError(f"dataset file {path} cannot be read", why, fix)

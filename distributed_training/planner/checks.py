@@ -176,5 +176,5 @@ def refuse_stale_lock(name: str) -> None:
         builds = (process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
         if age_s > STALE_LOCK_S and not any(builds):
             what = f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in "
-            fix = f"if no other machine is building either: rm {lock}"
+            fix = f"if no other machine is building either, run: rm {lock}"
             raise UserError(what + "that folder", "torch would wait for it forever", fix)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -13,14 +14,28 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, 
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: what is wrong, why, and what to type instead. The command line
-    prints it as one line and exits with code 2; it is never a traceback."""
+    """A mistake the user can fix: what is wrong, why, and what to type instead, a sentence each.
+    The command line prints the sentences as one line, without a traceback, and exits with code 2.
+    """
 
     exit_code = 2
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        parts = [part.strip().rstrip(".") for part in (what, why, fix) if part]
-        super().__init__("; ".join(printable(" ".join(part.split())) for part in parts))
+        sentences = [_sentence(what), *(_capitalize(_sentence(part)) for part in (why, fix) if part)]
+        super().__init__(" ".join(filter(None, sentences)))
+
+
+def _sentence(text: str) -> str:
+    """Put a text on one line with a full stop, except after a command that a reader will copy."""
+    line = printable(" ".join(text.split())).rstrip(".")
+    ends_in_command = re.search(r"(?i)\b(run|type): ", line)
+    return line if not line or line[-1] in "?:" or ends_in_command else f"{line}."
+
+
+def _capitalize(sentence: str) -> str:
+    """Start a sentence with a capital unless its first word is a path, a key or another name."""
+    is_word = re.match(r"[a-z]+[ ,]", sentence)
+    return sentence[0].upper() + sentence[1:] if is_word else sentence
 
 
 def printable(text: str) -> str:

@@ -60,7 +60,8 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
     except UserError as error:
         said = str(error)
     except OSError as error:  # a full or read-only disk under the cache, most often
-        said = f"preparing the data failed; {error}; set output_dir elsewhere"
+        fix = "set output_dir to a folder on another disk"
+        said = str(UserError("Preparing the data failed", str(error), fix))
     return json.dumps({"error": said})
 
 

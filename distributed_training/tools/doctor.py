@@ -188,7 +188,7 @@ def building(machine: Machine) -> Iterator[Finding]:
             checks.refuse_stale_lock(name)
         except UserError as error:
             what, _, fix = str(error).rpartition("rm ")
-            yield fail("lock", what.split(";")[0], f"rm {fix}")
+            yield fail("lock", what.split(". ")[0], f"rm {fix}")
 
 
 def launching() -> Iterator[Finding]:

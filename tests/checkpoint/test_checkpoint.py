@@ -317,7 +317,7 @@ def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert f"{second} is not a checkpoint" in told[0]
-    assert f"{third} is damaged; {RANK_0} is missing" in told[1]
+    assert f"{third} is damaged. {RANK_0} is missing" in told[1]
     # What was passed over gives way, though it is of a later step.
     folder = save(run_dir, 15, keep=1)
     assert list_checkpoints(run_dir) == [folder]

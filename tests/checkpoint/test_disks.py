@@ -110,7 +110,7 @@ def test_every_rank_is_told_what_is_wrong_on_one_node(two_nodes):
     for case, words in {
         "one folder": "sees another node's",
         "missing": "lacks rank-00001.safetensors; written on",
-        "damaged": "is damaged; rank-00001.safetensors has other contents",
+        "damaged": "is damaged. rank-00001.safetensors has other contents",
     }.items():
         assert words in first[case] == second[case]
 

@@ -87,10 +87,10 @@ def test_records_of_every_kind_give_the_same_pieces(tmp_path):
     [
         ("a.csv", b"text;label\nabc;1\n", "'text;label'"),
         ("a.csv", b'text\n"abc\n', "line 2 is not CSV"),
-        ("a.csv", b'prompt,completion\n"abc"\n', "fewer fields than the heading; no 'completion'"),
+        ("a.csv", b'prompt,completion\n"abc"\n', "fewer fields than the heading. No 'completion'"),
         ("a.csv", b"text,label\none,1\none, two,1\n", "line 3 has more fields than the heading"),
         ("a.parquet", b"PAR1 cut off", "cannot be read as parquet"),
-        ("a.jsonl", b'\n{"text": "\\ud83d"}', "line 2 cannot be read; half a surrogate pair"),
+        ("a.jsonl", b'\n{"text": "\\ud83d"}', "line 2 cannot be read. Half a surrogate pair"),
         ("a.jsonl", b'{"text": ' + b"[" * 100_000, "nested too deeply"),
         ("a.jsonl", b'{"text": "one", "id": ' + b"1" * 5000 + b"}", "digits"),
     ],

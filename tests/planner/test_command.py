@@ -182,7 +182,7 @@ def test_too_little_ram_is_told_from_too_small_gpus(monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_machine", lambda: poor)
     assert plan(monkeypatch, "--model", "gpt2", "--strategy", "dp") == 2
     said = capsys.readouterr().err
-    assert "of RAM; only 1.0 GiB is available" in said
+    assert "of RAM. Only 1.0 GiB is available" in said
     assert "GPUs with" not in said
 
 

@@ -127,7 +127,7 @@ def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
         ({"data_types": {"grad_accum_dtype": "bf16"}}, ("data_types would change",)),
         ({"zero_optimization.zero_quantized_weights": True}, ("zero_quantized_weights=True",)),
         ({"zero_optimization.cpu_offload": True}, ("cpu_offload=True", "set strategy to offload")),
-        ({"_comment": "x"}, ("acts on _comment; remove it",)),
+        ({"_comment": "x"}, ("acts on _comment. Remove it",)),
         ({"bf16.bf16_master_weights_and_grads": True}, ("bf16_master_weights_and_grads=True",)),
     ],
     ids=str,

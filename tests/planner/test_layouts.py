@@ -66,17 +66,17 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
     ("num_processes", "config", "words"),
     [
         (8, {"strategy": "tp", **XL},
-         ("tp=8 does not divide num_heads=25", "; take fsdp")),
+         ("tp=8 does not divide num_heads=25", ". Take fsdp")),
         # What fits comes with what else it needs.
         (8, {"strategy": "tp", "num_microbatches": 7, **XL},
          ("take fsdp with num_microbatches=auto",)),
         # Stages and blocks.
         (16, {"strategy": "pp", "pipeline_schedule": "interleaved"},
-         ("pp=16 needs 32 stages", "24 blocks", "; set pp=8 dp_replicate=2; or")),
+         ("pp=16 needs 32 stages", "24 blocks", ". Set pp=8 dp_replicate=2; or")),
         # A product that is not the number of processes.
         (8, {"strategy": "3d", "dp_shard": 3},
-         ("pp 2 x dp_shard 3 x tp 2", " needs 12; set dp_shard=2; or")),
-        (7, {"strategy": "hybrid"}, ("needs a multiple of 2; set pp=7",)),
+         ("pp 2 x dp_shard 3 x tp 2", " needs 12. Set dp_shard=2; or")),
+        (7, {"strategy": "hybrid"}, ("needs a multiple of 2. Set pp=7",)),
         (2, {"strategy": "hybrid", "pipeline_schedule": "zb-v"},
          ("pipeline_schedule='zb-v'", "its engine has 1f1b", "strategy to pp or 3d")),
         (2, {"strategy": "pp", "pipeline_schedule": "zb-h1", "activation_checkpointing": "full"},

@@ -46,10 +46,10 @@ def _read_once(monkeypatch):
 
 def suggestions(text):
     """Words to type, of all that a refusal suggests."""
-    choices = re.search(r"; set (.+)$", text)
+    choices = re.search(r" Set (.+)\.$", text)
     for words in choices[1].split("; or ") if choices else []:
         yield words.split()
-    fsdp = re.search(r"; take fsdp(?: with (.+))?$", text)
+    fsdp = re.search(r" Take fsdp(?: with (.+))?\.$", text)
     if fsdp:
         yield ["strategy=fsdp", *(fsdp[1] or "").split()]
 

@@ -87,8 +87,8 @@ def test_code_that_torch_compiles_is_kept_where_nobody_else_writes(tmp_path):
 def test_a_cache_folder_that_is_named_has_no_substitute_and_one_in_tmp_is_said(tmp_path):
     said = refused_or_variables(**{CACHE: "/dev/null/cache", "TMPDIR": tmp_path})
     assert said == (
-        "/dev/null/cache cannot hold code that this user runs; it cannot be made: Not a directory; "
-        f"set {CACHE} to a folder of your own"
+        "/dev/null/cache cannot hold code that this user runs. It cannot be made: Not a directory. "
+        f"Set {CACHE} to a folder of your own."
     )
     homeless = {CACHE: "", "HOME": "/proc", "TMPDIR": tmp_path}
     note, *variables = refused_or_variables(**homeless).splitlines()
@@ -107,11 +107,11 @@ def test_folders_that_others_can_fill_are_refused(name, tmp_path):
     link.symlink_to(folder)
     given = {CACHE: tmp_path / "own", name: link}
     folder.chmod(0o777)
-    assert "every user may write to it; set " + name in refused_or_variables(**given)
+    assert "every user may write to it. Set " + name in refused_or_variables(**given)
     folder.chmod(0o755)
     if os.geteuid() == 0:
         os.chown(folder, 12345, -1)
-        assert "belongs to user 12345; set " + name in refused_or_variables(**given)
+        assert "belongs to user 12345. Set " + name in refused_or_variables(**given)
         os.chown(folder, 0, -1)
     assert "TORCH_EXTENSIONS_DIR" in json.loads(refused_or_variables(**given))
 

@@ -151,7 +151,7 @@ BAD = {
     "lora_alpha": ([0.0], "a number > 0"),
     "pack": ([1, "True"], "True or False"),
     "compile": ([3], "True or False or one of auto, whole"),
-    "precision": (["BF16", "bfloat16"], "one of auto, bf16, fp16, fp32; did you mean 'bf16'?"),
+    "precision": (["BF16", "bfloat16"], "one of auto, bf16, fp16, fp32. Did you mean 'bf16'?"),
     "dataset": ([" "], "text"),
 }
 

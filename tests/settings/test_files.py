@@ -52,7 +52,7 @@ def test_writing_is_tried_and_leaves_nothing(tmp_path):
         ("a.html", ""), ("a.html/below", ""), ("link", ""), ("b" * 256, ""),
         ("", "folder"), ("", "pipe"), ("", "link"),
     ):  # fmt: skip
-        with refused("cannot be written: ", "; try another"):
+        with refused("cannot be written: ", ". Try another"):
             require_writable(tmp_path / folder, "try another", *filter(None, [file]))
     with refused("/proc cannot be written"):  # also for root
         require_writable(Path("/proc/runs"), "try another")
@@ -88,7 +88,7 @@ def test_what_is_not_json_is_named_with_its_place(name, content, words, tmp_path
 
 def test_errors_are_one_line_of_a_bearable_length():
     error = UserError("a is\nwrong.", " because\u2028of b. ", "type\tc")
-    assert str(error) == "a is wrong; because of b; type c"
+    assert str(error) == "a is wrong. Because of b. Type c."
     assert shown([1, None]) == "[1, None]"
     assert shown("a" * 300) == f"'{'a' * 199} ... (302 characters)"
 

@@ -102,7 +102,7 @@ def test_a_full_disk_under_a_cache_is_an_answer_for_all_ranks(tmp_path, monkeypa
     monkeypatch.setattr(rendezvous, "detect_machine", lambda: CPU_MACHINE)
     sent = []
     config = build_config({"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)})
-    with refused("No space left on device; set output_dir elsewhere"):
+    with refused("No space left on device. Set output_dir to a folder on another disk"):
         rendezvous.agree_on_plan(
             config, replace(PROCESS, rank=0), lambda mine: sent.append(mine) or [mine]
         )
