@@ -12,23 +12,24 @@ import torch
 import torch.nn.functional as F
 
 _PARAMETERS: Mapping[str, Any] = {}
-if torch.backends.cuda.is_built():  # the kernel's import takes seconds
+if torch.backends.cuda.is_built():  # Importing the kernel takes seconds, and only GPUs use it.
     from torch.nn.attention.varlen import varlen_attn
 
     _PARAMETERS = inspect.signature(varlen_attn).parameters
-_GROUPS = "enable_gqa" in _PARAMETERS  # torch 2.11 has as many heads of keys as of queries
-_WINDOWS = "window_size" in _PARAMETERS  # in place of is_causal
-# Multiples of 8 numbers per head, up to this, are what FlashAttention's kernels are compiled for.
+_GROUPS = "enable_gqa" in _PARAMETERS  # False in torch 2.11: keys need as many heads as queries
+_WINDOWS = "window_size" in _PARAMETERS  # newer versions take it instead of is_causal
+# FlashAttention's kernels accept head sizes that are multiples of 8, up to this size.
 _LARGEST_HEAD = 256
 
 
 class Documents(NamedTuple):
-    """The documents of a micro-batch, described once for all blocks of a model. Padding is a
-    document of its own. Either `ends` or `mask` limits attention."""
+    """Boundaries of the documents in a micro-batch, computed once for all blocks of a model.
 
-    positions: torch.Tensor  # of each token in its document, int64 [B, T]
+    Padding counts as a document of its own. Either `ends` or `mask` limits attention."""
+
+    positions: torch.Tensor  # position of each token in its document, int64 [B, T]
     ends: torch.Tensor | None = None  # 0 and the ends of all documents in B T tokens, int32
-    mask: torch.Tensor | None = None  # [B, 1, T, T]: 0 where a query sees a key, else -inf
+    mask: torch.Tensor | None = None  # [B, 1, T, T]: 0 if a query attends to a key, else -inf
 
 
 def describe_documents(
@@ -39,9 +40,12 @@ def describe_documents(
     head_size: int,
     dropout: float,
 ) -> Documents:
-    """Describe documents from `Samples.batch`: positions [B, T], and the ends of each block's
-    documents, [B, E], which repeat T at the end. A kernel for bf16 on GPUs, without dropout, reads
-    the ends. Elsewhere a mask in the `dtype` of queries is built, B T^2 numbers for all blocks."""
+    """Describe documents from `Samples.batch`: positions [B, T], and ends [B, E] of the documents
+    in each sample, padded with T.
+
+    On a GPU in bf16 without dropout, attention uses a kernel that reads the ends. In all other
+    cases, a mask of B T^2 numbers in the `dtype` of the queries is built, which all blocks
+    share."""
     batch, seq_len = positions.shape
     fits = head_size % 8 == 0 and head_size <= _LARGEST_HEAD
     if positions.is_cuda and dtype is torch.bfloat16 and fits and not dropout:
@@ -52,11 +56,12 @@ def describe_documents(
 
 
 def mask_documents(positions: torch.Tensor, dtype: torch.dtype) -> Documents:
-    """Describe documents by a mask, from each token's position in its document, int64 [B, T]."""
-    places = torch.arange(positions.shape[1], device=positions.device)
-    starts = places - positions
-    same = starts[:, :, None] == starts[:, None, :]
-    visible = same & (places[:, None] >= places)
+    """Describe documents by a mask in `dtype`, built from each token's position in its document,
+    int64 [B, T]."""
+    indices = torch.arange(positions.shape[1], device=positions.device)
+    starts = indices - positions
+    same_document = starts[:, :, None] == starts[:, None, :]
+    visible = same_document & (indices[:, None] >= indices)
     mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
     return Documents(positions, mask=mask.masked_fill_(~visible, -torch.inf)[:, None])
 
@@ -71,14 +76,15 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of q [B, H, T, K] to k and v, [B, G, S, K] each -> [B, T, H, K], within `documents`
-    if given. `dropout`: the share of attention weights to drop; `scale`: the factor of q k^T, by
-    default K^(-1/2)."""
+    """Compute attention of q [B, H, T, K] to k and v, each [B, G, S, K] -> [B, T, H, K].
+
+    With `documents`, tokens attend only within their document. `dropout` is the share of attention
+    weights to drop. `scale` multiplies q k^T, by default K^(-1/2)."""
     if documents is not None and documents.ends is not None:
         return _attend_in_documents(q, k, v, documents.ends, scale)
     mask = None if documents is None else documents.mask
     grouped = k.shape[1] < q.shape[1]
-    # CUDA's kernels for fp32, those of older GPUs, and those with a mask know no groups.
+    # On CUDA, the kernels for fp32, for older GPUs and with a mask do not support grouped heads.
     if grouped and q.is_cuda and (q.dtype is not torch.bfloat16 or mask is not None):
         k, v = _repeat_heads(q, k, v)
         grouped = False
@@ -86,9 +92,10 @@ def attend(
         q, k, v, attn_mask=mask, is_causal=is_causal and mask is None, dropout_p=dropout,
         enable_gqa=grouped, scale=scale,
     )  # fmt: skip
-    # Contiguous, so that its gradient always has the same strides. cuDNN's backward pass (torch
-    # 2.11) reuses the strides of the first gradient of these shapes: a compiled step after an eager
-    # one, in the same process, would compute wrong gradients. Free if q is a view of [B, T, H, K].
+    # The result is made contiguous so that its gradient always has the same strides. cuDNN's
+    # backward pass (torch 2.11) reuses the strides of the first gradient with these shapes, so a
+    # compiled step after an eager one in the same process would compute wrong gradients. This costs
+    # nothing if q is a view of [B, T, H, K].
     return y.transpose(1, 2).contiguous()
 
 
@@ -103,7 +110,7 @@ def _attend_in_documents(
             options["enable_gqa"] = True
         else:
             k, v = _repeat_heads(q, k, v)
-    q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))  # [B T, heads, K]
+    q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))  # [B T, heads, K]
     y: Any = varlen_attn(q, k, v, ends, ends, seq_len, seq_len, **options)
     return y.unflatten(0, (batch, seq_len))
 
@@ -111,7 +118,8 @@ def _attend_in_documents(
 def _repeat_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v with a head for each of q."""
+    """Return k and v with each head repeated, so that they have as many heads as q."""
     times = q.shape[1] // k.shape[1]
-    k, v = (each[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2) for each in (k, v))
+    k = k[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
+    v = v[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
     return k, v

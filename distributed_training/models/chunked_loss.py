@@ -1,6 +1,7 @@
-"""The loss in chunks: only the logits of some tokens are in memory at a time.
+"""The loss in chunks, so that only the logits of some tokens are in memory at a time.
 
-Letters as in decoder.py; N = B T tokens, R processes that split the vocabulary."""
+The letters in shapes are those of decoder.py, with N = B T tokens and R processes that split the
+vocabulary."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -12,27 +13,28 @@ from distributed_training.models.decoder import limit
 
 
 class GatherFirst(Protocol):
-    """All-gathers a tensor along a dimension over a process group, also in a compiled function."""
+    """Function that all-gathers a tensor along a dimension over a process group, also in compiled
+    code."""
 
     def __call__(self, tensor: torch.Tensor, gather_dim: int, group: Any) -> torch.Tensor: ...
 
 
 class Split(NamedTuple):
-    """The rows of the vocabulary that one process of a group has."""
+    """Range of the vocabulary's rows that one process of a group holds."""
 
-    first: int  # token of the first row
+    first: int  # token id of the first row
     group: Any
     gather: GatherFirst
 
 
 class ChunkedCrossEntropy:
-    """`summed_cross_entropy` of at most `tokens` tokens at a time.
+    """Cross entropy like `summed_cross_entropy`, computed for at most `tokens` tokens at a time.
 
-    The forward pass also computes the gradients of hidden states [B, T, D] and output rows [P, D],
-    for which the logits would have to be computed again later. Both are in the dtype of their
-    tensors, and nothing else is kept. The gradient of the rows is added up over the chunks inside
-    the matrix multiplications. The caller must not be compiled: torch.compile would move the
-    gradients back to the backward pass.
+    The forward pass also computes the gradients of the hidden states [B, T, D] and of the output
+    rows [P, D], because the logits are not kept for a later backward pass. Each gradient has the
+    dtype of its tensor. The gradient of the rows is accumulated over chunks inside the matrix
+    multiplications. The caller must not be compiled, because torch.compile would move the gradients
+    back to the backward pass.
     """
 
     def __init__(self, tokens: int, *, compiled: bool) -> None:
@@ -50,10 +52,12 @@ class ChunkedCrossEntropy:
         split: Split | None = None,
         cap: float = 0.0,
     ) -> torch.Tensor:
-        """Return the fp32 sum. With a `split`, `weight` has this process's rows, [P / R, D], and
-        the gradient of `x` is one term of a sum over the group. `cap`: as of `decoder.limit`."""
+        """Return the summed loss, an fp32 scalar, of hidden states `x` [B, T, D].
+
+        With a `split`, `weight` holds this process's rows, [P / R, D], and the gradient of `x` must
+        be summed over the group. `cap` limits the logits (`decoder.limit`)."""
         if not torch.is_grad_enabled():
-            x, weight = x.detach(), weight.detach()  # no gradients are computed
+            x, weight = x.detach(), weight.detach()  # forward then skips the gradients
         return _Chunked.apply(x, weight, targets, vocab_size, split, cap, self.tokens, self.compute)
 
 
@@ -62,18 +66,20 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx, x, weight, targets, vocab_size, split, cap, tokens, compute):  # type: ignore[no-untyped-def]
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         flat = x.flatten(0, -2)
-        tokens = -(-len(flat) // -(-len(flat) // tokens))  # as even chunks as possible
+        num_chunks = -(-len(flat) // tokens)
+        tokens = -(-len(flat) // num_chunks)  # chunks of nearly equal size
         grad_x = torch.empty_like(flat) if needs_x else None
         grad_weight = None
         total = torch.zeros((), device=x.device)
-        targets = targets.flatten().split(tokens)
-        for index, (chunk, own) in enumerate(zip(flat.split(tokens), targets, strict=True)):
+        target_chunks = targets.flatten().split(tokens)
+        pairs = zip(flat.split(tokens), target_chunks, strict=True)
+        for index, (chunk, chunk_targets) in enumerate(pairs):
             logits = F.linear(chunk, weight)
-            total += compute(logits, own, vocab_size, split, cap)
-            grad_logits = logits  # in its memory
+            total += compute(logits, chunk_targets, vocab_size, split, cap)
+            grad_logits = logits  # `compute` wrote the gradient over the logits.
             if grad_x is not None:
-                place = grad_x[index * tokens : index * tokens + len(chunk)]
-                torch.mm(grad_logits, weight, out=place)
+                grad_chunk = grad_x[index * tokens : index * tokens + len(chunk)]
+                torch.mm(grad_logits, weight, out=grad_chunk)
             if grad_weight is not None:
                 grad_weight.addmm_(grad_logits.t(), chunk)
             elif needs_weight:
@@ -83,8 +89,9 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):  # type: ignore[no-untyped-def]
-        # In place: autograd lets go of saved tensors, and a second backward pass is an error.
-        gradients = [each if each is None else each.mul_(scale) for each in ctx.saved_tensors]
+        # Scaling in place is safe: autograd releases saved tensors after this pass, and a second
+        # backward pass is an error.
+        gradients = [grad if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
         return *gradients, None, None, None, None, None, None
 
 
@@ -95,24 +102,25 @@ def loss_and_gradient(
     split: Split | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """Return the summed loss, an fp32 scalar, of logits [N, P / R] and targets [N], and write its
-    gradient over the logits. With a `split`, one all-gather of two fp32 numbers per token."""
+    """Return the summed loss, an fp32 scalar, of logits [N, P / R] and targets [N], and overwrite
+    the logits with its gradient. With a `split`, this all-gathers two fp32 numbers per token over
+    the group."""
     first = 0 if split is None else split.first
     columns = first + torch.arange(logits.shape[1], device=logits.device)
     z = limit(logits.float(), cap)
     slope = 1 - (z / cap) ** 2 if cap else 1.0
     if first + logits.shape[1] > vocab_size:
         z = z.masked_fill(columns >= vocab_size, -torch.inf)
-    normaliser = torch.logsumexp(z, -1, keepdim=True)
+    normalizer = torch.logsumexp(z, -1, keepdim=True)
     one_hot = columns == targets[:, None]
     target_logit = torch.where(one_hot, z, 0.0).sum(-1, keepdim=True)
     if split is not None:
-        pair = torch.stack([normaliser, target_logit])
+        pair = torch.stack([normalizer, target_logit])
         gathered = split.gather(pair, 0, split.group)
-        normalisers, target_logits = gathered.unflatten(0, (-1, 2)).unbind(1)
-        normaliser = torch.logsumexp(normalisers, 0)
+        normalizers, target_logits = gathered.unflatten(0, (-1, 2)).unbind(1)
+        normalizer = torch.logsumexp(normalizers, 0)
         target_logit = target_logits.sum(0)
     loss_mask = (targets != IGNORE_INDEX)[:, None]
-    gradient = torch.where(loss_mask, torch.exp(z - normaliser) - one_hot.float(), 0.0)
+    gradient = torch.where(loss_mask, torch.exp(z - normalizer) - one_hot.float(), 0.0)
     logits.copy_(gradient * slope)
-    return torch.where(loss_mask, normaliser - target_logit, 0.0).sum()
+    return torch.where(loss_mask, normalizer - target_logit, 0.0).sum()

@@ -1,4 +1,4 @@
-"""Files with the weights of a Hugging Face folder, chosen as transformers chooses them."""
+"""Weight files of a Hugging Face folder, chosen in the same order as transformers chooses them."""
 
 import math
 import pickle
@@ -18,12 +18,12 @@ from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, open_regular, parse_as, shown
 
-# One file, or the index that names the files of weights in several parts: the first that is there
+# (one file, index that names several files). The first form that a folder has is used.
 FORMS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-# dtype as safetensors and as torch call it
+# Name of a dtype in safetensors -> in torch
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOATS = set(TORCH_DTYPES)
 # Buffers that older releases of transformers saved beside the weights
@@ -32,7 +32,7 @@ _BIN_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
 
 
 class _Index(BaseModel, strict=True):
-    """An index of weights in several files."""
+    """An index of weights that are split into several files."""
 
     weight_map: Annotated[dict[str, str], Field(min_length=1)]  # name of a tensor -> its file
 
@@ -40,22 +40,23 @@ class _Index(BaseModel, strict=True):
 class Stored(NamedTuple):
     """A tensor in a file."""
 
-    dtype: str  # as safetensors calls it
+    dtype: str  # name in safetensors
     shape: list[int]
-    # The tensor, on the CPU, or the box of it that is given as a slice for each dimension. Pages of
-    # its file are in RAM once somebody uses them.
+    # Returns the tensor on the CPU, or the part of it given by one slice per dimension. Pages of
+    # the file are loaded into RAM only when their values are used.
     read: Callable[..., Any]
 
 
 def convert_command(folder: Path) -> str:
-    """Return a command that writes the folder's weights as model.safetensors, beside what is there,
-    as transformers loads them."""
+    """Return a command that loads the folder's weights with transformers and writes them to
+    model.safetensors in the same folder."""
     code = f"from transformers import AutoModelForCausalLM as M; p={str(folder)!r}; "
     return f'python -c "{code}M.from_pretrained(p).save_pretrained(p)"'
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with a folder's weights; none if it has none that can be read."""
+    """Return the files with a folder's weights, or [] if it has none in a known form. Raises
+    UserError for an index that cannot be read."""
     for single, index in FORMS:
         if (folder / single).is_file():
             return [folder / single]
@@ -65,58 +66,61 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fetch_weights(repo_id: str) -> Path:
-    """Return the folder with the weights of a model on the Hub; OSError if they are not there."""
-    first: OSError | None = None
+    """Download a model's weights from the Hub and return their folder. Raises OSError if the Hub
+    and its cache do not have them."""
+    first_error: OSError | None = None
     for single, index in FORMS:
         try:
             return hub.fetch_folder(repo_id, (CONFIG_FILE, single))
         except OSError as error:
-            first = first or error
+            first_error = first_error or error
         try:
             folder = hub.fetch_folder(repo_id, (CONFIG_FILE, index))
         except OSError:
             continue
         return hub.fetch_folder(repo_id, (CONFIG_FILE, *indexed_files(folder / index)))
-    assert first is not None, "there are names of files"
-    raise first
+    assert first_error is not None, "FORMS is not empty"
+    raise first_error
 
 
 def indexed_files(index: Path) -> list[str]:
-    """Return the names of the files that an index puts together, all in the index's folder."""
-    document = parse_as(_Index, load_json(index, "weights"), str(index), "fetch it again")
+    """Return the names of the files that an index lists. Raises UserError if it is not valid, or
+    lists a file outside its folder."""
+    document = parse_as(_Index, load_json(index, "weights"), str(index), "download it again")
     names = sorted(set(document.weight_map.values()))
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     for name in names:
         if Path(name).name != name or not name.endswith(suffix) or len(name.encode()) > 255:
-            raise UserError(f"{index} names {shown(name)}", f"weights are {suffix} files beside it")
+            why = f"the weights must be {suffix} files in the same folder"
+            raise UserError(f"{index} names {shown(name)}", why)
     return names
 
 
 def require_weights(folder: Path) -> list[Path]:
-    """Return `weight_files`; raise UserError if the folder has none, or not all of its parts."""
+    """Return `weight_files`. Raises UserError if the folder has none, or if a file is missing."""
     files = weight_files(folder)
     if not files:
-        other = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
-        names = sorted({file.name for pattern in other for file in folder.glob(pattern)})
-        why = f"it has no {', '.join(name for form in FORMS for name in form)}"
+        patterns = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
+        names = sorted({file.name for pattern in patterns for file in folder.glob(pattern)})
+        why = f"it has none of {', '.join(name for form in FORMS for name in form)}"
         if names:
             why += f", only {', '.join(names[:3])}"
-        fix = "set weights to random to train this model from scratch"
+        fix = "to train this model from scratch, set weights to random"
         raise UserError(f"{folder} has no weights that can be read", why, fix)
     if missing := [file.name for file in files if not file.exists()]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         what = f"weights {folder}: {', '.join(missing[:3])}{more} cannot be read"
-        raise UserError(what, "the index names files that are not there", "fetch it again")
+        raise UserError(what, "the index lists files that do not exist", "download them again")
     return files
 
 
 def open_weights(folder: Path) -> dict[str, Stored]:
-    """Return a folder's tensors by name, without reading them. Raises UserError if a file is
-    missing or damaged, or holds more than tensors."""
+    """Return a folder's tensors by name, without reading their values. Raises UserError if a file
+    is missing, damaged, or holds anything but tensors."""
     stored: dict[str, Stored] = {}
 
     def read(file: Path, name: str, *box: slice) -> Any:
-        # Opened for each tensor: the pages of a mapped file would stay in this process's memory.
+        # Open the file for each tensor, because a mapping that stays open keeps its pages in RAM.
         with safe_open(file, "pt") as opened:
             return opened.get_slice(name)[box] if box else opened.get_tensor(name)
 
@@ -125,35 +129,35 @@ def open_weights(folder: Path) -> dict[str, Stored]:
             open_regular(file).close()
         except OSError as error:
             what = f"weights {folder}: {file.name} cannot be read"
-            raise UserError(what, error.strerror or str(error), "fetch it again") from None
+            raise UserError(what, error.strerror or str(error), "download it again") from None
         if file.suffix == ".bin":
             stored |= _open_bin(file)
             continue
         try:
-            # Opening a file reads its header and compares it with the file's length.
+            # safe_open reads the header and compares it with the length of the file.
             with safe_open(file, "np") as header:
-                for name in header.keys():  # noqa: SIM118, no dict
-                    part = header.get_slice(name)
-                    how = partial(read, file, name)
-                    stored[name] = Stored(part.get_dtype(), part.get_shape(), how)
+                for name in header.keys():  # noqa: SIM118, it is not a dict
+                    tensor = header.get_slice(name)
+                    read_tensor = partial(read, file, name)
+                    stored[name] = Stored(tensor.get_dtype(), tensor.get_shape(), read_tensor)
         except (SafetensorError, OSError) as error:
             what = f"weights {folder}: {file.name} cannot be read"
-            raise UserError(what, str(error), "fetch it again") from None
+            raise UserError(what, str(error), "download it again") from None
     return {name: tensor for name, tensor in stored.items() if not _BUFFERS.search(name)}
 
 
 def _open_bin(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a file that torch.save wrote. Nothing in it is run."""
+    """Return the tensors of a file that torch.save wrote, without running code from the file."""
     import torch
 
     try:
-        # Older files are no archives, which can only be read whole.
+        # Only zip archives can be mapped; older files are read as a whole.
         mapped = zipfile.is_zipfile(file)
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
         tensors = {name: tensor for name, tensor in saved.items() if torch.is_tensor(tensor)}
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError) as error:
         why = str(error).strip().partition("\n")[0]
-        fix = f"if you trust it, convert it: {convert_command(file.parent)}"
+        fix = f"if you trust it, convert it with a command. Run: {convert_command(file.parent)}"
         what = f"weights {file} cannot be read with weights_only=True"
         raise UserError(what, shown(why)[1:-1], fix) from None
     return {
@@ -166,30 +170,33 @@ def _open_bin(file: Path) -> dict[str, Stored]:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return the dtype of most of a folder's weights, as torch calls it."""
+    """Return torch's name of the dtype that most of a folder's weights have. Raises UserError if it
+    is not a supported floating-point dtype."""
     sizes = Counter[str]()
     for tensor in open_weights(folder).values():
         sizes[tensor.dtype] += math.prod(tensor.shape)
-    (most, _), *_ = sizes.most_common(1) or [("none", 0)]
-    if most not in TORCH_DTYPES:
-        why = f"most of them are {most}, and {', '.join(TORCH_DTYPES)} are read"
+    (dtype, _), *_ = sizes.most_common(1) or [("none", 0)]
+    if dtype not in TORCH_DTYPES:
+        why = f"most of them are {dtype}, but only {', '.join(TORCH_DTYPES)} can be read"
         raise UserError(f"weights {folder} are not supported", why, "convert them to BF16")
-    return TORCH_DTYPES[most]
+    return TORCH_DTYPES[dtype]
 
 
 def is_tied(folder: Path, tied: bool, embedding: str, head: str = "lm_head.weight") -> bool:
-    """Return whether the output layer has the embedding's weights, where a folder's config.json
-    says whether they are `tied`. As in transformers, the weights decide if they have both with
-    different values. `embedding` may lack its first part in the file."""
+    """Return whether a model's output layer shares the weights of its embedding.
+
+    `tied` is what the folder's config.json says. As in transformers, the layers are not tied if the
+    files hold both with different values. `embedding` and `head` are names of tensors; the file may
+    omit the first part of `embedding`."""
     if not tied or not weight_files(folder):
         return tied
     stored = open_weights(folder)
-    rows = stored.get(embedding) or stored.get(embedding.partition(".")[2])
-    other = stored.get(head)
-    if rows is None or other is None:
+    embedding_weight = stored.get(embedding) or stored.get(embedding.partition(".")[2])
+    head_weight = stored.get(head)
+    if embedding_weight is None or head_weight is None:
         return True
-    if (rows.shape, rows.dtype) != (other.shape, other.dtype):
+    if embedding_weight.shape != head_weight.shape or embedding_weight.dtype != head_weight.dtype:
         return False
     import torch
 
-    return torch.equal(rows.read(), other.read())
+    return torch.equal(embedding_weight.read(), head_weight.read())

@@ -21,8 +21,8 @@ class UserError(ValueError):
     exit_code = 2
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        sentences = [_sentence(what), *(_capitalize(_sentence(part)) for part in (why, fix) if part)]
-        super().__init__(" ".join(filter(None, sentences)))
+        reason, remedy = (_capitalize(_sentence(part)) for part in (why, fix))
+        super().__init__(" ".join(filter(None, (_sentence(what), reason, remedy))))
 
 
 def _sentence(text: str) -> str:

@@ -1,4 +1,6 @@
-"""GPT-2 as a model family (CONTRIBUTING.md), and Hugging Face's format. No torch import."""
+"""The model family GPT-2: its sizes, and its weights in Hugging Face's format. No torch import.
+
+CONTRIBUTING.md describes what a family exports."""
 
 from __future__ import annotations
 
@@ -21,14 +23,20 @@ if TYPE_CHECKING:
 
 
 def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> ModelSize:
-    """A GPT-2; `num_parameters` equals Hugging Face's count for `GPT2LMHeadModel`."""
+    """Return the size of a GPT-2. Its `num_parameters` equals the count of Hugging Face's
+    `GPT2LMHeadModel`."""
     d = hidden_size
     return ModelSize(
         **shape,
         num_positions=num_positions,
         hidden_size=d,
-        block_matrices=((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)),  # attention, MLP
-        block_parameters=12 * d**2 + 13 * d,  # biases 9 d, two norms 4 d
+        block_matrices=(
+            (3 * d, d),
+            (d, d),
+            (4 * d, d),
+            (d, 4 * d),
+        ),  # two of attention, two of the MLP
+        block_parameters=12 * d**2 + 13 * d,  # matrices, biases (9 d) and two norms (4 d)
         block_parameters_split=12 * d**2 + 7 * d,
         block_norm_parameters=4 * d,
         final_norm_parameters=2 * d,
@@ -37,22 +45,23 @@ def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> M
 
 
 SIZES = {
-    # 0.3M parameters over the vocabulary of the tokenizer in assets/: for CPUs, tests, pipelines.
+    # 0.3M parameters with the vocabulary of the tokenizer in assets/, for CPUs and tests
     "gpt2-tiny": gpt2_size(vocab_size=2048, num_layers=2, num_heads=4, hidden_size=64),
     "gpt2-tiny-4-blocks": gpt2_size(vocab_size=2048, num_layers=4, num_heads=4, hidden_size=64),
     "gpt2": gpt2_size(vocab_size=50257, num_layers=12, num_heads=12, hidden_size=768),
     "gpt2-medium": gpt2_size(vocab_size=50257, num_layers=24, num_heads=16, hidden_size=1024),
     "gpt2-large": gpt2_size(vocab_size=50257, num_layers=36, num_heads=20, hidden_size=1280),
     "gpt2-xl": gpt2_size(vocab_size=50257, num_layers=48, num_heads=25, hidden_size=1600),
-    # Unpublished: gpt2-xl's 25 heads split over 5 or 25 processes only; the same matrices here.
+    # Not a published size. It has gpt2-xl's matrices, but its heads can be split over 2, 4, 5, 10
+    # or 20 processes, and gpt2-xl's 25 heads only over 5 or 25.
     "gpt2-xl-20-heads": gpt2_size(vocab_size=50257, num_layers=48, num_heads=20, hidden_size=1600),
 }
 MODEL_TYPES = ("gpt2",)
-# Where the published weights and GPT-2's tokenizer live on the Hugging Face Hub.
+# Sizes whose weights and tokenizer are published on the Hugging Face Hub
 _PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 HUB_IDS = {name: f"openai-community/{name}" for name in _PUBLISHED}
-STORES_TRANSPOSED = True  # as Conv1D has its weights, [in, out]
-# Our names -> Hugging Face's.
+STORES_TRANSPOSED = True  # Hugging Face's Conv1D stores weights as [in, out].
+# Our names -> Hugging Face's names
 _NAMES = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
@@ -70,7 +79,7 @@ Count = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class _Config(BaseModel, strict=True, populate_by_name=True):
-    """A config.json as transformers reads it; our model computes the published function only."""
+    """A config.json with GPT-2's published architecture. Other options are refused."""
 
     model_type: Literal["gpt2"]
     vocab_size: Count
@@ -79,7 +88,7 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
     num_heads: Count = Field(alias="n_head")
     hidden_size: Count = Field(alias="n_embd")
     n_inner: int | None = None
-    # Two names of one function
+    # Two names of the same function
     activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
     layer_norm_epsilon: float = Field(1e-5, ge=1e-5, le=1e-5)
     scale_attn_weights: Literal[True] = True
@@ -87,28 +96,31 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
     add_cross_attention: Literal[False] = False
     tied: bool = Field(True, alias="tie_word_embeddings")
     quantization_config: None = Field(None, exclude=True)
-    auto_map: None = Field(None, exclude=True)  # somebody's code
+    auto_map: None = Field(None, exclude=True)  # would name code in the folder
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """The named sizes, or a Hugging Face folder's; UserError where we compute something else."""
+    """Return the named sizes or, with `folder`, the size of the model in a Hugging Face folder.
+    Raises UserError if its architecture differs from the published one."""
     if folder is None:
         return SIZES
-    fix = "give a GPT-2 of the published form, or set weights to random"
+    fix = "use a GPT-2 of the published architecture, or set weights to random"
     config = parse_as(_Config, read_config(folder), str(folder / CONFIG_FILE), fix)
     heads = config.num_heads
     width = config.hidden_size
     if width % heads:
-        raise UserError(f"{folder}: n_head={heads} does not divide n_embd={width}", fix=fix)
+        raise UserError(f"{folder}: n_embd={width} is not divisible by n_head={heads}", fix=fix)
     if config.n_inner not in (None, 4 * width):
-        raise UserError(f"{folder}: n_inner={config.n_inner} is not 4 n_embd={4 * width}", fix=fix)
+        what = f"{folder}: n_inner={config.n_inner} is not 4 x n_embd, which is {4 * width}"
+        raise UserError(what, fix=fix)
     shape = {"vocab_size", "num_positions", "num_layers", "num_heads", "hidden_size"}
     tied = is_tied(folder, config.tied, "transformer.wte.weight")
     return {folder.name: gpt2_size(**config.model_dump(include=shape), tied=tied)}
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """The model on the CPU in fp32, initialised as in the published code from `seed` alone."""
+    """Build the model on the CPU in fp32, initialized as in the published code. The weights depend
+    only on `seed`."""
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.gpt2.model import GPT2
 
@@ -116,7 +128,8 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Hugging Face's tensors, as views of one of ours; rows may have two or three axes."""
+    """Return Hugging Face's tensors by name, as views of our tensor `ours`. Its rows may have any
+    number of axes."""
     if ours == _OUTPUT_ROWS:
         return {OUTPUT_LAYER: tensor[: size.vocab_size]}
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
@@ -128,7 +141,7 @@ def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.T
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
-    """The config.json that GPT2LMHeadModel reads."""
+    """Return the config.json that Hugging Face's GPT2LMHeadModel reads."""
     document = _Config(model_type="gpt2", **asdict(size)).model_dump(by_alias=True)
     tokens = {"bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
     return {**document, **tokens, "architectures": ["GPT2LMHeadModel"]}

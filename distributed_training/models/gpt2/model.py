@@ -1,5 +1,6 @@
-"""GPT-2 out of plain nn.Linear blocks (Radford et al. 2019). It knows nothing of parallelism.
-Letters as in decoder.py; H heads, K = D / H."""
+"""GPT-2 (Radford et al. 2019) built from plain nn.Linear layers, without any parallelism.
+
+The letters in shapes are those of decoder.py, with H heads and K = D / H."""
 
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from distributed_training.models.decoder import Block, Decoder, Linear, Position
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm in the dtype of its input; its statistics are fp32 inside the kernel."""
+    """nn.LayerNorm in the dtype of its input. The kernel computes its statistics in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(x.dtype)
@@ -21,7 +22,8 @@ class LayerNorm(nn.LayerNorm):
 
 
 class GPT2Block(Block):
-    """Attention, then a 4x MLP. `qkv`'s rows are ordered (head, q/k/v, K), to be split by heads."""
+    """Attention, then an MLP of four times the width. The rows of `qkv` are ordered (head, q/k/v,
+    K), so that a split of the rows is a split of the heads."""
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__(dropout)
@@ -43,7 +45,8 @@ class GPT2Block(Block):
 
 
 class GPT2(Decoder):
-    """GPT-2 with learnt positions, its output layer tied to the token embedding as a rule."""
+    """GPT-2 with learned positions. Its output layer is tied to the token embedding unless the size
+    says otherwise."""
 
     roles = {"position_embedding": "positions"}  # noqa: RUF012
 
@@ -59,7 +62,7 @@ class GPT2(Decoder):
             self.output_rows = nn.Embedding(size.padded_vocab_size, d)
 
     def place(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
-        """Add positions, [B, T, D] -> [B, T, D]."""
+        """Add position embeddings and apply dropout, [B, T, D] -> [B, T, D]."""
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + x.shape[1], device=x.device)
         return super().place(x + self.position_embedding(positions))

@@ -1,7 +1,7 @@
-"""Any dense decoder of the Hugging Face Hub, through transformers' own modelling code.
+"""Any dense decoder from the Hugging Face Hub, computed by transformers' own modeling code.
 
-Reading a model builds its first blocks on the device "meta" and traces one: this imports torch,
-unlike the other families. The numbers become part of ModelSize, and of the plan."""
+Unlike the other families, reading a model's size imports torch: the first blocks are built on the
+device "meta" and one of them is traced. The results become part of ModelSize and of the plan."""
 
 from __future__ import annotations
 
@@ -30,74 +30,83 @@ if TYPE_CHECKING:
 
     from distributed_training.models.decoder import Decoder
 
-MODEL_TYPES = ()  # those that no other family has
+MODEL_TYPES = ()  # this family accepts every model_type that no other family claims
 HUB_IDS: dict[str, str] = {}
 STORES_TRANSPOSED = False
-_SUPPORTED = "dense decoders for text are supported, such as gemma2, phi3, olmo2 or gpt_neox"
-_VERSION = 1  # of what is kept about a model
-_MOST_LAYERS = 4096
-_FIRST_BLOCKS = 12  # that are looked at: patterns of layers repeat sooner
+_SUPPORTED = "only dense text decoders are supported, such as gemma2, phi3, olmo2 or gpt_neox"
+_VERSION = 1  # format of the sizes in the user's cache
+_MAX_LAYERS = 4096
+# Number of blocks to inspect: layer patterns repeat within fewer blocks
+_FIRST_BLOCKS = 12
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MIXTURE = re.compile(r"(?i)expert|router|moe|mixture")
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """Return a folder's size. Raises UserError for a model that is no dense decoder."""
+    """Return the size of the model in `folder`, by the folder's name, or {} without a folder.
+    Raises UserError if the model is not a dense decoder."""
     if folder is None:
         return {}
     text = json.dumps(read_config(folder), sort_keys=True)
-    size = TypeAdapter(ModelSize).validate_json(_measured(text, str(folder / CONFIG_FILE)))
+    size = TypeAdapter(ModelSize).validate_json(_measured_size(text, str(folder / CONFIG_FILE)))
     tied = is_tied(folder, size.tied, size.config["embedding"]) if size.tied else False
     return {folder.name: replace(size, tied=tied)}
 
 
 @functools.cache
-def _measured(text: str, file: str) -> str:
-    """Return a config's size as JSON. The user's cache keeps it for later processes and runs:
-    building and tracing a block takes seconds."""
+def _measured_size(text: str, file: str) -> str:
+    """Return the size of a model as JSON, from the `text` of its config.
+
+    Building and tracing a block takes seconds, so the user's cache keeps the answer for later
+    processes and runs."""
     releases = " ".join(map(version, ("torch", "transformers")))
     key = hashlib.sha256(f"{_VERSION} {releases} {text}".encode()).hexdigest()
     cached = cache_folder() / "configs" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError):
-        kept = cached.read_text()
-        TypeAdapter(ModelSize).validate_json(kept)
-        return kept
+        cached_answer = cached.read_text()
+        TypeAdapter(ModelSize).validate_json(cached_answer)
+        return cached_answer
     document = json.loads(text)
     try:
-        _check_kind(document, file)
+        _check_model_type(document, file)
         size = _measure(document, file)
     except UserError:
         raise
-    except Exception as error:  # whatever a wrong value raises in transformers
+    except Exception as error:  # transformers raises anything for a wrong value
         why = f"{type(error).__name__}: {shown(' '.join(str(error).split())[:300])[1:-1]}"
-        raise UserError(f"transformers does not build {file}", why) from None
+        raise UserError(f"transformers cannot build a model from {file}", why) from None
     answer = TypeAdapter(ModelSize).dump_json(size).decode()
     keep_answer(answer, cached)
     return answer
 
 
-def _check_kind(document: dict[str, Any], file: str) -> None:
-    """Raise UserError for a kind of model that is not supported."""
+def _check_model_type(document: dict[str, Any], file: str) -> None:
+    """Raise UserError if the config's type of model is not supported."""
     from transformers.models.auto import modeling_auto as auto
 
-    kind = document.get("model_type")
-    what = f"{file}: model_type {shown(kind)}"
+    model_type = document.get("model_type")
+    what = f"{file}: model_type {shown(model_type)}"
     if document.get("auto_map"):
-        raise UserError(f"{what} has code of its own", f"it is never run; {_SUPPORTED}")
+        raise UserError(f"{what} has code of its own, which is never run", _SUPPORTED)
     if document.get("quantization_config"):
-        raise UserError(f"{what} has quantized weights", "give the model without quantization")
-    others = [key for key in ("vision_config", "audio_config", "text_config") if key in document]
-    if others:
-        fix = f"give the text model alone; {_SUPPORTED}"
-        raise UserError(f"{what} has a {others[0]}", "it is more than a text model", fix)
+        fix = "use the folder of the model without quantization"
+        raise UserError(f"{what} has quantized weights, which cannot be trained", fix=fix)
+    other_parts = ("vision_config", "audio_config", "text_config")
+    for key in other_parts:
+        if key in document:
+            fix = f"use the text model alone: {_SUPPORTED}"
+            raise UserError(f"{what} has a {key}", "it is more than a text model", fix)
     if document.get("is_encoder_decoder"):
         raise UserError(f"{what} is an encoder-decoder", _SUPPORTED)
-    masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if kind not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in masked:
-        raise UserError(f"{what} is no decoder that transformers has", _SUPPORTED)
+    is_causal = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_masked = model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if not is_causal or is_masked:
+        raise UserError(f"{what} is no decoder that transformers knows", _SUPPORTED)
 
 
 def _measure(document: dict[str, Any], file: str) -> ModelSize:
+    """Build and trace the first blocks of a model. Raises UserError for a model that is not dense,
+    or whose blocks differ in shape."""
     from transformers import CONFIG_MAPPING
 
     from distributed_training.models.hub.attention import NAME
@@ -109,13 +118,15 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
     if not getattr(config, "num_attention_heads", 0):
         raise UserError(f"{what} has no attention heads", _SUPPORTED)
     types = getattr(config, "layer_types", None) or ()
-    if others := set(types) - _LAYER_TYPES:
-        raise UserError(f"{what} has layers of type {', '.join(sorted(others))}", _SUPPORTED)
+    if unknown_types := set(types) - _LAYER_TYPES:
+        names = ", ".join(sorted(unknown_types))
+        raise UserError(f"{what} has layers of type {names}", _SUPPORTED)
     if "sliding_attention" in types and not getattr(config, "sliding_window", None):
-        raise UserError(f"{what} has layers with a sliding window and no sliding_window")
+        fix = "add sliding_window to the config, or correct layer_types"
+        raise UserError(f"{what} has sliding-window layers but no sliding_window", fix=fix)
     num_layers = config.num_hidden_layers
-    if not 1 <= num_layers <= _MOST_LAYERS:
-        raise UserError(f"{what} has {num_layers} layers", f"at most {_MOST_LAYERS} are accepted")
+    if not 1 <= num_layers <= _MAX_LAYERS:
+        raise UserError(f"{what} has {num_layers} layers", f"1 to {_MAX_LAYERS} are accepted")
     net = build_net(document, 0.0, min(num_layers, _FIRST_BLOCKS))
     path, blocks = find_blocks(net)
     for module in net.modules():
@@ -123,26 +134,29 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
             raise UserError(f"{what} is a mixture of experts", _SUPPORTED)
     for name, _ in net.named_buffers():
         if name in net.state_dict():
-            raise UserError(f"{what} saves a buffer, {name}", _SUPPORTED)
+            raise UserError(f"{what} saves {name}, which is not a parameter", _SUPPORTED)
     matrices: dict[str, tuple[int, int]] = {}
     for name, module in blocks[0].named_modules():
-        own = module._parameters.items()
         if type(module).__name__ in LINEARS:
             matrices[name] = tuple(module.weight.shape)
-        elif odd := [key for key, value in own if value is not None and _is_matrix(value, config)]:
-            raise UserError(f"{what} has {name}.{odd[0]} in its blocks", _SUPPORTED)
+            continue
+        for key, value in module._parameters.items():
+            if value is not None and _is_matrix(value, config):
+                reason = f"{name}.{key} in its blocks is a matrix, but not of a linear layer"
+                raise UserError(f"{what} is not supported: {reason}", _SUPPORTED)
     shapes = [{n: p.shape for n, p in block.named_parameters()} for block in blocks]
-    if any(other != shapes[0] for other in shapes):
+    if any(block_shapes != shapes[0] for block_shapes in shapes):
         raise UserError(f"{what} has blocks of several shapes", _SUPPORTED)
     embedding = net.get_input_embeddings().weight
     head = net.get_output_embeddings()
     if head is None or not matrices:
-        raise UserError(f"{what} is no decoder of matrices and an output layer", _SUPPORTED)
+        raise UserError(f"{what} has no linear layers or no output layer", _SUPPORTED)
     names = [name for name, value in net.named_parameters() if value is embedding]
-    around = sum(p.numel() for p in net.parameters()) - sum(p.numel() for p in blocks.parameters())
-    around -= embedding.numel() * (1 if head.weight is embedding else 2)
-    block = sum(p.numel() for p in blocks[0].parameters())
-    norms = block - sum(rows * columns for rows, columns in matrices.values())
+    all_parameters = sum(p.numel() for p in net.parameters())
+    in_blocks = sum(p.numel() for p in blocks.parameters())
+    in_tables = embedding.numel() * (1 if head.weight is embedding else 2)
+    block_parameters = sum(p.numel() for p in blocks[0].parameters())
+    in_matrices = sum(rows * columns for rows, columns in matrices.values())
     return ModelSize(
         vocab_size=len(head.weight),
         num_positions=getattr(config, "max_position_embeddings", None) or 2**20,
@@ -151,11 +165,11 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
         hidden_size=embedding.shape[1],
         block_matrices=tuple(matrices.values()),
         matrix_names=tuple(matrices),
-        block_parameters=block,
-        block_parameters_split=block - norms,
-        block_norm_parameters=norms,
+        block_parameters=block_parameters,
+        block_parameters_split=in_matrices,
+        block_norm_parameters=block_parameters - in_matrices,
         block_tensors=len(shapes[0]),
-        final_norm_parameters=around,
+        final_norm_parameters=all_parameters - in_blocks - in_tables,
         tied=head.weight is embedding,
         traced=trace(document),
         splits=False,
@@ -170,12 +184,12 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
 
 
 def _is_matrix(value: torch.Tensor, config: Any) -> bool:
-    """Return whether a parameter is more than a vector, or one per head."""
+    """Return whether a parameter is larger than a vector, or than one vector per head."""
     return value.dim() > 2 or (value.dim() == 2 and min(value.shape) > config.num_attention_heads)
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """The model on the CPU in fp32, with random weights as transformers draws them."""
+    """Build the model on the CPU in fp32, with random weights as transformers draws them."""
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.hub.model import HubDecoder
 
@@ -190,7 +204,8 @@ def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.T
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
-    """Return the config.json that the model was read from, with its end of text if it had none."""
+    """Return the config.json that the model was read from. If it names no end-of-text token, add
+    `eos_token_id`."""
     document: dict[str, Any] = {**size.config["document"], "tie_word_embeddings": size.tied}
     if document.get("eos_token_id") is None:
         document["eos_token_id"] = eos_token_id
@@ -198,14 +213,14 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
 
 
 def module_names(names: Iterable[str], size: ModelSize) -> dict[str, str]:
-    """Return the names of tensors in files with their names in transformers' modules."""
+    """Map names of tensors in files to their names in transformers' modules."""
     from distributed_training.models.hub import names as names_of_files
 
     return names_of_files.module_names(names, size.config["document"])
 
 
 def file_name(name: str, size: ModelSize) -> str:
-    """Return the name in files of a tensor of transformers' modules."""
+    """Return the name that a tensor of transformers' modules has in files."""
     from distributed_training.models.hub import names
 
     return names.file_name(name, size.config["document"])

@@ -1,4 +1,4 @@
-"""Attention as transformers' models call it (its AttentionInterface), computed by the suite."""
+"""This suite's attention, behind the AttentionInterface that transformers' models call."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from distributed_training.models.attention import Documents, attend, mask_docume
 from distributed_training.settings.errors import UserError
 
 NAME = "distributed_training"
-# Tensors that models hand over to attention and that it does not depend on
-_KNOWN = {"position_ids", "cache_position", "position_embeddings"}
+# Tensors that models pass to attention and that do not change its result
+_IGNORED = {"position_ids", "cache_position", "position_embeddings"}
 
 
 def attention(
@@ -25,19 +25,24 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     documents: Documents | None = None,
-    **others: Any,
+    **other_arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of q [B, H, T, K] to k and v [B, G, S, K] -> [B, T, H, K]. A token sees the
-    last `sliding_window` tokens. If T is not S, q are the last tokens, of which there is one or
-    which come first."""
+    """Compute causal attention of q [B, H, T, K] to k and v [B, G, S, K] -> [B, T, H, K].
+
+    A token attends to the last `sliding_window` tokens. Either T is S, or T is 1 and q belongs to
+    the last of the S tokens. Raises UserError for a mask or any other argument that would change
+    the result."""
     length = q.shape[2]
-    surplus = [name for name, value in others.items() if torch.is_tensor(value)]
-    if attention_mask is not None or not getattr(module, "is_causal", True) or {*surplus} - _KNOWN:
-        extra = ", ".join(surplus) or "attention that is not causal"
-        raise UserError(f"{type(module).__name__} has {extra}", "no such attention is supported")
+    tensors = {name for name, value in other_arguments.items() if torch.is_tensor(value)}
+    unknown = sorted(tensors - _IGNORED)
+    is_causal = attention_mask is None and getattr(module, "is_causal", True)
+    if unknown or not is_causal:
+        reason = f"depends on {', '.join(unknown)}" if unknown else "is not causal"
+        what = f"attention of {type(module).__name__} {reason}"
+        raise UserError(what, "only causal attention with an optional sliding window is supported")
     window = sliding_window if sliding_window and sliding_window < length else None
     if documents is not None and documents.ends is not None and (window or softcap is not None):
-        # The kernel that reads the ends knows neither windows nor caps.
+        # The kernel that reads document ends supports neither windows nor caps.
         documents = mask_documents(documents.positions, q.dtype)
     if window and documents is None:
         shape = (length, length)
@@ -53,7 +58,8 @@ def attention(
             q, k, v, documents, is_causal=length > 1, dropout=dropout, scale=scaling
         ), None
     groups = q.shape[1] // k.shape[1]
-    k, v = (each.repeat_interleave(groups, 1) for each in (k, v))
+    k = k.repeat_interleave(groups, 1)
+    v = v.repeat_interleave(groups, 1)
     scores = (q * (scaling or q.shape[-1] ** -0.5)) @ k.transpose(2, 3)
     scores = torch.tanh(scores / softcap) * softcap
     if documents is not None and documents.mask is not None:
@@ -67,14 +73,15 @@ def attention(
 
 
 def visible_in(window: int, length: int, device: torch.device) -> torch.Tensor:
-    """Return which of the last `window` keys each query sees, bool [length, length]."""
-    places = torch.arange(length, device=device)
-    distance = places[:, None] - places
+    """Return a mask, bool [length, length], that is True where a query attends to a key: at its
+    own position or at most `window` - 1 before."""
+    indices = torch.arange(length, device=device)
+    distance = indices[:, None] - indices
     return (distance >= 0) & (distance < window)
 
 
 def register() -> None:
-    """Make `attention` known to transformers, without masks of its own."""
+    """Register `attention` with transformers, which then builds no masks of its own."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)

@@ -1,7 +1,8 @@
-"""A decoder of transformers in the frame of `models/decoder.py`. Its modules and their arithmetic
-are transformers' own; the frame adds the loss, the blocks' names, casts and documents.
+"""A decoder from transformers in the frame of `models/decoder.py`.
 
-Weights are cast at each use to `compute_dtype`, as FSDP and DeepSpeed hand them to modules."""
+The modules and their arithmetic are transformers' own. The frame adds the loss, the names of
+blocks, casts, and the boundaries of packed documents. Each use of a weight casts it to
+`compute_dtype`, because FSDP and DeepSpeed pass weights to modules in that dtype."""
 
 import inspect
 import threading
@@ -18,11 +19,13 @@ from distributed_training.models.decoder import Box, Decoder, Linear, Past, Sour
 from distributed_training.models.hub.attention import NAME, register
 from distributed_training.settings.errors import UserError
 
-LINEARS = {"Linear", "FalconLinear"}  # classes that compute x W^T, and add a bias
+# Classes that compute x W^T plus an optional bias
+LINEARS = {"Linear", "FalconLinear"}
 
 
 def make_config(document: dict[str, Any], dropout: float, num_layers: int | None) -> Any:
-    """Return transformers' config, with `dropout` at every place and only `num_layers` blocks."""
+    """Build transformers' config with `dropout` everywhere. With `num_layers`, keep only the first
+    blocks."""
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[document["model_type"]].from_dict(document)
@@ -37,17 +40,16 @@ def make_config(document: dict[str, Any], dropout: float, num_layers: int | None
 
 
 def from_config(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Build transformers' model on the default device, with attention of this suite if it takes
-    any."""
+    """Build transformers' model on the default device. It calls this suite's attention if its
+    class accepts a replacement."""
     from transformers import AutoModelForCausalLM, logging
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     logging.set_verbosity_error()
     register()
-    own: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=NAME if own._supports_attention_backend else None
-    )
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    implementation = NAME if model_class._supports_attention_backend else None
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
 
 
 def build_net(document: dict[str, Any], dropout: float, num_layers: int | None = None) -> Any:
@@ -58,7 +60,7 @@ def build_net(document: dict[str, Any], dropout: float, num_layers: int | None =
     for module in net.modules():
         if [*module.buffers(recurse=False)]:
             parameters = dict(module._parameters)
-            module._parameters.clear()  # stay on "meta"
+            module._parameters.clear()  # Parameters stay on "meta"; only buffers move.
             module.to_empty(device="cpu", recurse=False)
             module._parameters.update(parameters)
             with torch.device("cpu"):
@@ -67,19 +69,21 @@ def build_net(document: dict[str, Any], dropout: float, num_layers: int | None =
 
 
 def find_blocks(net: Any) -> tuple[str, nn.ModuleList]:
-    """Return the name of a model's list of blocks, and the list."""
+    """Return the name of a model's list of blocks, and the list itself. Raises UserError if it has
+    none."""
     count = net.config.num_hidden_layers
     for name, module in net.base_model.named_modules(prefix=net.base_model_prefix):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
-    raise UserError(f"transformers' {type(net).__name__} has no list of {count} blocks")
+    raise UserError(f"{type(net).__name__} in transformers has no list of {count} blocks")
 
 
 class HubDecoder(Decoder):
-    """Any model of `AutoModelForCausalLM` that models/hub/ accepts. `net` is the model of
-    transformers without its blocks, which are the frame's."""
+    """Any model of `AutoModelForCausalLM` that models/hub/ accepts.
 
-    inner: Any  # the module of `net` that ran the blocks
+    `net` is transformers' model without its blocks, which belong to the frame."""
+
+    inner: Any  # the module of `net` whose forward runs the blocks
     head: Any  # the output layer
     norm_out: Any  # the norm after the blocks; an identity if there is none
 
@@ -91,25 +95,25 @@ class HubDecoder(Decoder):
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(layers)})
         self.net = net
         inner = net.get_submodule(parent)
-        delattr(inner, name)  # else every parameter would have two names
+        delattr(inner, name)  # A registered list would give every parameter a second name.
         setattr(inner, name, tuple(layers))
         head = net.get_output_embeddings()
         norms = [child for child in inner.children() if type(child).__name__.endswith("Norm")]
-        # References, not modules of this one: they have names in `net`.
+        # Plain references, because these modules already have names in `net`
         vars(self).update(
             inner=inner, token_embedding=net.get_input_embeddings(), head=head,
             norm_out=norms[-1] if norms else nn.Identity(),
         )  # fmt: skip
         if size.tied:
             head._parameters.pop("weight")
-        self.takes = set(inspect.signature(inner.forward).parameters)
+        self.forward_arguments = set(inspect.signature(inner.forward).parameters)
         self.compute_dtype = None
         classes: dict[Any, type] = {}
         for module in (*net.modules(), *self.blocks.modules()):
             _cast_parameters(module, self, classes)
 
     def stage(self, blocks: range) -> Decoder:
-        """Return the model itself: there are no stages of it."""
+        """Return the model itself, because it cannot be split into stages."""
         assert len(blocks) == self.size.num_layers
         return self
 
@@ -120,28 +124,32 @@ class HubDecoder(Decoder):
         ends: torch.Tensor | None = None,
         past: Past | None = None,
     ) -> torch.Tensor:
-        """Token ids [B, T] -> the last norm's output, [B, T, D]."""
+        """Run the whole model except its output layer: token ids [B, T] -> the last norm's output,
+        [B, T, D]."""
         options: dict[str, Any] = {"use_cache": past is not None}
         if positions is not None and ends is not None:
             options["documents"] = self.describe(positions, ends)
-            if "position_ids" in self.takes:
+            if "position_ids" in self.forward_arguments:
                 options["position_ids"] = positions
         if past is not None:
             options["past_key_values"] = past.cache = past.cache or self._new_cache()
             past.length += x.shape[1]
-        found: torch.Tensor = self.inner(input_ids=x, **options).last_hidden_state
-        return found
+        hidden_states: torch.Tensor = self.inner(input_ids=x, **options).last_hidden_state
+        return hidden_states
 
     def leave(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """The last norm's output [B, T, D] -> logits [B, T, V], or the summed loss."""
-        how = self.size.config["head"]
-        x = x * how["scale"] if how["scale"] != 1 else x
+        """Return logits [B, T, V] from the last norm's output [B, T, D]. With targets [B, T],
+        return the summed loss."""
+        head = self.size.config["head"]
+        scale = head["scale"]
+        x = x * scale if scale != 1 else x
         weight = self.output_weight.to(x.dtype)
         if (bias := self.head._parameters.get("bias")) is not None:
-            # A bias is the weight of one more hidden unit, which is 1. Rows stay aligned.
-            weight = torch.cat([weight, F.pad(how["scale"] * bias.to(x.dtype)[:, None], (0, 7))], 1)
+            # Express the bias as the weight of one more hidden unit whose value is 1. Seven more
+            # columns of zeros keep the rows aligned.
+            weight = torch.cat([weight, F.pad(scale * bias.to(x.dtype)[:, None], (0, 7))], 1)
             x = torch.cat([x, torch.ones_like(x[..., :1]).expand(*x.shape[:-1], 8)], -1)
-        options = {"cap": how["cap"]} if how["cap"] else {}
+        options = {"cap": head["cap"]} if head["cap"] else {}
         if targets is None:
             return self.project(x, weight, self.size.vocab_size, **options)
         return self.loss(x, weight, targets, self.size.vocab_size, **options)
@@ -153,16 +161,16 @@ class HubDecoder(Decoder):
         return weight
 
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> Source:
-        """Return a source of weights as transformers draws them on the CPU, which depend on `seed`
-        alone."""
+        """Return a source of weights as transformers draws them on the CPU. They depend only on
+        `seed`."""
         indices = {name: index for index, (name, _) in enumerate(self.named_parameters())}
-        lock = threading.Lock()  # torch's own generator is one for all threads
+        lock = threading.Lock()  # All threads share torch's global generator.
 
         def draw(name: str, box: Box) -> torch.Tensor:
             owner, _, last = name.rpartition(".")
             module = self.get_submodule(owner)
-            # Use transformers' own class: a parameter of the subclass reads as a cast copy, and
-            # initial values written to the copy would be lost.
+            # Use transformers' own class. Reading a parameter of our subclass returns a cast copy,
+            # and initial values written to the copy would be lost.
             blank: Any = object.__new__(getattr(module, "uncast", type(module)))
             vars(blank).update(vars(module))
             blank._parameters = {
@@ -184,9 +192,9 @@ class HubDecoder(Decoder):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "HubDecoder":
         """Move buffers, such as rotary frequencies, without changing their dtype."""
-        kept: Any = [(module, dict(module._buffers)) for module in self.modules()]
+        before: Any = [(module, dict(module._buffers)) for module in self.modules()]
         super()._apply(fn, recurse)
-        for module, buffers in kept:
+        for module, buffers in before:
             for name, old in buffers.items():
                 if old is not None:
                     module._buffers[name] = old.to(module._buffers[name].device)
@@ -194,8 +202,10 @@ class HubDecoder(Decoder):
 
 
 def _cast_parameters(module: nn.Module, model: HubDecoder, classes: dict[Any, type]) -> None:
-    """Let a module see its parameters in the model's compute dtype, in place. All modules of a
-    class get the same one of `classes`: blocks then share a graph of torch.compile."""
+    """Make a module read its parameters in the model's compute dtype, in place.
+
+    `classes` holds the subclasses made so far. Modules of one class get the same subclass, so that
+    torch.compile shares one graph between blocks."""
     if type(module).__name__ in LINEARS and module is not model.head:
         module.__class__ = Linear
         module.adapter = None  # type: ignore[assignment]
@@ -209,7 +219,7 @@ def _cast_parameters(module: nn.Module, model: HubDecoder, classes: dict[Any, ty
 
 
 def _cast_class(cls: type, names: tuple[str, ...], model: HubDecoder) -> type:
-    """Return a subclass that reads its parameters in the model's compute dtype."""
+    """Return a subclass of `cls` that reads the parameters `names` in the model's compute dtype."""
 
     def cast(name: str) -> property:
         def read(self: nn.Module) -> torch.Tensor:
@@ -232,16 +242,18 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def read_head(net: Any) -> dict[str, float]:
-    """Return what a model does to the output layer's products z: "scale", times z, or with a "cap"
-    cap tanh(scale z / cap). Raises UserError for anything else."""
+    """Find the function that a model applies to the output layer's results z.
+
+    Return its "scale" and "cap": scale z if the cap is 0, or else cap tanh(scale z / cap). Raises
+    UserError for any other function."""
     z = torch.tensor([1e-6, 1.0, -3.0, 50.0, 1e9], dtype=torch.float64)
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    given = MoeModelOutputWithPast(last_hidden_state=z[None, :, None])
-    vars(given).update(cross_attentions=None)
+    inner_output = MoeModelOutputWithPast(last_hidden_state=z[None, :, None])
+    vars(inner_output).update(cross_attentions=None)
     inner = net.get_submodule(find_blocks(net)[0].rpartition(".")[0])
     head = net.get_output_embeddings()
-    with _replaced(inner, lambda *_a, **_k: given), _replaced(head, lambda x: x):
+    with _replaced(inner, lambda *_a, **_k: inner_output), _replaced(head, lambda x: x):
         y = net(input_ids=torch.zeros(1, len(z), dtype=torch.int64), use_cache=False).logits
     y = y.double().flatten()
     scale = float(f"{float(y[0] / z[0]):.9g}")
@@ -250,4 +262,5 @@ def read_head(net: Any) -> dict[str, float]:
     cap = float(y[-1])
     if torch.allclose(y, cap * torch.tanh(scale * z / cap), rtol=1e-4):
         return {"scale": scale, "cap": cap}
-    raise UserError(f"the logits of {type(net).__name__} pass through an unknown function")
+    what = f"{type(net).__name__} changes its logits by an unknown function"
+    raise UserError(what, "only a factor and a tanh cap are supported")

@@ -1,4 +1,4 @@
-"""Names of weights in files, which transformers maps to those of its modules."""
+"""Names of weights in files, and how transformers maps them to names in its modules."""
 
 import functools
 import json
@@ -13,38 +13,42 @@ Rename = Callable[[str], tuple[str, str | None]]
 
 
 def module_names(names: Iterable[str], document: dict[str, Any]) -> dict[str, str]:
-    """Return the names of a file with their names in the model, but for what transformers ignores.
-    Raises UserError for tensors that it would convert."""
+    """Map names in a file to names in the model, without the tensors that transformers ignores.
+    Raises UserError for a tensor that transformers would convert to another shape."""
     rename, _, ignored = _mapping(json.dumps(document))
-    found = {}
+    module_names = {}
     for name in names:
-        found[name], converted = rename(name)
+        new_name, converted = rename(name)
         if converted is not None:
-            what = f"transformers converts {name} as it loads it"
-            raise UserError(what, fix="save the model with a current transformers")
-    return {name: new for name, new in found.items() if ignored is None or not ignored.search(new)}
+            what = f"{name} is stored in a format that transformers converts while loading"
+            raise UserError(what, fix="save the model again with a current transformers")
+        if ignored is None or not ignored.search(new_name):
+            module_names[name] = new_name
+    return module_names
 
 
 def file_name(name: str, document: dict[str, Any]) -> str:
-    """Return the name in a file of a model's tensor."""
+    """Return the name that a tensor of the model has in a file."""
     return _mapping(json.dumps(document))[1](name)[0]
 
 
 @functools.cache
 def _mapping(text: str) -> tuple[Rename, Rename, re.Pattern[str] | None]:
+    """Return the renaming from file to model, its reverse, and a pattern of ignored names, for the
+    config whose JSON is `text`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
 
     net = build_net(json.loads(text), 0.0, 1)
 
     def renamer(transforms: list[Any], *, reverse: bool) -> Rename:
-        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        others = [each for each in transforms if not isinstance(each, WeightRenaming)]
-        return lambda name: rename_source_key(name, renamings, others, reverse=reverse)
+        renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+        conversions = [item for item in transforms if not isinstance(item, WeightRenaming)]
+        return lambda name: rename_source_key(name, renamings, conversions, reverse=reverse)
 
     saved = get_model_conversion_mapping(net, add_legacy=False)
     backward = [
-        each.reverse_transform() for each in reversed(saved) if not isinstance(each, PrefixChange)
+        item.reverse_transform() for item in reversed(saved) if not isinstance(item, PrefixChange)
     ]
     ignored = "|".join(f"({pattern})" for pattern in net._keys_to_ignore_on_load_unexpected)
     return (

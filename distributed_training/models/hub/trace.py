@@ -1,8 +1,9 @@
-"""Measure the cost of a decoder block with fake tensors: nothing is computed or allocated.
+"""Measure the cost of a decoder block with fake tensors, without computing or allocating anything.
 
-Eagerly, autograd says what it saves. Compiled, AOTAutograd cuts the block into a forward and a
-backward graph as torch.compile does; element-wise operations between matrix multiplications and
-attention then run as few kernels, which read what comes from outside and write what goes there."""
+In eager mode, autograd reports the tensors that it saves. In compiled mode, AOTAutograd splits the
+block into a forward and a backward graph, as torch.compile does. The element-wise operations
+between matrix multiplications and attention are then fused into kernels, which read only inputs
+from outside the kernel and write only outputs that are used outside."""
 
 import functools
 import warnings
@@ -21,31 +22,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed_training.models import Traced
 from distributed_training.models.hub.model import find_blocks, from_config, make_config
 
-LENGTHS = (128, 256)  # of the traced samples: what grows with the square of it shows
+# Sequence lengths of the traced samples. Two lengths show which costs grow with their square.
+LENGTHS = (128, 256)
 _aten = torch.ops.aten
-_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
+_MATMULS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
+# Operations that neither read nor write memory
 _FREE = {"view", "expand", "permute", "transpose", "alias", "detach", "getitem", "t", "slice"}
 
 
 def trace(document: dict[str, Any]) -> Traced:
-    """Return the costs of a model's first block. Raises whatever transformers raises for a config
-    that it cannot run."""
+    """Return the costs of a model's first block. If transformers cannot run the config, its
+    exception is passed on."""
     with warnings.catch_warnings(), FakeTensorMode():
         warnings.simplefilter("ignore")
         net = from_config(make_config(document, 0.0, 1), torch.bfloat16)
         short, long = ([_eager(*_call(net, n)), _compiled(*_call(net, n))] for n in LENGTHS)
 
-    def per_token(way: int, name: str) -> tuple[float, float]:
-        one, other = short[way][name] / LENGTHS[0], long[way][name] / LENGTHS[1]
-        slope = (other - one) / (LENGTHS[1] - LENGTHS[0])
-        return one - slope * LENGTHS[0], slope
+    def per_token(mode: int, name: str) -> tuple[float, float]:
+        short_cost = short[mode][name] / LENGTHS[0]
+        long_cost = long[mode][name] / LENGTHS[1]
+        slope = (long_cost - short_cost) / (LENGTHS[1] - LENGTHS[0])
+        return short_cost - slope * LENGTHS[0], slope
 
     return Traced(
         attention_width=round(long[1]["attention"] / (4 * LENGTHS[1] ** 2)),
         fused=bool(long[1]["fused"]),
         **{
-            f"{name}_{way}": per_token(index, name)
-            for index, way in enumerate(("eager", "compiled"))
+            f"{name}_{mode}": per_token(index, name)
+            for index, mode in enumerate(("eager", "compiled"))
             for name in ("kept", "forward", "backward")
         },
         kept_selective=per_token(1, "selective"),
@@ -53,8 +57,8 @@ def trace(document: dict[str, Any]) -> Traced:
 
 
 def _call(net: Any, length: int) -> tuple[nn.Module, torch.Tensor, list[Any], Any]:
-    """Return the first block, the hidden states that the model gives it, its other arguments,
-    flat, and their structure."""
+    """Capture the first block's call in a sample of `length` tokens. Return the block, its input
+    hidden states, its other arguments as a flat list, and the structure of that list."""
     path, (block, *_) = find_blocks(net)
     calls: list[Any] = []
 
@@ -67,7 +71,7 @@ def _call(net: Any, length: int) -> tuple[nn.Module, torch.Tensor, list[Any], An
     inner = net.get_submodule(path.rpartition(".")[0])
     try:
         inner(input_ids=ids, use_cache=False)
-    except (IndexError, AttributeError, ValueError):  # a block that returns more than hidden states
+    except (IndexError, AttributeError, ValueError):  # if blocks return more than hidden states
         if not calls:
             raise
     finally:
@@ -77,7 +81,7 @@ def _call(net: Any, length: int) -> tuple[nn.Module, torch.Tensor, list[Any], An
     return block, x.detach().requires_grad_(), flat, spec
 
 
-def _first(output: Any) -> torch.Tensor:
+def _hidden_states(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -86,27 +90,27 @@ def _bytes(value: Any) -> int:
 
 
 def _unique_bytes(values: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors, those that share memory once."""
+    """Return the bytes of tensors. Memory that several tensors share counts once."""
     sizes = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}
     return sum(sizes.values())
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts bytes that operations other than products and attention read and write, one by one."""
+    """Count the bytes that operations other than matrix multiplications and attention read and
+    write, one operation at a time."""
 
     bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         counts = func.namespace == "aten" and "view" not in str(func) and not func.is_view
-        if counts and not (_is_product(func) or _is_attention(func)):
-            tensors = [each for each in pytree.tree_leaves((args, result)) if torch.is_tensor(each)]
-            self.bytes += sum(map(_bytes, tensors))
+        if counts and not (_is_matmul(func) or _is_attention(func)):
+            self.bytes += sum(map(_bytes, pytree.tree_leaves((args, result))))
         return result
 
 
-def _is_product(func: Any) -> bool:
-    return getattr(func, "overloadpacket", None) in _PRODUCTS
+def _is_matmul(func: Any) -> bool:
+    return getattr(func, "overloadpacket", None) in _MATMULS
 
 
 def _is_attention(func: Any) -> bool:
@@ -114,9 +118,11 @@ def _is_attention(func: Any) -> bool:
 
 
 def _eager(block: nn.Module, x: torch.Tensor, flat: list[Any], spec: Any) -> dict[str, float]:
+    """Return the bytes that a block keeps for its backward pass, and the bytes that each pass reads
+    and writes, in eager mode."""
     args, options = pytree.tree_unflatten(flat, spec)
-    outside = {each.untyped_storage()._cdata for each in block.parameters()}
-    outside |= {each.untyped_storage()._cdata for each in flat if torch.is_tensor(each)}
+    inputs = [*block.parameters(), *filter(torch.is_tensor, flat)]
+    outside = {tensor.untyped_storage()._cdata for tensor in inputs}
     saved: list[torch.Tensor] = []
 
     def pack(value: torch.Tensor) -> torch.Tensor:
@@ -125,7 +131,7 @@ def _eager(block: nn.Module, x: torch.Tensor, flat: list[Any], spec: Any) -> dic
         return value
 
     with _Traffic() as forward, torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        y = _first(block(x, *args, **options))
+        y = _hidden_states(block(x, *args, **options))
     kept = _unique_bytes(saved)
     with _Traffic() as backward:
         torch.autograd.grad(y, [x, *block.parameters()], torch.ones_like(y), allow_unused=True)
@@ -133,9 +139,12 @@ def _eager(block: nn.Module, x: torch.Tensor, flat: list[Any], spec: Any) -> dic
 
 
 def _compiled(block: nn.Module, x: torch.Tensor, flat: list[Any], spec: Any) -> dict[str, float]:
+    """Return the costs of `_eager` as torch.compile would cause them. Add "attention", the FLOPs of
+    attention; "fused", 1 if it is one kernel; and "selective", the bytes that a block keeps if only
+    results of matrix multiplications and attention are kept."""
     graphs: list[Any] = []
     names = [name for name, _ in block.named_parameters()]
-    places = [place for place, each in enumerate(flat) if torch.is_tensor(each)]
+    tensor_indices = [index for index, value in enumerate(flat) if torch.is_tensor(value)]
 
     def keep(gm: Any, example_inputs: Any) -> Any:
         graphs.append(gm)
@@ -143,72 +152,73 @@ def _compiled(block: nn.Module, x: torch.Tensor, flat: list[Any], spec: Any) -> 
 
     def run(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         filled = list(flat)
-        for place, tensor in zip(places, tensors[: len(places)], strict=True):
-            filled[place] = tensor
-        parameters = dict(zip(names, tensors[len(places) :], strict=True))
+        count = len(tensor_indices)
+        for index, tensor in zip(tensor_indices, tensors[:count], strict=True):
+            filled[index] = tensor
+        parameters = dict(zip(names, tensors[count:], strict=True))
         args, options = pytree.tree_unflatten(filled, spec)
-        return _first(torch.func.functional_call(block, parameters, (x, *args), options))
+        return _hidden_states(torch.func.functional_call(block, parameters, (x, *args), options))
 
     compiled = aot_function(
         run, fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table(),
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
     )  # fmt: skip
-    y = compiled(x, *(flat[place] for place in places), *block.parameters())
+    y = compiled(x, *(flat[index] for index in tensor_indices), *block.parameters())
     torch.autograd.grad(y, [x, *block.parameters()], torch.ones_like(y), allow_unused=True)
     forward, backward = graphs
     (outputs,) = (node.args[0] for node in forward.graph.nodes if node.op == "output")
     inputs = [node for node in forward.graph.nodes if node.op == "placeholder"]
-    own = {node.meta["val"].untyped_storage()._cdata for node in inputs[1:]}
+    outside = {node.meta["val"].untyped_storage()._cdata for node in inputs[1:]}
     saved = [node.meta["val"] for node in outputs[1:] if node is not None]
-    saved = [each for each in saved if torch.is_tensor(each)]
-    saved = [each for each in saved if each.untyped_storage()._cdata not in own]
-    found = {
+    saved = [value for value in saved if torch.is_tensor(value)]
+    saved = [tensor for tensor in saved if tensor.untyped_storage()._cdata not in outside]
+    costs = {
         "kept": _unique_bytes(saved), "forward": _traffic(forward), "backward": _traffic(backward),
         "attention": 0.0, "fused": 0.0,
     }  # fmt: skip
-    products = []
+    results: list[torch.Tensor] = []  # of matrix multiplications and attention
     for node in forward.graph.nodes:
         if node.op != "call_function":
             continue
         if _is_attention(node.target):
             q = node.args[0].meta["val"]
-            found["attention"] += 4 * q.shape[-2] * q.numel()
-            found["fused"] = 1.0
-            products += [each for each in node.meta["val"] if torch.is_tensor(each)]
-        elif _is_product(node.target):
-            products.append(node.meta["val"])
+            costs["attention"] += 4 * q.shape[-2] * q.numel()
+            costs["fused"] = 1.0
+            results += [value for value in node.meta["val"] if torch.is_tensor(value)]
+        elif _is_matmul(node.target):
+            results.append(node.meta["val"])
             if node.target.overloadpacket in (_aten.bmm, _aten.baddbmm):
-                a, b = (each.meta["val"] for each in node.args[-2:])
-                found["attention"] += 2 * a.numel() * b.shape[-1]
-    found["selective"] = _bytes(x) + sum(map(_bytes, products[:-1]))
-    return found
+                a, b = (factor.meta["val"] for factor in node.args[-2:])
+                costs["attention"] += 2 * a.numel() * b.shape[-1]
+    costs["selective"] = _bytes(x) + sum(map(_bytes, results[:-1]))
+    return costs
 
 
 def _traffic(graph: Any) -> float:
     """Return the bytes that element-wise kernels read and write, if operations that feed each other
-    are one kernel."""
-    group: dict[Any, int] = {}  # node -> its kernel
+    are fused into one kernel."""
+    kernels: dict[Any, int] = {}  # node -> number of its kernel
     for node in graph.graph.nodes:
-        if node.op != "call_function" or _is_product(node.target) or _is_attention(node.target):
+        if node.op != "call_function" or _is_matmul(node.target) or _is_attention(node.target):
             continue
-        before = {group[each] for each in node.all_input_nodes if each in group}
-        number = min(before, default=len(group) + 1)
-        group[node] = number
-        for other, kernel in group.items():
-            if kernel in before:
-                group[other] = number
-    moved = 0.0
-    read: set[tuple[Any, int]] = set()
-    for node, kernel in group.items():
+        merged = {kernels[source] for source in node.all_input_nodes if source in kernels}
+        number = min(merged, default=len(kernels) + 1)
+        kernels[node] = number
+        for other, kernel in kernels.items():
+            if kernel in merged:
+                kernels[other] = number
+    written_bytes = 0.0
+    reads: set[tuple[Any, int]] = set()
+    for node, kernel in kernels.items():
         if _is_free(node):
             continue
         for source in map(_origin, node.all_input_nodes):
-            if group.get(source) != kernel or source.op == "placeholder":
-                read.add((source, kernel))
-        users = [user for each in _views(node) for user in each.users]
-        if any(group.get(user) != kernel for user in users):
-            moved += _bytes(node.meta.get("val"))
-    return moved + sum(_bytes(source.meta.get("val")) for source, _ in read)
+            if kernels.get(source) != kernel or source.op == "placeholder":
+                reads.add((source, kernel))
+        users = [user for view in _views(node) for user in view.users]
+        if any(kernels.get(user) != kernel for user in users):
+            written_bytes += _bytes(node.meta.get("val"))
+    return written_bytes + sum(_bytes(source.meta.get("val")) for source, _ in reads)
 
 
 def _is_free(node: Any) -> bool:
@@ -217,13 +227,15 @@ def _is_free(node: Any) -> bool:
 
 
 def _origin(node: Any) -> Any:
+    """Return the node whose memory a chain of views reads."""
     while node.op == "call_function" and _is_free(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _views(node: Any) -> list[Any]:
-    found = [node]
-    for each in found:
-        found += [user for user in each.users if user.op == "call_function" and _is_free(user)]
-    return found
+    """Return a node and all views of it, which share its memory."""
+    views = [node]
+    for view in views:
+        views += [user for user in view.users if user.op == "call_function" and _is_free(user)]
+    return views

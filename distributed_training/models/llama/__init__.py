@@ -1,4 +1,5 @@
-"""Llama, Mistral, Qwen2, Qwen3: one model family, in Hugging Face's format. No torch import."""
+"""The model family of Llama, Mistral, Qwen2 and Qwen3, in Hugging Face's format. No torch
+import."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
     from distributed_training.models.decoder import Decoder
 
-Kind = Literal["llama", "mistral", "qwen2", "qwen3"]
+ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
 Count = Annotated[int, Field(ge=1, le=2**24)]
 SLIDING = "sliding_attention"
 LayerType = Literal["full_attention", "sliding_attention"]
-MODEL_TYPES = get_args(Kind)
+MODEL_TYPES = get_args(ModelType)
 STORES_TRANSPOSED = False
-_FIX = "give a model without it, of those in models/llama/sizes.json for example"
-# Our names -> Hugging Face's, but for what holds several of theirs.
+_FIX = "use a model without it, for example one of those in models/llama/sizes.json"
+# Our names -> Hugging Face's names, except for tensors of ours that hold several of theirs
 _NAMES = {
     "token_embedding": "model.embed_tokens",
     "blocks": "model.layers",
@@ -43,10 +44,11 @@ _NAMES = {
 
 
 class Rope(BaseModel, strict=True, extra="forbid"):
-    """How fast the pairs of a head turn with the position: `rope_parameters` of transformers."""
+    """`rope_parameters` of transformers: how fast each pair of numbers in a head rotates with the
+    position."""
 
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    # Up to max_position_embeddings, beyond which no sequence goes here, "dynamic" is the default.
+    # Up to max_position_embeddings, which no sequence here exceeds, "dynamic" equals "default".
     rope_type: Literal["default", "linear", "llama3", "dynamic"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -56,16 +58,17 @@ class Rope(BaseModel, strict=True, extra="forbid"):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Leave out an older file's name of `rope_type`, and the whole as a part of itself."""
-        others = {"type": given.get("type"), "partial_rotary_factor": 1.0}
-        return {k: v for k, v in given.items() if k not in others or v != others[k]}
+        """Remove the older name of `rope_type`, and a partial rotary factor that means all of
+        it."""
+        redundant = {"type": given.get("type"), "partial_rotary_factor": 1.0}
+        return {k: v for k, v in given.items() if k not in redundant or v != redundant[k]}
 
 
 class Config(BaseModel, strict=True):
-    """A config.json as transformers reads it (models/config_file.py), as far as the function that
-    is computed depends on it."""
+    """The keys of a config.json that change what the model computes, as transformers reads them
+    (models/config_file.py)."""
 
-    model_type: Kind
+    model_type: ModelType
     vocab_size: Count
     max_position_embeddings: Count
     num_hidden_layers: Count
@@ -79,52 +82,54 @@ class Config(BaseModel, strict=True):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: Literal[False] = False
-    hidden_act: Literal["silu", "swish"] = "silu"  # two names of one function
-    sliding_window: Count | None = None  # tokens that each token sees, in layers that slide
-    layer_types: tuple[LayerType, ...] | None = Field(None, strict=False)  # None: all alike
+    hidden_act: Literal["silu", "swish"] = "silu"  # two names of the same function
+    sliding_window: Count | None = None  # tokens that a token attends to in sliding layers
+    layer_types: tuple[LayerType, ...] | None = Field(
+        None, strict=False
+    )  # None: all layers are alike
     quantization_config: None = Field(None, exclude=True)
-    auto_map: None = Field(None, exclude=True)  # somebody's code
+    auto_map: None = Field(None, exclude=True)  # would name code in the folder
 
     @model_validator(mode="before")
     @classmethod
     def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Leave out the values that transformers' model of this type does not look at."""
+        """Remove the values that transformers ignores in a model of this type."""
         values = {key: value for key, value in given.items() if value is not None}
-        kind = values.get("model_type")
+        model_type = values.get("model_type")
         heads = values.get("num_attention_heads") or 1
         values.setdefault("head_dim", values.get("hidden_size", 0) // heads)
-        if kind not in ("llama", "qwen3"):
+        if model_type not in ("llama", "qwen3"):
             values.pop("attention_bias", None)
         layers = values.get("layer_types") or ["full_attention"]
-        if kind not in ("qwen2", "qwen3"):
+        if model_type not in ("qwen2", "qwen3"):
             values.pop("layer_types", None)
         elif set(layers) == {"full_attention"}:
             values.pop("layer_types", None)
             values.pop("sliding_window", None)
         elif "sliding_window" not in values and SLIDING in layers:
-            raise ValueError("layers with a sliding window and no sliding_window")
-        if kind == "llama":
+            raise ValueError("sliding-window layers but no sliding_window")
+        if model_type == "llama":
             values.pop("sliding_window", None)
         return values
 
     @property
     def num_positions(self) -> int:
-        """Length of the longest sequence of which each token sees all before it."""
+        """Length of the longest sequence in which each token attends to all earlier tokens."""
         return min(self.max_position_embeddings, self.sliding_window or 2**62)
 
     @property
     def biases(self) -> tuple[bool, bool]:
-        """Whether there is one after q, k and v, and after attention."""
+        """(q, k and v have a bias, attention's output has a bias)."""
         return self.attention_bias or self.model_type == "qwen2", self.attention_bias
 
     @property
     def norms_heads(self) -> bool:
-        """Whether each head of q and k is normalised."""
+        """True if each head of q and k is normalized."""
         return self.model_type == "qwen3"
 
 
 def llama_size(config: Config) -> ModelSize:
-    """Its `num_parameters` equals Hugging Face's count."""
+    """Return the size of a model. Its `num_parameters` equals Hugging Face's count."""
     d = config.hidden_size
     heads = config.num_attention_heads * config.head_dim
     qkv = heads + 2 * config.num_key_value_heads * config.head_dim
@@ -159,21 +164,24 @@ def llama_size(config: Config) -> ModelSize:
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
-    """The named sizes, or a Hugging Face folder's; UserError where we compute something else."""
+    """Return the named sizes or, with `folder`, the size of the model in a Hugging Face folder.
+    Raises UserError if this family does not compute its architecture."""
     if folder is None:
         return SIZES
     config = parse_as(Config, read_config(folder), str(folder / CONFIG_FILE), _FIX)
     heads = config.num_attention_heads
     groups = config.num_key_value_heads
     if heads % groups or config.head_dim % 2:
-        what = f"{folder}: {heads} heads of {config.head_dim} numbers with {groups} of k and v"
-        raise UserError(f"{what} cannot be divided")
+        what = f"{folder}: num_attention_heads={heads}, num_key_value_heads={groups} and "
+        what += f"head_dim={config.head_dim} do not fit together"
+        why = "the second must divide the first, and the third must be even"
+        raise UserError(what, why, "correct its config.json")
     tied = is_tied(folder, config.tie_word_embeddings, f"{_NAMES['token_embedding']}.weight")
     return {folder.name: llama_size(config.model_copy(update={"tie_word_embeddings": tied}))}
 
 
 def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
-    """The model on the CPU in fp32, with random weights that depend on `seed` alone."""
+    """Build the model on the CPU in fp32, with random weights that depend only on `seed`."""
     from distributed_training.models.decoder import build_decoder
     from distributed_training.models.llama.model import Llama
 
@@ -181,25 +189,32 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Hugging Face's tensors, as views of one of ours; rows may have two or three axes."""
+    """Return Hugging Face's tensors by name, as views of our tensor `ours`. Its rows may have any
+    number of axes."""
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
     if ours.startswith(("token_embedding", "output_rows")):
         return {name: tensor[: size.vocab_size]}
     config = size.config
     if ".qkv." in ours:
-        q = config.num_attention_heads // config.num_key_value_heads
-        groups = tensor.unflatten(0, (config.num_key_value_heads, q + 2, config.head_dim))
-        parts = {"q": groups[:, :q], "k": groups[:, q], "v": groups[:, q + 1]}
-        return {name.replace("qkv", f"self_attn.{key}_proj"): rows for key, rows in parts.items()}
+        queries = config.num_attention_heads // config.num_key_value_heads
+        shape = (config.num_key_value_heads, queries + 2, config.head_dim)
+        groups = tensor.unflatten(0, shape)
+        rows_by_key = {"q": groups[:, :queries], "k": groups[:, queries], "v": groups[:, -1]}
+        return {
+            name.replace("qkv", f"self_attn.{key}_proj"): rows for key, rows in rows_by_key.items()
+        }
     if ".mlp_in." in ours:
         units = tensor.unflatten(0, (-1, 2, unit_size(config.intermediate_size)))
-        parts = {"gate": units[:, 0], "up": units[:, 1]}
-        return {name.replace("mlp_in", f"mlp.{key}_proj"): rows for key, rows in parts.items()}
+        return {
+            name.replace("mlp_in", "mlp.gate_proj"): units[:, 0],
+            name.replace("mlp_in", "mlp.up_proj"): units[:, 1],
+        }
     return {name: tensor}
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
-    """The config.json that `AutoModelForCausalLM` reads, older versions of it, too."""
+    """Return the config.json that transformers' `AutoModelForCausalLM` reads, including older
+    versions of transformers."""
     config = size.config
     rope = config.rope_parameters
     document = config.model_dump(exclude={"rope_parameters"}) | {"rope_theta": rope.rope_theta}
@@ -214,8 +229,8 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
 
 
 def unit_size(hidden: int) -> int:
-    """Rows of the gate, and then of what it multiplies, that lie together in `mlp_in`: few, so that
-    tp can split them, but enough for GPUs to read them at once."""
+    """Return the number of adjacent rows of the gate in `mlp_in`, which the same number of rows of
+    its factor follow: few, so that tp can split them, but enough for one read by a GPU."""
     return math.gcd(hidden, 16)
 
 

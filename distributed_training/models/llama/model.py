@@ -1,5 +1,7 @@
-"""Llama and its like out of plain nn.Linear blocks. It knows nothing of parallelism.
-Letters as in decoder.py; H heads, G groups of them that share keys and values, K numbers a head.
+"""Llama and similar models built from plain nn.Linear layers, without any parallelism.
+
+The letters in shapes are those of decoder.py, with H heads of K numbers, in G groups that share
+keys and values.
 Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary positions); Ainslie et al.
 2305.13245 (groups); Shazeer 2002.05202 (SwiGLU)."""
 
@@ -18,15 +20,17 @@ from distributed_training.models.llama import Config, Rope, unit_size
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm in the dtype of its input, with fp32 inside the kernel."""
+    """nn.RMSNorm in the dtype of its input. The kernel computes in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Rotary(nn.Module):
-    """Cosine and sine of each position's angles, fp32 [positions, K / 2]: one table for all blocks,
-    which follows the model from device to device and stays in fp32 whatever parameters become."""
+    """Table with the cosine and sine of each position's angles, fp32 [2, positions, K / 2].
+
+    All blocks share it. It follows the model to other devices and stays in fp32, whatever the dtype
+    of the parameters becomes."""
 
     table: torch.Tensor
 
@@ -36,15 +40,16 @@ class Rotary(nn.Module):
         self.register_buffer("table", angles(*self.settings), persistent=False)
 
     def forward(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
-        """Turn pairs of numbers half a head apart in x [B, T, ..., K], of tokens at `positions`."""
+        """Rotate pairs of numbers that are half a head apart, in x [B, T, ..., K] of tokens at
+        `positions`."""
         if isinstance(positions, int):
             table = self.table[:, None, positions : positions + x.shape[1]]
         else:
             table = self.table[:, positions]
-        # [2, B or 1, T, K / 2], the same for all heads.
+        # The table is now [2, B or 1, T, K / 2]. All heads share its angles.
         cos, sin = table.unflatten(-1, (*[1] * (x.dim() - 3), -1)).unbind(0)
-        one, other = x.chunk(2, dim=-1)
-        return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).to(x.dtype)
+        x1, x2 = x.chunk(2, dim=-1)
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
         device = fn(self.table).device
@@ -55,24 +60,28 @@ class Rotary(nn.Module):
 
 
 def angles(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
-    """Cosines and sines, [2, positions, K / 2]. Llama 3 slows down what turns less than
-    `low_freq_factor` times in the positions it was first trained on, and not what turns more than
-    `high_freq_factor` times."""
-    turning = rope.rope_theta ** -(torch.arange(0, head_size, 2).float() / head_size)
+    """Return cosines and sines of the rotation angles, fp32 [2, positions, K / 2].
+
+    With Llama 3's scaling, frequencies with fewer than `low_freq_factor` turns in the original
+    context are divided by `factor`, those with more than `high_freq_factor` turns stay, and those
+    between are interpolated."""
+    frequencies = rope.rope_theta ** -(torch.arange(0, head_size, 2).float() / head_size)
     if rope.rope_type == "linear":
-        turning = turning / rope.factor
+        frequencies = frequencies / rope.factor
     elif rope.rope_type == "llama3":
-        turns = rope.original_max_position_embeddings * turning / (2 * math.pi)
+        turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
         low = rope.low_freq_factor
-        kept = ((turns - low) / (rope.high_freq_factor - low)).clamp(0, 1)
-        turning = turning * (kept + (1 - kept) / rope.factor)
-    angle = torch.arange(positions)[:, None] * turning
+        unscaled = ((turns - low) / (rope.high_freq_factor - low)).clamp(0, 1)
+        frequencies = frequencies * (unscaled + (1 - unscaled) / rope.factor)
+    angle = torch.arange(positions)[:, None] * frequencies
     return torch.stack([angle.cos(), angle.sin()])
 
 
 class LlamaBlock(Block):
-    """Attention, then a gated MLP. The rows of `qkv` are ordered (group, q of each head/k/v, K), so
-    that a split over groups is a split of rows, those of `mlp_in` (unit, gate/up)."""
+    """Attention, then a gated MLP.
+
+    The rows of `qkv` are ordered (group, each head's q, then k, then v, K), and those of `mlp_in`
+    (unit, gate/up), so that a split of the rows is a split of the groups or units."""
 
     def __init__(self, config: Config, rotary: Rotary, dropout: float) -> None:
         super().__init__(dropout)
@@ -82,7 +91,7 @@ class LlamaBlock(Block):
         groups = config.num_key_value_heads
         norm = partial(RMSNorm, eps=config.rms_norm_eps)
         norm_heads = norm if config.norms_heads else nn.Identity
-        self.queries = heads // groups  # of each group
+        self.queries = heads // groups  # heads of each group
         self.head_size = config.head_dim
         self.unit_size = unit_size(hidden)
         self.rotary = rotary
@@ -100,7 +109,7 @@ class LlamaBlock(Block):
         q, k, v = rows.split([self.queries, 1, 1], dim=-2)  # (B, T, G, H / G, K), (B, T, G, 1, K)
         q = self.rotary(self.norm_q(q), positions)
         k = self.rotary(self.norm_k(k), positions)
-        return [each.flatten(2, 3).transpose(1, 2) for each in (q, k, v)]
+        return [heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v)]
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.mlp_in(x).unflatten(-1, (-1, 2, self.unit_size)).unbind(-2)
@@ -108,7 +117,7 @@ class LlamaBlock(Block):
 
 
 class Llama(Decoder):
-    """A decoder with rotary positions."""
+    """Decoder with rotary positions, RMSNorm and a gated MLP."""
 
     roles = {"blocks.*.norm_[qk]": "heads"}  # noqa: RUF012
 
