@@ -119,8 +119,8 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
         raise UserError(f"{what} has no attention heads", _SUPPORTED)
     types = getattr(config, "layer_types", None) or ()
     if unknown_types := set(types) - _LAYER_TYPES:
-        names = ", ".join(sorted(unknown_types))
-        raise UserError(f"{what} has layers of type {names}", _SUPPORTED)
+        listed = ", ".join(sorted(unknown_types))
+        raise UserError(f"{what} has layers of type {listed}", _SUPPORTED)
     if "sliding_attention" in types and not getattr(config, "sliding_window", None):
         fix = "add sliding_window to the config, or correct layer_types"
         raise UserError(f"{what} has sliding-window layers but no sliding_window", fix=fix)

@@ -86,7 +86,7 @@ class Config(BaseModel, strict=True):
     sliding_window: Count | None = None  # tokens that a token attends to in sliding layers
     layer_types: tuple[LayerType, ...] | None = Field(
         None, strict=False
-    )  # None: all layers are alike
+    )  # None: all alike
     quantization_config: None = Field(None, exclude=True)
     auto_map: None = Field(None, exclude=True)  # would name code in the folder
 
