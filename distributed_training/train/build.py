@@ -1,4 +1,4 @@
-"""Build what a plan says: this process's place in the mesh, samples, extensions, engine."""
+"""Build the parts of a run from its plan: topology, sampler, extensions, model and engine."""
 
 import time
 from functools import partial
@@ -28,34 +28,45 @@ from distributed_training.supervise.process import Process
 
 
 def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
-    own = {name: getattr(process, name) for name in ("world_size", "rank", "local_rank")}
-    return Topology(**own, **plan.mesh, device_type=device.type)
+    """Return the position of this process in the plan's mesh."""
+    return Topology(
+        world_size=process.world_size,
+        rank=process.rank,
+        local_rank=process.local_rank,
+        **plan.mesh,
+        device_type=device.type,
+    )
 
 
 def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
-    """The order in which this rank sees the training samples."""
-    own = {"replica": topology.dp_rank, "seed": plan.config.seed}
-    return Sampler(num_samples=len(data.train), **plan.batch.model_dump(), **own)
+    """Return the sampler, which decides the training samples of each step on this rank."""
+    return Sampler(
+        num_samples=len(data.train),
+        **plan.batch.model_dump(),
+        replica=topology.dp_rank,
+        seed=plan.config.seed,
+    )
 
 
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
-    """Compile DeepSpeed's extensions before the run, one process a machine, and say so."""
-    plan.strategy.load_engine()  # all import the engine now, not one while the others wait
+    """Compile DeepSpeed's extensions before the run, in one process per machine, and report how
+    long it takes. Collective."""
+    plan.strategy.load_engine()  # All ranks import the engine now rather than one after another.
     names = built_extensions(plan.strategy) if topology.local_rank == 0 else ()
     for name in names:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
         began = time.monotonic()
-        display.say(f"DeepSpeed extension {name}: loading (compiling takes a minute or more) ...")
+        display.say(f"loading DeepSpeed extension {name} (compiling it takes a minute or more)")
         ALL_OPS[name].load(verbose=False)
-        display.say(f"DeepSpeed extension {name}: loaded in {time.monotonic() - began:.1f} s")
+        display.say(f"loaded DeepSpeed extension {name} in {time.monotonic() - began:.1f} s")
     dist.barrier()
 
 
 def build_engine(plan: Plan, topology: Topology, drawn: Decoder | None = None) -> Engine:
-    """Put initial weights, equal on every rank and under every strategy, into the plan's engine;
-    then start the random numbers of dropout. `drawn`: a model with the random weights. Collective.
-    """
+    """Build the plan's engine with its initial weights, which are equal under every strategy, and
+    seed the dropout. `drawn` may hold random weights that were drawn before. Collective. Raises
+    UserError if adapters do not fit the weights."""
     config = plan.config
     model, fingerprint = build_model(plan, topology, drawn)
     initial = None
@@ -74,12 +85,12 @@ def build_engine(plan: Plan, topology: Topology, drawn: Decoder | None = None) -
 def build_model(
     plan: Plan, topology: Topology, drawn: Decoder | None
 ) -> tuple[Decoder, Fingerprint]:
-    """Return the model, and what will have seen samples of its initial weights if they are frozen.
+    """Return the model and a fingerprint of its frozen weights, if it has any.
 
-    For PyTorch's parallelism the model is on the device "meta": its `fill` gives a rank's parts
-    their weights, once they are known. DeepSpeed is given the whole model on the CPU, and a base in
-    NF4 is whole on this rank's device. Weights are rounded to the compute dtype. Frozen ones stay
-    in it (matrices of blocks in `base_dtype`), others are fp32.
+    For PyTorch's parallelism the model is on the device "meta", and its `fill` loads the weights of
+    this rank's shards once these are known. DeepSpeed receives the whole model on the CPU. A base
+    in NF4 is whole on this rank's device. All weights are rounded to the compute dtype. Frozen
+    weights keep it (matrices of blocks have `base_dtype`), and trained weights are stored in fp32.
     """
     config = plan.config
     compute_dtype = COMPUTE_DTYPES[config.precision]
@@ -115,7 +126,7 @@ def _copy(drawn: Decoder, name: str, box: Box) -> torch.Tensor:
 def _quantize(
     model: Decoder, source: Source, device: torch.device, fingerprint: Fingerprint
 ) -> None:
-    """Put the matrices of a model's blocks on `device` in NF4, one after the other, in place."""
+    """Quantize the matrices of a model's blocks to NF4 on `device`, one at a time, in place."""
     from distributed_training.models import nf4
 
     scales: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""The training loop and the history it keeps. It talks to an Engine and knows no strategy."""
+"""The training loop and its history. It calls an Engine and knows nothing of strategies."""
 
 import math
 import shutil
@@ -31,11 +31,12 @@ from distributed_training.train.profiling import Profile, steps_to_trace
 FLUSH_EVERY_S = 1.0
 # Signals that stop a run
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-PATIENCE_S = 10.0  # after the first, further ones count only when this has passed
+PATIENCE_S = 10.0  # Signals within this time after the first one are ignored.
 
 
 def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
-    """Rate of step `step` (0-based) of `num_steps`: linear warm-up, then the schedule."""
+    """Return the learning rate of step `step` (0-based) of `num_steps`: linear warm-up, then the
+    schedule."""
     peak = float(config.learning_rate)
     warmup = config.warmup_steps
     if step < warmup:
@@ -47,8 +48,10 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
 
 @dataclass
 class Trainer:
-    """One run: the engine's steps, with evaluation, logging and checkpoints around them. The
-    history is the same on every rank, but for seconds; rank 0 also writes, shows and tracks it."""
+    """One run: the engine's steps, with evaluation, logging and checkpoints around them.
+
+    The history is the same on every rank, except for times. Rank 0 also writes it to the record,
+    prints it and sends it to the tracker."""
 
     engine: Engine
     plan: Plan
@@ -59,36 +62,37 @@ class Trainer:
     history: records.History = field(default_factory=records.History)
     record: records.RunRecord | None = None  # on rank 0 only
     tracker: metrics.Tracker = field(default_factory=metrics.Tracker)
-    at: Callable[..., None] = lambda place, **_: None  # told where training is
+    at: Callable[..., None] = lambda activity, **_: None  # reports the current activity
     startup: Startup = field(default_factory=Startup)
 
     def __post_init__(self) -> None:
-        assert self.plan.num_steps is not None, "the launching process cut the data"
+        assert self.plan.num_steps is not None, "the launching process counts the steps"
         self.num_steps = self.plan.num_steps
         self.timer = metrics.StepTimer(self.topology.device)
         self.memory = metrics.PeakMemory(self.topology.device)
-        self.timed: list[tuple[int, float]] = []  # the steps that this process took, their seconds
-        self.disk: dict[str, int] = {}  # its traffic while training; empty: not counted
-        self.sample: str | None = None  # text of the trained model
+        self.timed: list[tuple[int, float]] = []  # (step, seconds) of steps of this process
+        self.disk: dict[str, int] = {}  # bytes read and written in training; {}: not counted
+        self.sample: str | None = None  # text that the trained model generated
         self.profile: Profile | None = None
         self.saver = saver.Saver(self.plan, self.topology)
         self._chat = self.data.tokenizer.talks(self.data.form)
-        self._pending: list[tuple[dict[str, Any], StepResult]] = []  # losses still on the device
-        self._signum = 0  # of the first signal; 0: none came
+        # Steps whose losses are still on the device
+        self._pending: list[tuple[dict[str, Any], StepResult]] = []
+        self._signum = 0  # number of the first signal, or 0
         self._signalled_at = 0.0
-        self._first = 0  # step that this process took first, and that compiled
-        self._says_saved = False  # of the save under way: it is the last one
-        self._said_waiting = False
-        self._num_bytes: int | None = None  # of the text that validates, once it is counted
+        self._first = 0  # first step of this process, which compiles
+        self._says_saved = False  # whether to report the save in progress, which is the last one
+        self._noted_waiting = False
+        self._num_bytes: int | None = None  # bytes of the validation text, once they are counted
         self.faults = Faults(self.plan, self.history, self.engine)
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done so far."""
         return self.history.step
 
     def run(self) -> int:
-        """Train to the end, or until a signal, whose number is given; else 0. Collective."""
+        """Train to the end or until a signal. Return the number of the signal, or 0. Collective."""
         if self.step == 0:
             self.history.sample_before = self._sample("before")
         before = metrics.disk_bytes()
@@ -97,7 +101,7 @@ class Trainer:
             if steps := steps_to_trace(self.plan, self.step):
                 self.profile = Profile(self.plan, self.topology, self.step, steps)
             else:
-                self.display.note("nothing is traced: no step is left after a warm-up")
+                self.display.note("no step is traced, because none remains after the warm-up")
         try:
             with handling(dict.fromkeys(SIGNALS, self._receive)):
                 if self.step == 0:
@@ -123,14 +127,17 @@ class Trainer:
         return stop if self.step < self.num_steps else 0
 
     def _receive(self, signum: int, _frame: Any) -> None:
-        """Launchers pass a terminal's Ctrl-C on and follow it with SIGTERM, so only a signal that
-        comes later means that the user will not wait."""
+        """Remember the first signal, and end the process at a later one.
+
+        Launchers forward Ctrl-C and then send SIGTERM at once, so only a signal that comes after
+        PATIENCE_S means that the user does not want to wait."""
         now = time.monotonic()
         if not self._signum:
             self._signum = signum
             self._signalled_at = now
-            when = "after this step" if self.step < self.num_steps else "once the model is written"
-            self.display.say(f"{signal.Signals(signum).name}: stopping {when}")
+            at_end = self.step >= self.num_steps
+            when = "once the model is written" if at_end else "after this step"
+            self.display.say(f"received {signal.Signals(signum).name}; stopping {when}")
         elif now - self._signalled_at > PATIENCE_S:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
@@ -141,14 +148,15 @@ class Trainer:
         self._flushed_at = time.monotonic()
 
     def _train_one_step(self) -> int:
-        """One step and what is due after it; the signal to stop for, the same on every rank."""
+        """Run one step and whatever is due after it: evaluation, the end of an epoch, a save.
+        Return the number of the signal to stop for, or 0, equal on every rank. Collective."""
         config = self.plan.config
         if self.step + 1 == self.faults.passed_over:
             self._flush()
             self.memory.end()
             self.history.step += 1
             self.history.skipped_steps.append(self.step)
-            self._say("passed over")
+            self._say("skipped")
             self._begin_training()
         else:
             self._update()
@@ -184,7 +192,7 @@ class Trainer:
         return stop
 
     def _update(self) -> None:
-        """One optimizer step; what came of it is still on the device."""
+        """Run one optimizer step. Its results stay on the device until `_flush`."""
         self.at(f"step {self.step + 1}", is_step=True)
         rate = learning_rate(self.plan.config, self.step, self.num_steps)
         self.engine.set_learning_rate(rate)
@@ -202,9 +210,11 @@ class Trainer:
             self.saver.prepare(self.engine)
 
     def _agree(self) -> tuple[int, bool]:
-        """(signal to stop for, whether to flush): signals reach ranks at different steps, and only
-        rank 0's clock decides on output. GPUs do not wait for these CPU integers. All ranks take
-        note of a save that has ended. Collective."""
+        """Agree on (number of the signal to stop for, whether to flush) after a step.
+
+        Signals reach ranks at different steps, and only rank 0's clock decides when to print. The
+        exchanged integers are on the CPU, so GPUs do not wait for them. If a save has ended on
+        some rank, all ranks finish it. Collective."""
         waited_s = time.monotonic() - self._flushed_at
         due = self.topology.rank == 0 and (self.step == self._first or waited_s >= FLUSH_EVERY_S)
         saved = self.saver.ending is not None and self.saver.ending.done()
@@ -215,9 +225,10 @@ class Trainer:
         return int(votes[0]), bool(votes[1])
 
     def _flush(self) -> None:
-        """Sum pending losses over ranks; write, show and track them. Raises NonFiniteError, on all
-        ranks, at the first step that is not finite: nothing is evaluated or saved before its step
-        has been looked at here. Collective."""
+        """Sum the pending losses over ranks; write, print and track them. Collective.
+
+        Raises NonFiniteError on all ranks at the first step that is not finite. Every evaluation
+        and save flushes first, so that no bad step is evaluated or saved."""
         self._flushed_at = time.monotonic()
         config = self.plan.config
         pending = self._pending
@@ -233,14 +244,14 @@ class Trainer:
         for (row, result), (loss_sum, fault), seconds in zip(
             pending, sums.T.tolist(), self.timer.durations_s(), strict=True
         ):
-            left_out = bool(result.skipped)
-            norm = None if left_out else result.grad_norm
+            engine_skipped = bool(result.skipped)
+            norm = None if engine_skipped else result.grad_norm
             row |= {
-                "skipped": left_out or bool(fault and config.on_nonfinite == "skip"),
+                "skipped": engine_skipped or bool(fault and config.on_nonfinite == "skip"),
                 "loss": loss_sum / row["num_targets"],
                 "grad_norm": None if norm is None else float(norm),
                 "step_time_s": seconds,
-                # A virtual machine's clock may stand still.
+                # The clock of a virtual machine may stand still.
                 "tokens_per_s": row["num_tokens"] / seconds if seconds > 0 else None,
             }
             if row["skipped"]:
@@ -255,7 +266,7 @@ class Trainer:
             self.timed.append((row["step"], seconds))
             self.tracker.log_step(row)
             if error is not None:
-                break  # the steps after it were done on what it left
+                break  # The steps after it ran on corrupted weights.
         if self.record is not None:
             records.append_metrics(self.plan.run_dir, rows)
         if error is not None:
@@ -265,8 +276,8 @@ class Trainer:
         self.display.progress(rows, self._first)
 
     def _evaluate(self, then: str = "") -> None:
-        """Loss, perplexity and bits per byte over the validation samples; `then`: what the line
-        about them adds."""
+        """Compute loss, perplexity and bits per byte over the validation samples, and print them on
+        a line that ends with `then`. Export the model if it is the best so far. Collective."""
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):
@@ -275,14 +286,14 @@ class Trainer:
         dist.all_reduce(total)
         if self._num_bytes is None:
             self._num_bytes = samples.count_bytes(self.data.bytes_of)
-        found = metrics.evaluation(float(total), int(samples.num_targets.sum()), self._num_bytes)
-        row = {"step": self.step, **found}
+        num_targets = int(samples.num_targets.sum())
+        row = {"step": self.step, **metrics.evaluation(float(total), num_targets, self._num_bytes)}
         loss = row["loss"]
         self.history.evaluations.append(row)
         self._say(f"validation {metrics.describe_evaluation(row)}{then}")
         self.tracker.log_evaluation(row, self.memory.as_dict())
         lowest = self.history.best["loss"] if self.history.best else math.inf
-        if self.plan.config.keep_best and self.step and loss < lowest:  # NaN is below nothing
+        if self.plan.config.keep_best and self.step and loss < lowest:  # False if the loss is NaN
             self.history.best = row
             self._finish_saving()
             self.at(f"exporting step {self.step}")
@@ -290,7 +301,8 @@ class Trainer:
                 written.result()
 
     def _stops_early(self) -> bool:
-        """Return whether the last `stop_after` evaluations were not below those before them."""
+        """Return whether none of the last `stop_after` evaluations improved on those before
+        them."""
         count = self.plan.config.stop_after
         losses = [row["loss"] for row in self.history.evaluations]
         losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
@@ -298,16 +310,19 @@ class Trainer:
             return False
         lowest = min(losses)
         best = self.history.evaluations[losses.index(lowest)]["step"]
-        self._say(f"stopping early: no loss below the {lowest:.4f} of step {best} (stop_after)")
+        self._say(
+            f"stopping early: the last {count} evaluations (stop_after) did not improve on "
+            f"{lowest:.4f} at step {best}"
+        )
         return True
 
     def _end_epoch(self) -> None:
-        """The epoch of the last step is over and has been evaluated."""
+        """Add the epoch that has just ended and been evaluated to the history."""
         epoch = (self.step - 1) // self.sampler.steps_per_epoch
         first = epoch * self.sampler.steps_per_epoch
         curve = self.history.loss_curve
         numbers = [loss for step, loss in curve if step > first and loss is not None]
-        losses = [*filter(math.isfinite, numbers)]  # what is NaN here is None after a resume
+        losses = [*filter(math.isfinite, numbers)]  # A NaN becomes None when a run is resumed.
         last = self.history.evaluations[-1]
         row = {
             "epoch": epoch + 1, "step": self.step,
@@ -318,17 +333,19 @@ class Trainer:
         self.write_record()
 
     def _save(self, *, says_saved: bool) -> None:
-        """Begin to save, once the save before has ended."""
+        """Begin to save a checkpoint, after waiting for the previous save. Collective."""
         self._finish_saving()
         self._says_saved = says_saved
         self.at(f"saving step {self.step}")
-        self.write_record()  # first: what a checkpoint's record lacks, a kill loses for good
+        # The checkpoint stores the record, so it must be complete before the save begins.
+        self.write_record()
         self.saver.begin(self.engine, step=self.step, data_fingerprint=self.data.fingerprint)
         if self.saver.memory is None:
             self._finish_saving()
 
     def _finish_saving(self) -> None:
-        """Wait for a save that is under way; raises what failed in it. Collective."""
+        """Wait for a save in progress and add it to the history. Raises any error of the save.
+        Collective."""
         if self.saver.ending is None:
             return
         self.at("the end of a save", thread=self.saver.thread)
@@ -336,75 +353,78 @@ class Trainer:
             folder, row = self.saver.finish()
         except FloatingPointError as error:
             step = self.saver.step
-            what = f"step {step} is not saved: {error}"
+            what = f"step {step} was not saved: {error}"
             raise self.faults.error(step, what) from None
         self.history.saves.append(row)
         self.write_record()
         if self._says_saved:
             self.display.say(f"saved {folder.parent.name}/{folder.name}")
-        if not (row["copied"] or self._said_waiting):
-            self._said_waiting = True
-            self.display.note("training waits for saves: memory has no room for a copy")
+        if not (row["copied"] or self._noted_waiting):
+            self._noted_waiting = True
+            self.display.note("training waits during saves: there is no free memory for a copy")
 
     def _leave(self) -> None:
-        """Write the model, beside the last save, and draw a sample."""
+        """Export the model while the last save is written, and generate a sample. Collective."""
         self.at("the export")
         config = self.plan.config
         last = self.plan.run_dir / records.LAST
         best = self.history.best
         written: Future[None] | None = None
-        if config.export and best and best["step"] == self.step:  # gathered already
+        if config.export and best and best["step"] == self.step:  # already gathered and written
             if self.topology.rank == 0:
-                made = self.plan.run_dir / records.BEST
-                written = export.in_thread(export.copy_folder, made, last)
+                best_folder = self.plan.run_dir / records.BEST
+                written = export.in_thread(export.copy_folder, best_folder, last)
         elif config.export:
             written = self._export(last, self.saver.weights(self.step))
         self.sample = self._sample("after")
         if written is not None:
             written.result()
-            self.display.say(f"exported {short_path(last)} (Hugging Face's format)")
+            self.display.say(f"exported {short_path(last)} (Hugging Face format)")
 
     def _export(self, folder: Path, weights: dict[str, torch.Tensor]) -> Future[None] | None:
-        """Begin to write the model, gathered here where no `weights` are given. Collective."""
+        """Begin to write the model to `folder` in a thread. Gather its weights if `weights` is
+        empty. Return None on ranks that have nothing to write. Collective."""
         state = weights or self.engine.full_state()
-        if state is None:  # rank 0 has it
+        if state is None:  # Only rank 0 holds the weights.
             return None
         about = (self.engine.base_fingerprint, self.plan, self.data.tokenizer, self._chat)
         return export.in_thread(export.write_folder, state, *about, folder)
 
     def _sample(self, when: str) -> str | None:
-        """The text after CONFIG's prompt, also shown; None where it has none. Of conversations the
-        prompt is what a user says. Collective."""
+        """Generate and print the text that follows CONFIG's prompt, or return None if it has none.
+        For a model of conversations, the prompt is a user's message. Collective."""
         config = self.plan.config
         tokenizer = self.data.tokenizer
         if config.generate is None:
             return None
-        # One process tokenizes: for many tokenizers that imports transformers.
-        asked: tuple[list[int], list[int]] | None = None
+        # Only rank 0 tokenizes, because many tokenizers import transformers.
+        encoded: tuple[list[int], list[int]] | None = None
         if self.topology.rank == 0:
             try:
-                asked = self._prompt(config.generate)
-            except UserError as error:  # a template that takes no question without more
-                self.display.note(f"no sample: {error}")
-        asked = from_rank_0(asked)
-        if asked is None:
+                encoded = self._prompt(config.generate)
+            except UserError as error:  # Some templates refuse a question without a system message.
+                self.display.note(f"no sample is generated: {error}")
+        encoded = from_rank_0(encoded)
+        if encoded is None:
             return None
-        prompt, eos_ids = asked
-        # The split of a window over processes may append tokens, which need positions, too.
+        prompt, eos_ids = encoded
+        # Sequence parallelism pads the window to a multiple of tp, and padding needs positions.
         context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
-        # Rank 0 chooses: sharded engines gather parameters at each step, so all take one path.
+        # Rank 0 chooses each token. All ranks must follow, because sharded engines gather
+        # parameters.
         ids = export.continuation(
             self.engine.logits, prompt, num_tokens=60, context=context, seed=config.seed,
             eos_ids=eos_ids, past=self.engine.past(),
             agree=lambda choice: dist.broadcast(choice, src=0),
         )  # fmt: skip
-        said = [*prompt, *ids]
-        sample = str(from_rank_0(tokenizer.decode(said) if self.topology.rank == 0 else ""))
+        text = tokenizer.decode([*prompt, *ids]) if self.topology.rank == 0 else ""
+        sample = str(from_rank_0(text))
         self.display.sample(f"sample {when} training:", sample)
         return sample
 
     def _prompt(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of what a sample begins with, and the tokens that end it."""
+        """Return the token ids of a sample's prompt, and the ids of the tokens that end the
+        sample."""
         tokenizer = self.data.tokenizer
         ends = tokenizer.ends_of(chat=self._chat)
         if self._chat:
@@ -412,29 +432,32 @@ class Trainer:
         return tokenizer.begin(text), ends
 
     def _roll_back(self, error: NonFiniteError) -> None:
-        """Go back to the last checkpoint if `on_nonfinite` says so, else raise the error. The batch
-        of the step that failed is left out afterwards. Collective."""
+        """Go back to the last checkpoint and skip the failed batch from then on, or raise the error
+        if `on_nonfinite` is not "rollback". Collective."""
         checkpoint = self.faults.checkpoint_to_return_to(error)
-        self._pending = []  # if a save found the fault
+        self._pending = []  # Steps are pending if a save found the fault.
         self.memory.end()
         self.restore(checkpoint)
-        self.display.note(f"{error.what}; back at step {self.step}, to pass that batch over")
+        self.display.note(f"{error.what}; returned to step {self.step} to skip that batch")
         self._begin_training()
 
     def restore(self, folder: Path) -> None:
-        """Go on from a checkpoint: engine, random numbers, history, record, metrics. Collective."""
+        """Restore the run from a checkpoint: engine, random numbers, history, record and metrics.
+        Collective."""
         began = time.monotonic()
-        whose = (self.engine, self.plan, self.topology, self.data.fingerprint)
-        step = saver.load_checkpoint(folder, *whose)
+        step = saver.load_checkpoint(
+            folder, self.engine, self.plan, self.topology, self.data.fingerprint
+        )
         self.history.cut(step)
         self.history.loads.append({"step": step, "load_s": time.monotonic() - began})
-        self.write_record()  # so that a kill before the next save does not lose it
+        self.write_record()  # Otherwise a kill before the next save would lose this load.
         if self.topology.rank == 0:
             records.truncate_metrics(self.plan.run_dir, step)
-            if self.history.best is None:  # or of a step that is done again
+            if self.history.best is None:  # best/ may hold a later step, which runs again.
                 shutil.rmtree(self.plan.run_dir / records.BEST, ignore_errors=True)
 
     def write_record(self) -> None:
+        """Write the history to the record, on rank 0."""
         if self.record is not None:
             self.record.update(**vars(self.history), startup_s=self.startup.seconds)
 

@@ -1,4 +1,4 @@
-"""Find what is not finite in a step, and where training goes back to."""
+"""Losses and gradients that are not finite: find their cause, and the checkpoint to return to."""
 
 import math
 from pathlib import Path
@@ -12,21 +12,22 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
 from distributed_training.supervise.process import numbered
 
-SKIPS_IN_A_ROW = 10  # with on_nonfinite=skip; if more follow, no single batch is at fault
+# With on_nonfinite=skip, a run stops if more steps in a row are skipped: no batch is to blame.
+SKIPS_IN_A_ROW = 10
 
 
 class NonFiniteError(RunError):
-    """A step whose loss or gradients are not finite, in a run that has `saved` these checkpoints.
-    `passed_over` is the step that it has left out before, or 0."""
+    """A step whose loss or gradients are not finite. `saved` are the checkpoints of the run, and
+    `passed_over` is the step that a rollback has skipped before, or 0."""
 
     def __init__(self, step: int, what: str, saved: list[Path], passed_over: int) -> None:
-        fix = "nothing was saved before; lower learning_rate, or look for a bad sample"
+        fix = "nothing was saved before, so lower learning_rate or look for a bad sample"
         if passed_over:
-            what += f", after step {passed_over} was passed over"
+            what += f", after step {passed_over} was skipped"
             fix = "lower learning_rate"
         elif saved:
-            fix = f"{saved[-1].name} is whole; to pass the batch over, go on from there with"
-            fix += " --resume auto --on_nonfinite rollback"
+            fix = f"to continue from {saved[-1].name} and skip this batch, repeat the command with "
+            fix += "--resume auto --on_nonfinite rollback"
         super().__init__(what, fix=fix)
         self.step = step
         self.what = what
@@ -34,26 +35,28 @@ class NonFiniteError(RunError):
 
 
 def has_fault(result: StepResult, config: RunConfig) -> bool:
-    """Whether this rank's gradients are not finite. Overflow of fp16, after which the loss scale
-    falls, is none; an engine may give -1 for such a norm and leave the update out."""
+    """Return whether this rank's gradients are not finite.
+
+    An overflow in fp16 is no fault, because the engine then skips the update and lowers the loss
+    scale. An engine may report -1 as the norm of such gradients."""
     if result.skipped:
         return config.precision != "fp16"
     return result.grad_norm is not None and not 0 <= float(result.grad_norm) < math.inf
 
 
 class Faults:
-    """Find what is not finite in a step, and remember the step that a rollback passes over."""
+    """Find the cause of steps that are not finite, and remember the step that a rollback skips."""
 
     def __init__(self, plan: Plan, history: History, engine: Engine) -> None:
         self.on_nonfinite = plan.config.on_nonfinite
         self.run_dir = plan.run_dir
         self.history = history
         self.engine = engine
-        self.passed_over = 0  # step whose batch is left out after a rollback
+        self.passed_over = 0  # step whose batch is skipped after a rollback
 
     def describe(self, step: int, result: StepResult) -> str | None:
-        """Name the ranks whose loss is not finite, and the first such gradient in the model's
-        order. Return None if the update was left out, as on_nonfinite=skip asks, and if it is not
+        """Name the ranks whose loss is not finite and the first gradient that is not finite, in
+        the order of the model. Return None if on_nonfinite=skip left out the update and it was not
         one of many in a row. Collective."""
         skips = self.on_nonfinite == "skip"
         skipped = set(self.history.skipped_steps)
@@ -65,29 +68,29 @@ class Faults:
             first = result.gradients.isfinite().logical_not().nonzero()[0]
             name = self.engine.gradient_names[int(first)]
         ranks = gather((math.isfinite(float(result.loss_sum)), name))
-        said = []
+        faults = []
         if losses := [rank for rank, (finite, _) in enumerate(ranks) if not finite]:
-            said.append(f"the loss is not finite on {numbered('rank', losses)}")
-        if found := [name for _, name in ranks if name is not None]:
-            holders = [rank for rank, (_, name) in enumerate(ranks) if name == found[0]]
-            where = f"{found[0]} on {numbered('rank', holders)}"
-            said.append(f"the first gradient that is not finite is of {where}")
-        what = f"step {step}: {' and '.join(said) or 'the gradients are not finite'}"
+            faults.append(f"the loss is not finite on {numbered('rank', losses)}")
+        if names := [name for _, name in ranks if name is not None]:
+            holders = [rank for rank, (_, name) in enumerate(ranks) if name == names[0]]
+            where = f"{names[0]} on {numbered('rank', holders)}"
+            faults.append(f"the first gradient that is not finite is of {where}")
+        what = f"step {step}: {' and '.join(faults) or 'the gradients are not finite'}"
         if skips and too_many:
-            what += f", as in the {SKIPS_IN_A_ROW} steps before"
+            what += f", as in the {SKIPS_IN_A_ROW} steps before it"
         return what
 
     def error(self, step: int, what: str) -> NonFiniteError:
         """Return the error for a step that is not finite. Collective."""
-        # Checkpoints as rank 0 sees them. Later ones stay until the next save if the run was
-        # resumed from an earlier one.
+        # All ranks use rank 0's list. It may contain later checkpoints if the run was resumed from
+        # an earlier one, because they stay until the next save.
         folders = from_rank_0(list(map(str, list_checkpoints(self.run_dir))))
         saved = [Path(folder) for folder in folders if Path(folder).name <= name_of(step)]
         return NonFiniteError(step, what, saved, self.passed_over)
 
     def checkpoint_to_return_to(self, error: NonFiniteError) -> Path:
-        """Return the checkpoint to go back to, and pass the step over from then on. Raise the error
-        if `on_nonfinite` is not "rollback", or if a step was passed over before."""
+        """Return the checkpoint to go back to, and skip the step from then on. Raises the error if
+        `on_nonfinite` is not "rollback", or if a step was skipped before."""
         if self.on_nonfinite != "rollback" or error.rolls_back_to is None:
             raise error
         self.passed_over = error.step

@@ -1,8 +1,8 @@
-"""`profile`: what every rank does in a few steps, as a trace; on a GPU also what is in its memory.
+"""The key `profile`: trace a few steps on every rank and, on GPUs, take memory snapshots.
 
-Traces are Chrome's JSON (ui.perfetto.dev opens them, results/lab/overlap.py reads them), snapshots
-are for pytorch.org/memory_viz. The first steps compile, allocate and capture graphs, and
-are left out.
+Traces are Chrome's JSON, which ui.perfetto.dev opens and results/lab/overlap.py reads. Memory
+snapshots open at pytorch.org/memory_viz. The first steps are left out, because they compile,
+allocate and capture graphs.
 """
 
 import os
@@ -16,42 +16,45 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records.metrics import MAX_WARMUP_STEPS
 from distributed_training.records.record import MEMORY_FILE, TRACE_FILE
 
-SILENT = "6"  # the profiler's library would print when it starts and stops
+SILENT = "6"  # log level at which the profiler's library prints nothing
 
 
 def steps_to_trace(plan: Plan, done: int) -> range:
-    """Which steps of a run that goes on after `done` are traced, counted from 1: the last of a run
-    that is shorter than warm-up and trace; never its first, nor one that is captured."""
+    """Return the steps to trace, counted from 1, of a run that continues after step `done`.
+
+    They follow the warm-up. A run shorter than warm-up and trace is traced at its end. Its first
+    step and the step that captures a graph are never traced."""
     config = plan.config
-    left = (plan.num_steps or 0) - done
+    num_left = (plan.num_steps or 0) - done
     warm_up = MAX_WARMUP_STEPS
-    if config.cuda_graphs:  # the profiler's own warm-up follows the capture, too
+    if config.cuda_graphs:  # The profiler needs a warm-up step of its own after the capture.
         warm_up = NUM_EAGER_STEPS + 2
-        if left < warm_up + config.profile:
-            left = min(left, NUM_EAGER_STEPS)
-    first = 1 + max(1, min(warm_up, left - config.profile))
-    return range(done + first, done + min(first + config.profile, left + 1))
+        if num_left < warm_up + config.profile:
+            num_left = min(num_left, NUM_EAGER_STEPS)
+    first = 1 + max(1, min(warm_up, num_left - config.profile))
+    return range(done + first, done + min(first + config.profile, num_left + 1))
 
 
 class Profile:
-    """Tracing of `steps`, from after step `done` to `stop`; `step_ended` follows each step."""
+    """Trace of `steps` in a run that has done `done` steps. Call `step_ended` after each step and
+    `stop` at the end."""
 
     def __init__(self, plan: Plan, topology: Topology, done: int, steps: range) -> None:
-        self.record: dict[str, object] | None = None  # of what was written
-        # Those that are not timed: profiling begins before the first that is traced, and writing
-        # ends within the one after the last.
+        self.record: dict[str, object] | None = None  # the steps and files that were written
+        # Steps whose times do not count: profiling begins in the step before the first traced one,
+        # and writing ends in the step after the last.
         self.slowed = range(steps.start - 1, steps.stop + 1)
         self._steps = steps
         self._done = done
         self._on_gpu = topology.device_type == "cuda"
         self._rank = topology.rank
         self._run_dir = plan.run_dir
-        if self._rank == 0:  # of an earlier start, perhaps with more processes
+        if self._rank == 0:  # Remove files of an earlier start, which may have had more processes.
             for name in (TRACE_FILE, MEMORY_FILE):
                 for file in self._run_dir.glob(name.format("*")):
                     file.unlink()
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-        wait = steps.start - done - 2  # the step before is the profiler's warm-up
+        wait = steps.start - done - 2  # The step before the first is the profiler's warm-up.
         self._profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=wait, warmup=1, active=len(steps), repeat=1),
             on_trace_ready=self._write,
@@ -59,19 +62,19 @@ class Profile:
         self._profiler.start()
 
     def step_ended(self) -> None:
-        """Go on to the next step; the files are written after the last."""
+        """Tell the profiler that a step has ended. After the last traced step, write the files."""
         self._done += 1
         if self._on_gpu and self._done == self._steps[0] - 1:
             record_memory_history()
         self._profiler.step()
 
     def stop(self) -> None:
-        """After a signal, what there is by then is written. Not to be called once one process has
-        failed: the profiler of another could wait for it for ever."""
+        """Stop the profiler and write the steps traced so far. Do not call this after a process has
+        failed, because the profilers of the others could wait for it forever."""
         self._profiler.stop()
 
     def _write(self, profiler: torch.profiler.profile) -> None:
-        if self._done < self._steps[0]:  # a signal came before the first one ended
+        if self._done < self._steps[0]:  # A signal came before the first traced step ended.
             return
         if self._on_gpu:
             dump_memory_history(self._run_dir / MEMORY_FILE.format(self._rank))

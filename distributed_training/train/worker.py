@@ -29,13 +29,15 @@ from distributed_training.train.loop import Trainer
 
 
 def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup: Startup) -> int:
-    """From data to the finished record; the exit code. Collective."""
+    """Run this process's part of a training run, from loading data to the finished record. Return
+    the exit code. Collective."""
     first = topology.rank == 0
     display = Display(enabled=first)
     for note in plan.notes:
         display.note(note)
     data = cut_data(plan)
-    # Machines may hold other files under one name, or another Python, which is the embedded corpus.
+    # Machines may hold different files under the same name, or different versions of Python, whose
+    # sources are the embedded corpus.
     agree.check_ranks_agree({"training data": data.fingerprint}, ask)
     build_extensions(plan, topology, display)
     startup.end("data")
@@ -43,7 +45,7 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
     history = records.History()
     record = None
     if first:
-        if plan.checkpoint is None:  # rows of an attempt that saved nothing
+        if plan.checkpoint is None:  # Remove the rows of an attempt that saved nothing.
             records.truncate_metrics(plan.run_dir, 0)
         else:
             state = resume.state_of(plan.checkpoint, resume.read_meta(plan.checkpoint))
@@ -52,8 +54,8 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
         record = records.start_record(plan.run_dir, **values)
     about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
     log_to = plan.config.log_to if first else None
-    going_on = resume.read_meta(plan.checkpoint).step if plan.checkpoint and first else 0
-    tracker = metrics.build_tracker(log_to, plan.run_dir, about, going_on)
+    resumed_step = resume.read_meta(plan.checkpoint).step if plan.checkpoint and first else 0
+    tracker = metrics.build_tracker(log_to, plan.run_dir, about, resumed_step)
     history = records.History(**agree.from_rank_0(vars(history)))
     engine = build_engine(plan, topology)
     if record is not None:
@@ -94,10 +96,10 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
         saved = plan.config.checkpoint_every != 0
         what = f"interrupted at step {trainer.step} of {trainer.num_steps}"
         if saved:
-            words, command = commands.to_continue(plan)
-            display.commands(f"{what}; {words}", command)
+            advice, command = commands.to_continue(plan)
+            display.commands(f"{what}; {advice}", command)
         else:
-            display.say(f"{what}; checkpoint_every=0: nothing was saved")
+            display.say(f"{what}; nothing was saved, because checkpoint_every is 0")
     engine.close()
     dist.barrier()
     if first:
@@ -108,17 +110,18 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
 
 
 def push(run_dir: Path, name: str) -> int:
-    """Send a finished run's model to the Hub; return the exit code."""
+    """Upload a finished run's model to the Hub and return the exit code."""
     try:
         print(f"pushed {push_folder(run_dir / records.LAST, name)}", flush=True)
-    except UserError as error:  # the run is finished all the same
+    except UserError as error:  # The run is finished, whether or not its model is uploaded.
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
 
 def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
-    """What the record says before the first step; records/record.py describes it."""
+    """Return the values that a record has before the first step. records/record.py describes
+    them."""
     config = plan.config
     strategy = plan.strategy
     pp = plan.mesh["pp"]
@@ -149,7 +152,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "cuda": torch.version.cuda if plan.machine.num_gpus else None,
         "num_parameters": plan.size.num_parameters,
         "num_learning": plan.size.num_learning(config.lora_rank, config.lora_targets),
-        "dtypes": None,  # known when the engine is built
+        "dtypes": None,  # filled in once the engine is built
         "estimated_state_bytes": estimate_state(plan),
         "prediction": plan.prediction,
         "batch": plan.batch.model_dump(),
@@ -158,7 +161,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
             "num_train_samples": len(data.train),
             "num_validation_samples": len(data.validation),
             "real_token_share": data.train.real_share,
-            # With packed records a sample is a block of some of them.
+            # With packing, a sample is a block of several records.
             "num_train_records": len(data.train.starts) if plan.packing else None,
             "num_validation_records": len(data.validation.starts) if plan.packing else None,
             "mean_document_tokens": plan.packing and plan.packing.mean_length,
@@ -169,12 +172,14 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
 
 
 def collect_results(trainer: Trainer) -> dict[str, Any]:
-    """History, performance, memory by rank, disk traffic with checkpoints. Collective."""
+    """Return the values that a record has at the end: history, performance, memory by rank, and
+    disk traffic including checkpoints. Collective."""
     plan = trainer.plan
     config = plan.config
     sampler = trainer.sampler
     timed = trainer.timed
-    # Steps that the data fill (the last of an epoch takes as long with fewer tokens), untraced.
+    # Time only full steps without tracing: the last step of an epoch takes as long with fewer
+    # tokens.
     slowed = trainer.profile.slowed if trainer.profile else ()
     full = [s for step, s in timed if sampler.is_full(step - 1) and step not in slowed]
     samples = min(sampler.global_batch_size, sampler.num_samples)

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite stops the run there, or is left out, as was asked for."""
+"""A loss or gradient that is not finite stops the run, or is skipped if `on_nonfinite` says so."""
 
 import pytest
 
@@ -11,7 +11,8 @@ NATIVE = {"dp": {}, "pp": {"num_microbatches": 2, "micro_batch_size": 2}}
 
 
 def run(strategy, output_dir, case="with_bad_gradient", /, steps=(), step=None, **changes):
-    """What the processes of a run say that fails after these steps; "" where it gets over them."""
+    """Run with bad gradients at `steps` and return what its processes print, or "" if the run
+    finishes."""
     values = {**SMALL, "strategy": strategy, "max_steps": NUM_STEPS, "checkpoint_every": EVERY}
     values |= {**NATIVE.get(strategy, {}), "output_dir": output_dir, **changes}
     said = run_case(f"fault_cases:{case}", values, name=NAME, steps=steps, step=step)
@@ -33,9 +34,9 @@ def test_the_run_stops_at_that_step_and_keeps_the_last_good_checkpoint(strategy,
     assert "Traceback" not in said
     first = f"the first gradient that is not finite is of {NAME} on rank"
     where = {
-        "dp": f"{first}s 0, 1; ",
-        "pp": f"{first} 1; ",
-        "zero1": "the loss is not finite on rank 1; ",
+        "dp": f"{first}s 0, 1. ",
+        "pp": f"{first} 1. ",
+        "zero1": "the loss is not finite on rank 1. ",
     }[strategy]
     assert error.startswith(f"step {BAD}: {where}")
     assert "--resume auto --on_nonfinite rollback" in error
@@ -55,9 +56,9 @@ def test_skip_and_rollback_are_a_run_without_that_batch(strategy, tmp_path):
 def test_rollback_is_done_once_and_from_a_checkpoint(tmp_path):
     # Steps are counted as they are done: 5, back to 3, 4, over 5, 6.
     said = run("dp", tmp_path / "twice", steps=[BAD, BAD + 2], on_nonfinite="rollback")
-    assert "after step 5 was passed over" in said
+    assert "after step 5 was skipped" in said
     said = run("dp", tmp_path / "early", steps=[EVERY - 1], on_nonfinite="rollback")
-    assert "nothing was saved before" in said
+    assert "Nothing was saved before" in said
 
 
 def test_skip_gives_up_where_no_step_is_finite(tmp_path):

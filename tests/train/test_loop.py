@@ -40,7 +40,7 @@ NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5, 10 and, cut shor
 
 
 class CountingEngine:
-    """Steps without a model; `at_step` may do something while a step is on its way."""
+    """Engine whose steps need no model. `at_step` runs during each step."""
 
     def __init__(self, losses=None, at_step=lambda step: None):
         self.losses = losses or [2.0] * NUM_STEPS
@@ -65,7 +65,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 @pytest.fixture(autouse=True)
 def saved(monkeypatch):
-    """Steps that are saved; nothing is written."""
+    """Record the steps that are saved, and write nothing."""
     steps = []
     monkeypatch.setattr(saver.Saver, "begin", lambda *_, step, **__: steps.append(step))
     return steps
@@ -73,7 +73,7 @@ def saved(monkeypatch):
 
 @pytest.fixture
 def exported(monkeypatch):
-    """Steps whose best weights are exported; nothing is written."""
+    """Record the steps whose best weights are exported, and write nothing."""
     steps = []
 
     monkeypatch.setattr(Trainer, "_export", lambda trainer, *_: steps.append(trainer.step))
@@ -119,7 +119,7 @@ def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monk
     monkeypatch.setattr(saver.Saver, "finish", finish)
     trainer = make_trainer(checkpoint_every=4)
     trainer.saver.ending = Future()
-    with pytest.raises(loop.NonFiniteError, match="step 4 is not saved: weight/w has") as caught:
+    with pytest.raises(loop.NonFiniteError, match="step 4 was not saved: weight/w has") as caught:
         trainer.run()
     assert caught.value.step == 4
 
@@ -130,7 +130,7 @@ def test_a_save_that_finds_a_poisoned_state_ends_the_run_as_a_bad_step_does(monk
 def test_checkpoints_are_saved_when_they_are_due_once_the_record_has_what_led_to_them(
     every, steps, monkeypatch
 ):
-    """A kill between the two would lose for good what the record lacks."""
+    """If the record came later, a kill between the two would lose those steps for good."""
     monkeypatch.setattr(loop.records, "append_metrics", lambda *_: None)
     record, curves = {"skipped_steps": []}, []
     trainer = make_trainer(checkpoint_every=every)
@@ -251,13 +251,13 @@ def test_a_resumed_run_keeps_the_history_up_to_its_checkpoint():
     kept = {"step": 4, "loss_curve": curve[:4], "evaluations": rows[:2], "epochs": rows[1:2]}
     assert history == History(**kept, skipped_steps=[2], best={"step": 4})
     history.cut(3)
-    assert history.best is None, "it is done again"
+    assert history.best is None, "that step runs again"
 
 
 @pytest.mark.parametrize(
     ("losses", "steps"),
     [
-        # After steps 0, 3, 5, 6, 9, 10, 12; the untrained model's counts for nothing.
+        # Evaluations after steps 0, 3, 5, 6, 9, 10 and 12; the untrained model does not count.
         ([1.0, 4.0, 3.0, 3.0, 2.0, 5.0, 1.5], [3, 5, 9, 12]),
         ([9.0, float("nan"), 3.0, 5.0, 4.0, 3.0, 6.0], [5]),
     ],
@@ -273,7 +273,7 @@ def test_the_best_so_far_is_saved_at_each_evaluation_that_beats_those_before(
     assert exported == steps
     assert trainer.history.best["step"] == steps[-1]
     epochs = [(epoch["step"], epoch["mean_step_loss"]) for epoch in trainer.history.epochs]
-    assert epochs == [(5, 2.0), (10, 7.0), (12, 10.5)]  # of their own steps
+    assert epochs == [(5, 2.0), (10, 7.0), (12, 10.5)]  # means over the steps of each epoch
 
 
 def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeypatch):

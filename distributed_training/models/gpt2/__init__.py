@@ -30,12 +30,7 @@ def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> M
         **shape,
         num_positions=num_positions,
         hidden_size=d,
-        block_matrices=(
-            (3 * d, d),
-            (d, d),
-            (4 * d, d),
-            (d, 4 * d),
-        ),  # attention, MLP
+        block_matrices=((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)),  # attention, MLP
         block_parameters=12 * d**2 + 13 * d,  # matrices, biases (9 d) and two norms (4 d)
         block_parameters_split=12 * d**2 + 7 * d,
         block_norm_parameters=4 * d,

@@ -84,9 +84,7 @@ class Config(BaseModel, strict=True):
     mlp_bias: Literal[False] = False
     hidden_act: Literal["silu", "swish"] = "silu"  # two names of the same function
     sliding_window: Count | None = None  # tokens that a token attends to in sliding layers
-    layer_types: tuple[LayerType, ...] | None = Field(
-        None, strict=False
-    )  # None: all alike
+    layer_types: tuple[LayerType, ...] | None = Field(None, strict=False)  # None: all alike
     quantization_config: None = Field(None, exclude=True)
     auto_map: None = Field(None, exclude=True)  # would name code in the folder
 
