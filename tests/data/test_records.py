@@ -128,7 +128,7 @@ def test_columns_are_renamed():
     assert shape.pair({"q": "2+2=", "a": "4", "prompt": "other"}, "here") == ("2+2=", "4")
     with refused("columns names 'a', which here has not"):
         Shape({"q": "2+2="}, "here", columns)
-    with refused("it has 'c0', ", "'c19' and 4,980 more; "):
+    with refused("it has 'c0', ", "'c19' and 4,980 more. "):
         Shape({f"c{number}": 1 for number in range(5000)}, "here", {})
 
 

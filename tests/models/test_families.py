@@ -208,10 +208,10 @@ def test_files_of_weights_are_chosen_as_in_transformers(tmp_path):
     assert_near(ours(tmp_path)(IDS), model(IDS).logits)  # a stale index
     state = model.state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     safe.rename(tmp_path / "consolidated.safetensors")
-    with refused("model-00001-of-00002.safetensors cannot be read", "index names files"):
+    with refused("model-00001-of-00002.safetensors cannot be read", "index lists files"):
         ours(tmp_path)
     index.write_text(json.dumps({"weight_map": {"x": "../model.safetensors"}}))
-    with refused("'../model.safetensors'", "files beside it"):
+    with refused("'../model.safetensors'", "files in the same folder"):
         ours(tmp_path)
     index.unlink()
     with refused("has no weights", "only consolidated.safetensors", "weights to random"):
@@ -245,7 +245,7 @@ def test_weights_in_several_files_and_in_16_bit(tmp_path):
     rounded = AutoModelForCausalLM.from_pretrained(parts, dtype=torch.float32)
     assert_near(model(IDS), rounded(IDS).logits)
     next(parts.glob("*00002-of-*")).unlink()
-    with refused("00002-of", "cannot be read", "fetch it again"):
+    with refused("00002-of", "cannot be read", "download"):
         ours(parts)
 
 
@@ -301,7 +301,7 @@ def test_weights_of_another_size_or_cut_off_are_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     for kept in (file.stat().st_size - 99, 4):
         os.truncate(file, kept)
-        with refused("model.safetensors cannot be read", "fetch it again"):
+        with refused("model.safetensors cannot be read", "download"):
             ours(tmp_path)
 
 
@@ -312,9 +312,9 @@ GPT2 |= {"vocab_size": 300}
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba"}, ("model_type 'mamba'", "dense decoders")),
+        ({"model_type": "mamba"}, ("model_type 'mamba'", "dense text decoders")),
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2}, ("layer_types",)),
-        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, ("sliding window",)),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, ("sliding-window",)),
         ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config",)),
         ({"num_hidden_layers": 10**6}, ("num_hidden_layers=1000000",)),
         ({"vocab_size": 10**12}, ("vocab_size=1000000000000",)),
@@ -322,10 +322,10 @@ GPT2 |= {"vocab_size": 300}
         ({"hidden_size": "32"}, ("hidden_size", "expected int")),
         ({"rope_scaling": [4.0]}, ("config.json",)),
         ({"auto_map": {"AutoModel": "own.Model"}}, ("auto_map",)),
-        ({"num_key_value_heads": 3}, ("4 heads", "3 of k and v")),
+        ({"num_key_value_heads": 3}, ("num_attention_heads=4", "num_key_value_heads=3", "do not fit")),
         ({**GPT2, "n_embd": "16"}, ("n_embd", "expected int")),
-        ({**GPT2, "n_head": 3}, ("n_head=3 does not divide n_embd=32",)),
-        ({**GPT2, "n_inner": 64}, ("n_inner=64 is not 4 n_embd=128",)),
+        ({**GPT2, "n_head": 3}, ("n_embd=32 is not divisible by n_head=3",)),
+        ({**GPT2, "n_inner": 64}, ("n_inner=64 is not 4 x n_embd", "128")),
         ({**GPT2, "activation_function": "relu"}, ("activation_function='relu'",)),
         ({**GPT2, "layer_norm_epsilon": 1e-6}, ("layer_norm_epsilon=1e-06",)),
         ({**GPT2, "scale_attn_weights": False}, ("scale_attn_weights=False",)),

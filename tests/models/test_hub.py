@@ -164,8 +164,8 @@ def test_random_weights_are_transformers_and_depend_on_the_seed_alone(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba"}, ("no attention heads", "dense decoders")),
-        ({"model_type": "mixtral"}, ("mixture of experts", "dense decoders")),
+        ({"model_type": "mamba"}, ("no attention heads", "dense text decoders")),
+        ({"model_type": "mixtral"}, ("mixture of experts", "dense text decoders")),
         ({"model_type": "t5"}, ("encoder-decoder",)),
         ({"model_type": "bert"}, ("bert", "no decoder")),
         ({"model_type": "gemma3"}, ("vision_config", "text model alone")),

@@ -107,7 +107,7 @@ def test_tokens_become_steps_hours_and_a_price(monkeypatch, capsys):
     assert "at 2 per GPU-hour" in out
     assert "--max_steps 122071" in out
     assert plan(monkeypatch, *words, "--tokens", "many") == 2
-    assert "write 300M, 1B or 2e9" in capsys.readouterr().err
+    assert "Write 300M, 1B or 2e9" in capsys.readouterr().err
 
 
 def test_an_unknown_model_is_refused_with_its_reason(monkeypatch, capsys):
@@ -115,7 +115,7 @@ def test_an_unknown_model_is_refused_with_its_reason(monkeypatch, capsys):
     err = capsys.readouterr().err
     assert "model='nobody/nothing' is not in the Hugging Face cache" in err
     assert plan(monkeypatch, "--cluster", "H200", "--model", "gpt2", "--max_length", "4096") == 2
-    assert "it has 1024 positions" in capsys.readouterr().err
+    assert "It has 1024 positions" in capsys.readouterr().err
 
 
 def test_what_is_typed_is_typed_once(monkeypatch, capsys):

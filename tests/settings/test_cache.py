@@ -107,11 +107,11 @@ def test_folders_that_others_can_fill_are_refused(name, tmp_path):
     link.symlink_to(folder)
     given = {CACHE: tmp_path / "own", name: link}
     folder.chmod(0o777)
-    assert "every user may write to it. Set " + name in refused_or_variables(**given)
+    assert "Every user may write to it. Set " + name in refused_or_variables(**given)
     folder.chmod(0o755)
     if os.geteuid() == 0:
         os.chown(folder, 12345, -1)
-        assert "belongs to user 12345. Set " + name in refused_or_variables(**given)
+        assert "It belongs to user 12345. Set " + name in refused_or_variables(**given)
         os.chown(folder, 0, -1)
     assert "TORCH_EXTENSIONS_DIR" in json.loads(refused_or_variables(**given))
 
@@ -125,7 +125,7 @@ def test_a_folder_behind_a_link_in_the_cache_keeps_its_mode_and_is_checked(tmp_p
     assert "TORCH_EXTENSIONS_DIR" in json.loads(refused_or_variables(**{CACHE: tmp_path / "own"}))
     assert disk.stat().st_mode & 0o777 == 0o755
     disk.chmod(0o777)
-    assert "every user may write to it" in refused_or_variables(**{CACHE: tmp_path / "own"})
+    assert "Every user may write to it" in refused_or_variables(**{CACHE: tmp_path / "own"})
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
