@@ -52,9 +52,12 @@ def one_launch(records: Path) -> Figure:
     """Steps launched op by op, and as one CUDA graph."""
     rows = [r for r in _read(records / "h200-x4") if r.batch.micro_batch_size == 4]
     pairs = {name: [r for r in rows if r.layout_name == name] for name in ("dp", "fsdp")}
-    figure, axes = _figure("Tokens a second, launched op by op and as one graph", 2.1)
-    axes.set_title("gpt2-medium, 4 H200s, 4 x 512 tokens on each", fontsize=9, loc="left")
-    for graph, colour, label in ((False, "#bbbbbb", "op by op"), (True, "#0072b2", "one graph")):
+    figure, axes = _figure("Tokens per second, without and with one CUDA graph per step", 2.1)
+    axes.set_title("gpt2-medium, 4 H200s, 4 x 512 tokens per GPU", fontsize=9, loc="left")
+    for graph, colour, label in (
+        (False, "#bbbbbb", "without graph"),
+        (True, "#0072b2", "one graph"),
+    ):
         speeds = [
             next(_speed(r) for r in found if r.config["cuda_graphs"] is graph)
             for found in pairs.values()
@@ -71,7 +74,7 @@ def one_launch(records: Path) -> Figure:
 
 
 def tradeoff(records: Path) -> Figure:
-    """Tokens a second against GiB of the fullest GPU, by layout."""
+    """Draw tokens per second against the GiB of the GPU that uses most, by layout."""
     chosen = {
         "dp": (8, -3), "zero1": (-34, 7), "zero2": (8, -12), "zero3": (8, -8), "fsdp": (-30, -6),
         "tp tp4": (-118, -16), "3d dp_shard2 tp2": (-40, -16), "3d pp2 tp2 1f1b-m8": (8, -6),
@@ -80,7 +83,7 @@ def tradeoff(records: Path) -> Figure:
         "pp pp4 zb-v-m8": (8, -6), "pp pp4 zb-v-m16": (-62, -12), "pp pp4 zb-auto-m8": (8, -3),
         "pp pp4 zb-auto-m16": (-40, 9),
     }  # fmt: skip
-    figure, axes = _figure("Where state fits, copies are fastest; pipelines need least memory", 4.4)
+    figure, axes = _figure("If the state fits, dp is fastest; pipelines need least memory", 4.4)
     axes.set_title(f"{MEDIUM}; pipelines on a second machine", fontsize=9, loc="left")
     best = _medium(records)
     for name, shift in chosen.items():
@@ -93,9 +96,9 @@ def tradeoff(records: Path) -> Figure:
         axes.annotate(words, point, fontsize=8.5, color=COLOURS[_divides(record)], **offset)
     for kind, colour in COLOURS.items():
         axes.plot([], [], "o", color=colour, label=kind)
-    axes.legend(title="divides", frameon=False, fontsize=8.5, loc="lower center", ncols=1,
+    axes.legend(title="splits", frameon=False, fontsize=8.5, loc="lower center", ncols=1,
                 bbox_to_anchor=(0.47, 0))  # fmt: skip
-    axes.set(xlabel="GiB on the fullest GPU", ylabel="tokens per second", xlim=(0, 100))
+    axes.set(xlabel="GiB on the GPU that uses most", ylabel="tokens per second", xlim=(0, 100))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(400_000, 850_000)
     axes.grid(alpha=0.25)
@@ -105,7 +108,7 @@ def tradeoff(records: Path) -> Figure:
 def bubbles(records: Path) -> Figure:
     """Measured and ideal bubbles: by the number of micro-batches, and by schedule."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
-    figure.suptitle("Idle share of the pipeline's phase: measured, and by the schedule's formula",
+    figure.suptitle("Idle share of the pipeline: measured, and by the schedule's formula",
                     x=0.01, ha="left", fontsize=11, fontweight="bold")  # fmt: skip
     left, right = figure.subplots(1, 2, sharey=True)
     for name in ("gpipe", "1f1b", "interleaved"):
@@ -115,7 +118,7 @@ def bubbles(records: Path) -> Figure:
         left.plot(m, measured, "o-", color=SCHEDULES[name], label=name)
         left.plot(m, ideal, ":", color=SCHEDULES[name])
     left.plot([], [], ":", color="#555555", label="formula")
-    left.set_title("gpt2-xl's sizes, 4 stages, op by op", fontsize=9, loc="left")
+    left.set_title("gpt2-xl's size, 4 stages, no CUDA graphs", fontsize=9, loc="left")
     left.set_xscale("log", base=2)
     left.set_xticks([4, 8, 16], ["4", "8", "16"])
     left.set_xlabel("micro-batches")
@@ -135,7 +138,7 @@ def bubbles(records: Path) -> Figure:
             bars = right.bar(place + shift, height, 0.38, color=colour)
             right.bar_label(bars, [f"{height:.0f}"], fontsize=8.5)
     right.set_xticks(range(len(names)), names)
-    right.set_title("gpt2-medium, 4 stages, 8 micro-batches; grey: formula", fontsize=9, loc="left")
+    right.set_title("gpt2-medium, 4 stages, 8 micro-batches; gray: formula", fontsize=9, loc="left")
     return figure
 
 
@@ -151,7 +154,7 @@ def memory(records: Path) -> Figure:
     names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 1f1b-m8",
              "pp pp4 zb-auto-m8", "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
              "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
-    figure, axes = _figure("What the fullest GPU holds, GiB", 4.0)
+    figure, axes = _figure("Memory of the GPU that uses most, GiB", 4.0)
     axes.set_title(f"{MEDIUM}; pipelines on a second machine", fontsize=9, loc="left")
     best = _medium(records)
     state = [
@@ -161,8 +164,8 @@ def memory(records: Path) -> Figure:
     ]  # fmt: skip
     rest = [_fullest(best[name]) / GIB - held for name, held in zip(names, state, strict=True)]
     labels = [name.replace("pp pp4", "pp4").replace("tp tp4", "tp4") for name in names]
-    axes.barh(labels, state, color="#0072b2", label="state (by law)")
-    bars = axes.barh(labels, rest, left=state, color="#e69f00", label="activations and the rest")
+    axes.barh(labels, state, color="#0072b2", label="state (formula)")
+    bars = axes.barh(labels, rest, left=state, color="#e69f00", label="activations and others")
     axes.bar_label(bars, [f"{a + b:.0f}" for a, b in zip(state, rest, strict=True)], padding=3)
     axes.invert_yaxis()
     axes.legend(frameon=False, loc="lower right")
@@ -173,7 +176,7 @@ def overlap(records: Path) -> Figure:
     """What a GPU does when in one step of each kind of strategy."""
     names = ("dp", "fsdp", "tp 4", "tp 2 x fsdp 2", "pp 4, 1f1b")
     about = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step; GPU 0"
-    title = "What communication takes of a step, and what of it nothing hides"
+    title = "Communication per step, and the exposed part of it"
     return draw_timelines(_overlap(records / "h200-x4-overlap"), names, title, about)
 
 
@@ -185,14 +188,14 @@ def from_scratch(records: Path) -> Figure:
         "WikiText-2's validation text, 1.1 MB": {
             "from the code's weights": tuned, "from random weights": random,
         },
-    }, "gpt2 learns Python's code, and English better with its weights")  # fmt: skip
+    }, "gpt2 learns code, then English better than from random weights")  # fmt: skip
 
 
 def overlap_slow_link(records: Path) -> Figure:
     """The same where the link is slow and the processors are CPUs."""
     record = _overlap(records / "cpu-overlap")
     about = "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 8 x 128 tokens per step; process 0"
-    title = "Over a slow link: what communication takes of a step, and what nothing hides"
+    title = "Over a slow link: communication per step, and the exposed part of it"
     return draw_timelines(record, list(record["shares"]), title, about)
 
 

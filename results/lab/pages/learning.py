@@ -25,7 +25,7 @@ def draw_losses(panels: Mapping[str, Mapping[str, Record]], title: str) -> Figur
             axes.plot(*zip(*seen, strict=True), "o-", color=colour, markersize=3,
                       label=f"{label}, validation")  # fmt: skip
         axes.set_title(text, fontsize=9, loc="left")
-        axes.set(xlabel="steps", ylabel="loss, nats a token")
+        axes.set(xlabel="steps", ylabel="loss, nats per token")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8)
     return figure

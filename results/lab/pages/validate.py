@@ -208,7 +208,7 @@ def predicted_s(row: Row) -> float:
 
 
 def first_choice(rows: Sequence[Row]) -> tuple[Row, Row]:
-    """What is predicted and what was measured to be the quickest."""
+    """One set of runs that did the same work: the first choice and the fastest run."""
     first = min(rows, key=lambda row: (predicted_s(row), row.measured_s))
     return first, min(rows, key=lambda row: row.measured_s)
 
@@ -233,9 +233,9 @@ def distribution() -> str:
         published = [blind.errors(row, Path(folder))[0] for row in others]
     found = []
     for what, errors in (
-        ("peak memory, pages that set no constant", memory_errors(unseen)),
-        ("step time, pages that set no constant", [row.time_error for row in unseen]),
-        ("step time, others' runs", [error for error in published if error is not None]),
+        ("peak memory, held-out pages", memory_errors(unseen)),
+        ("step time, held-out pages", [row.time_error for row in unseen]),
+        ("step time, published by others", [error for error in published if error is not None]),
         ("peak memory, all pages", memory_errors(rows)),
         ("step time, all pages", [row.time_error for row in rows]),
         ("step time, all pages, calibrated", calibrated_errors()),
@@ -269,7 +269,7 @@ def calibrated_errors() -> list[float]:
 
 
 def choices() -> str:
-    """How often the first choice among runs of the same work is the quickest, and where not."""
+    """Describe how often the first choice is the fastest of its set; list the other sets."""
     found = []
     lost = []
     sets = same_work(gpu_rows())
@@ -279,12 +279,15 @@ def choices() -> str:
         lost.append(behind)
         if behind:
             found.append([name, _layout(first), _layout(best), f"{behind:+.1%}"])
-    right = f"In {len(sets) - len(found)} of {len(sets)} sets of runs that did the same work"
     ranked = statistics.mean(rank_correlation(rows) for rows in sets.values() if len(rows) > 3)
-    right += f" the first choice was the quickest; it loses {statistics.median(lost):.1%} in the "
-    right += f"median. Rank correlation, mean of sets of four and more: {ranked:.2f}."
-    table = _table(found, ["else", "first choice", "quickest", "behind"])
-    return f"{right}\n\n{table}"
+    text = (
+        f"In {len(sets) - len(found)} of {len(sets)} sets of runs that did the same work, the "
+        f"first choice was the fastest. In the median it is {statistics.median(lost):.1%} slower than "
+        "the fastest. The rank correlation, averaged over sets of at least four runs, is "
+        f"{ranked:.2f}."
+    )
+    table = _table(found, ["other sets", "first choice", "fastest", "behind"])
+    return f"{text}\n\n{table}"
 
 
 def every_row() -> str:
