@@ -282,9 +282,9 @@ def choices() -> str:
     ranked = statistics.mean(rank_correlation(rows) for rows in sets.values() if len(rows) > 3)
     text = (
         f"In {len(sets) - len(found)} of {len(sets)} sets of runs that did the same work, the "
-        f"first choice was the fastest. In the median it is {statistics.median(lost):.1%} slower than "
-        "the fastest. The rank correlation, averaged over sets of at least four runs, is "
-        f"{ranked:.2f}."
+        "first choice was the fastest. "
+        f"In the median it is {statistics.median(lost):.1%} slower than the fastest. "
+        f"The rank correlation, averaged over sets of at least four runs, is {ranked:.2f}."
     )
     table = _table(found, ["other sets", "first choice", "fastest", "behind"])
     return f"{text}\n\n{table}"
