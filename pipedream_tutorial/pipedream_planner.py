@@ -207,7 +207,7 @@ def print_simulation(plan: Plan, num_microbatches: int) -> None:
         if run.period_s is not None:
             period = [f"{float(run.period_s):.4f}", f"{float(run.period_s / plan.period_s):.1%}"]
         in_flight = "-".join(map(str, run.in_flight))
-        rows.append([title, in_flight, *period, f"{float(run.utilisation):.1%}"])
+        rows.append([title, in_flight, *period, f"{float(run.utilization):.1%}"])
     print(f"\n{num_microbatches} microbatches, in 1F1B, round robin over a stage's workers:\n")
     print_table(rows)
     if any("-" in row for row in rows):

@@ -22,7 +22,7 @@ SUFFIXES = {".py", ".md", ".ipynb", ".js", ".html", ".jinja", ".sh", ".slurm", "
 OPENING = re.compile(r"(Of|What|Whether|That|Those|The same)\b")
 EMPTY_NAMES = {"found", "each", "own", "place", "said", "asked"}
 UNIT = (
-    r"(\d[\d.,]*|one|two|three|four|once|twice|times|s|ms|us|seconds?|minutes?|hours?|bytes?|[KMGT]i?B"
+    r"(\d+(?:[.,]\d+)*|one|two|three|four|once|twice|times|s|ms|us|seconds?|minutes?|hours?|bytes?|[KMGT]i?B"
     r"|tokens|samples|sequences|updates|steps|messages?|passes|lines?|blocks|dollars)"
 )
 OWNER = (
@@ -30,7 +30,7 @@ OWNER = (
     r"|second|minute|hour)"
 )
 PHRASES = {
-    rf"(?<![-.\w]){UNIT} an? {OWNER}\b": "write 'per', not 'a'",
+    rf"(?<![-.\w]){UNIT} an? {OWNER}\b(?!')": "write 'per', not 'a'",
     r", too(?=[.,;:)!?]|$)": "drop the comma, or write 'also'",
     r"\blearnt\b": "learned, or trained on",
     r"\bmended\b": "fixed",
@@ -42,7 +42,7 @@ PHRASES = {
     r"\bon the wire\b": "communication volume",
     r"\brehearsals?\b": "smoke test",
     r"(?<![-\w])quick(er|est)\b": "fast, faster, fastest",
-    r"\bof which\b": "start a new sentence",
+    r"(?<!each\s)(?<!all\s)(?<!some\s)(?<!most\s)(?<!both\s)(?<!multiple\s)\bof which\b": "start a new sentence",
     r"\blikewise\b": "name the thing",
     r"\bso many\b": "name the number",
     r"\b(no|have|has|the) room for\b": "free memory, or space",

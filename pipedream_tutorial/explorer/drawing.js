@@ -1,9 +1,9 @@
 // A timeline as SVG, ranks from top to bottom, time from left to right, with its title and numbers.
-// Colours are the style sheet's. The functions take a pane and return what is drawn as text.
+// Colors are the style sheet's. The functions take a pane and return what is drawn as text.
 "use strict";
 
 const AXIS = 18;
-const NUM_VERSION_COLOURS = 7;
+const NUM_VERSION_COLORS = 7;
 
 // Sizes in pixels. `longest`: time that is shown; `room`: the height not to exceed, if it can be.
 function buildLayout({ run, strips, measured, chosen }, width, longest, room) {
@@ -89,7 +89,7 @@ function drawCell({ run, chosen }, { item, rank, index }, { x, right, top }, hei
     const pale = byVersion ? 0 : paleness(run.timeline.schedule, op.stage);
     const { version } = run.use.get(op.text);
     let kind = op.kind;
-    if (byVersion) kind = version === undefined ? "none" : `v${version % NUM_VERSION_COLOURS}`;
+    if (byVersion) kind = version === undefined ? "none" : `v${version % NUM_VERSION_COLORS}`;
     const more = `fill-opacity="${1 - pale}" ${labels ? `data-at="${rank}.${index}"` : ""}`;
     let drawn = rect(kind, x, y, wide, each - (part ? 0 : gap / 2), more);
     if (byVersion) drawn += rect(op.kind, x, y + 0.8 * each, wide, 0.2 * each); // the kind as a foot
@@ -239,7 +239,7 @@ function focused({ run, focus }) {
   return focus && run?.timeline.lines[focus.rank]?.[focus.index];
 }
 
-// Where a dragged item would go, and whether it may: a cross, so that colour is not all that says it.
+// Where a dragged item would go, and whether it may: a cross, so that color is not all that says it.
 function drawDrag(view, { rank, from, to, verdict }) {
   const before = view.run.timeline.lines[rank].toSpliced(from, 1)[to - 1];
   const [x, top, { row }] = [toX(view, before?.end ?? 0), rowTop(view.layout, rank), view.layout];

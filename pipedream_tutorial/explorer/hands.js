@@ -128,7 +128,7 @@ function onKey(pane, { key, shiftKey }, editable) {
     const { rank, index } = pane.focus;
     focus(pane, { rank, index: Math.max(0, Math.min(lines[rank].length - 1, index + along)) });
   } else if (across) {
-    focus(pane, neighbour(pane, across));
+    focus(pane, neighbor(pane, across));
   } else {
     return false;
   }
@@ -137,7 +137,7 @@ function onKey(pane, { key, shiftKey }, editable) {
 }
 
 // The cell of the next rank that starts nearest in time; where there is none, the one in focus.
-function neighbour(pane, step) {
+function neighbor(pane, step) {
   const cell = focused(pane);
   const distance = ({ start }) => Math.abs(start - cell.start);
   const others = pane.run.timeline.lines[cell.rank + step] ?? [];

@@ -88,13 +88,13 @@ function zbVFixed(r, p, m) {
   return word + "Ii".repeat(r) + "IW".repeat(p - r) + "w".repeat(r) + "W".repeat(r);
 }
 
-// One slot between neighbours; the pause keeps two operations of a rank out of the same slot.
+// One slot between neighbors; the pause keeps two operations of a rank out of the same slot.
 function vMin(p, m) {
   const pause = p % 3 ? 0 : 2;
   return repeatedBlock(p, m, (r) => [r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r]);
 }
 
-// Two slots between neighbours wherever the way leads down the V.
+// Two slots between neighbors wherever the way leads down the V.
 function vHalf(p, m) {
   const pause = p % 2 ? 0 : 3;
   return repeatedBlock(p, m, (r) => [2 * r, 3 * p - 2 - r, 3 * p + pause - 1 + 2 * r, 6 * p + pause - 2 - r]);

@@ -70,7 +70,7 @@ function measuredText(pane, cell) {
   return [`Measured: ${took} ms (simulated ${wanted}), and it ended ${lateText(lateness(pane, real))}.`];
 }
 
-// What the frames, arrows and strips that are shown mean: a swatch's colour, or none, and a text.
+// What the frames, arrows and strips that are shown mean: a swatch's color, or none, and a text.
 function showLegend(panes, chosen) {
   const shown = panes.filter((pane) => pane.run);
   const schedules = shown.map((pane) => pane.run.timeline.schedule);
@@ -92,9 +92,9 @@ function showLegend(panes, chosen) {
     [true, "ink", "thick frame: the operation in focus"],
     [true, "accent", "framed, with an arrow: what it waits for; dashed arrow: what waits for it"],
   ];
-  const items = entries.filter(([on]) => on).map(([, colour, text]) => {
-    const swatch = el("span", { className: colour ? "swatch" : "" });
-    swatch.style.background = `var(--${colour})`;
+  const items = entries.filter(([on]) => on).map(([, color, text]) => {
+    const swatch = el("span", { className: color ? "swatch" : "" });
+    swatch.style.background = `var(--${color})`;
     return el("span", {}, swatch, text);
   });
   byId("legend").replaceChildren(...items);

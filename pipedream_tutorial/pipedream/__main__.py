@@ -20,7 +20,7 @@ import pipedream_simple as simple
 from pipedream_simple import number, percent
 
 from pipedream.config import LEAST, SHARED_RULES, Rule, parse_arguments
-from pipedream.draw.terminal import LEGEND, bold, draw, listed, print_wrapped, use_colour, width
+from pipedream.draw.terminal import LEGEND, bold, draw, listed, print_wrapped, use_color, width
 from pipedream.errors import UserError, main_with_errors
 from pipedream.schedules.ops import save_csv
 from pipedream.schedules.orders import SCHEDULES, build_schedule
@@ -185,7 +185,7 @@ def print_schedule(row: Row | Refused, drawn: dict[object, str]) -> None:
         print(f"  the same grid as {drawn[orders]}")
     else:
         drawn[orders] = row.title
-        print(draw(timeline, width(), colour=use_colour()))
+        print(draw(timeline, width(), color=use_color()))
     one = row.batch_idle
     tell(
         "one batch",

@@ -100,9 +100,9 @@ def test_it_can_be_read_wide_and_narrow_light_and_dark(browser, tmp_path, width,
     assert shot.shape[1] == width
     paper = shot[2, 2]
     assert paper.max() < 40 if dark else paper.min() > 240
-    colours = {f"rgb({r}, {g}, {b})" for r, g, b in np.unique(shot.reshape(-1, 3), axis=0)}
+    colors = {f"rgb({r}, {g}, {b})" for r, g, b in np.unique(shot.reshape(-1, 3), axis=0)}
     style = "getComputedStyle(document.querySelector('.chart .{}')).fill"
-    assert {browser.js(style.format(kind)) for kind in "FIW"} <= colours
+    assert {browser.js(style.format(kind)) for kind in "FIW"} <= colors
 
 
 RANKS = replace(SHARED_RULES["num_stages"], high=16)

@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from pipedream.draw import charts, grids
 from pipedream.draw.charts import idle_curves
-from pipedream.draw.grids import Work, forwards_only, kind_colours
+from pipedream.draw.grids import Work, forwards_only, kind_colors
 from pipedream.draw.page import LEAST, save
 from pipedream.simulate.comparison import Row, compare, measure
 from pipedream.simulate.measures import idle
@@ -144,13 +144,13 @@ def test_rectangles_are_the_timeline(shipped: dict[str, Figure]) -> None:
         idle_until = {r.get_width() for r in ax.patches if str(r.get_gid()).startswith("idle")}
         assert idle_until == {float(timeline.makespan)}
         if name != "weight_versioning":
-            colour = kind_colours(timeline.schedule)
+            color = kind_colors(timeline.schedule)
             ops = {str(op): op for op in timeline.schedule.ops()}
             for r in rectangles(ax):
-                assert to_hex(r.get_facecolor()) == to_hex(colour(ops[str(r.get_gid())]))
+                assert to_hex(r.get_facecolor()) == to_hex(color(ops[str(r.get_gid())]))
 
 
-def test_utilisation_is_the_measures(shipped: dict[str, Figure]) -> None:
+def test_utilization_is_the_measures(shipped: dict[str, Figure]) -> None:
     ax = shipped["utilization_comparison"].axes[0]
     widths = [float(r.get_width()) for r in rectangles(ax)]
     diamonds = [float(line.get_xdata()[0]) for line in ax.get_lines()]

@@ -50,14 +50,14 @@ def test_the_picture_of_a_small_pipeline():
         assert draw(timeline("zb-h1", 4, 8, weight_gradient=w), 100).count("\n") < 60
 
 
-def test_colours_change_no_letter_and_go_on_where_a_line_is_wrapped():
+def test_colors_change_no_letter_and_go_on_where_a_line_is_wrapped():
     shown = timeline("dualpipe-v", 2, 4)
-    coloured = draw(shown, 50, colour=True)
-    letters = re.findall(r"\x1b\[30;48;5;(\d+)m(.)\x1b\[0m", coloured)
-    assert re.sub(r"\x1b\[.*?m", "", coloured) == draw(shown, 50)
+    colored = draw(shown, 50, color=True)
+    letters = re.findall(r"\x1b\[30;48;5;(\d+)m(.)\x1b\[0m", colored)
+    assert re.sub(r"\x1b\[.*?m", "", colored) == draw(shown, 50)
     background = dict(zip("FBIW&", ("74", "214", "227", "36", "175"), strict=True))
     expected: Counter = Counter()
     for event in shown.events:  # four columns a unit
         kind, *more = (op.kind for op in event.item.parts)
         expected[background["&" if more else kind]] += int(4 * (event.end - event.start))
-    assert Counter(colour for colour, _ in letters) == expected
+    assert Counter(color for color, _ in letters) == expected

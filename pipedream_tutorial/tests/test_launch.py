@@ -134,7 +134,7 @@ def test_no_stage_listens_to_the_network():
 
 @pytest.mark.timeout(90)
 def test_torchrun_ends_the_others_and_names_the_killed_stage():
-    """Stage 2 is no neighbour of stage 0: whatever a stage waits for, it ends."""
+    """Stage 2 is no neighbor of stage 0: whatever a stage waits for, it ends."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3"]
     start = [*torchrun, "pipedream_runtime.py", "--device=cpu"]
     _, errors = _kill(_start_endless(start=start), 0)

@@ -51,4 +51,4 @@ def test_with_busy_links_the_simulation_has_the_predicted_period(layers, workers
     plan = plan_pipeline(layers, num_workers=workers, bandwidth=bandwidth)
     run = simulate_plan(plan, 160, busy_links=True)
     assert run.period_s == plan.period_s
-    assert 0 < run.utilisation <= 1
+    assert 0 < run.utilization <= 1

@@ -43,7 +43,7 @@ def test_parameters_are_those_of_the_modules() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_a_rings_devices_send_that_share(n: int) -> None:
-    """Reduce-scatter and all-gather, chunk by chunk from neighbour to neighbour, on numbers."""
+    """Reduce-scatter and all-gather, chunk by chunk from neighbor to neighbor, on numbers."""
     chunks = [[10 * rank + c for c in range(n)] for rank in range(n)]
     expected = [sum(column) for column in zip(*chunks, strict=True)]
     sent_chunks = [0] * n

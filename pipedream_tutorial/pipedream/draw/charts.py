@@ -15,7 +15,7 @@ from pipedream_simple import number, percent
 
 from pipedream.draw import page
 from pipedream.draw.grids import Work, durations_text, rank_axis
-from pipedream.draw.page import LINE_COLOURS, SMALL, TEXT, new_figure, panel_title
+from pipedream.draw.page import LINE_COLORS, SMALL, TEXT, new_figure, panel_title
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import idle_fraction
 from pipedream.schedules.orders import SCHEDULES
@@ -32,10 +32,10 @@ MARKERS = "osD^vPX*<>hpd8H"
 DASHES = ("-", "--", "-.", ":")
 HOLLOW: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 1.8}
 BEATEN: dict[str, Any] = {
-    "marker": "o", "linestyle": "", "color": LINE_COLOURS[6], "markersize": 9.0,
+    "marker": "o", "linestyle": "", "color": LINE_COLORS[6], "markersize": 9.0,
     "markeredgecolor": page.EDGE, "markeredgewidth": 0.6,
 }  # fmt: skip
-BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLOURS[4]}
+BEST: dict[str, Any] = BEATEN | {"marker": "D", "color": LINE_COLORS[4]}
 LANE = 0.8  # height of the largest value in a lane; lanes are 1 apart
 FLOOR = 0.4  # how far 0 lies below a lane's middle
 
@@ -58,11 +58,11 @@ def utilization_comparison(work: Work) -> Figure:
         f"from {percent(ordered[0][0][0])} to {percent(ordered[-1][0][0])} of one batch's "
         f"makespan; {steady} of {len(work.found)} schedules never idle when batch follows batch"
     )
-    colours = LINE_COLOURS[1], LINE_COLOURS[6]
+    colors = LINE_COLORS[1], LINE_COLORS[6]
     diamond: dict[str, Any] = {"marker": "D", "color": "black", "linestyle": ""}
     legend: list[Artist] = [
-        Patch(facecolor=colours[0], label="makespan: of one batch"),
-        Patch(facecolor=colours[1], label="span: each rank's own in one batch"),
+        Patch(facecolor=colors[0], label="makespan: of one batch"),
+        Patch(facecolor=colors[1], label="span: each rank's own in one batch"),
         Line2D([], [], label="steady: batch after batch", **diamond),
     ]
     figure, (ax,) = new_figure(
@@ -74,8 +74,8 @@ def utilization_comparison(work: Work) -> Figure:
     }  # fmt: skip
     for place, (shares, _) in enumerate(ordered):
         # The span's share is never the smaller one: of its bar the end shows.
-        ax.barh(place, float(shares[1]), height=0.62, color=colours[1])
-        ax.barh(place, float(shares[0]), height=0.62, color=colours[0])
+        ax.barh(place, float(shares[1]), height=0.62, color=colors[1])
+        ax.barh(place, float(shares[0]), height=0.62, color=colors[0])
         ax.plot([float(shares[2])], [place], markersize=7, clip_on=False, **diamond)
         for column, share in enumerate(shares):
             ax.text(1.1 + 0.16 * column, place, percent(share), **beside)
@@ -177,7 +177,7 @@ def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], ze
 
 def _curve_style(place: int) -> dict[str, Any]:
     """Return color, marker and dashes, each in turn."""
-    kinds = {"color": LINE_COLOURS, "marker": MARKERS, "linestyle": DASHES}
+    kinds = {"color": LINE_COLORS, "marker": MARKERS, "linestyle": DASHES}
     own = {key: values[place % len(values)] for key, values in kinds.items()}
     return HOLLOW | {"markersize": 8} | own
 
@@ -234,8 +234,8 @@ def activations_and_versions(work: Work) -> Figure:
         f"Two batches: {fullest.title} holds up to {number(held)} microbatches' activations on a "
         f"rank, {most.title} up to {number(kept)} weight versions"
     )
-    lines = Line2D([], [], color=LINE_COLOURS[4], linewidth=2.5, label="weight versions kept")
-    legend = [Patch(color=LINE_COLOURS[6], label="activations held"), lines]
+    lines = Line2D([], [], color=LINE_COLORS[4], linewidth=2.5, label="weight versions kept")
+    legend = [Patch(color=LINE_COLORS[6], label="activations held"), lines]
     notes = [
         "Beside a rank's lane: peak activations / peak versions. All lanes have one scale",
         f"Time in units: {durations_text(shown[0].stream)}",
@@ -268,8 +268,8 @@ def _draw_lanes(ax: Axes, row: Row, top: Fraction) -> None:
         ax.stairs(heights, edges, **style)
 
     for rank in ranks:
-        steps(held[rank], rank, baseline=rank + FLOOR, fill=True, color=LINE_COLOURS[6], lw=0)
-        steps(kept[rank], rank, baseline=None, color=LINE_COLOURS[4], lw=2)
+        steps(held[rank], rank, baseline=rank + FLOOR, fill=True, color=LINE_COLORS[6], lw=0)
+        steps(kept[rank], rank, baseline=None, color=LINE_COLORS[4], lw=2)
         peaks = [number(max(value for _, value in points[rank])) for points in (held, kept)]
         ax.text(1.01, rank, " / ".join(peaks), transform=ax.get_yaxis_transform(), fontsize=SMALL,
                 va="center")  # fmt: skip

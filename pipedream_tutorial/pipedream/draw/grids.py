@@ -15,14 +15,14 @@ from matplotlib.ticker import MaxNLocator
 from pipedream_simple import number, percent
 
 from pipedream.draw import page
-from pipedream.draw.page import EDGE, TEXT, Colour
+from pipedream.draw.page import EDGE, TEXT, Color
 from pipedream.schedules.ops import Op, Pair, Schedule
 from pipedream.schedules.policies import POLICIES, weight_use
 from pipedream.simulate.comparison import Config, Refused, Row, compare, measure
 from pipedream.simulate.measures import Idle, idle, peak_activations
 from pipedream.simulate.simulator import Timeline, simulate
 
-KINDS = {  # colour and name
+KINDS = {  # color and name
     "F": ("#56B4E9", "F  forward"),
     "B": ("#D55E00", "B  whole backward"),
     "I": ("#F0E442", "I  input gradient"),
@@ -33,7 +33,7 @@ IDLE_HATCH: dict[str, Any] = {
 }  # fmt: skip
 ROW = 0.88  # height of a rank's cells, where ranks are 1 apart
 
-Colouring = Callable[[Op], Colour]
+Coloring = Callable[[Op], Color]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Work:
         return [f"Not possible here: {row.reason.partition(';')[0]}" for row in refused]
 
 
-def kind_colours(schedule: Schedule) -> Colouring:
+def kind_colors(schedule: Schedule) -> Coloring:
     """Return the color of an operation's kind, paler for a rank's second, third ... stage; of two
     copies of the model, the second one's stages are the paler ones on all ranks."""
     pale = {
@@ -73,10 +73,10 @@ def kind_colours(schedule: Schedule) -> Colouring:
 def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     """Return swatches for the kinds that occur, and for idle time."""
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
-    entries: list[tuple[Colour, str]] = [own for kind, own in KINDS.items() if kind in used]
+    entries: list[tuple[Color, str]] = [own for kind, own in KINDS.items() if kind in used]
     if any(len(own) > 1 for t in timelines for own in t.schedule.stages()):
         entries.append((page.paler(KINDS["F"][0], 1 / 2), "paler: 2nd stage or copy"))
-    swatches = [Patch(fc=colour, ec=EDGE, lw=0.6, label=text) for colour, text in entries]
+    swatches = [Patch(fc=color, ec=EDGE, lw=0.6, label=text) for color, text in entries]
     return [*swatches, Patch(**IDLE_HATCH, label="idle")]
 
 
@@ -95,7 +95,7 @@ class Panel(NamedTuple):
     timeline: Timeline
     labels: Sequence[Callable[[Op], str]] = (lambda op: str(op.microbatch),)
     """Cells get the first one that fits in all of them, or the last in those where it fits."""
-    colour: Colouring | None = None
+    color: Coloring | None = None
     outlined: Collection[Op] = ()
 
 
@@ -107,7 +107,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     makespan: its gid is "idle".
     """
     timeline = panel.timeline
-    colour = panel.colour or kind_colours(timeline.schedule)
+    color = panel.color or kind_colors(timeline.schedule)
     end = float(timeline.makespan if until is None else until)
     num_ranks = timeline.schedule.num_ranks
     ax.set_xlim(0, 1.002 * end)
@@ -121,7 +121,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
         height = ROW / len(item.parts)
         for part, op in enumerate(item.parts):  # a pair's forward lies above its backward
             place = (float(start), rank - ROW / 2 + part * height), float(stop - start), height
-            cells[op] = Rectangle(*place, facecolor=colour(op), gid=str(op))
+            cells[op] = Rectangle(*place, facecolor=color(op), gid=str(op))
             ax.add_patch(cells[op])
     narrowest = min(cell.get_width() for cell in cells.values() if cell.get_width()) * across
     for op, cell in cells.items():
@@ -149,7 +149,7 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     for op in inside:
         if (op.kind, cells[op].get_height()) not in tight:
             x, y = cells[op].get_center()
-            ax.text(x, y, label(op), color=page.ink(colour(op)), **style)
+            ax.text(x, y, label(op), color=page.ink(color(op)), **style)
     rank_axis(ax, num_ranks)
     page.panel_title(ax, panel.text)
 
@@ -316,11 +316,11 @@ def weight_versioning(work: Work) -> Figure:
         name = {op: f"{op.kind}{op.microbatch}" for op in ops}
         used = {op: f"{name[op]}\nv{version[op]}" for op in ops}
         both = used | {op: f"{used[op]}\u2260{forward[op]}" for op in wrong}
-        colour = {op: shades[version[op]] for op in ops}
+        color = {op: shades[version[op]] for op in ops}
         peaks = ", ".join(str(use[stage].peak_versions) for stage in sorted(use))
         title = f"{text.capitalize()}: versions kept by rank {peaks}"
         labels = [cells.__getitem__ for cells in (both, used, name)]
-        panels.append(Panel(title, timeline, labels, colour.__getitem__, set(wrong)))
+        panels.append(Panel(title, timeline, labels, color.__getitem__, set(wrong)))
         counts.append(f"{len(wrong)} {text}")
     backwards = sum(op.kind != "F" for op in ops)
     title = (

@@ -1,7 +1,7 @@
-"""What the pictures share: the page, its colours, and labels beside points.
+"""What the pictures share: the page, its colors, and labels beside points.
 
 A page is WIDTH inches at DPI, shown about half as wide in a README, so no text is below 8 points.
-Colours are those of Okabe and Ito ("Color Universal Design", 2008), with a dark green for W, so
+Colors are those of Okabe and Ito ("Color Universal Design", 2008), with a dark green for W, so
 that F, B, I and W differ in lightness too.
 """
 
@@ -29,12 +29,12 @@ TEXT = 12.5
 SMALL = 11.0
 LEAST = 8.0
 
-LINE_COLOURS = (
+LINE_COLORS = (
     "#000000", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#6E6E6E",
 )  # fmt: skip
-EDGE, GREY = "#333333", "#6E6E6E"
+EDGE, GRAY = "#333333", "#6E6E6E"
 
-Colour = str | tuple[float, float, float] | tuple[float, float, float, float]
+Color = str | tuple[float, float, float] | tuple[float, float, float, float]
 
 
 def new_figure(
@@ -62,7 +62,7 @@ def new_figure(
     edge = 0.2 / WIDTH
     figure.text(edge, 1 - 0.12 / height, "\n".join(lines), size=TITLE, weight="bold", va="top")
     below = "\n".join(notes)
-    figure.text(edge, 0.1 / height, below, size=SMALL - 1, color=GREY, linespacing=1.3)
+    figure.text(edge, 0.1 / height, below, size=SMALL - 1, color=GRAY, linespacing=1.3)
     if legend:
         figure.legend(
             handles=list(legend), ncols=min(legend_columns, len(legend)), loc="upper left",
@@ -76,10 +76,10 @@ def new_figure(
         for column in range(columns):
             x = left + column * (width + left)
             ax = figure.add_axes((x / WIDTH, y / height, width / WIDTH, panel_height / height))
-            ax.tick_params(labelsize=SMALL, color=GREY)
+            ax.tick_params(labelsize=SMALL, color=GRAY)
             ax.set_axisbelow(True)
             ax.spines[["top", "right"]].set_visible(False)
-            ax.spines[["left", "bottom"]].set_color(GREY)
+            ax.spines[["left", "bottom"]].set_color(GRAY)
         y -= gap
     return figure, figure.axes
 
@@ -93,14 +93,14 @@ def save(figure: Figure, path: pathlib.Path, source: str | None = None) -> Figur
     return figure
 
 
-def ink(background: Colour) -> str:
+def ink(background: Color) -> str:
     """Return black or white, whichever reads better on a color."""
     red, green, blue = (c**2.2 for c in to_rgb(background))  # the light that a screen gives
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "white"
 
 
-def paler(colour: str, share: float) -> Colour:
-    red, green, blue = to_rgb(colour)
+def paler(color: str, share: float) -> Color:
+    red, green, blue = to_rgb(color)
     return (red + share * (1 - red), green + share * (1 - green), blue + share * (1 - blue))
 
 
@@ -153,7 +153,7 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
         lines.append(line)
         if hypot(*spot) > FAR:
             ends = ax.transData.inverted().transform(line.vertices)
-            ax.plot(*ends.T, color=GREY, linewidth=0.8, zorder=1)
+            ax.plot(*ends.T, color=GRAY, linewidth=0.8, zorder=1)
 
 
 def _around(pixel: np.ndarray, margin: float) -> Bbox:

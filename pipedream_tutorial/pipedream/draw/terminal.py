@@ -13,11 +13,11 @@ from pipedream_simple import number
 from pipedream.simulate.simulator import Timeline
 
 LEGEND = f"{simple.LEGEND}, or of more than two F0/0, F0/1 ...; R forward again; &: both together"
-# Okabe and Ito's colours, told apart by colour-blind readers too, as 256-colour codes.
+# Okabe and Ito's colors, told apart by color-blind readers too, as 256-color codes.
 _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 
 
-def draw(timeline: Timeline, columns: int, *, colour: bool = False) -> str:
+def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
     """Return a time axis and a line per rank, as pipedream_simple.py draws them."""
     places = [{s: place for place, s in enumerate(own)} for own in timeline.schedule.stages()]
     cells = []
@@ -29,10 +29,10 @@ def draw(timeline: Timeline, columns: int, *, colour: bool = False) -> str:
             second = kind.lower() if place else kind
             texts.append(f"{kind}{i}/{place}" if many else f"{second}{i}")
         cells.append((rank, "&".join(texts), start, end))
-    return simple.draw(cells, columns, _coloured if colour else lambda text, letters: letters)
+    return simple.draw(cells, columns, _colored if color else lambda text, letters: letters)
 
 
-def _coloured(text: str, letters: str) -> list[str]:
+def _colored(text: str, letters: str) -> list[str]:
     """Color letters by the kind of operation that a cell's text begins with."""
     background = _BACKGROUND["&" if "&" in text else text[0].upper()]
     return [f"\x1b[30;48;5;{background}m{letter}\x1b[0m" for letter in letters]
@@ -55,10 +55,10 @@ def width() -> int:
     return max(40, shutil.get_terminal_size((100, 24)).columns)
 
 
-def use_colour() -> bool:
+def use_color() -> bool:
     """Return False if NO_COLOR is set (no-color.org) or the output is a file."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def bold(text: str) -> str:
-    return f"\x1b[1m{text}\x1b[0m" if use_colour() else text
+    return f"\x1b[1m{text}\x1b[0m" if use_color() else text

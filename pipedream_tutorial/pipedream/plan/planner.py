@@ -9,7 +9,7 @@ Source: Harlap et al., arXiv 1806.03377; Narayanan et al., SOSP 2019. With m wor
                  max(A(i, m - m'), 2 a_i / bandwidth, T(i+1..j, m'))   a_i bytes layer i puts out
 
 A(j, m) is the seconds a microbatch of the best pipeline of layers 0..j on m workers. All sums are
-exact fractions. Compute, weight synchronisation and sending are taken to overlap fully: the
+exact fractions. Compute, weight synchronization and sending are taken to overlap fully: the
 slowest alone fixes the period. PipeDream's published optimizer adds W to T instead (msr-fiddle,
 optimizer_graph_hierarchical.py); the papers and this module take the larger.
 
@@ -40,7 +40,7 @@ from pipedream.simulate.simulator import Costs, Timeline, simulate
 
 
 class Stage(NamedTuple):
-    """Neighbouring layers, and the workers that each run all of them."""
+    """Neighboring layers, and the workers that each run all of them."""
 
     first: int
     last: int  # the last layer, inclusive
@@ -49,7 +49,7 @@ class Stage(NamedTuple):
     backward_s: Fraction  # likewise
     weight_bytes: Fraction  # of one copy of the weights
     sent_bytes: Fraction  # to the next stage for a microbatch, and as many back; 0 after the last
-    sync_s: Fraction  # in which the replicas synchronise once: after each has done a microbatch
+    sync_s: Fraction  # in which the replicas synchronize once: after each has done a microbatch
     link_s: Fraction  # a microbatch that the link to the next stage is busy, both ways together
 
     @property
@@ -115,7 +115,7 @@ def plan_pipeline(
 
     `bandwidth` is in bytes a second, math.inf if sending takes no time. `replication=False` puts
     one worker on each stage. PipeDream's formula has every worker take part, even where fewer are
-    faster (synchronising two can take longer than one computes): `use_all_workers=True`. Takes
+    faster (synchronizing two can take longer than one computes): `use_all_workers=True`. Takes
     O(layers^2 workers^2) steps. Raises UserError where no plan exists.
     """
     if not any(Fraction(layer.forward_s) + Fraction(layer.backward_s) for layer in layers):
@@ -199,7 +199,7 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
     microbatch i on stage k at f_k + i P, its backward at x_k later, x_k = F_k + (n_k - 1) R_k P.
     The rank's order then holds, because its next forward comes n_k R_k P - x_k >= B_k after that
     backward starts. The data is there in time if f_k and x_k leave room for both ways between
-    neighbours, x_k - x_next >= F_k + B_next, that is (n_k - 1) R_k P >= (n_next - 1) R_next P +
+    neighbors, x_k - x_next >= F_k + B_next, that is (n_k - 1) R_k P >= (n_next - 1) R_next P +
     T_next, which n_next R_next <= (n_k - 1) R_k gives. Starting earlier never hurts an order, so
     the period is max T_k / R_k. With equal work on every worker no smaller numbers do. Without
     replication both rules give n_k = p - k.
@@ -231,19 +231,19 @@ class PlanRun(NamedTuple):
     timeline: Timeline
     in_flight: tuple[int, ...]  # by stage of the plan: microbatches on each of its workers at most
     period_s: Fraction | None  # between microbatches, once they repeat; None: too short a run
-    utilisation: Fraction  # share of all workers' time that is compute, fill and drain included
+    utilization: Fraction  # share of all workers' time that is compute, fill and drain included
 
 
 def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> PlanRun:
     """Run a plan's stages, with one of two pictures of a link.
 
     `busy_links=True`, the planner's: one message at a time, link_s / 2 for each way. The link is
-    simulated as a stage of its own between its neighbours, and more microbatches are in flight to
+    simulated as a stage of its own between its neighbors, and more microbatches are in flight to
     hide it. The period is the planner's, exactly.
     `busy_links=False`, the simulator's: a message arrives link_s / 2 after it is sent (on every
     link, that of the slowest), however many are under way. Nothing more is in flight for it, so
     workers wait for messages that the planner takes to be hidden.
-    The simulator knows no weight synchronisation: where the planner says that it takes longer than
+    The simulator knows no weight synchronization: where the planner says that it takes longer than
     the compute, the stage's passes are stretched to it.
     """
     rows: list[tuple[int, Fraction, Fraction]] = []  # workers, seconds forward and backward
@@ -269,7 +269,7 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
         timeline=timeline,
         in_flight=tuple(in_flight[place] for place in own),
         period_s=steady_period(timeline, max(map(mul, counts, in_flight))),
-        utilisation=work / (timeline.makespan * plan.num_workers),
+        utilization=work / (timeline.makespan * plan.num_workers),
     )
 
 

@@ -1,7 +1,7 @@
 """Starts one process per stage and watches over them.
 
 Whoever starts the processes also ends them: this module, or torchrun's agent. Each says itself why
-it fails; one that only lost its neighbour waits a moment, so that the cause is what is seen first.
+it fails; one that only lost its neighbor waits a moment, so that the cause is what is seen first.
 """
 
 import gc

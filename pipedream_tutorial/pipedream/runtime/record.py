@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
     name: str  # key of SCHEDULES, the path of a CSV, or FOUND and the memory of a search
     num_microbatches: int  # in a batch
-    schedule: Schedule  # of all batches; before a search 1F1B's: the same stages and neighbours
+    schedule: Schedule  # of all batches; before a search 1F1B's: the same stages and neighbors
     policy: Policy
     memory: int | None = None  # of a search: microbatches that a rank may hold
 

@@ -1,10 +1,10 @@
 """One rank in its own process: runs its order, with messages in and out, and times it.
 
 The runtime knows no schedule by name. It takes operations one after the other, waits for what an
-operation needs from a neighbour, runs it on the StageTrainer and sends on what it gives.
+operation needs from a neighbor, runs it on the StageTrainer and sends on what it gives.
 
 NCCL matches messages by their order alone (tags are ignored), and work within one of its groups
-may be serialised. So, with gloo as well, each pair of ranks that exchange messages has a group for
+may be serialized. So, with gloo as well, each pair of ranks that exchange messages has a group for
 each direction, and who receives follows the order in which the other side's schedule sends.
 """
 

@@ -30,7 +30,7 @@ Slots = list[list[list[int]]]
 
 def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
     """Return V-Min's orders, which hold about a third of 1F1B's activations: every operation is one
-    slot after its neighbour's."""
+    slot after its neighbor's."""
     pause = 0 if p % 3 else 2  # else two operations of a rank would want the same slot
     block = [(r, 2 * p - 1 - r, 2 * p + pause + r, 4 * p + pause - 1 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
@@ -109,8 +109,8 @@ def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
 
 def _source(slots: Slots, rank: int, kind: int, i: int) -> int:
     """Return the slot in which a neighboring rank computes an operation's input, or -1."""
-    neighbour = rank - 1 if kind in (F_DOWN, I_UP) else rank + 1
-    return slots[neighbour][kind][i] if kind != W and 0 <= neighbour < len(slots) else -1
+    neighbor = rank - 1 if kind in (F_DOWN, I_UP) else rank + 1
+    return slots[neighbor][kind][i] if kind != W and 0 <= neighbor < len(slots) else -1
 
 
 class _Line:

@@ -70,7 +70,7 @@ def v_min_activations(c: Case, r: int) -> Fraction:
 
 def _started(c: Case, r: int) -> Fraction:
     """Return when rank r starts, in F, less what it ends after rank 0: the last rank's two stages
-    are neighbours."""
+    are neighbors."""
     return r - Fraction(1 if r == c.p - 1 > 0 else 0, 2)
 
 

@@ -15,7 +15,7 @@ class Idle(NamedTuple):
 
     makespan: tuple[Fraction, ...]  # from time 0 to the end of the last rank, less the rank's work
     span: tuple[Fraction, ...]  # from its own first start to its own last end; 0 in "zero bubble"
-    makespan_fraction: Fraction  # share of all ranks' time, 0 to 1; utilisation is 1 minus this
+    makespan_fraction: Fraction  # share of all ranks' time, 0 to 1; utilization is 1 minus this
     span_fraction: Fraction  # the same within the ranks' own spans
 
 

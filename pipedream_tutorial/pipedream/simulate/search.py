@@ -4,7 +4,7 @@ One stage per rank, backward passes in halves. Microbatches are alike, so a rank
 the order 0, 1, 2, ... in each kind of operation. Its order is a word of m letters F, m I and m W.
 In every beginning of a word F leads I, I leads W, and F is at most `memory` ahead of W.
 
-Minimised is one batch's makespan. Of equally short orders the better one has the shorter span, of
+Minimized is one batch's makespan. Of equally short orders the better one has the shorter span, of
 the rank where that is longest: from its first start to its last end. Batches in a row need not be
 further apart than that, for a rank that starts all of a batch one span after the batch before is
 free again.

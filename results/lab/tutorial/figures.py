@@ -25,8 +25,8 @@ from pipedream.config import FOLDER
 from pipedream.draw.charts import BEATEN, HOLLOW, MARKERS, log_axis
 from pipedream.draw.grids import Panel, idle_text, kind_legend, lay_out
 from pipedream.draw.page import (
-    GREY,
-    LINE_COLOURS,
+    GRAY,
+    LINE_COLORS,
     SMALL,
     TEXT,
     new_figure,
@@ -47,7 +47,7 @@ from results.lab.tutorial.goals import GPU_GOAL, points_error
 from results.lab.tutorial.tables import Record, title_of
 
 CURVE: dict[str, Any] = {
-    "color": LINE_COLOURS[4], "marker": "D", "markersize": 6, "linewidth": 2,
+    "color": LINE_COLORS[4], "marker": "D", "markersize": 6, "linewidth": 2,
     "drawstyle": "steps-post",
 }  # fmt: skip
 ARROW = {"arrowstyle": "-|>,head_width=0.16,head_length=0.32", "color": "black", "linewidth": 1.1,
@@ -326,14 +326,14 @@ def _digest(drawn: object) -> str:
 
 def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure:
     """Every predicted run of the records (their texts, and the records): how far the simulation is
-    off against the measured utilisation.
+    off against the measured utilization.
 
     Runs that the durations were taken from are drawn filled. Cases without a prediction are left
     out.
     """
     cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
     machines = list(dict.fromkeys(_machine(record) for _, record in records))
-    colours = {machine: LINE_COLOURS[1 + i % 7] for i, machine in enumerate(machines)}
+    colors = {machine: LINE_COLORS[1 + i % 7] for i, machine in enumerate(machines)}
     predicted = [each for each in cases if not each[2]["calibrated_on"]]
     text, _, worst = max(predicted, key=lambda each: abs(points_error(each[2])))
     where = f"{title_of(worst['schedule'])}, m = {worst['num_microbatches']}, {text}"
@@ -341,7 +341,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     markers = {KIND_OF.get(case["schedule"], SEARCHED): "" for _, _, case in cases}
     markers = {kind: MARKERS[place] for place, kind in enumerate(sorted(markers))}
     dot: dict[str, Any] = HOLLOW | {"markersize": 9, "linestyle": "", "color": "black"}
-    legend: list[Artist] = [Patch(color=colours[machine], label=machine) for machine in colours]
+    legend: list[Artist] = [Patch(color=colors[machine], label=machine) for machine in colors]
     for kind, marker in markers.items():
         legend.append(Line2D([], [], label=kind, **dot | {"marker": marker}))
     filled = dot | {"marker": "o", "markerfacecolor": "black"}
@@ -356,7 +356,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     ax.axhline(0, color="black", linewidth=0.8, zorder=1)
     for _, record, case in cases:
         kind = KIND_OF.get(case["schedule"], SEARCHED)
-        style = dot | {"color": colours[_machine(record)], "marker": markers[kind]}
+        style = dot | {"color": colors[_machine(record)], "marker": markers[kind]}
         if case["calibrated_on"]:
             style["markerfacecolor"] = style["color"]
         ax.plot([case["measured"]["utilisation"]], [points_error(case)], **style)
@@ -369,7 +369,7 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     ax.annotate(
         f"the goal on GPUs: within {GPU_GOAL.most:g} points", (0, -GPU_GOAL.most),
         xycoords=ax.get_yaxis_transform(), xytext=(8, 6), textcoords="offset points",
-        fontsize=SMALL, color=GREY,
+        fontsize=SMALL, color=GRAY,
     )  # fmt: skip
     return save(figure, path, prediction_digest(records))
 
@@ -431,15 +431,15 @@ def draw_gib(record: Record, path: Path) -> Figure:
         counts = [RANKS - r if held is None else held for r in ranks]
         style = HOLLOW | {"marker": MARKERS[place], "markersize": 8, "linewidth": 2}
         for ax, values in zip(axes, (counts, gib[name]), strict=True):
-            ax.plot(ranks, values, color=LINE_COLOURS[place], **style)
+            ax.plot(ranks, values, color=LINE_COLORS[place], **style)
         title = title_of(name).partition(",")[0].partition(" ")[0]
         apart = {"zb-h1": 1.1, "zb-v-fixed": -1.1}.get(name, 0)
         axes[1].annotate(
             f"{title} {gib[name][0]:.1f} to {gib[name][-1]:.1f}",
             (RANKS - 0.86, gib[name][-1] + apart),
-            fontsize=SMALL, color=darker(LINE_COLOURS[place]), va="center",
+            fontsize=SMALL, color=darker(LINE_COLORS[place]), va="center",
         )  # fmt: skip
-    axes[0].annotate("1F1B: p - r", (2.1, 2.12), fontsize=SMALL, color=darker(LINE_COLOURS[1]))
+    axes[0].annotate("1F1B: p - r", (2.1, 2.12), fontsize=SMALL, color=darker(LINE_COLORS[1]))
     axes[1].set_xlim(-0.15, RANKS + 0.75)
     for ax in axes:
         ax.set_xticks(ranks)
@@ -518,9 +518,9 @@ def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
     return f"Without stashing gradients are off by {low} to {high}; with stashing by {with_it}"
 
 
-def darker(colour: str) -> tuple[float, ...]:
-    """A line's colour as one that its name can be read in."""
-    red, green, blue = to_rgb(colour)
+def darker(color: str) -> tuple[float, ...]:
+    """A line's color as one that its name can be read in."""
+    red, green, blue = to_rgb(color)
     return (0.65 * red, 0.65 * green, 0.65 * blue)
 
 
@@ -535,14 +535,14 @@ def _error_line(
     """One line, named beside its first or last point; markers stay visible where lines meet."""
     if not points:
         return
-    colour = LINE_COLOURS[1 + place % 7]
+    color = LINE_COLORS[1 + place % 7]
     style = HOLLOW | {"marker": MARKERS[place], "markersize": max(5.0, 12.0 - 2 * place)}
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    ax.plot(xs, ys, linestyle=dashes, linewidth=2, color=colour, **style)
+    ax.plot(xs, ys, linestyle=dashes, linewidth=2, color=color, **style)
     if name:
         ax.annotate(
             name, points[at], xytext=(9, 2), textcoords="offset points", fontsize=SMALL,
-            color=darker(colour), fontweight="bold",
+            color=darker(color), fontweight="bold",
         )  # fmt: skip
 
 

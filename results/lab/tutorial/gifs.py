@@ -27,11 +27,11 @@ from pipedream.draw.grids import (
 from pipedream.draw.page import (
     DPI,
     EDGE,
-    LINE_COLOURS,
+    LINE_COLORS,
     SMALL,
     TEXT,
     WIDTH,
-    Colour,
+    Color,
     ink,
     new_figure,
     paler,
@@ -45,7 +45,7 @@ from pipedream.simulate.simulator import Timeline, build_costs, simulate
 from results.lab.tutorial.figures import events_text
 
 SCALE = 1.25  # pixels of a frame for one of the page that shows it
-COLOURS = 32
+COLORS = 32
 MOVES = 8
 """Frames from one timeline to the next."""
 MOVE_MS, UNIT_MS, REST_MS, LAST_MS = 80, 500, 2000, 4000
@@ -74,10 +74,10 @@ def draw_animation(animation: Animation, path: Path) -> None:
     figures, durations = zip(*animation.frames(), strict=True)
     images = [_as_image(figure) for figure in figures]
     width, height = images[0].size
-    sheet = Image.new("RGB", (width, 3 * height))  # for colours: the first, middle and last frame
+    sheet = Image.new("RGB", (width, 3 * height))  # for colors: the first, middle and last frame
     for row, image in enumerate((images[0], images[len(images) // 2], images[-1])):
         sheet.paste(image, (0, row * height))
-    palette = sheet.quantize(COLOURS)
+    palette = sheet.quantize(COLORS)
     first, *others = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
     first.save(
         path,
@@ -252,8 +252,8 @@ def versions_at(
     return found
 
 
-def _shade(version: int) -> Colour:
-    return paler(LINE_COLOURS[1 + version], 0.25)
+def _shade(version: int) -> Color:
+    return paler(LINE_COLORS[1 + version], 0.25)
 
 
 def _stash_frame(
@@ -264,11 +264,11 @@ def _stash_frame(
     legend = [Patch(**IDLE_HATCH, label="idle")]
     figure, (above, below) = new_figure(title, heights, legend=legend, gap=0.95)
 
-    def colour(op: Op) -> Colour:
+    def color(op: Op) -> Color:
         return _shade(use[op.stage].version(op))
 
     text = "F and B of each microbatch, colored by the weight version they use"
-    draw_grid(above, Panel(text, timeline, [lambda op: f"{op.kind}{op.microbatch}"], colour))
+    draw_grid(above, Panel(text, timeline, [lambda op: f"{op.kind}{op.microbatch}"], color))
     veil: dict[str, Any] = {"facecolor": "white", "alpha": 0.85, "zorder": 4, "linewidth": 0}
     above.add_patch(Rectangle((now, -0.5), end - now, p, **veil))
     above.axvline(now, color="black", linewidth=2, zorder=5)
