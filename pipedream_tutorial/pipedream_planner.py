@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
     "profile": "profiles/gpt2_cpu.json",  # a profile's .json, or gpt2 or gpt2-medium to measure it
     "workers": 8,  # workers to spread the layers over
     # 1.25e8 is 1 Gbit/s.
-    "bandwidth": 1.25e8,  # bytes a second between any two workers; None: sending takes no time
+    "bandwidth": 1.25e8,  # bytes per second between any two workers; None: sending takes no time
     "replication": True,  # several workers may run the same stage
     # As PipeDream's formula:
     "use_all_workers": False,  # True: even where fewer are as fast or faster
@@ -45,8 +45,8 @@ CONFIG: dict[str, Any] = {
     # The rest is for measuring. A third as many runs go before those that count.
     "device": "cpu",  # where to measure
     "dtype": "float32",  # type of what is measured
-    "batch": 1,  # sequences a microbatch, to measure
-    "sequence": 256,  # tokens a sequence, to measure
+    "batch": 1,  # sequences per microbatch, to measure
+    "sequence": 256,  # tokens per sequence, to measure
     "threads": 1,  # CPU threads to measure with
     "repeats": 9,  # counted runs of each layer's passes
     "save_profile": None,  # JSON to write the measured profile to
@@ -158,16 +158,16 @@ def print_stages(plan: Plan, layers: Sequence[Layer]) -> None:
     """Print a line per stage, then the bottleneck and NOAM."""
     rows = [["stage", "layers", "workers", "in flight", "compute s", "weights MiB", "sent MiB"]]
     needed = full_speed_in_flight(plan.replicas)
-    for place, stage in enumerate(plan.stages):
-        own = layers[stage.first].name
+    for index, stage in enumerate(plan.stages):
+        names = layers[stage.first].name
         if stage.last > stage.first:
-            own += f" .. {layers[stage.last].name}"
+            names += f" .. {layers[stage.last].name}"
         rows.append(
             [
-                str(place),
-                own,
+                str(index),
+                names,
                 str(stage.replicas),
-                str(needed[place]),
+                str(needed[index]),
                 f"{float(stage.compute_s):.4f}",
                 f"{float(stage.weight_bytes) / 2**20:.1f}",
                 f"{float(stage.sent_bytes) / 2**20:.2f}",

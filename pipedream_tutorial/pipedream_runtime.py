@@ -48,7 +48,7 @@ CONFIG: dict[str, Any] = {
     "receive_depth": 2,  # receives that are posted before they are asked for
     "nccl_max_ctas": 4,  # multiprocessors that a pending receive may take; None: as NCCL likes
     "calibrate_on": None,  # the m of the run, of the first schedule, that durations are from
-    "check_weights": True,  # train in one process, too, and compare the final weights bit for bit
+    "check_weights": True,  # also train in one process, and compare the final weights bit for bit
     "timeout_s": 120,  # a stage that waits longer for another one gives up
     "go_on": False,  # where a schedule fails, start again without it
     "trace": None,  # file for a Perfetto trace of the last run, predicted and measured

@@ -59,8 +59,8 @@ def need(op: Op, last_stage: int) -> Op | None:
 def in_turn(forwards: Sequence[Any], backwards: Sequence[Any], ahead: int) -> list[Any]:
     """Return `ahead` forwards, one backward and one forward in turn, and the last backwards."""
     steps = list(forwards[:ahead])
-    for place, backward in enumerate(backwards, ahead):
-        steps += [backward, *forwards[place : place + 1]]
+    for next_forward, backward in enumerate(backwards, ahead):
+        steps += [backward, *forwards[next_forward : next_forward + 1]]
     return steps
 
 
@@ -309,18 +309,18 @@ def notes(config: dict[str, Any]) -> list[str]:
 
 
 def cells(row: Row) -> list[Cell]:
-    found = []
+    shown = []
     for rank, order in enumerate(row.orders):
         for op in order:
             kind, stage, i = op
             letter = kind if stage < len(row.orders) else kind.lower()
             start, end = row.times[op]
-            found.append((rank, f"{letter}{i}", start * row.tick, end * row.tick))
-    return found
+            shown.append((rank, f"{letter}{i}", start * row.tick, end * row.tick))
+    return shown
 
 
 def draw(shown: Sequence[Cell], columns: int, paint: Paint = lambda text, letters: letters) -> str:
-    """Return a line per rank, continued below after so many columns."""
+    """Return a line per rank, continued below if it is longer than the terminal."""
     last = max(end for *_, end in shown)
     rate = max(len(text) / (end - start) for _, text, start, end in shown if start < end)
     rate = min(rate, MOST_COLUMNS / last)  # columns per unit of time
@@ -328,8 +328,8 @@ def draw(shown: Sequence[Cell], columns: int, paint: Paint = lambda text, letter
     while every * rate < 10:
         every *= Fraction(5, 2) if str(float(every)).strip("0.")[0] == "2" else 2
     marks = ""
-    for place in range(math.ceil(last / every)):
-        marks = marks.ljust(math.floor(place * every * rate)) + f"{float(place * every):.12g}"
+    for mark in range(math.ceil(last / every)):
+        marks = marks.ljust(math.floor(mark * every * rate)) + f"{float(mark * every):.12g}"
     width = math.ceil(last * rate)
     lines = [["."] * width for _ in range(1 + max(rank for rank, *_ in shown))]
     for rank, text, start, end in shown:
@@ -419,7 +419,7 @@ def zb_v(p: int, m: int, duration: dict[str, int]) -> list[Order]:
             if max(idle) >= before:
                 break
             before = max(idle)
-            allowed = [before - own for own in idle]
+            allowed = [before - idle_time for idle_time in idle]
     return from_words(best)
 
 

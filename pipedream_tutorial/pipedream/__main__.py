@@ -29,7 +29,7 @@ from pipedream.simulate.comparison import Refused, Row
 from pipedream.simulate.trace import trace_document
 
 CONFIG: dict[str, Any] = {
-    **simple.CONFIG,  # pipedream_simple.py's keys, of which the schedule and the steps differ
+    **simple.CONFIG,  # pipedream_simple.py's keys; the schedule and the steps differ
     "layers_per_stage": 2,  # residual blocks per stage in the model that is trained
     "verbose": None,  # True: draw every schedule; False: none; None: only one that is named
     "schedule": "all",  # which: one, all, an order found by search, or that of a CSV
@@ -84,15 +84,15 @@ def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) ->
 
     def run() -> None:
         defaults = CONFIG | config
-        found = read(defaults)
-        name = found["schedule"]
-        known = all(found[key] == defaults.get(key) for key in found.keys() - config.keys())
-        if known and name in ("all", *simple.SCHEDULES) and not found["steps"]:
+        changed = read(defaults)
+        name = changed["schedule"]
+        known = all(changed[key] == defaults.get(key) for key in changed.keys() - config.keys())
+        if known and name in ("all", *simple.SCHEDULES) and not changed["steps"]:
             if name != "all":  # UserError for sizes that it does not take
-                build_schedule(name, found["num_stages"], found["num_microbatches"])
-            own(found)
+                build_schedule(name, changed["num_stages"], changed["num_microbatches"])
+            own(changed)
         else:
-            show(found)
+            show(changed)
 
     main_with_errors(run)
 
@@ -100,13 +100,13 @@ def run_script(own: Callable[[dict[str, Any]], None], config: dict[str, Any]) ->
 def read(config: dict[str, Any]) -> dict[str, Any]:
     """Return CONFIG with the command line's changes. Refuse keys that the schedule does not use."""
     about = str(__doc__).split("\n\n")[0]
-    found = parse_arguments(config, RULES, about, script=__file__)
+    checked = parse_arguments(config, RULES, about, script=__file__)
     for key, names in USED_BY.items():
-        named = found["schedule"] in (*SCHEDULES, *OPEN)
-        if named and found[key] != config[key] and found["schedule"] not in names:
-            what = f"{found['schedule']} does not use {key}"
+        named = checked["schedule"] in (*SCHEDULES, *OPEN)
+        if named and checked[key] != config[key] and checked["schedule"] not in names:
+            what = f"{checked['schedule']} does not use {key}"
             raise UserError(what, f"leave it out, or set schedule={names[0]}")
-    return found
+    return checked
 
 
 def show(config: dict[str, Any]) -> None:

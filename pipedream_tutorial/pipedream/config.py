@@ -22,7 +22,7 @@ from pipedream.errors import UserError, nearest
 FOLDER = Path(__file__).resolve().parent.parent
 """The tutorial's own."""
 
-# Short enough that no exponent or digit string can make the arithmetic on it slow.
+# Short enough that no exponent or digit string can make computations slow.
 _NUMBER = re.compile(
     r"[+-]?((\d{1,20}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,2})?|\d{1,15}/0{,9}[1-9]\d{,9})",
     re.ASCII | re.I,
@@ -34,7 +34,7 @@ _KINDS = {int: "a whole number", bool: "True or False", str: "text"}  # else "a 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What one CONFIG key accepts."""
+    """The values that one CONFIG key accepts."""
 
     kind: type  # int, float, bool, str, or Fraction for a duration: 1/3 is kept exactly
     many: bool = False  # a list of such values: [1, 2] in CONFIG, 1,2 on the command line
@@ -54,10 +54,10 @@ class Rule:
             parts = value.strip().removeprefix("[").removesuffix("]").split(",")
         if not isinstance(parts, (list, tuple)) or not parts:
             raise self._error(key, value)
-        found = [self._read(part) for part in parts]
-        if None in found:
-            raise self._error(key, parts[found.index(None)])
-        return found if self.many else found[0]
+        values = [self._read(part) for part in parts]
+        if None in values:
+            raise self._error(key, parts[values.index(None)])
+        return values if self.many else values[0]
 
     def _read(self, value: object) -> Any:
         """Return one value as `kind`, or None if it is not accepted."""

@@ -1,4 +1,4 @@
-"""p - r forwards to fill the pipeline, then a backward for each forward that is left."""
+"""p - r forwards to fill the pipeline, then one backward before each remaining forward."""
 
 
 def order_of_1f1b(p, m, r):

@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is not looked at again and again while tests make objects."""
+    """Exclude imported modules from garbage collection, which tests trigger often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)

@@ -24,7 +24,7 @@ def slices_of(timeline: Timeline, ns: int, start_ns: int = 0) -> list[Slice]:
 
 
 def with_messages(timeline: Timeline, ns: int = 1, start_ns: int = 0) -> list[Slice]:
-    """The same, and what is sent and received between ranks."""
+    """Return the slices, and the messages sent and received between ranks."""
     schedule, found = timeline.schedule, slices_of(timeline, ns, start_ns)
     ends = {op: start_ns + int(e.end * ns) for e in timeline.events for op in e.item.parts}
     ranks, delay = schedule.ranks(), int(timeline.costs.communication * ns)

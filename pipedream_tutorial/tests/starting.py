@@ -1,4 +1,4 @@
-"""Starts the runtime as a user would, and sees to it that nothing of it is left. For the tests."""
+"""Start the runtime as a user would, and check that no process remains. For the tests."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which orders run with sends that wait for their receive, and which block for ever."""
+"""Some orders run with sends that wait for their receive, and others block forever."""
 
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ def test_receives_in_another_order_than_the_sends_block() -> None:
     # As an order of operations it is fine: no result is needed before it can be there.
     assert simulate(s, build_costs(s)).makespan > 0
     blocked = "rank 0 is at SEND 0F0 to rank 1; "
-    for buffered in (False, True):  # a buffered sender goes on; its message is not taken
+    for buffered in (False, True):  # a buffered sender continues; its message is not received
         with pytest.raises(DeadlockError) as caught:
             run_blocking(blocking_programs(s), buffered=buffered)
         said = f"deadlock: {'' if buffered else blocked}rank 1 is at RECV 0F1 from rank 0"

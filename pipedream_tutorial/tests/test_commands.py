@@ -61,7 +61,7 @@ def numbers_of(line: str) -> list[float]:
 
 
 def differences(output: str, kind: str, text: str) -> list[str]:
-    """What of a text is not in the output."""
+    """Return the parts of a text that are not in the output."""
     if kind:
         assert kind in ("trained", "measured"), kind
         there: dict[str, list[list[float]]] = {}
@@ -88,7 +88,7 @@ def differences(output: str, kind: str, text: str) -> list[str]:
 
 
 def run_block(block: Block, folder: Path) -> list[str]:
-    """What is wrong with a block, run in the folder."""
+    """Run a block in the folder, and return its errors."""
     command = block.command
     if not any(kind == "trained" for kind, _ in block.texts):
         for pattern, replacement in SHORTER:

@@ -68,7 +68,7 @@ def grid():
 
 
 def in_python(name, c):
-    """What explorer_cells.mjs answers to `run`."""
+    """Return the answer of explorer_cells.mjs to `run`."""
     sizes = {"num_stages": "p", "num_microbatches": "m", "num_batches": "n", "chunks": "v"}
     durations = {
         "forward": "F", "input_gradient": "I", "weight_gradient": "W", "communication": "c",

@@ -57,7 +57,7 @@ def click(browser, id_):
 
 
 def numbers(browser, pane="main"):
-    """What stands over a timeline, such as {"time": "33", ...}."""
+    """Return the numbers above a timeline, such as {"time": "33", ...}."""
     return dict(
         browser.js(
             f"[...explorer.{pane}.numbers.children]"
@@ -67,7 +67,7 @@ def numbers(browser, pane="main"):
 
 
 def middle(browser, operation):
-    """Where an operation's cell is in the window."""
+    """Return the position of an operation's cell in the window."""
     return browser.js(
         f"""(() => {{
             const {{ rank, index }} = explorer.main.run.timeline.cells.get("{operation}");

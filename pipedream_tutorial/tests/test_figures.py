@@ -93,7 +93,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
 
 
 def rectangles(ax: Axes) -> list[Rectangle]:
-    """Those of operations; the others lie behind them and show where a rank is idle."""
+    """Return the rectangles of operations. The others are behind them and show idle time."""
     own = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
     return [patch for patch in own if not str(patch.get_gid()).startswith("idle")]
 
@@ -120,7 +120,7 @@ def drawn_cells(ax: Axes) -> Cells:
 
 
 def shown_timelines() -> dict[str, list[Timeline]]:
-    """What each panel of a grid picture has to show."""
+    """Return the timelines that each panel of a grid picture has to show."""
     uncut = CONFIG | {"num_microbatches": 1, "forward": 8}
     gpipe = measure("gpipe", CONFIG).batch
     rows = [row for row in compare(CONFIG) if isinstance(row, Row) and row.name != "zb-v-fixed"]

@@ -1,4 +1,4 @@
-"""What the terminal shows is what the timeline says."""
+"""The terminal shows the timeline."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Starting the stages, and how it ends: the stage at fault is named, and no process is left."""
+"""Stages start and end: an error names the stage at fault, and no process remains."""
 
 import json
 import os
@@ -184,7 +184,7 @@ pipedream_runtime.start(sys.argv[1:])
 
 @pytest.mark.timeout(90)
 def test_stages_unpickle_nothing(tmp_path):
-    """What one process unpickles it also runs: results, found orders and weights go otherwise."""
+    """Unpickling executes code, so results, orders and weights are sent in other formats."""
     arguments = ["--device=cpu", "--num_stages=2", "--schedule=zb-h1,search", *FAST]
     weights = ["--num_microbatches=2", "--weights", str(tmp_path / "weights.pt")]
     done = run(["-c", NO_PICKLE, *arguments, *weights], start=[sys.executable])
@@ -207,7 +207,7 @@ pipedream_runtime.start(sys.argv[1:])
 
 
 def test_a_schedule_that_fails_is_left_out_where_that_is_asked_for(tmp_path):
-    """What the stages do is replaced: they say what they begin, as rank 0 does."""
+    """Replace the stages' work: they report each start, as rank 0 does."""
     arguments = ["--schedule=zb-h1,1f1b,search,zb-h2", "--num_stages=1", "--go_on=yes"]
     done = run(["-c", STAGES, *arguments], start=[sys.executable], cwd=tmp_path)
     assert done.returncode == 1

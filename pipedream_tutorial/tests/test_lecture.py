@@ -32,7 +32,7 @@ CHECKS = {
 
 
 def said(cell: Any) -> str:
-    """What a cell printed, and the text of what it showed."""
+    """Return the text that a cell printed and displayed."""
     printed = [out["text"] for out in cell.outputs if out.output_type == "stream"]
     shown = [out["data"]["text/plain"] for out in cell.outputs if "data" in out]
     return "".join(printed + shown)

@@ -28,7 +28,7 @@ def same_bits(left: list[Weights], right: list[Weights]) -> bool:
 def gradient_at(
     stages: list[nn.Module], weights: list[Weights], microbatch: int, m: int
 ) -> list[Weights]:
-    """Of loss / m, through the model in one piece."""
+    """Return the gradient of loss / m through the whole model."""
     inputs, target = build_task(seed=SEED).microbatch(microbatch)
     own = {
         f"{s}.{name}": w.detach().clone().requires_grad_()
@@ -98,8 +98,8 @@ def test_flushing_schedules_give_the_same_bits(p: int, m: int) -> None:
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"])
 def test_two_stages_a_rank_give_the_same_bits(name: str) -> None:
-    """The same layers, cut into twice as many stages. DualPipeV puts some W off behind those of
-    later microbatches, so that sums are in another order."""
+    """Twice as many stages of the same layers give the same result. DualPipeV delays some W behind
+    later microbatches, so that it sums in another order."""
 
     def final(name: str) -> list[torch.Tensor]:
         return [w for own in trained(name, 3, 6, 3, layers=2) for w in own.values()]

@@ -70,7 +70,7 @@ def test_an_active_environment_is_used_as_it_is(copy, run):
 
 
 def test_a_venv_is_made_once_and_mended_when_requirements_change(tmp_path, copy, run):
-    """A set-up that fails is an error, and is tried again."""
+    """A set-up that fails is an error, and the next run repeats it."""
     log, fails = tmp_path / "uv.log", tmp_path / "fails"
     uv = UV.format(log=log, fails=fails, python=sys.executable)
     scripts = {"python3": PYTHON, "uv": uv}

@@ -62,7 +62,7 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
             assert ours.keys() == theirs.keys() == before.keys()
             for key, tensor in ours.items():
                 assert torch.equal(tensor, theirs[key]), (name, m, key)
-                assert not torch.equal(tensor, before[key]), "nothing was learnt"
+                assert not torch.equal(tensor, before[key]), "nothing was learned"
         uses = weight_use(schedule, policy, m)
         expected = [uses[stage].peak_versions for stage in range(p * v)]
         assert versions[name, m] == alone.peak_versions == expected
@@ -70,7 +70,7 @@ def test_weights_are_those_of_one_process_bit_for_bit(p, tmp_path):
 
 @pytest.mark.timeout(120)
 def test_benchmark_on_a_tiny_model(tmp_path):
-    """What is measured on GPUs, but for the GPUs: blocks of GPT-2, repeats, record, trace."""
+    """The benchmark for GPUs, run on a CPU: blocks of GPT-2, repeats, record, trace."""
     done = run(
         [*arguments("flushes"), "--device=cpu", "--model=gpt2-tiny", "--num_stages=2",
          "--num_batches=2", "--num_microbatches=2,4", "--calibrate_on=2", "--check_weights=True",
@@ -93,7 +93,7 @@ def test_benchmark_on_a_tiny_model(tmp_path):
     trace = json.loads((tmp_path / "trace.json").read_text())
     computed = sum(e.get("cat") == "compute" for e in trace["traceEvents"])
     assert computed == 2 * 2 * 2 * 4 * 2  # groups, stages, F and B, m, batches
-    assert trace["otherData"]["results used before they were there"]["measured"] == 0
+    assert trace["otherData"]["results used before they were ready"]["measured"] == 0
 
 
 @pytest.mark.gpu
@@ -150,7 +150,7 @@ def test_stages_run_on_gpus_where_there_is_one_for_each(monkeypatch):
 
 
 def test_event_clock_times_the_work_and_not_the_launches(monkeypatch):
-    """A host's clock that goes on by a microsecond a look, and a device with work in its queue."""
+    """A host clock that advances by a microsecond per reading, and a device with queued work."""
     host = device = 0  # the host's time, and when the device will be idle
 
     def look():

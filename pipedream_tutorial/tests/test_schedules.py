@@ -120,7 +120,7 @@ def test_gpipe_on_uneven_stages_is_paced_by_the_slowest_each_way() -> None:
 
 
 def test_1f1b_runs_at_the_slowest_stages_pace_on_uneven_stages() -> None:
-    """Asynchronous 1F1B: the order goes on without a flush, so this is PipeDream's throughput."""
+    """Asynchronous 1F1B: the order continues without a flush, so this is PipeDream's throughput."""
     rng = random.Random(3)
     for _ in range(40):
         p = rng.randint(1, 5)

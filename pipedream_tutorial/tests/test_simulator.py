@@ -1,4 +1,4 @@
-"""What must hold for any order and any durations, and what is said of orders that cannot run."""
+"""Invariants for any order and durations, and errors for orders that cannot run."""
 
 import re
 from collections.abc import Callable

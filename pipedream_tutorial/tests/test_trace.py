@@ -95,7 +95,7 @@ def check_arrows(events: list[dict[str, Any]], expected: set[tuple[str, str]]) -
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "chimera"])
 @pytest.mark.parametrize("communication", ["0", "7/2"])
 def test_a_predicted_trace_is_the_timeline(name: str, communication: str) -> None:
-    """Where a transfer takes longer than an operation, several are on their way at a time."""
+    """If a transfer takes longer than an operation, several are in flight at the same time."""
     timeline = timeline_of(name, communication)
     unit = Fraction(21, 1000)  # makes most times whole nanoseconds
     events = written(timeline, policy=POLICIES["flush"], unit_s=unit)
@@ -185,7 +185,7 @@ def test_a_result_used_too_early_is_named_and_gets_no_arrow() -> None:
         for e in measured
     ]
     document = trace_document(run.schedule, measured=moved, policy=POLICIES["flush"], batch_size=M)
-    assert document["otherData"] == {"results used before they were there": {"measured": 1}}
+    assert document["otherData"] == {"results used before they were ready": {"measured": 1}}
     events = document["traceEvents"]
     sends = transfers(run.schedule)
     check_arrows(events, {(str(a), str(b)) for a, b in sends if (str(a), str(b)) != ("0F0", "1F0")})

@@ -72,13 +72,13 @@ def utilization_comparison(work: Work) -> Figure:
     beside: dict[str, Any] = {
         "transform": ax.get_yaxis_transform(), "ha": "center", "va": "center", "fontsize": SMALL,
     }  # fmt: skip
-    for place, (shares, _) in enumerate(ordered):
+    for row_index, (shares, _) in enumerate(ordered):
         # The span's share is never the smaller one: of its bar the end shows.
-        ax.barh(place, float(shares[1]), height=0.62, color=colors[1])
-        ax.barh(place, float(shares[0]), height=0.62, color=colors[0])
-        ax.plot([float(shares[2])], [place], markersize=7, clip_on=False, **diamond)
+        ax.barh(row_index, float(shares[1]), height=0.62, color=colors[1])
+        ax.barh(row_index, float(shares[0]), height=0.62, color=colors[0])
+        ax.plot([float(shares[2])], [row_index], markersize=7, clip_on=False, **diamond)
         for column, share in enumerate(shares):
-            ax.text(1.1 + 0.16 * column, place, percent(share), **beside)
+            ax.text(1.1 + 0.16 * column, row_index, percent(share), **beside)
     for column, text in enumerate(("makespan", "span", "steady")):
         ax.text(1.1 + 0.16 * column, -0.85, text, **beside)
     ax.set_yticks(range(len(ordered)), [name for _, name in ordered])
@@ -138,8 +138,8 @@ def bubble_vs_microbatches(work: Work) -> Figure:
     )
     notes = ["Lines: closed forms, where they hold; points: simulation"]
     legend = [
-        Line2D([], [], label=", ".join(curve.titles), **_curve_style(place))
-        for place, curve in enumerate(curves)
+        Line2D([], [], label=", ".join(curve.titles), **_curve_style(index))
+        for index, curve in enumerate(curves)
     ]
     figure, axes = new_figure(title, [4.8], legend=legend, legend_columns=4, columns=2, notes=notes)
     shares = [float(share) for c in curves for both in c.simulated.values() for share in both]
@@ -147,13 +147,13 @@ def bubble_vs_microbatches(work: Work) -> Figure:
     steps = [k * 10.0**-e for e in range(6) for k in (1, 2, 5)]
     ticks = [y for y in steps if smallest < y <= max(shares)]
     for which, (ax, text) in enumerate(zip(axes, ("makespan", "ranks' own spans"), strict=True)):
-        for place, curve in enumerate(curves):
+        for index, curve in enumerate(curves):
             for points, changed in (
                 (curve.closed, {"marker": "", "linewidth": 2}),
                 (curve.simulated, {"linestyle": ""}),
             ):
                 ys = [float(both[which]) for both in points.values()]
-                ax.plot([*points], ys, **_curve_style(place) | changed)
+                ax.plot([*points], ys, **_curve_style(index) | changed)
         ax.set_xscale("log", base=2)
         ax.set_xlim(counts[0] / 1.15, counts[-1] * 1.15)
         ax.set_xticks(counts)
@@ -178,8 +178,8 @@ def log_axis(ax: Axes, smallest: float, below: float, ticks: Sequence[float], ze
 def _curve_style(place: int) -> dict[str, Any]:
     """Return color, marker and dashes, each in turn."""
     kinds = {"color": LINE_COLORS, "marker": MARKERS, "linestyle": DASHES}
-    own = {key: values[place % len(values)] for key, values in kinds.items()}
-    return HOLLOW | {"markersize": 8} | own
+    style = {key: values[place % len(values)] for key, values in kinds.items()}
+    return HOLLOW | {"markersize": 8} | style
 
 
 def memory_vs_bubble(work: Work) -> Figure:
@@ -223,8 +223,8 @@ def memory_vs_bubble(work: Work) -> Figure:
 def activations_and_versions(work: Work) -> Figure:
     """Draw held activations as areas and kept weight versions as lines, over two batches: a panel a
     schedule, a lane per rank, all to one scale; beside a lane its two peaks."""
-    found = {row.name: row for row in work.found}
-    shown = [found[name] for name in OVER_TIME if name in found]
+    rows = {row.name: row for row in work.found}
+    shown = [rows[name] for name in OVER_TIME if name in rows]
     end = float(max(row.stream.makespan for row in shown))
     p = work.config["num_stages"]
     fullest = max(shown, key=lambda row: max(row.peak_activations))
@@ -242,12 +242,12 @@ def activations_and_versions(work: Work) -> Figure:
     ]
     heights = [max(1.6, 0.58 * p)] * -(-len(shown) // 2)
     figure, axes = new_figure(title, heights, columns=2, right=0.6, legend=legend, notes=notes)
-    for place, (ax, row) in enumerate(zip(axes, shown, strict=False)):
+    for index, (ax, row) in enumerate(zip(axes, shown, strict=False)):
         ax.set_xlim(0, end)
         rank_axis(ax, p, most_times=7)
         _draw_lanes(ax, row, max(held, kept))
         panel_title(ax, row.title)
-        if place + 2 >= len(shown):
+        if index + 2 >= len(shown):
             ax.set_xlabel("time", fontsize=TEXT)
     for ax in axes[len(shown) :]:
         ax.remove()

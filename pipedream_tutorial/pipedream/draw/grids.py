@@ -38,7 +38,7 @@ Coloring = Callable[[Op], Color]
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be drawn; everything simulated is computed when a picture first needs it."""
+    """The pictures' sizes and settings. Simulations run when a picture first needs them."""
 
     config: Config
 
@@ -63,9 +63,9 @@ def kind_colors(schedule: Schedule) -> Coloring:
     """Return the color of an operation's kind, paler for a rank's second, third ... stage; of two
     copies of the model, the second one's stages are the paler ones on all ranks."""
     pale = {
-        stage: place / max(2, len(stages))
+        stage: position / max(2, len(stages))
         for stages in schedule.stages()
-        for place, stage in enumerate(stages)
+        for position, stage in enumerate(stages)
     }
     return lambda op: page.paler(KINDS[op.kind][0], pale[op.stage])
 
@@ -73,8 +73,8 @@ def kind_colors(schedule: Schedule) -> Coloring:
 def kind_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     """Return swatches for the kinds that occur, and for idle time."""
     used = {op.kind for timeline in timelines for op in timeline.schedule.ops()}
-    entries: list[tuple[Color, str]] = [own for kind, own in KINDS.items() if kind in used]
-    if any(len(own) > 1 for t in timelines for own in t.schedule.stages()):
+    entries: list[tuple[Color, str]] = [entry for kind, entry in KINDS.items() if kind in used]
+    if any(len(entry) > 1 for t in timelines for entry in t.schedule.stages()):
         entries.append((page.paler(KINDS["F"][0], 1 / 2), "paler: 2nd stage or copy"))
     swatches = [Patch(fc=color, ec=EDGE, lw=0.6, label=text) for color, text in entries]
     return [*swatches, Patch(**IDLE_HATCH, label="idle")]
@@ -120,8 +120,8 @@ def draw_grid(ax: Axes, panel: Panel, *, until: Fraction | None = None) -> None:
     for rank, item, start, stop in timeline.events:
         height = ROW / len(item.parts)
         for part, op in enumerate(item.parts):  # a pair's forward lies above its backward
-            place = (float(start), rank - ROW / 2 + part * height), float(stop - start), height
-            cells[op] = Rectangle(*place, facecolor=color(op), gid=str(op))
+            rectangle = (float(start), rank - ROW / 2 + part * height), float(stop - start), height
+            cells[op] = Rectangle(*rectangle, facecolor=color(op), gid=str(op))
             ax.add_patch(cells[op])
     narrowest = min(cell.get_width() for cell in cells.values() if cell.get_width()) * across
     for op, cell in cells.items():
@@ -210,7 +210,7 @@ def durations_text(timeline: Timeline) -> str:
     costs = timeline.costs
     v = timeline.schedule.stages_per_rank
     first = costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]
-    f, i, w, b = (number(v * each) for each in (*first, first[1] + first[2]))
+    f, i, w, b = (number(v * duration) for duration in (*first, first[1] + first[2]))
     forwards_only = all(kind == "F" for kind, _ in timeline.schedule.known)
     where = "" if len(set(costs.forward)) == 1 else " on the first stage"
     backward = "" if forwards_only else f", B = I + W = {i} + {w} = {b}"
@@ -232,7 +232,7 @@ def microbatch_forward(work: Work) -> Figure:
     config = work.config
     m = config["num_microbatches"]
     uncut = {**config, "num_microbatches": 1, "forward": config["forward"] * m}
-    whole, cut = (forwards_only(measure("gpipe", each).batch) for each in (uncut, config))
+    whole, cut = (forwards_only(measure("gpipe", settings).batch) for settings in (uncut, config))
     title = (
         f"Cut into {m} microbatches, the forward pass through {config['num_stages']} ranks ends at "
         f"time {number(cut.makespan)} instead of {number(whole.makespan)}"

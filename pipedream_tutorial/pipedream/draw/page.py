@@ -1,4 +1,4 @@
-"""What the pictures share: the page, its colors, and labels beside points.
+"""Shared parts of the pictures: the page, its colors, and labels beside points.
 
 A page is WIDTH inches at DPI, shown about half as wide in a README, so no text is below 8 points.
 Colors are those of Okabe and Ito ("Color Universal Design", 2008), with a dark green for W, so
@@ -147,7 +147,7 @@ def place_labels(ax: Axes, labels: Mapping[Point, str], avoid: Sequence[Point] =
             if not crossed and not any(line.intersects_bbox(b, filled=False) for b in uncrossed):
                 break
         else:
-            raise RuntimeError("there is no room for all labels")
+            raise RuntimeError("there is no space for all labels")
         text.set(position=spot, ha={-1: "right", 0: "center", 1: "left"}[side])
         boxes.append(box)
         lines.append(line)

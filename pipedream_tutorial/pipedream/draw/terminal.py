@@ -19,15 +19,17 @@ _BACKGROUND = {"F": 74, "B": 214, "I": 227, "W": 36, "R": 252, "&": 175}
 
 def draw(timeline: Timeline, columns: int, *, color: bool = False) -> str:
     """Return a time axis and a line per rank, as pipedream_simple.py draws them."""
-    places = [{s: place for place, s in enumerate(own)} for own in timeline.schedule.stages()]
+    places = [
+        {s: position for position, s in enumerate(stages)} for stages in timeline.schedule.stages()
+    ]
     cells = []
     for rank, item, start, end in timeline.events:
         many = len(places[rank]) > 2
         texts = []
         for kind, stage, i in item.parts:
-            place = places[rank][stage]
-            second = kind.lower() if place else kind
-            texts.append(f"{kind}{i}/{place}" if many else f"{second}{i}")
+            position = places[rank][stage]
+            second = kind.lower() if position else kind
+            texts.append(f"{kind}{i}/{position}" if many else f"{second}{i}")
         cells.append((rank, "&".join(texts), start, end))
     return simple.draw(cells, columns, _colored if color else lambda text, letters: letters)
 

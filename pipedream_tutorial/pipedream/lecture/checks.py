@@ -28,11 +28,11 @@ from pipedream.train.trainer import Gradients, StageTrainer, Weights
 
 
 class WrongAnswer(Exception):
-    """What is wrong with an answer, in words for who wrote it."""
+    """Explanation, for its author, why an answer is wrong."""
 
 
 class Verdict(NamedTuple):
-    """Whether an exercise is solved, and what to tell."""
+    """The result of an exercise, and the message to show."""
 
     solved: bool
     text: str
@@ -68,7 +68,7 @@ def check_microbatches(needed: Callable[[int, int], float]) -> str:
     sizes = ((4, 50), (4, 20), (2, 10), (8, 30), (3, 1), (1, 5))
     for p, percent in sizes:
         answer = needed(p, percent)
-        if not isinstance(answer, numbers.Real):  # numpy's numbers, too
+        if not isinstance(answer, numbers.Real):  # includes numpy's numbers
             raise WrongAnswer(f"microbatches_needed returns {answer!r}, which is no number")
         if answer != int(answer) or answer < 1:
             raise WrongAnswer(f"{answer} microbatches are no whole number from 1 on")
@@ -94,7 +94,7 @@ def check_cut(best_cut: Callable[[Sequence[int]], int]) -> str:
 
         def batch(cut: int, layers: Sequence[int] = layer_ms) -> Fraction:
             stages = tuple(map(Fraction, (sum(layers[:cut]), sum(layers[cut:]))))
-            third = tuple(own / 3 for own in stages)
+            third = tuple(duration / 3 for duration in stages)
             costs = Costs(forward=third, input_gradient=third, weight_gradient=third)
             return simulate(build_schedule("1f1b", 2, 64), costs).makespan
 
@@ -132,8 +132,8 @@ def check_batches(batches: Callable[[int, int, int], Schedule]) -> str:
         schedule = batches(p, m, num_batches)
         if not isinstance(schedule, Schedule):
             raise WrongAnswer("batches has to return a Schedule")
-        found = sorted({op.microbatch for op in schedule.ops()})
-        if found != list(range(m * num_batches)):
+        microbatches = sorted({op.microbatch for op in schedule.ops()})
+        if microbatches != list(range(m * num_batches)):
             raise WrongAnswer(f"{num_batches} batches of {m} are {m * num_batches} microbatches")
         for stage, use in weight_use(schedule, POLICIES["flush"], m).items():
             for i, version in sorted(use.forward.items()):
@@ -180,8 +180,8 @@ def _schedule_of(order: OrderOf, p: int, m: int, kinds: str) -> Schedule:
     lines = [_line(order(p, m, rank), rank, kinds) for rank in range(p)]
     wanted = {(kind, i) for kind in kinds for i in range(m)}
     for rank, line in enumerate(lines):
-        found = {(op.kind, op.microbatch) for op in line}
-        for told, ops in (("lacks", wanted - found), ("should not have", found - wanted)):
+        present = {(op.kind, op.microbatch) for op in line}
+        for told, ops in (("lacks", wanted - present), ("should not have", present - wanted)):
             for kind, i in sorted(ops):
                 raise WrongAnswer(f"with p={p}, m={m} the order of rank {rank} {told} {kind}{i}")
     schedule = straight("yours", lines)
@@ -209,7 +209,7 @@ EXACT = 1e-9  # sums in another order differ by less, in float64
 
 
 class Channel:
-    """From one stage to the next: what is sent first is received first, and nothing has a name."""
+    """Queue from one stage to the next: first in, first out. Messages have no names."""
 
     def __init__(self) -> None:
         self._under_way: deque[Tensor] = deque()
@@ -248,10 +248,10 @@ def check_run_batch(run_batch: Callable[[Sequence[nn.Module], Microbatches], obj
         exact = iter(gradient_on_one_gpu(nn.Sequential(*stages), microbatches))
         off = []
         for stage, module in enumerate(stages):
-            found = [p.grad for p in module.parameters() if p.grad is not None]
-            if len(found) < len(list(module.parameters())):
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            if len(gradients) < len(list(module.parameters())):
                 raise WrongAnswer(f"stage {stage} has no gradient")
-            off.append(relative_difference(found, [next(exact) for _ in found]))
+            off.append(relative_difference(gradients, [next(exact) for _ in gradients]))
         if max(off) > EXACT:
             raise WrongAnswer(
                 f"with m={m} the gradient is off by {off[0]:.0%} on stage 0 and by {off[1]:.0%} on "
@@ -269,15 +269,15 @@ def check_batch_gradient(
     for m in (4, 3):
         model = build_stages(1, 1, seed=0)[0]
         microbatches = some_microbatches(m)
-        found = batch_gradient(model, microbatches)
-        if found is None:
+        gradients = batch_gradient(model, microbatches)
+        if gradients is None:
             raise WrongAnswer("batch_gradient returns nothing")
         exact = gradient_on_one_gpu(model, microbatches)
-        along = sum(float((a.detach() * b).sum()) for a, b in zip(found, exact, strict=True))
+        along = sum(float((a.detach() * b).sum()) for a, b in zip(gradients, exact, strict=True))
         ratio = along / sum(float(b.square().sum()) for b in exact)
-        if relative_difference(found, [ratio * b for b in exact]) > EXACT:
-            off = f"{relative_difference(found, exact):.0%}"
-            raise WrongAnswer(f"with m={m} the gradient is off by {off}, in its direction, too")
+        if relative_difference(gradients, [ratio * b for b in exact]) > EXACT:
+            off = f"{relative_difference(gradients, exact):.0%}"
+            raise WrongAnswer(f"with m={m} the gradient is off by {off}, also in its direction")
         if abs(ratio - 1) > EXACT:
             raise WrongAnswer(
                 f"with m={m} the gradient has the right direction and is {ratio:.3g} times as long "
@@ -312,7 +312,7 @@ def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
     }  # fmt: skip
     exact = train("pipedream", **settings).weights
     try:
-        found = train("pipedream", **settings, trainer_class=Trainer).weights
+        weights = train("pipedream", **settings, trainer_class=Trainer).weights
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise
@@ -320,7 +320,7 @@ def check_update(update: Callable[[Weights, Weights, float], Weights]) -> str:
             "autograd refuses a backward pass: the weights that its forward pass used were changed "
             "in place"
         ) from error
-    pairs = zip(found, exact, strict=True)
+    pairs = zip(weights, exact, strict=True)
     off = [relative_difference(ours.values(), theirs.values()) for ours, theirs in pairs]
     if max(off) > EXACT:
         shown = ", ".join(f"{100 * error:.2g}%" for error in off)
@@ -350,8 +350,8 @@ def check_halves(
         halves = input_gradient(dy, y.detach(), w)
         if not isinstance(halves, tuple) or len(halves) != 2:
             raise WrongAnswer("input_gradient has to return two things: dX, and what W will need")
-        found = halves[0], weight_gradient(x, halves[1])
-    for name, like, ours, theirs in zip(("dX", "dW"), "XW", found, exact, strict=True):
+        answers = halves[0], weight_gradient(x, halves[1])
+    for name, like, ours, theirs in zip(("dX", "dW"), "XW", answers, exact, strict=True):
         if ours is None:
             raise WrongAnswer(f"the function for {name} returns nothing")
         if ours.shape != theirs.shape:

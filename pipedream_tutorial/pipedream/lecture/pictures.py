@@ -92,8 +92,8 @@ def numbers_in(value: object) -> list[Fraction]:
     """Return the numbers of a value, of a list of values, or of a text; percentages as shares."""
     if isinstance(value, (list, tuple)):
         return [number for one in value for number in numbers_in(one)]
-    found = []
+    numbers = []
     for digits, sign in re.findall(r"(\d+(?:\.\d+)?(?:/[1-9]\d*)?)\s*(%?)", str(value)):
         above, _, below = digits.partition("/")
-        found.append(Fraction(above) / Fraction(below or 1) / (100 if sign else 1))
-    return found
+        numbers.append(Fraction(above) / Fraction(below or 1) / (100 if sign else 1))
+    return numbers

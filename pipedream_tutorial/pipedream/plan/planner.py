@@ -8,7 +8,7 @@ Source: Harlap et al., arXiv 1806.03377; Narayanan et al., SOSP 2019. With m wor
     A(j, m)    = the smaller of T(0..j, m) and, over i < j and m' < m,
                  max(A(i, m - m'), 2 a_i / bandwidth, T(i+1..j, m'))   a_i bytes layer i puts out
 
-A(j, m) is the seconds a microbatch of the best pipeline of layers 0..j on m workers. All sums are
+A(j, m) is the seconds per microbatch of the best pipeline of layers 0..j on m workers. All sums are
 exact fractions. Compute, weight synchronization and sending are taken to overlap fully: the
 slowest alone fixes the period. PipeDream's published optimizer adds W to T instead (msr-fiddle,
 optimizer_graph_hierarchical.py); the papers and this module take the larger.
@@ -46,7 +46,7 @@ class Stage(NamedTuple):
     last: int  # the last layer, inclusive
     replicas: int  # workers; each takes every replicas-th microbatch
     forward_s: Fraction  # of one microbatch on one worker
-    backward_s: Fraction  # likewise
+    backward_s: Fraction  # of one microbatch
     weight_bytes: Fraction  # of one copy of the weights
     sent_bytes: Fraction  # to the next stage for a microbatch, and as many back; 0 after the last
     sync_s: Fraction  # in which the replicas synchronize once: after each has done a microbatch
@@ -58,12 +58,12 @@ class Stage(NamedTuple):
 
     @property
     def period_s(self) -> Fraction:
-        """Seconds a microbatch that this stage alone allows, all replicas together."""
+        """Seconds per microbatch that this stage alone allows, all replicas together."""
         return max(self.compute_s, self.sync_s) / self.replicas
 
 
 class Plan(NamedTuple):
-    """How layers and workers are cut up, and what that is predicted to give."""
+    """A partition of layers over workers, and its predicted speed."""
 
     stages: tuple[Stage, ...]
 
@@ -77,13 +77,13 @@ class Plan(NamedTuple):
 
     @property
     def terms(self) -> dict[str, Fraction]:
-        """Seconds a microbatch of all that may set the pace."""
-        found = {}
-        for place, stage in enumerate(self.stages):
-            found[f"compute of stage {place}"] = stage.compute_s / stage.replicas
-            found[f"weight sync of stage {place}"] = stage.sync_s / stage.replicas
-            found[f"link between stages {place} and {place + 1}"] = stage.link_s
-        return found
+        """Seconds per microbatch of each stage and link; the longest sets the pace."""
+        seconds = {}
+        for index, stage in enumerate(self.stages):
+            seconds[f"compute of stage {index}"] = stage.compute_s / stage.replicas
+            seconds[f"weight sync of stage {index}"] = stage.sync_s / stage.replicas
+            seconds[f"link between stages {index} and {index + 1}"] = stage.link_s
+        return seconds
 
     @property
     def period_s(self) -> Fraction:
@@ -113,7 +113,7 @@ def plan_pipeline(
     """Return the plan with the shortest period; of equally fast ones the one with the fewest
     workers.
 
-    `bandwidth` is in bytes a second, math.inf if sending takes no time. `replication=False` puts
+    `bandwidth` is in bytes per second, math.inf if sending takes no time. `replication=False` puts
     one worker on each stage. PipeDream's formula has every worker take part, even where fewer are
     faster (synchronizing two can take longer than one computes): `use_all_workers=True`. Takes
     O(layers^2 workers^2) steps. Raises UserError where no plan exists.
@@ -133,15 +133,15 @@ def plan_pipeline(
         lasts = {(i, r): stage(i, j, r) for i in range(j + 1) for r in range(1, most + 1)}
         period = {key: last.period_s for key, last in lasts.items()}
         for m in range(1, num_workers + 1):
-            found: list[tuple[Fraction, tuple[Stage, ...]]] = []
+            candidates: list[tuple[Fraction, tuple[Stage, ...]]] = []
             for i, r in product(range(-1, j), range(1, min(m, most) + 1)):
                 if (i, m - r) in best:
                     before, stages = best[i, m - r]
                     link_s = stages[-1].link_s if stages else Fraction(0)
                     longest = max(before, link_s, period[i + 1, r])
-                    found.append((longest, (*stages, lasts[i + 1, r])))
-            if found:
-                best[j, m] = min(found, key=itemgetter(0))  # of equal ones the first
+                    candidates.append((longest, (*stages, lasts[i + 1, r])))
+            if candidates:
+                best[j, m] = min(candidates, key=itemgetter(0))  # of equal ones the first
     final = len(layers) - 1
     counts = [num_workers] if use_all_workers else range(1, num_workers + 1)
     return Plan(min((best[final, m] for m in counts if (final, m) in best), key=itemgetter(0))[1])
@@ -165,8 +165,8 @@ def _stage(
     first: int, last: int, replicas: int,
 ) -> Stage:  # fmt: skip
     def total(field: str) -> Fraction:
-        own = (Fraction(getattr(layer, field)) for layer in layers[first : last + 1])
-        return sum(own, Fraction(0))
+        values = (Fraction(getattr(layer, field)) for layer in layers[first : last + 1])
+        return sum(values, Fraction(0))
 
     s_per_byte = 0 if bandwidth == math.inf else 1 / Fraction(bandwidth)
     weight_bytes = total("weight_bytes")
@@ -204,12 +204,12 @@ def full_speed_in_flight(replicas: Sequence[int]) -> tuple[int, ...]:
     the period is max T_k / R_k. With equal work on every worker no smaller numbers do. Without
     replication both rules give n_k = p - k.
     """
-    found: list[int] = []
+    in_flight: list[int] = []
     following = 0
-    for own in reversed(replicas):
-        found.append(1 - -following // own)
-        following = found[-1] * own
-    return tuple(reversed(found))
+    for count in reversed(replicas):
+        in_flight.append(1 - -following // count)
+        following = in_flight[-1] * count
+    return tuple(reversed(in_flight))
 
 
 def replicated_1f1b(replicas: Sequence[int], m: int, in_flight: Sequence[int]) -> Schedule:
@@ -247,9 +247,9 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
     the compute, the stage's passes are stretched to it.
     """
     rows: list[tuple[int, Fraction, Fraction]] = []  # workers, seconds forward and backward
-    own: list[int] = []
+    rows_of_stages: list[int] = []
     for stage in plan.stages:
-        own.append(len(rows))
+        rows_of_stages.append(len(rows))
         both_s = stage.replicas * stage.period_s
         forward_s = stage.forward_s / stage.compute_s * both_s if stage.compute_s else Fraction(0)
         rows.append((stage.replicas, forward_s, both_s - forward_s))
@@ -267,7 +267,7 @@ def simulate_plan(plan: Plan, num_microbatches: int, *, busy_links: bool) -> Pla
     work = sum(stage.compute_s for stage in plan.stages) * num_microbatches
     return PlanRun(
         timeline=timeline,
-        in_flight=tuple(in_flight[place] for place in own),
+        in_flight=tuple(in_flight[row] for row in rows_of_stages),
         period_s=steady_period(timeline, max(map(mul, counts, in_flight))),
         utilization=work / (timeline.makespan * plan.num_workers),
     )

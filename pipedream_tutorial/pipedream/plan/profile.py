@@ -1,4 +1,4 @@
-"""What a model's layers cost: seconds, activation bytes and weight bytes, measured or from a file.
+"""Costs of a model's layers: seconds, activation bytes and weight bytes, measured or from a file.
 
 PipeDream (arXiv 1806.03377) plans from these three per layer. Loading a profile imports no torch.
 """
@@ -24,7 +24,7 @@ class Layer(NamedTuple):
     name: str
     forward_s: Number
     backward_s: Number  # of the whole backward pass: the input's and the weights' gradients
-    activation_bytes: Number  # of the output: what is sent if the next layer is on another worker
+    activation_bytes: Number  # of the output, which is sent if the next layer is on another worker
     weight_bytes: Number
 
 
@@ -53,16 +53,18 @@ _PROFILE |= dict.fromkeys(("batch", "sequence", "threads"), _COUNT)
 def load_profile(path: Path) -> Profile:
     """Read and check a profile's JSON. Raises UserError that names the file and the key."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # no text, no JSON, or nested deeply
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: {reason}", "give the path of a profile's JSON") from None
-    layers = found.pop("layers", None) if isinstance(found, dict) else None
+    layers = content.pop("layers", None) if isinstance(content, dict) else None
     if not isinstance(layers, list) or not layers:
         raise UserError(f"{path} has no list of layers", f"give {', '.join(Profile._fields)}")
-    whole = _checked(found, _PROFILE, str(path))
-    each = [_checked(own, _LAYER, f"{path}: layers[{i}]") for i, own in enumerate(layers)]
-    return Profile(**whole, layers=tuple(Layer(**own) for own in each))
+    whole = _checked(content, _PROFILE, str(path))
+    checked_layers = [
+        _checked(layer, _LAYER, f"{path}: layers[{i}]") for i, layer in enumerate(layers)
+    ]
+    return Profile(**whole, layers=tuple(Layer(**layer) for layer in checked_layers))
 
 
 def _checked(found: object, rules: Mapping[str, Rule], where: str) -> dict[str, Any]:
@@ -103,13 +105,13 @@ def measure_profile(
         return time.perf_counter()
 
     warmup = -(-repeats // 3)
-    found: list[list[tuple[float, float, int]]] = [[] for _ in layers]
+    samples: list[list[tuple[float, float, int]]] = [[] for _ in layers]
     for _ in range(warmup + repeats):
         x = example.detach()
-        for place, (_, module) in enumerate(layers):
-            inputs = (x, targets) if place == len(layers) - 1 else (x,)
+        for index, (_, module) in enumerate(layers):
+            inputs = (x, targets) if index == len(layers) - 1 else (x,)
             # Nobody waits for the gradient of the model's input, so it is not computed.
-            x.requires_grad_(place > 0)
+            x.requires_grad_(index > 0)
             started = clock()
             output = module(*inputs)
             forward_s = clock() - started
@@ -120,9 +122,9 @@ def measure_profile(
             for tensor in (x, *module.parameters()):
                 tensor.grad = None  # leaves none behind
             x = output.detach()
-            found[place].append((forward_s, backward_s, x.nbytes))
+            samples[index].append((forward_s, backward_s, x.nbytes))
     measured = []
-    for (name, module), sweeps in zip(layers, found, strict=True):
+    for (name, module), sweeps in zip(layers, samples, strict=True):
         forwards, backwards, sizes = zip(*sweeps[warmup:], strict=True)
         measured.append(
             Layer(

@@ -110,7 +110,7 @@ def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
     """Run `body` as one stage with its rank, print its exception, and exit."""
     rank = int(os.environ["RANK"])
     code = 1
-    said = None
+    message = None
     try:
         body(rank)
         code = 0
@@ -121,16 +121,16 @@ def run_worker(body: Callable[[int], None], num_stages: int) -> NoReturn:
         if rank:
             time.sleep(GRACE_S)
         else:
-            said = str(error)
+            message = str(error)
     except StageLostError as error:
         time.sleep(GRACE_S + 0.1 * rank)  # one says it, and the others are ended
-        said = f"stage {rank} of {num_stages} stops: {error}; the other stages are ended"
+        message = f"stage {rank} of {num_stages} stops: {error}; the other stages are ended"
     except BaseException as error:
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}"
-        said = f"stage {rank} of {num_stages} failed: {why}; the other stages are ended"
-    if said is not None:
-        print("error:", " ".join(said.split()), file=sys.stderr)
+        message = f"stage {rank} of {num_stages} failed: {why}; the other stages are ended"
+    if message is not None:
+        print("error:", " ".join(message.split()), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: after an error the backends' threads may hold it up for ever.

@@ -1,4 +1,4 @@
-"""What was measured, what the simulator predicts of it, and the record and table of both.
+"""Measurements, the simulator's predictions of them, and the record and table of both.
 
 The simulator is fed with the durations of one measured run; its unit of time is a nanosecond here,
 kept as exact fractions. Imports no torch.
@@ -120,14 +120,14 @@ class MeasuredRun:
         """Return the mean durations for the same layers in `num_stages` equal stages, and the time
         to send. If the run did not split its backward passes, each counts as an input
         gradient."""
-        own = range(self.case.schedule.num_stages)
+        stages = range(self.case.schedule.num_stages)
 
         def means(*kinds: str) -> tuple[Fraction, ...]:
-            found = []
-            for stage in own:
+            averages = []
+            for stage in stages:
                 ns = [ns for kind in kinds for ns in self.durations[kind, stage]]
-                found.append(Fraction(sum(ns) * len(own), (len(ns) or 1) * num_stages))
-            return tuple(stage_factors(found, num_stages))
+                averages.append(Fraction(sum(ns) * len(stages), (len(ns) or 1) * num_stages))
+            return tuple(stage_factors(averages, num_stages))
 
         return Costs(
             forward=means("F"), input_gradient=means("B", "I"), weight_gradient=means("W"),
@@ -200,8 +200,8 @@ def _ms(ns: Fraction | float) -> float:
 
 
 def write_whole(name: str, record: Record) -> None:
-    """Replace the file at once: whenever the run ends, a whole record is there. What a link names
-    is replaced, not the link."""
+    """Replace the file atomically, so that the record is complete whenever the run ends. Follow
+    links: a link's target is replaced."""
     path = Path(name).resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
@@ -233,9 +233,9 @@ def makespan_error(case: Record) -> float:
 
 def render(record: Record) -> str:
     """Return a record's table: measured against predicted, one line per run."""
-    found = record["calibration"]
+    calibration = record["calibration"]
     cases = record["cases"]
-    times = zip(found["forward_ms"], found["backward_ms"], strict=True)
+    times = zip(calibration["forward_ms"], calibration["backward_ms"], strict=True)
     average = "; ".join(f"stage {stage}: {f:.2f} + {b:.2f}" for stage, (f, b) in enumerate(times))
     lines = [
         "",
@@ -244,9 +244,9 @@ def render(record: Record) -> str:
         f"{'measured':>8} {'simulated':>9} {'points':>7}",
         *map(_line, cases),
         "",
-        f"* the run that the durations are from ({found['schedule']}, "
-        f"m={found['num_microbatches']}): forward + backward in ms, {average}; from stage to stage "
-        f"{found['communication_ms']:.2f} ms",
+        f"* the run that the durations are from ({calibration['schedule']}, "
+        f"m={calibration['num_microbatches']}): forward + backward in ms, {average}; "
+        f"from stage to stage {calibration['communication_ms']:.2f} ms",
         "bubble: the share of all stages' time that is idle; utilization is the rest",
         "simulated: from means; what else runs on this machine lengthens single operations",
         "results received before they were sent: "

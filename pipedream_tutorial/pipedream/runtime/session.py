@@ -67,11 +67,11 @@ def _orders_of(name: str, config: Config, m: int) -> tuple[Schedule, Policy]:
 
 def exchange(value: Any) -> list[Any]:
     """Return every rank's value, by rank. They travel as JSON, because unpickling executes code."""
-    own = json.dumps(value).encode()
-    longest = torch.tensor(len(own))
+    encoded = json.dumps(value).encode()
+    longest = torch.tensor(len(encoded))
     with connection_to("the other stages"):
         dist.all_reduce(longest, dist.ReduceOp.MAX)
-        padded = torch.frombuffer(bytearray(own.ljust(int(longest))), dtype=torch.uint8)
+        padded = torch.frombuffer(bytearray(encoded.ljust(int(longest))), dtype=torch.uint8)
         texts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
         dist.all_gather(texts, padded)
     return [json.loads(text.numpy().tobytes()) for text in texts]
@@ -83,15 +83,15 @@ def gather_weights(case: Case, workload: Workload, own: Mapping[int, Weights]) -
         for weight in chain.from_iterable(weights.values() for weights in own.values()):
             dist.send(weight.contiguous(), 0)
         return []
-    found = dict(own)
+    final_weights = dict(own)
     modules = workload.build_modules(case.schedule.stages_per_rank)  # for names and shapes
     for rank, stages in enumerate(case.schedule.stages()[1:], 1):
         for stage in stages:
             like = modules[stage].named_parameters()
-            found[stage] = {name: torch.empty_like(w, device="cpu") for name, w in like}
-            for weight in found[stage].values():
+            final_weights[stage] = {name: torch.empty_like(w, device="cpu") for name, w in like}
+            for weight in final_weights[stage].values():
                 dist.recv(weight, rank)
-    return [found[stage] for stage in range(len(modules))]
+    return [final_weights[stage] for stage in range(len(modules))]
 
 
 def run_session(config: Config, command: str, rank: int) -> None:
@@ -114,8 +114,8 @@ def run_session(config: Config, command: str, rank: int) -> None:
                 costs = chosen.costs(config["num_stages"])
                 best = search(costs, case.num_microbatches, case.memory).schedule
                 words = ["".join(op.kind for op in order) for order in best.flat]
-            found = straight(case.name, from_words(exchange(words)[0]))
-            case = case._replace(schedule=repeat(found, config["num_batches"]))
+            found_order = straight(case.name, from_words(exchange(words)[0]))
+            case = case._replace(schedule=repeat(found_order, config["num_batches"]))
         for _ in range(config["warmups"]):  # nothing is slept in them
             station.run(case)
         repeats = []

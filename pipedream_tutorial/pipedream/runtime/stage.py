@@ -219,8 +219,8 @@ class Station:
 
     def _trainers(self, case: Case) -> Trainers:
         schedule = case.schedule
-        own = schedule.stages()[self.rank]
-        return build_trainers(self.workload, schedule, case.policy, case.num_microbatches, own)
+        stages = schedule.stages()[self.rank]
+        return build_trainers(self.workload, schedule, case.policy, case.num_microbatches, stages)
 
     def run(self, case: Case, *, emulated: bool = False) -> tuple[Report, dict[int, Weights]]:
         """Train the initial weights under a schedule, with CONFIG's sleeps if `emulated`; the final
@@ -240,8 +240,12 @@ class Station:
         gc.enable()
         report = {
             "slices": [(thread, op, *map(clock.read, marks)) for thread, op, *marks in clock.spans],
-            "peak_versions": [(stage, own.peak_versions) for stage, own in trainers.items()],
-            "losses": [(i, float(x)) for own in trainers.values() for i, x in own.losses.items()],
+            "peak_versions": [
+                (stage, trainer.peak_versions) for stage, trainer in trainers.items()
+            ],
+            "losses": [
+                (i, float(x)) for trainer in trainers.values() for i, x in trainer.losses.items()
+            ],
         }
         if self.on_gpu:
             ends = [end for thread, _, _, end in clock.spans if thread == "compute"]
@@ -250,8 +254,8 @@ class Station:
             report["waited_for_host"] = at_once / len(ends)
             report["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) / 2**20
         return report, {
-            stage: {name: weight.detach().cpu() for name, weight in own.weights.items()}
-            for stage, own in trainers.items()
+            stage: {name: weight.detach().cpu() for name, weight in trainer.weights.items()}
+            for stage, trainer in trainers.items()
         }
 
     def _run_order(

@@ -8,7 +8,7 @@ how many microbatches overlap, so the block alone decides the memory.
 The blocks leave gaps where the pipeline fills and drains. Two passes close them within the same
 memory, as the authors' code does (zbv_greedy.py of sail-sg/zero-bubble-pipeline-parallelism):
 first all operations of both ends move forward, then those of the draining end once more, with W
-back in whatever is left free. The orders are the authors', operation by operation.
+back in the free slots. The orders are the authors', operation by operation.
 """
 
 import math
@@ -39,23 +39,23 @@ def v_min(p: int, m: int, *, reorder: bool = True) -> Orders:
 def v_half(p: int, m: int, *, reorder: bool = True) -> Orders:
     """Return V-Half's orders, which hold half of 1F1B's activations: two slots between neighbors on
     the way down."""
-    late = 3 * p + (0 if p % 2 else 3)  # likewise
+    late = 3 * p + (0 if p % 2 else 3)  # the same on the way up
     block = [(2 * r, 3 * p - 2 - r, late - 1 + 2 * r, late + 3 * p - 2 - r) for r in range(p)]
     return _scheduled(block, m, reorder)
 
 
 def _scheduled(block: list[tuple[int, int, int, int]], m: int, reorder: bool) -> Orders:
     """Repeat each rank's slots of microbatch 0 m times; with `reorder`, pull both ends together."""
-    slots = [[[slot + SLOTS * i for i in range(m)] for slot in own] for own in block]
+    slots = [[[slot + SLOTS * i for i in range(m)] for slot in rank_slots] for rank_slots in block]
     if reorder:
-        for own in slots:
-            own.append(sorted(slot for slot, _ in _weights(own)))
+        for rank_slots in slots:
+            rank_slots.append(sorted(slot for slot, _ in _weights(rank_slots)))
         _pull(slots)
         _squeeze(slots)
-        for own in slots:
-            own.pop()
+        for rank_slots in slots:
+            rank_slots.pop()
         _pull(slots)
-    return from_words([_word(own) for own in slots])
+    return from_words([_word(rank_slots) for rank_slots in slots])
 
 
 def _word(own: list[list[int]]) -> list[str]:
@@ -82,27 +82,27 @@ def _pull(slots: Slots) -> None:
     """Move operations to earlier free slots, where data and memory allow, in the order of time. In
     the full pipeline, from rank 0's first I_DOWN to the last F_DOWN, everything stays. So do, in
     the pass that has no slots for W, the operations before."""
-    lines = [_Line(own) for own in slots]
+    lines = [_Line(rank_slots) for rank_slots in slots]
     limit = max(held for line in lines for held, _ in line.states)
     full = slots[0][I_DOWN][0]
-    lasts = [(own[F_DOWN][-1], rank) for rank, own in enumerate(slots)]
+    lasts = [(rank_slots[F_DOWN][-1], rank) for rank, rank_slots in enumerate(slots)]
     drains = next((last for last in lasts if last > (full, 0)), (math.inf, 0))
     fills = full if len(slots[0]) > W else 0
     moved = (op for op in _operations(slots) if op[0] < fills or op[:2] > drains)
     for slot, rank, kind, i in sorted(moved):
-        own = slots[rank]
+        rank_slots = slots[rank]
         waits = _source(slots, rank, kind, i)
         if i:
-            waits = max(waits, own[kind][i - 1])
+            waits = max(waits, rank_slots[kind][i - 1])
         if F_DOWN < kind < W:
-            waits = max(waits, own[kind - 1][i])
-        own[kind][i] = lines[rank].move(slot, 1 + waits, limit)
+            waits = max(waits, rank_slots[kind - 1][i])
+        rank_slots[kind][i] = lines[rank].move(slot, 1 + waits, limit)
 
 
 def _operations(slots: Slots) -> Iterator[tuple[int, int, int, int]]:
     """Return (slot, rank, kind, microbatch) of all operations."""
-    for rank, own in enumerate(slots):
-        for kind, line in enumerate(own):
+    for rank, rank_slots in enumerate(slots):
+        for kind, line in enumerate(rank_slots):
             for i, slot in enumerate(line):
                 yield slot, rank, kind, i
 

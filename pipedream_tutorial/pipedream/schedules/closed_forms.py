@@ -1,4 +1,4 @@
-"""What can be said of a schedule without running it: idle time, memory, versions, staleness.
+"""Properties of a schedule from formulas: idle time, memory, versions, staleness.
 
 Stages are even and communication takes no time, unless a function says otherwise. Every form here
 equals the simulator's result as a fraction (tests/test_closed_forms.py), often in a wider range of
@@ -90,7 +90,7 @@ class ClosedForm:
     idle_holds: Callable[[Case], bool] = lambda c: True  # both are exact, at sizes that it takes
     peak_activations: Callable[[Case, int], Fraction | int]
     """Rank r's, in microbatches on its whole share; exact for all sizes the schedule takes: in
-    V-Min and without a flush for m >= p, in ZB-V for F = I = W, otherwise at most so many."""
+    V-Min and without a flush for m >= p, in ZB-V for F = I = W. Otherwise an upper bound."""
     peak_versions: Callable[[Case, int], int] = lambda c, s: 1
     """Weight versions that stage s keeps, in a run of 2 p microbatches and 3 batches or more."""
     staleness: Callable[[Case, int, int], int] = lambda c, s, microbatch: 0
@@ -109,7 +109,7 @@ PIPEDREAM = ClosedForm(
     peak_activations=lambda c, s: c.p - s,
     peak_versions=lambda c, s: c.p - s,
     staleness=lambda c, s, microbatch: min(microbatch, c.p - 1 - s),
-    idle_text="(p-1) (F+B), once a run",
+    idle_text="(p-1) (F+B), once per run",
     source="1806.03377",
 )
 """1F1B's order without flushes, in a run of p microbatches or more."""

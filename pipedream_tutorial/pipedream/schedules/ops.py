@@ -1,4 +1,4 @@
-"""What a schedule is made of: operations, and their order on every rank."""
+"""Parts of a schedule: operations, and their order on every rank."""
 
 import csv
 import re
@@ -75,7 +75,7 @@ class Schedule:
 
     @cached_property
     def num_stages(self) -> int:
-        """Of one copy; stage % num_stages is a stage's place in the model."""
+        """Number of stages of one copy. stage % num_stages is a stage's position in the model."""
         return len({stage for _, stage in self.known}) // self.copies
 
     @property
@@ -91,10 +91,10 @@ class Schedule:
     @cached_property
     def known(self) -> dict[tuple[str, int], set[int]]:
         """(kind, stage) -> the microbatches that some rank runs it for."""
-        found: dict[tuple[str, int], set[int]] = defaultdict(set)
+        microbatches: dict[tuple[str, int], set[int]] = defaultdict(set)
         for kind, stage, i in self.ops():
-            found[kind, stage].add(i)
-        return dict(found)
+            microbatches[kind, stage].add(i)
+        return dict(microbatches)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -102,7 +102,7 @@ class Schedule:
 
     @property
     def cuts_backward(self) -> bool:
-        """Whether some backward passes are run as I and W."""
+        """True if some backward passes are run as I and W."""
         return any(kind == "W" for kind, _ in self.known)
 
     def ops(self) -> Iterable[Op]:
@@ -123,17 +123,17 @@ class Schedule:
     def needs(self, op: Op) -> list[Op]:
         """Return the operations whose results this one needs, also on its own stage."""
         kind, stage, i = op
-        place = stage % self.num_stages
+        position = stage % self.num_stages
         if kind == "F":
-            return [Op("F", stage - 1, i)] if place else []
+            return [Op("F", stage - 1, i)] if position else []
         if kind == "W":
             return [Op("I", stage, i)]
         again = Op("R", stage, i)
-        found = [again if op != again and again in self else Op("F", stage, i)]
-        if kind != "R" and place + 1 < self.num_stages:
+        needs = [again if op != again and again in self else Op("F", stage, i)]
+        if kind != "R" and position + 1 < self.num_stages:
             half = Op("I", stage + 1, i)
-            found.append(half if half in self else half._replace(kind="B"))
-        return found
+            needs.append(half if half in self else half._replace(kind="B"))
+        return needs
 
 
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:

@@ -120,8 +120,8 @@ def chimera(p: int, m: int) -> Orders:
     # rank gets a slot twice: one direction's slots are even where the other's are odd.
     lines: list[list[tuple[int, simple.Op]]] = [[] for _ in range(p)]
     for microbatch in range(m):
-        unit, place = divmod(microbatch, p)
-        upwards, i = divmod(place, p // 2)
+        unit, index = divmod(microbatch, p)
+        upwards, i = divmod(index, p // 2)
         begin = unit * 2 * p + 2 * i
         for s in range(p):
             rank, stage = (p - 1 - s, p + s) if upwards else (s, s)
@@ -134,7 +134,7 @@ def chimera(p: int, m: int) -> Orders:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a schedule is called, its orders, and when weights change under it."""
+    """A schedule's title, its orders, and when it updates the weights."""
 
     title: str
     orders: Callable[..., Orders]  # from (p, m), and by name what `options` names

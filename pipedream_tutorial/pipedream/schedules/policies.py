@@ -15,14 +15,14 @@ from pipedream.schedules.ops import Op, Schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """How one way of training in a pipeline treats its weights."""
+    """The treatment of weights in one way of training in a pipeline."""
 
     text: str
     per_microbatch: bool = False  # update after each backward pass, not after a batch's last one
     forward_version: Callable[[int, int, int, int], int] = lambda updates, i, m, p: updates
     """(updates done on this stage, microbatch, microbatches per batch, p) -> version to run with.
     The newest by default."""
-    stashed: bool = True  # a backward pass sees its forward pass's version; False: what is there
+    stashed: bool = True  # a backward pass uses its forward pass's version; False: the newest
 
 
 POLICIES: dict[str, Policy] = {
@@ -50,7 +50,7 @@ POLICIES: dict[str, Policy] = {
 
 
 class WeightUse(NamedTuple):
-    """What happened to one stage's weights, counted along its rank's order."""
+    """The versions of one stage's weights, counted along its rank's order."""
 
     forward: dict[int, int]  # microbatch -> version that its forward pass ran with
     backward: dict[int, int]  # microbatch -> version that its backward pass ran with
@@ -71,11 +71,14 @@ def weight_use(schedule: Schedule, policy: Policy, batch_size: int) -> dict[int,
     """Return stage -> versions, staleness and how many are kept, from the orders alone.
     `batch_size` is the number of microbatches between two updates where the policy updates once per
     batch. Timing plays no part: it cannot change what an order fixes."""
-    own: dict[int, list[Op]] = {}
+    ops_of_stage: dict[int, list[Op]] = {}
     for op in schedule.ops():
-        own.setdefault(op[1], []).append(op)
+        ops_of_stage.setdefault(op[1], []).append(op)
     p = schedule.num_stages
-    return {stage: _stage_use(own[stage], policy, batch_size, p) for stage in sorted(own)}
+    return {
+        stage: _stage_use(ops_of_stage[stage], policy, batch_size, p)
+        for stage in sorted(ops_of_stage)
+    }
 
 
 def _stage_use(ops: list[Op], policy: Policy, m: int, p: int) -> WeightUse:

@@ -27,7 +27,7 @@ class Action(NamedTuple):
         return f"{self.kind} {self.op} {direction} rank {self.peer}"
 
 
-Step = tuple[Action, ...]  # actions that a rank posts together; it goes on when all have ended
+Step = tuple[Action, ...]  # actions that a rank posts together; it continues when all have ended
 
 
 def blocking_programs(schedule: Schedule, *, paired: bool = False) -> list[list[Step]]:

@@ -1,4 +1,4 @@
-"""What every schedule comes to on the same model and microbatches: the numbers of the tables."""
+"""The numbers of the tables: every schedule on the same model and microbatches."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,8 +31,8 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One schedule: a batch on its own, and batches one after the other (the stream). What it comes
-    to is computed when it is first asked for."""
+    """One schedule: a batch on its own, and batches one after the other (the stream).
+    Its numbers are computed when they are first used."""
 
     name: str
     title: str
@@ -76,8 +76,8 @@ class Row:
 
     @cached_property
     def steady_idle(self) -> Fraction:
-        """Share of all ranks' time that is idle when batch follows batch for ever, 0 to 1: fill and
-        drain are in two batches as in four, and drop out of the difference."""
+        """Share of all ranks' time that is idle if batches follow each other forever, 0 to 1.
+        Filling and draining take equally long in two and in four batches, so they cancel out."""
         rows = [replace(self, config={**self.config, "num_batches": n}) for n in (2, 4)]
         two, four = (row.stream_makespan for row in rows)
         busy = (1 - self.batch_idle.makespan_fraction) * self.batch.makespan
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def _fullest(self) -> Schedule:
-        """Where most is held: a batch that ends in a flush is as the one before it."""
+        """The run that holds most memory: one batch if it ends in a flush, otherwise the stream."""
         return (self.batch if self.flushes else self.stream).schedule
 
     @cached_property
@@ -108,7 +108,7 @@ class Row:
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """By stage likewise: most updates between a microbatch's weights and its own update."""
+        """By stage: the most updates between a microbatch's weights and its own update."""
         return tuple(max(use.staleness.values()) for use in self._use.values())
 
     @property
@@ -116,12 +116,14 @@ class Row:
         """By rank: parameters kept, in units of a rank's share of the model. Two copies of the
         model (Chimera, DualPipe) count as two."""
         fullest = self._fullest
-        held = (sum(self._use[stage].peak_versions for stage in own) for own in fullest.stages())
+        held = (
+            sum(self._use[stage].peak_versions for stage in stages) for stages in fullest.stages()
+        )
         return tuple(Fraction(count, fullest.stages_per_rank) for count in held)
 
     @property
     def mixed(self) -> bool:
-        """Whether a backward pass sees other weights than its forward pass saw."""
+        """True if a backward pass uses other weights than its forward pass."""
         return any(use.backward != use.forward for use in self._use.values())
 
 
@@ -174,10 +176,10 @@ def measure(name: str, config: Config) -> Row:
             raise UserError("search has no recomputation", "set recompute=none")
         memory = config["memory"] or p
         costs = build_costs(build_schedule("1f1b", p, m), **durations)
-        found = search(costs, m, memory, prove=config["prove"])
+        result = search(costs, m, memory, prove=config["prove"])
         title = f"Search, {memory} in memory"
-        schedule = found.schedule
-        bound = found.lower_bound
+        schedule = result.schedule
+        bound = result.lower_bound
     else:
         title = Path(name).name
         schedule = load_order(Path(name))

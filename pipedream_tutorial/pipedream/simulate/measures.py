@@ -1,4 +1,4 @@
-"""What a timeline costs: idle time, activations, weight versions."""
+"""Costs of a timeline: idle time, activations, weight versions."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -68,21 +68,21 @@ def held_activations(schedule: Schedule, times: Times) -> list[Steps]:
     """Return by rank the activations held, in microbatches of a rank's whole share. Counted from
     the start of a forward pass or R to the end of the pass that frees them."""
     changes = _changes(schedule)
-    found = []
+    curves = []
     for order in schedule.flat:
         steps: Steps = [(0, Fraction(0))]
         for op in order:
             for time, by in zip(times[op], changes[op.kind], strict=True):
                 if by:
                     steps.append((time, steps[-1][1] + Fraction(by) / schedule.stages_per_rank))
-        found.append(steps)
-    return found
+        curves.append(steps)
+    return curves
 
 
 def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]) -> list[Steps]:
     """Return by rank the weight versions kept, in copies of a rank's whole share. Every stage
     starts with one version; an operation changes their number when it ends."""
-    found = []
+    curves = []
     for order, stages in zip(schedule.flat, schedule.stages(), strict=True):
         kept = dict.fromkeys(stages, 1)
         steps: Steps = [(0, Fraction(schedule.copies))]
@@ -91,5 +91,5 @@ def live_versions(schedule: Schedule, times: Times, use: Mapping[int, WeightUse]
             count = Fraction(sum(kept.values()), schedule.stages_per_rank)
             if count != steps[-1][1]:
                 steps.append((times[op][1], count))
-        found.append(steps)
-    return found
+        curves.append(steps)
+    return curves

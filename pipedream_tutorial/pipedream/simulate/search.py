@@ -53,8 +53,8 @@ def build_problem(costs: Costs, num_microbatches: int, memory: int) -> Problem:
     times = list(zip(costs.forward, costs.input_gradient, costs.weight_gradient, strict=True))
     scale = math.lcm(costs.communication.denominator, *(t.denominator for t in chain(*times)))
     sending = int(costs.communication * scale)
-    ticks = [[int(time * scale) for time in own] for own in times]
-    durations = tuple(dict(zip("FIW", own, strict=True)) for own in ticks)
+    ticks = [[int(time * scale) for time in rank_times] for rank_times in times]
+    durations = tuple(dict(zip("FIW", rank_times, strict=True)) for rank_times in ticks)
     return Problem(num_microbatches, memory, durations, sending, Fraction(1, scale))
 
 
@@ -70,20 +70,20 @@ def search(
     tries = tries or max(200, min(20_000, 4_000_000 // (3 * p * m)))
     limits = _limits(problem)
     starts = [greedy(problem, limit) for limit in limits]
-    for own in limits:  # as ZB-H1 and ZB-H2, and what lies between
-        starts.append([zero_bubble(m, ahead, memory - ahead) for ahead in own])
+    for rank_limits in limits:  # as ZB-H1 and ZB-H2, and what lies between
+        starts.append([zero_bubble(m, ahead, memory - ahead) for ahead in rank_limits])
     for times in (1, 2):  # and these themselves
         if memory > times * (p - 1):
             starts.append([zero_bubble(m, times * (p - 1 - r) + 1, times * r) for r in range(p)])
     scored = partial(score, problem)
     starts.sort(key=scored)
     bound = lower_bound(problem)
-    goal = bound, max(m * sum(own.values()) for own in problem.durations)
-    found = [
+    goal = bound, max(m * sum(rank_limits.values()) for rank_limits in problem.durations)
+    scores = [
         improve(problem, words, tries // 3, seed=number, goal=goal)
         for number, words in enumerate(starts[:3])
     ]
-    best = min(found, key=scored)
+    best = min(scores, key=scored)
     if prove:
         shorter, proved = solve(problem, int(scored(best)[0]), prove)
         bound = max(bound, proved)
@@ -100,7 +100,7 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
 
     def run(rank: int) -> Iterator[None]:
         """Run one rank's word until it has to wait."""
-        own = ends[rank]
+        rank_ends = ends[rank]
         lasts = problem.durations[rank]
         sources = {}
         if rank > 0:
@@ -109,7 +109,7 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
             sources["I"] = ends[rank + 1]["I"]
         now = 0
         for kind in words[rank]:
-            done = own[kind]
+            done = rank_ends[kind]
             if kind in sources:
                 source = sources[kind]
                 while len(done) == len(source):
@@ -119,11 +119,15 @@ def score(problem: Problem, words: Words) -> tuple[float, float]:
             done.append(now)
 
     ranks = list(map(run, range(len(words))))
-    if go_on(ranks, [line for own in ends for line in own.values()]) < sum(map(len, words)):
+    if go_on(ranks, [line for ends_of_rank in ends for line in ends_of_rank.values()]) < sum(
+        map(len, words)
+    ):
         return math.inf, math.inf
     lines = zip(ends, problem.durations, strict=True)
-    spans = [own["W"][-1] - own["F"][0] + lasts["F"] for own, lasts in lines]
-    return max(own["W"][-1] for own in ends), max(spans)
+    spans = [
+        ends_of_rank["W"][-1] - ends_of_rank["F"][0] + lasts["F"] for ends_of_rank, lasts in lines
+    ]
+    return max(ends_of_rank["W"][-1] for ends_of_rank in ends), max(spans)
 
 
 def lower_bound(problem: Problem) -> int:
@@ -138,17 +142,24 @@ def lower_bound(problem: Problem) -> int:
     c = problem.communication
     times = problem.durations
     best = 0
-    for rank, own in enumerate(times):
+    for rank, rank_times in enumerate(times):
         head = sum(t["F"] + c for t in times[:rank])
         trip = sum(t["F"] + t["I"] + 2 * c for t in times[rank + 1 :])  # from F's end to I's start
         held = min(m, problem.memory)
-        each = sum(own.values())
-        waits = head + own["F"] + trip + m * each - held * own["F"]
+        work = sum(rank_times.values())
+        waits = head + rank_times["F"] + trip + m * work - held * rank_times["F"]
         rounds, rest = divmod(m - 1, problem.memory)
-        cycle = own["F"] + trip + own["I"] + own["W"]
-        chain = head + rounds * cycle + rest * own["F"] + own["F"] + trip + own["I"]
+        cycle = rank_times["F"] + trip + rank_times["I"] + rank_times["W"]
+        chain = (
+            head
+            + rounds * cycle
+            + rest * rank_times["F"]
+            + rank_times["F"]
+            + trip
+            + rank_times["I"]
+        )
         tail = sum(c + t["I"] for t in times[:rank])
-        best = max(best, waits, head + m * each, chain + max(own["W"], tail))
+        best = max(best, waits, head + m * work, chain + max(rank_times["W"], tail))
     return best
 
 
@@ -156,11 +167,11 @@ def _limits(problem: Problem) -> list[tuple[int, ...]]:
     """Return by rank how many forwards may lead I. Equal for all, and fewer on later ranks."""
     p = len(problem.durations)
     most = problem.memory
-    found: dict[tuple[int, ...], None] = {}
+    limits_tried: dict[tuple[int, ...], None] = {}
     for step in (0, 1, 2):
         for ahead in range(1, most + step * p + 1):
-            found[tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))] = None
-    every = list(found)
+            limits_tried[tuple(max(1, min(most, ahead - step * rank)) for rank in range(p))] = None
+    every = list(limits_tried)
     few = max(4, min(40, 4_000_000 // (3 * problem.num_microbatches * p * p)))
     return every[:: 1 + len(every) // few]  # of long lists, and for large sizes, a few, evenly
 
@@ -173,16 +184,19 @@ def greedy(problem: Problem, limits: Sequence[int]) -> Words:
     words = [""] * p
     free = [0] * p
     done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-    # By rank and kind: when what the rank's operations take in was there.
+    # By rank and kind: when the inputs of the rank's operations arrived.
     arrived: list[dict[str, list[int]]] = [{"F": [], "I": [], "W": []} for _ in range(p)]
     arrived[0]["F"] = [0] * m
     for _ in range(3 * m * p):
         choices = []
-        for rank, own in enumerate(done):
-            full = own["F"] - own["W"] == problem.memory or own["F"] - own["I"] == limits[rank]
+        for rank, counts in enumerate(done):
+            full = (
+                counts["F"] - counts["W"] == problem.memory
+                or counts["F"] - counts["I"] == limits[rank]
+            )
             for order, kind in enumerate("IFW"):
-                if own[kind] < len(arrived[rank][kind]) and not (kind == "F" and full):
-                    at = max(arrived[rank][kind][own[kind]], free[rank])
+                if counts[kind] < len(arrived[rank][kind]) and not (kind == "F" and full):
+                    at = max(arrived[rank][kind][counts[kind]], free[rank])
                     choices.append((at, order, rank, kind))
         at, _, rank, kind = min(choices)
         words[rank] += kind
@@ -207,7 +221,7 @@ def improve(
     now = best = words
     shortest = score(problem, words)
     length = shortest[0]
-    unit = min(time for own in problem.durations for time in own.values() if time)
+    unit = min(time for rank_times in problem.durations for time in rank_times.values() if time)
     for turn in range(tries):
         if shortest <= goal:
             break
@@ -220,15 +234,15 @@ def improve(
         if new == old or not _allowed(new, problem.memory):
             continue
         changed = [*now[:rank], new, *now[rank + 1 :]]
-        found = score(problem, changed)
+        new_score = score(problem, changed)
         heat = unit * (1 - turn / tries)
-        longer = found[0] - length
+        longer = new_score[0] - length
         if longer <= 0 or chance.random() < math.exp(-longer / (heat / 3 + 1e-9)):
             now = changed
-            length = found[0]
-        if found < shortest:
+            length = new_score[0]
+        if new_score < shortest:
             best = changed
-            shortest = found
+            shortest = new_score
     return best
 
 
@@ -278,9 +292,9 @@ def solve(problem: Problem, longest: int, seconds: float) -> tuple[list[Words], 
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 2
-    found = solver.solve(model)
+    status = solver.solve(model)
     bound = round(solver.best_objective_bound)
-    if found not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return [], bound
     words = []
     for rank in range(p):

@@ -1,7 +1,7 @@
-"""Runs the orders of a schedule against an exact clock.
+"""Simulator that runs the orders of a schedule against an exact clock.
 
-The clock counts ticks, whole numbers: a tick is the longest time of which every duration is a
-multiple. Times come out as fractions, and only where they are asked for.
+The clock counts ticks, whole numbers: a tick is the longest time that divides every duration.
+ Times are fractions, and are computed only on request.
 
 An operation starts when its rank has ended the one before it and all that it needs has arrived
 (`Schedule.needs`; from another rank, that takes the time to send it). Nothing else is assumed, and
@@ -98,9 +98,9 @@ def build_costs(
 def stage_factors(scale: Sequence[Number], num_stages: int) -> list[Fraction]:
     """Return the factors of equal shares of the layers, by stage: the mean of what a stage has of
     each."""
-    each = [Fraction(factor) for factor in scale for _ in range(num_stages)]
+    factors = [Fraction(factor) for factor in scale for _ in range(num_stages)]
     size = len(scale)
-    return [sum(each[k * size : (k + 1) * size]) / Fraction(size) for k in range(num_stages)]
+    return [sum(factors[k * size : (k + 1) * size]) / Fraction(size) for k in range(num_stages)]
 
 
 def check_scale(scale: Sequence[Number] | None, num_ranks: int) -> None:
@@ -138,7 +138,7 @@ class Timeline:
 
     @cached_property
     def events(self) -> list[Event]:
-        """Of all ranks, by start, then end, then rank."""
+        """Events of all ranks, by start, then end, then rank."""
         ran: list[tuple[int, int, int, Item]] = []
         lines = zip(self.starts, self.ends, self.schedule.orders, strict=True)
         for rank, line in enumerate(lines):
@@ -156,7 +156,7 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs, free: Sequence[int] = ()) -> Timeline:
     """Start everything as early as the orders and the data allow, rank r at tick free[r] or later.
     Raises DeadlockError when the orders wait for each other, ValueError when an operation needs one
-    that no rank runs or that is there twice."""
+    that no rank runs or that occurs twice."""
     _check_once_and_whole(schedule)
     tick, rules = _rules(schedule, costs)
     free = free or [0] * schedule.num_ranks
@@ -185,7 +185,7 @@ def ends_in_a_row(timeline: Timeline, count: int) -> list[int]:
     return free
 
 
-_Results = dict[int, int]  # microbatch -> when an operation's result was there, in ticks
+_Results = dict[int, int]  # microbatch -> when an operation's result was ready, in ticks
 
 _Rule = tuple[int, list[tuple[int, _Results, int]], list[tuple[int, _Results]]]
 """For one kind of item on a rank: how long it lasts; for which of its operations (0, or 1 in a
@@ -222,8 +222,8 @@ def _advance(
         else:
             lasts, takes, gives = rules[_kind(item)]
             numbers = [op.microbatch for op in item]
-        for place, results, delay in takes:
-            i = numbers[place]
+        for part, results, delay in takes:
+            i = numbers[part]
             while i not in results:
                 yield
             if results[i] + delay > now:
@@ -231,8 +231,8 @@ def _advance(
         starts.append(now)
         now += lasts
         ends.append(now)
-        for place, results in gives:
-            results[numbers[place]] = now
+        for part, results in gives:
+            results[numbers[part]] = now
 
 
 def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind, _Rule]]]:
@@ -242,7 +242,7 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind,
         some = dict(zip(map(itemgetter(0, 1), order), order, strict=True)).values()  # all pairs too
         kinds.append({_kind(item): item for item in some})
     n = schedule.num_stages
-    lasts = {kind: costs.duration(item, n) for own in kinds for kind, item in own.items()}
+    lasts = {kind: costs.duration(item, n) for items in kinds for kind, item in items.items()}
     times = [costs.communication, *lasts.values()]
     scale = math.lcm(*(time.denominator for time in times))
     tick = Fraction(math.gcd(*(int(time * scale) for time in times)) or 1, scale)
@@ -253,17 +253,17 @@ def _rules(schedule: Schedule, costs: Costs) -> tuple[Fraction, list[dict[_Kind,
 
     def rule(item: Item, stages: set[int]) -> _Rule:
         takes = []
-        for place, op in enumerate(item.parts):
+        for part, op in enumerate(item.parts):
             for need in schedule.needs(op):
                 delay = 0 if need.stage in stages else int(costs.communication / tick)
-                takes.append((place, results(need), delay))
+                takes.append((part, results(need), delay))
         gives = list(enumerate(map(results, item.parts)))
         return int(lasts[_kind(item)] / tick), takes, gives
 
     rules = []
-    for own in kinds:
-        stages = {op.stage for item in own.values() for op in item.parts}
-        rules.append({kind: rule(item, stages) for kind, item in own.items()})
+    for items in kinds:
+        stages = {op.stage for item in items.values() for op in item.parts}
+        rules.append({kind: rule(item, stages) for kind, item in items.items()})
     return tick, rules
 
 

@@ -75,7 +75,7 @@ def trace_document(
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"results used before they were there": early},
+        "otherData": {"results used before they were ready": early},
     }
 
 
@@ -111,18 +111,18 @@ def _predicted_slices(timeline: Timeline, unit_s: Fraction) -> list[Slice]:
 def _named(what: str, pid: int, tid: int, name: str) -> list[TraceEvent]:
     """Return a process or thread's name, and its place among the others in viewers."""
     at = {"ph": "M", "pid": pid, "tid": tid}
-    place = pid if what == "process" else tid
+    sort_index = pid if what == "process" else tid
     return [
         at | {"name": f"{what}_name", "args": {"name": name}},
-        at | {"name": f"{what}_sort_index", "args": {"sort_index": place}},
+        at | {"name": f"{what}_sort_index", "args": {"sort_index": sort_index}},
     ]
 
 
 def _slices(
     slices: Sequence[Slice], first_pid: int, use: dict[int, WeightUse], too_soon: dict[Op, Op]
 ) -> Iterator[TraceEvent]:
-    """`too_soon`: operation -> the one whose result it used before it was there. Transfers that
-    overlap in time lie on threads of their own."""
+    """`too_soon`: operation -> the operation whose result it used before it was ready. Transfers
+    that overlap in time have separate threads."""
     free_from: dict[tuple[int, int], list[int]] = defaultdict(list)
     for s in sorted(slices, key=lambda s: (s.start_ns, s.end_ns)):
         pid, tid = first_pid + s.rank, FIRST_TID[s.thread]

@@ -74,7 +74,7 @@ def build_task(*, seed: int, microbatch_size: int = 8) -> Task:
 
 
 class GPT2Size(NamedTuple):
-    """What fixes the shape of every weight; `heads` divides `hidden`."""
+    """The sizes that determine the shape of every weight; `heads` divides `hidden`."""
 
     num_layers: int
     hidden: int
@@ -165,7 +165,7 @@ class Workload:
     """A model to cut into stages, its loss and its microbatches: the same in every process."""
 
     def __init__(self, config: Config, device: torch.device | None = None) -> None:
-        """Of `config`: num_stages, layers_per_stage, learning_rate, seed; and model,
+        """Read from `config`: num_stages, layers_per_stage, learning_rate, seed; and model,
         microbatch_size, dtype, where None is what suits the model. Raises UserError when the
         model's blocks cannot be cut evenly into the stages."""
         name = config.get("model", "mlp")

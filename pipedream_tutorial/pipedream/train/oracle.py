@@ -38,7 +38,7 @@ def run_schedule(schedule: Schedule, trainers: Trainers, task: Task) -> None:
 
 
 class TrainResult(NamedTuple):
-    """What training under one schedule came to."""
+    """The result of training under one schedule."""
 
     losses: list[float]  # mean of each batch, nats
     weights: list[Weights]  # the last version of every stage
@@ -46,7 +46,7 @@ class TrainResult(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        """Whether a loss is no number, or the last one is above the first."""
+        """True if a loss is not a number, or the last loss is above the first."""
         return not all(map(math.isfinite, self.losses)) or self.losses[-1] > self.losses[0]
 
 
@@ -80,8 +80,8 @@ def final_loss(result: TrainResult, num_microbatches: int) -> float:
 
 
 class MicrobatchError(NamedTuple):
-    """How far one microbatch's gradient is off: norm of the difference by norm of the exact one.
-    Exactly 0: not a bit differs. Infinite where training has diverged and there is no number."""
+    """Relative error of one microbatch's gradient: norm of the difference / norm of the exact one.
+    Exactly 0 means bitwise equal. Infinite if training has diverged and there is no number."""
 
     microbatch: int
     relative_error: float  # of all stages at once, against the gradient at the forward's weights
@@ -126,13 +126,19 @@ def train_and_check(
 
     def exact_at(microbatch: int, weights: Iterable[Weights]) -> list[list[Tensor]]:
         """Return autograd's gradient through all stages at once, each with the given weights."""
-        leaves = [{n: w.requires_grad_() for n, w in own.items()} for own in weights]
+        leaves = [
+            {n: w.requires_grad_() for n, w in stage_weights.items()} for stage_weights in weights
+        ]
         x, target = workload.task.microbatch(microbatch)
-        for stage, own in enumerate(leaves):
-            x = torch.func.functional_call(modules[stage], own, (x,), tie_weights=False)
+        for stage, stage_weights in enumerate(leaves):
+            x = torch.func.functional_call(modules[stage], stage_weights, (x,), tie_weights=False)
         loss = workload.loss(x, target) / settings["num_microbatches"]
-        found = iter(torch.autograd.grad(loss, [w for own in leaves for w in own.values()]))
-        return [[next(found) for _ in own] for own in leaves]
+        gradients = iter(
+            torch.autograd.grad(
+                loss, [w for stage_weights in leaves for w in stage_weights.values()]
+            )
+        )
+        return [[next(gradients) for _ in stage_weights] for stage_weights in leaves]
 
     def error_of(i: int) -> MicrobatchError:
         of_stages = given.pop(i)

@@ -64,7 +64,7 @@ class CutLinears(TorchFunctionMode):
 
 @dataclass(slots=True)
 class _InFlight:
-    """What a microbatch leaves on a stage between its forward and its backward pass."""
+    """The tensors that a microbatch leaves on a stage between its forward and backward pass."""
 
     version: int
     weights: Weights
@@ -172,17 +172,17 @@ class StageTrainer:
         gradients."""
         flight = self.in_flight.pop(microbatch)
         weights = map(id, flight.weights.values())
-        found = dict(zip(weights, flight.gradients, strict=True))
+        gradients = dict(zip(weights, flight.gradients, strict=True))
         for weight, gradient in flight.linears.weight_gradients():
-            before = found[id(weight)]
-            found[id(weight)] = gradient if before is None else before + gradient
-        own = tuple(gradient for gradient in found.values() if gradient is not None)
-        self.gradients = torch._foreach_add(self.gradients, own) if self.gradients else own
+            before = gradients[id(weight)]
+            gradients[id(weight)] = gradient if before is None else before + gradient
+        present = tuple(gradient for gradient in gradients.values() if gradient is not None)
+        self.gradients = torch._foreach_add(self.gradients, present) if self.gradients else present
         self.num_backwards += 1
         if self.policy.per_microbatch or self.num_backwards % self.batch_size == 0:
             self._update(self.gradients)
             self.gradients = ()
-        return own
+        return present
 
     def _step(self, gradients: Gradients) -> Sequence[Tensor]:
         """Return the next version by SGD, in new memory."""

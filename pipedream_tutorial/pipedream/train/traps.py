@@ -71,10 +71,10 @@ if __name__ == "__main__":
     print("Forward pass, update of the weights, backward pass. The gradient's error:")
     for text, update in WAYS.items():
         for kind, norm in (("Linear", False), ("Linear and LayerNorm", True)):
-            found = run_trap(update, norm=norm)
-            if found == 0:
-                found = "0 exactly: the graph kept the old memory, stashing by accident"
-            elif isinstance(found, float):
-                found = f"{found:.2%}: wrong, and no word of warning"
-            print(f"  {text:18} {kind:21} {found}")
+            result = run_trap(update, norm=norm)
+            if result == 0:
+                result = "0 exactly: the graph kept the old memory, stashing by accident"
+            elif isinstance(result, float):
+                result = f"{result:.2%}: wrong, and no word of warning"
+            print(f"  {text:18} {kind:21} {result}")
     print("Only p.data.copy_(new) is training without stashing, whatever the layers.")
