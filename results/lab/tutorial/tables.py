@@ -31,11 +31,11 @@ def study_intro(study: Record) -> str:
     ]
     largest = f"{max(stashed):.2g}" if any(stashed) else "exactly 0"
     return wrapped(
-        "Made by `python results/lab/tutorial/staleness.py` in "
-        f"{study['cpu_seconds']:.0f} s of CPU time: a residual network trained under each order, "
-        f"{study['dtype']}. With stashing a microbatch's gradient is off by {largest} from "
-        "autograd's at its own weights. The table gives the final loss, the median of 5 seeds. The "
-        "learning rate is for a batch; a microbatch's update uses 1/m of it."
+        "`python results/lab/tutorial/staleness.py` trained a residual network under each order in "
+        f"{study['dtype']}, in {study['cpu_seconds']:.0f} s of CPU time. With stashing, the error "
+        f"of a microbatch's gradient is {largest}, compared with autograd's at the same weights. "
+        "The table gives the final loss, the median of 5 seeds. The learning rate is for a batch. "
+        "A microbatch's update uses 1/m of it."
     )
 
 

@@ -56,21 +56,22 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         "# Measured results",
         wrapped(verdict(records)),
         wrapped(
-            "Made by `python results/lab/tutorial/pages.py --write` from [records/](records/), "
-            "which hold command, machine and versions."
+            "`python results/lab/tutorial/pages.py --write` makes this page from "
+            "[records/](records/). Each record holds its command, machine and versions."
         ),
         "## Prediction against measurement",
         wrapped(
-            "The simulator gets the mean times of one run and predicts the others. Makespan: "
-            "from the first start to the last end. Utilization: the share of it in which stages "
-            f"compute. The goals are {_goals(records)}."
+            "The simulator gets the mean times of one run and predicts the other runs. "
+            "The makespan is the time from the first start to the last end. "
+            f"The utilization is the share of the makespan in which stages compute. The goals are {_goals(records)}."
         ),
         summary(records),
         "![Measured and simulated utilization](figures/prediction.png)",
         wrapped(
-            "The tables below are of the largest machine. For each m they give the makespan in ms "
-            "and the utilization, in brackets how many points the simulation is off. \\*: the run "
-            "that the times are from. Of repeated runs, the tables show the one predicted worst."
+            "The tables below are for the largest machine. For each m they give the makespan in "
+            "ms, the utilization, and in brackets the error of the simulation in points. "
+            "The times are from the run marked \\*. If runs were repeated, the tables show the run with the "
+            "largest error."
         ),
         *sections(records),
     ]
@@ -92,14 +93,15 @@ def verdict(records: Mapping[str, Record]) -> str:
     late = [
         f"{title(record)}: {run}" for record in records.values() for run in waited_for_host(record)
     ]
+    missing = f" (missed: {'; '.join(missed)})" if missed else ""
     return (
-        f"{len(records) - len(missed)} of {len(records)} records are predicted within their goal"
-        + (f"; missed: {'; '.join(missed)}. " if missed else ". ")
-        + f"{_share_of([same for same in equal if same is not None])} final weights compared with "
-        f"one process's are equal bit for bit, {_share_of(same_versions).lower()} simulated runs "
-        f"kept as many weight versions as in the simulation, and "
-        f"{early or 'no'} results were received "
-        "before they were sent, which shows that the clocks agree."
+        f"The simulator predicts {len(records) - len(missed)} of {len(records)} records within "
+        f"their goal{missing}. "
+        f"{_share_of([same for same in equal if same is not None])} final weights that were "
+        f"compared with those of one process are equal bit for bit. "
+        f"{_share_of(same_versions)} simulated runs kept as many weight versions as in the "
+        f"simulation. {early or 'No'} results were received before they were sent, "
+        "which shows that the clocks agree."
         + (f" A GPU waited for its host in {', '.join(late)}." if late else "")
     )
 
@@ -141,7 +143,7 @@ def sections(records: Mapping[str, Record]) -> list[str]:
                 found += [f"Times from {calibration}, `{name}`:", _run_table(record)]
                 found += [wrapped(record["note"])] if "note" in record else []
             else:
-                found.append(f"Run again, with times from {calibration}: `{name}`.")
+                found.append(f"The same runs, predicted with times from {calibration}: `{name}`.")
     return found
 
 
