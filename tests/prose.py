@@ -42,7 +42,7 @@ PHRASES = {
     r"\bon the wire\b": "communication volume",
     r"\brehearsals?\b": "smoke test",
     r"(?<![-\w])quick(er|est)\b": "fast, faster, fastest",
-    r"(?<!each\s)(?<!all\s)(?<!some\s)(?<!most\s)(?<!both\s)(?<!multiple\s)\bof which\b": "start a new sentence",
+    r"(?<!each\s)(?<!all\s)(?<!some\s)(?<!most\s)(?<!multiple\s)\bof which\b": "new sentence",
     r"\blikewise\b": "name the thing",
     r"\bso many\b": "name the number",
     r"\b(no|have|has|the) room for\b": "free memory, or space",

@@ -63,15 +63,16 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         wrapped(
             "The simulator gets the mean times of one run and predicts the other runs. "
             "The makespan is the time from the first start to the last end. "
-            f"The utilization is the share of the makespan in which stages compute. The goals are {_goals(records)}."
+            "The utilization is the share of the makespan in which stages compute. "
+            f"The goals are {_goals(records)}."
         ),
         summary(records),
         "![Measured and simulated utilization](figures/prediction.png)",
         wrapped(
             "The tables below are for the largest machine. For each m they give the makespan in "
             "ms, the utilization, and in brackets the error of the simulation in points. "
-            "The times are from the run marked \\*. If runs were repeated, the tables show the run with the "
-            "largest error."
+            "The times are from the run marked \\*. If runs were repeated, the tables show the "
+            "run with the largest error."
         ),
         *sections(records),
     ]
