@@ -182,7 +182,8 @@ def _measure(source: Source, tokenizer: Tokenizer, by_line: bool, counts: Counts
     if source.form == RUNNING:
         return sum(len(piece.text) for piece in source.read_texts(by_line=by_line))
     size = 0
-    for item in check_records(source, tokenizer, counts):
+    records = check_records(source, tokenizer, counts)
+    for item in tqdm(records, "reading records", leave=False, unit_scale=True, disable=None):
         if isinstance(item, list):
             size += sum(len(piece.text) for piece in item)
         else:
