@@ -1,5 +1,5 @@
-// What the reader has chosen: what is accepted, how it is written into the address, the timeline that
-// follows from it; and the menus, sliders and switches, each of which writes one key of it.
+// The reader's choices: accepted values, their form in the address, and the timeline that follows from
+// them. Also the menus, sliders and switches, which each write one key of the choices.
 "use strict";
 
 const START = {

@@ -234,7 +234,7 @@ function drawFocus(view) {
   ].join("");
 }
 
-// The cell that is pointed at, if it is there.
+// The cell that is pointed at, if it exists.
 function focused({ run, focus }) {
   return focus && run?.timeline.lines[focus.rank]?.[focus.index];
 }

@@ -7,8 +7,8 @@
 
 const WIDTH = 16;
 const HIDDEN = 32;
-const ROWS = 8; // samples a microbatch
-const SAMPLES = 64; // microbatches, which then come round again
+const ROWS = 8; // samples per microbatch
+const SAMPLES = 64; // microbatches, which then repeat
 const MOST_OPERATIONS = 4000;
 
 // [rows, inner] times [inner, columns]; `ta`, `tb` for an operand that is stored transposed.

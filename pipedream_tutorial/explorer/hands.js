@@ -246,7 +246,7 @@ class Player {
   }
 }
 
-// idle: by rank. A rank that shares the first place is right, too.
+// idle: by rank. A rank that shares the first place is also right.
 function answerText(guess, idle) {
   const most = Math.max(...idle);
   const first = range(idle.length).filter((rank) => idle[rank] > most - 1e-9);

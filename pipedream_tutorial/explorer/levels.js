@@ -1,8 +1,8 @@
-// Six levels that teach. Each has a start, what may be changed, and goals that the numbers decide.
-// Below them the bar of levels, and the text and goals of the one that is on.
+// Six levels that teach. Each has a start, allowed changes, and goals that the numbers decide.
+// Below them: the bar of levels, and the text and goals of the current level.
 "use strict";
 
-// A goal: what it says, and whether {numbers, trained} of a timeline meet it.
+// A goal: its text, and a test whether {numbers, trained} of a timeline meet it.
 const timeAtMost = (limit) => [`time ${limit} or less`, ({ numbers }) => numbers.makespan <= limit + 1e-9];
 const idleAtMost = (share) => [`${100 * share}% idle or less`, ({ numbers }) => numbers.idle.share <= share + 1e-9];
 const heldAtMost = (limit) => [
@@ -12,7 +12,7 @@ const heldAtMost = (limit) => [
 
 const EVEN = { F: "1", I: "1", W: "1", c: "0", scale: [], n: 1, K: 0 };
 
-// What a search has after 30 tries.
+// The order that a search has found after 30 tries.
 const STOPPED = [
   "0F0,0F1,0F2,0I0,0W0,0I1,0F3,0I2,0W1,0F4,0W2,0F5,0I3,0W3,0I4,0W4,0I5,0W5",
   "1F0,1F1,1F2,1I0,1W0,1I1,1W1,1I2,1W2,1F3,1F4,1I3,1F5,1W3,1I4,1W4,1I5,1W5",
@@ -22,47 +22,47 @@ const STOPPED = [
 const LEVELS = [
   {
     title: "Fill the pipeline",
-    text: "One microbatch at a time keeps 4 ranks busy a quarter of the time: each waits for the one before it, and on the way back for the one after it. Cut the batch into microbatches and let several be in flight at once.",
+    text: "With one microbatch at a time, 4 ranks are busy a quarter of the time. Each rank waits for the previous rank, and on the way back for the next rank. Cut the batch into microbatches and let several be in flight at once.",
     start: { ...EVEN, schedule: "naive", p: 4, m: 4 },
     schedules: ["naive", "gpipe"],
     controls: ["m"],
     goals: [idleAtMost(0.2)],
-    hint: "Under GPipe 3 of m + 3 time slots are idle on each rank. When is that a fifth?",
-    learned: "Each rank idles for (p-1)(F+B) per batch, for any number of microbatches. The more there are, the smaller is that share: 12 are enough for 20%.",
+    hint: "Under GPipe, 3 of m + 3 time slots are idle on each rank. For which m is that a fifth?",
+    learned: "Each rank idles for (p-1)(F+B) per batch, for any number of microbatches. More microbatches make this a smaller share: 12 are enough for 20%.",
   },
   {
     title: "Beat GPipe's memory",
-    text: "GPipe keeps the activations of all 12 microbatches until the backward passes begin. Find an order that takes no longer and holds 4.",
+    text: "GPipe keeps the activations of all 12 microbatches until the backward passes begin. Find an order that takes no longer and holds only 4.",
     start: { ...EVEN, schedule: "gpipe", p: 4, m: 12, held: true },
     schedules: ["naive", "gpipe", "eager-1f1b", "1f1b"],
     controls: [],
     goals: [timeAtMost(45), heldAtMost(4)],
-    hint: "A backward pass frees its microbatch's activations. Look for the schedule that runs each one as soon as it can.",
-    learned: "1F1B takes the same time, because the last rank still works without a pause, but rank r holds only p-r microbatches. So m can grow at constant memory.",
+    hint: "A backward pass frees its microbatch's activations. Look for the schedule that runs each backward pass as early as possible.",
+    learned: "1F1B takes the same time, because the last rank still works without a pause. But rank r holds only p-r microbatches, so m can grow at constant memory.",
   },
   {
     title: "Hide the W",
-    text: "The rank before waits only for the input gradient I; nobody waits for the weight gradient W. Cut every backward pass in two, then drag W operations into the holes.",
+    text: "The previous rank waits only for the input gradient I. No rank waits for the weight gradient W. Cut every backward pass in two, and then drag W operations into the gaps.",
     start: { ...EVEN, schedule: "1f1b", p: 3, m: 4, K: 3, held: true },
     schedules: ["1f1b"],
     controls: ["cut"],
     goals: [timeAtMost(15), heldAtMost(3)],
-    hint: "Switch on \"cut every B into I and W\": that alone brings 18 down to 16. Then drag 2W0, the first W of the last rank, to the end of its line: the I behind it starts earlier.",
-    learned: "Filling and draining cost (p-1)(F+I) now, and W fills part of that. ZB-H1 does it on every rank: 14. Compare it with yours.",
+    hint: "Switch on \"cut every B into I and W\": this alone reduces 18 to 16. Then drag 2W0, the first W of the last rank, to the end of its line. The I behind it then starts earlier.",
+    learned: "Filling and draining now cost (p-1)(F+I), and W fills a part of that. ZB-H1 does so on every rank and takes 14. Compare it with your order.",
   },
   {
-    title: "Live with c > 0",
-    text: "A message now takes as long as a forward pass. 1F1B waits for one in every round trip, though sending occupies no rank: 49 instead of 33. Get to 39 with whole backward passes and 7 microbatches in memory.",
+    title: "Messages take time (c > 0)",
+    text: "A message now takes as long as a forward pass. 1F1B waits in every round trip, although sending occupies no rank, and takes 49 instead of 33. Reach 39 with whole backward passes and 7 microbatches in memory.",
     start: { ...EVEN, schedule: "1f1b", p: 4, m: 8, c: "1", held: true, arrows: true },
     schedules: ["naive", "gpipe", "1f1b", "eager-1f1b"],
     controls: [],
     goals: [timeAtMost(39), heldAtMost(7)],
     hint: "Ranks that run further ahead have work while messages travel.",
-    learned: "Eager 1F1B starts 2(p-r)-1 forward passes instead of p-r, so its messages arrive before they are needed. It pays in memory: 7 instead of 4.",
+    learned: "Eager 1F1B starts 2(p-r)-1 forward passes instead of p-r, so its messages arrive before they are needed. The price is memory: 7 microbatches instead of 4.",
   },
   {
-    title: "Stash or be wrong",
-    text: "Without a flush the ranks are busy 91% of the time. But each rank updates its weights in place after every backward pass, so forward and backward passes use different versions. Point at a backward pass to read which. The gradient error below is computed from a real small network. Make it exactly 0, and keep no more than 2 versions of the weights.",
+    title: "Stash the weights",
+    text: "Without a flush the ranks are busy 91% of the time. But each rank updates its weights in place after every backward pass, so forward and backward passes use different versions. Point at a backward pass to see which versions. The gradient error below comes from training a small network. Make it exactly 0, and keep no more than 2 versions of the weights.",
     start: { ...EVEN, schedule: "pipedream-no-stash", p: 4, m: 8, n: 4, versions: true, stale: true, held: false, gradients: true },
     schedules: ["1f1b", "pipedream-no-stash", "pipedream", "pipedream-vertical", "pipedream-2bw"],
     controls: [],
@@ -71,18 +71,18 @@ const LEVELS = [
       idleAtMost(0.1),
       ["at most 2 weight versions on every stage", ({ numbers }) => numbers.peakVersions <= 2],
     ],
-    hint: "Stashing makes the error 0 but keeps 4 versions on the first rank. One of the schedules updates once per batch and stays one batch behind.",
-    learned: "With stashing the gradient is exact at the weights that the forward pass used, but those are old: see the error at the newest weights. PipeDream-2BW needs two versions for any p; its weights are a whole batch behind. In this small network that costs more than a wrong gradient: its loss ends at 1.49, without stashing at 0.28, with a gradient only 4% off. At p = 8 and learning rate 4 (Free play) training diverges without stashing, and with stashing the loss falls.",
+    hint: "Stashing makes the error 0 but keeps 4 versions on the first rank. One of the other schedules updates once per batch, one batch late.",
+    learned: "With stashing the gradient is exact at the weights that the forward pass used, but these weights are old: see the error at the newest weights. PipeDream-2BW needs two versions for any p, and its weights are a whole batch behind. In this small network, that costs more than a wrong gradient. The final loss of PipeDream-2BW is 1.49. Without stashing it is 0.28, with a gradient that is only 4% off. At p = 8 and learning rate 4 (Free play), training diverges without stashing, and with stashing the loss falls.",
   },
   {
     title: "Beat the search",
-    text: "A rank may hold 3 microbatches, and a message takes as long as a forward pass. A search that was stopped after a few tries found 29. Drag operations and get to 28: OR-Tools has proved that no order takes less.",
+    text: "A rank may hold 3 microbatches, and a message takes as long as a forward pass. A search that was stopped after a few tries found 29. Drag operations to reach 28. OR-Tools proved that no order is faster.",
     start: { ...EVEN, schedule: "csv", csv: STOPPED, p: 3, m: 6, c: "1", K: 3, held: true },
     schedules: ["csv"],
     controls: [],
     goals: [timeAtMost(28), heldAtMost(3)],
-    hint: "Moves that cost nothing help, too: they make other moves possible. On rank 0 move F3 before I1, which is free. Then move W1 and F4 before I2.",
-    learned: "A search does the same: it moves single operations, and keeps a move if the batch takes no longer. Choose it under Free play for other sizes.",
+    hint: "Moves that cost nothing also help, because they make other moves possible. On rank 0, move F3 before I1, which is free. Then move W1 and F4 before I2.",
+    learned: "A search does the same. It moves single operations, and keeps a move if the batch takes no longer. For other sizes, choose the search under Free play.",
   },
 ];
 

@@ -1,4 +1,4 @@
-// What a timeline costs: idle time, activations, the critical path (simulate/measures.py); and the
+// Costs of a timeline: idle time, activations, the critical path (simulate/measures.py); and the
 // versions of the weights that a policy keeps and a microbatch runs with (schedules/policies.py).
 "use strict";
 

@@ -5,7 +5,7 @@
 // is a list: of one operation, or of two that run at the same time.
 "use strict";
 
-// What the reader asked for and cannot have; the message says why.
+// A refused request of the reader; the message says why.
 class RuleError extends Error {}
 
 // Why it is refused, or "".

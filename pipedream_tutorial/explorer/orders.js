@@ -132,7 +132,7 @@ function withWeights(line) {
 }
 
 // Move operations to earlier free slots, where data and memory allow, in the order of time; those of
-// the full pipeline stay, and where W has no slots those before, too.
+// the full pipeline stay, and if W has no slots, also those before it.
 function pullForward(lines, hasWeights) {
   const limit = Math.max(...lines.map((line) => mostHeld(line, hasWeights)));
   const m = lines[0].filter((letter) => letter === "F").length;

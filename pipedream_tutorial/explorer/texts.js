@@ -1,4 +1,4 @@
-// What there is to say about the operation in focus, and the legend.
+// Text about the operation in focus, and the legend.
 "use strict";
 
 const KINDS = {
@@ -27,7 +27,7 @@ function describe(pane) {
 
 function waitText({ schedule, lines, cells, c }, { item, rank, index, bound }, at) {
   const wanted = schedule.needs(item);
-  if (!wanted.length) return "Waits for nothing: its input is the data.";
+  if (!wanted.length) return "It waits for nothing, because its input is the data.";
   const needs = wanted.map((need) => {
     const from = cells.get(need);
     const there = at(arrivalOf(from, rank, c));
@@ -50,7 +50,7 @@ function weightText(use, op) {
   return `Runs with weights of version ${version}, ${same}; ${updates} behind when applied.`;
 }
 
-// How late an operation may be, and which way it is worth moving.
+// How late an operation may be, and in which direction a move may help.
 function slackText(item, slack, at) {
   const weight = item.every((op) => op.kind === "W");
   if (slack) {
@@ -70,7 +70,7 @@ function measuredText(pane, cell) {
   return [`Measured: ${took} ms (simulated ${wanted}), and it ended ${lateText(lateness(pane, real))}.`];
 }
 
-// What the frames, arrows and strips that are shown mean: a swatch's color, or none, and a text.
+// Meaning of the visible frames, arrows and strips: a swatch's color, or none, and a text.
 function showLegend(panes, chosen) {
   const shown = panes.filter((pane) => pane.run);
   const schedules = shown.map((pane) => pane.run.timeline.schedule);
@@ -90,7 +90,7 @@ function showLegend(panes, chosen) {
     [chosen.path, "path", "framed: the critical path"],
     [chosen.arrows, "quiet", "thin arrow: a message"],
     [true, "ink", "thick frame: the operation in focus"],
-    [true, "accent", "framed, with an arrow: what it waits for; dashed arrow: what waits for it"],
+    [true, "accent", "framed, with an arrow: the operation that it waits for; dashed arrow: the operation that waits for it"],
   ];
   const items = entries.filter(([on]) => on).map(([, color, text]) => {
     const swatch = el("span", { className: color ? "swatch" : "" });
