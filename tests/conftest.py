@@ -92,8 +92,8 @@ heavy_pool = functools.cache(new_heavy_pool)
 
 @functools.cache
 def hub_pool() -> Pool:
-    """The same for runs that reach a Hub: its client reads the environment when it is imported,
-    which transformers does."""
+    """Return a pool for runs that reach a Hub. transformers imports the Hub's client, which reads the
+    environment when it is imported."""
     modules = [name for name in HEAVY if not name.startswith("transformers")]
     return Pool(modules, heavy_pool().environment)
 
@@ -154,7 +154,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is not looked at again and again while tests make objects."""
+    """Exclude imported modules from garbage collection, which tests trigger often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
@@ -172,7 +172,7 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
-    """Of this process alone."""
+    """Open a process group of this process alone."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

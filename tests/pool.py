@@ -75,7 +75,7 @@ class Pool:
     def call(
         self, function: str, arguments: Any, *, num_processes: int, grace_s: float = GRACE_S
     ) -> Any:
-        """What "module:function"(arguments) returns on rank 0 of a new group of processes.
+        """Return the result of "module:function"(arguments) on rank 0 of a new group of processes.
 
         Raises RuntimeError with the output of every rank when one fails or the time is over.
         """

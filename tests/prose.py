@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ROOT / "tests/prose.json"
 SUFFIXES = {".py", ".md", ".ipynb", ".js", ".html", ".jinja", ".sh", ".slurm", ".yaml"}
 OPENING = re.compile(r"(Of|What|Whether|That|Those|The same)\b")
+OWN_EXAMPLES = {"prose", "test_prose"}
 EMPTY_NAMES = {"found", "each", "own", "place", "said", "asked"}
 UNIT = (
     r"(\d+(?:[.,]\d+)*|one|two|three|four|once|twice|times|s|ms|us|seconds?|minutes?|hours?|bytes?|[KMGT]i?B"
@@ -143,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         ["git", "ls-files", *args.listed], cwd=ROOT, check=True, capture_output=True, text=True
     )
     files = [ROOT / name for name in listing.stdout.splitlines()]
-    files = [path for path in files if path.suffix in SUFFIXES and path != Path(__file__)]
+    files = [path for path in files if path.suffix in SUFFIXES and path.stem not in OWN_EXAMPLES]
     results = [finding for path in files for finding in findings(path)]
     counts = Counter(folder_of(path) for path, _, _ in results)
     limits = json.loads(LIMITS.read_text())

@@ -82,7 +82,7 @@ def _write_once(file: Path, text: str) -> Path:
     if not file.exists() or file.read_text() != text:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
             new.write(text)
-        os.replace(new.name, file)  # whole, whoever else reads it
+        os.replace(new.name, file)  # atomic: concurrent readers see a whole file
     return file
 
 

@@ -1,4 +1,4 @@
-"""What is imported is declared, what is declared is pinned, and what import-linter cannot say."""
+"""Imports are declared and declarations are pinned. Import rules beyond import-linter's."""
 
 import ast
 import re

@@ -16,7 +16,7 @@ NO_GPU = "#!/bin/sh\nexit 9\n"
 
 
 def installed(tmp_path, nvidia_smi, index):
-    """What uv is told to install, by a copy of the folder, on a machine with this nvidia-smi."""
+    """Return uv's arguments from a copy of the folder, on a machine with this nvidia-smi."""
     shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
     (tmp_path / "requirements.txt").write_text("torch==2.13.0\n")
     programs, told = tmp_path / "bin", tmp_path / "told"
