@@ -92,8 +92,8 @@ heavy_pool = functools.cache(new_heavy_pool)
 
 @functools.cache
 def hub_pool() -> Pool:
-    """Return a pool for runs that reach a Hub. transformers imports the Hub's client, which reads the
-    environment when it is imported."""
+    """Return a pool for runs that reach a Hub. transformers imports the Hub's client, which reads
+    the environment when it is imported."""
     modules = [name for name in HEAVY if not name.startswith("transformers")]
     return Pool(modules, heavy_pool().environment)
 
