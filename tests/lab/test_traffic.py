@@ -104,7 +104,7 @@ QUOTED = [  # folder, what it says, processes, rank, axes, CONFIG with one repli
     ("10_3d_parallel", "{:.2f} GiB along `pp`", 8, 0, "pp", CUBE),
     ("10_3d_parallel", ": {:.2f} GiB along it", 8, 0, "dp_replicate", COPIES),
     ("10_3d_parallel", "it and {:.2f} GiB along `pp`", 8, 0, "pp", COPIES),
-    ("11_hybrid_pipeline_zero", "parameters: {:.2f} GiB", 4, 0, "dp_shard pp", HYBRID),
+    ("11_hybrid_pipeline_zero", "stage sends {:.2f} GiB:", 4, 0, "dp_shard pp", HYBRID),
 ]  # fmt: skip
 
 
