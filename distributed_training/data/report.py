@@ -16,7 +16,7 @@ QUANTILES = {"median": 0.5, "90%": 0.9, "99%": 0.99, "maximum": 1.0}
 FILLED = "prompt fills max_length"
 
 
-def summarise(folder: Path, config: RunConfig) -> dict[str, Any]:
+def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
     """Counts of the training split: `records` read, of them `used` and `left_out` by reason;
     `samples` made of them, `cut` at max_length, `ends_cut` of which an answer's end is cut off;
     quantiles of the `tokens` of a record, `num_tokens` of all; `loss_share` of the tokens that are

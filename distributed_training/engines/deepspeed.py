@@ -1,6 +1,6 @@
 """DeepSpeed: ZeRO 1, 2 and 3, offload to the host, Infinity; and its pipeline with ZeRO-1.
 The pipeline runs 1F1B. Activations and their gradients, [B, T, D] a micro-batch in the dtype of the
-weights, travel between neighbours; the end stages sum the embedding's gradients once a step."""
+weights, travel between neighbors; the end stages sum the embedding's gradients once a step."""
 
 import contextlib
 import io

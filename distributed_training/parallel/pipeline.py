@@ -1,6 +1,6 @@
 """Pipeline parallelism: the blocks dealt out to stages, micro-batches passed along them.
 
-Activations travel forward and their gradients backward between neighbouring stages, [B, T, D] each
+Activations travel forward and their gradients backward between neighboring stages, [B, T, D] each
 way and micro-batch (with sequence parallelism each of R processes sends its own share of them)."""
 
 from collections.abc import Iterable

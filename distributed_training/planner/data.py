@@ -171,7 +171,7 @@ def cut_data(plan: Plan) -> Data:
 def _cut(folder: Path, tokenizer: Tokenizer, plan: Plan, unread: list[str]) -> Data:
     can_pack = plan.strategy.traits.packs_records and plan.size.packs
     data = cut_samples(folder, tokenizer, plan.config, can_pack=can_pack)
-    return replace(data, counts={**report.summarise(folder, plan.config), "unread": unread})
+    return replace(data, counts={**report.summarize(folder, plan.config), "unread": unread})
 
 
 def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:

@@ -53,7 +53,7 @@ class StepTimer:
         return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
 
-def summarise_performance(
+def summarize_performance(
     durations_s: list[float],
     *,
     tokens_per_step: float,

@@ -95,16 +95,16 @@ def _losses(
         if not np.isfinite(y).any():
             continue
         mean = y.mean(axis=0)
-        colour = f"C{index % 10}"
-        axes.plot(x, mean, STYLES[index % 4], color=colour, label=layout.name, linewidth=1.2,
+        color = f"C{index % 10}"
+        axes.plot(x, mean, STYLES[index % 4], color=color, label=layout.name, linewidth=1.2,
                   marker="." if shortest == 1 else None)  # fmt: skip
         if len(runs) > 1:
             spread = y.std(axis=0, ddof=1)
-            axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(x, mean - spread, mean + spread, color=color, alpha=0.2, linewidth=0)
         steps = [0, *(step for step, _ in layout.done[0].loss_curve[:shortest])]
         seen = [(row["step"], row["loss"]) for r in layout.done for row in r.evaluations]
         at, found = np.array(seen, dtype=float).reshape(-1, 2).T
-        axes.plot(np.interp(at, steps, [0, *x]), found, "o", color=colour, markersize=5)
+        axes.plot(np.interp(at, steps, [0, *x]), found, "o", color=color, markersize=5)
     if not axes.lines:
         return None
     axes.plot([], [], color="black", linewidth=1.2, label="training")

@@ -176,7 +176,7 @@ class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
     # Of fp32 ones, without TF32
     fp32_tflops: Positive = Field(default_factory=lambda given: given.get("tflops", 0) / 4)
     memory_gb_s: Positive
-    link_gb_s: Positive = 31.5  # to a neighbour in the node, each way
+    link_gb_s: Positive = 31.5  # to a neighbor in the node, each way
     # Multiprocessors, each of which works on one tile of a matrix product
     num_sms: Annotated[int, Field(ge=1)] = 100
     compute_capability: Annotated[tuple[int, int], Field(strict=False)] = (8, 0)

@@ -49,7 +49,7 @@ def run(
     tokenizer = Tokenizer(choose_tokenizer(config, config, spec, config.weights, notes)[1])
     corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
     folder = tokenise(corpus, tokenizer, config, token_cache(), rows=spec.size.vocab_size)
-    counts = report.summarise(folder, config)
+    counts = report.summarize(folder, config)
     samples = all_samples(folder, config)
     counts["real_share"] = samples.real_share if len(samples) else 0.0
     counts["unread"] = find_unread(config.dataset, corpus)

@@ -133,7 +133,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float
     return latency, 1 / each if each else math.inf, error
 
 
-def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Operation -> fit and points, with both bandwidths and the ring's law: what its messages would
     take at the latency and bandwidth that one message between two processes was found to have."""
     members = entries[0]["members"]
@@ -188,7 +188,7 @@ def draw(groups: dict[str, Any], path: Path) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """This process's part; the exit code. Collective."""
-    groups = {}  # axis -> its size and `summarise` of its slowest group
+    groups = {}  # axis -> its size and `summarize` of its slowest group
     with open_group(options.seconds) as group:
         process = group.process
         kind = group.device.type
@@ -205,7 +205,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"{num_figures} figures: {duration(num_figures * group.budget_s)}", flush=True)
         for axis, those in members.items():
             entries = time_group(group, those, sizes, TURNS)
-            groups[axis] = {"members": entries[0]["members"], "operations": summarise(entries)}
+            groups[axis] = {"members": entries[0]["members"], "operations": summarize(entries)}
     if process.rank > 0:
         return 0
     backend = "nccl" if kind == "cuda" else "gloo"

@@ -147,7 +147,7 @@ def generate(asked: argparse.Namespace) -> int:
             print(part, end="", flush=True)
             answer += part
         print()
-        said.append({"role": ASSISTANT, "content": answer.strip()})  # a dialogue goes on
+        said.append({"role": ASSISTANT, "content": answer.strip()})  # a dialog goes on
     return 0
 
 
@@ -238,7 +238,7 @@ def _samples_of(
     if len(samples) == 0:
         what = f"dataset={config.dataset!r} has nothing to evaluate"
         raise UserError(what, "it has no tokens to predict", "give a longer text or more records")
-    notes = report.describe(report.summarise(folder, config), config.max_length)
+    notes = report.describe(report.summarize(folder, config), config.max_length)
     which = ", its validation split" if split == "validation" else ""
     return samples, load_bytes(folder), [which, *notes]
 

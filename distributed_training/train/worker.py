@@ -183,7 +183,7 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     slowed = trainer.profile.slowed if trainer.profile else ()
     full = [s for step, s in timed if sampler.is_full(step - 1) and step not in slowed]
     samples = min(sampler.global_batch_size, sampler.num_samples)
-    performance = metrics.summarise_performance(
+    performance = metrics.summarize_performance(
         full or [seconds for _, seconds in timed],
         tokens_per_step=samples * config.max_length * trainer.data.train.real_share,
         flops_per_token=plan.size.flops_per_token(plan.attended, frozen=config.lora_rank > 0),

@@ -57,7 +57,7 @@ def validation_loss(run: Run) -> float:
     return float(total) / int(samples.num_targets.sum())
 
 
-def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """A row a case: bytes, and the validation loss over the seeds."""
     first = next(iter(runs.values()))
     base = next(iter(first.values()))
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "steps": PLAN["steps"],
                 "base": PLAN["common"],
                 "cases": PLAN["cases"],
-                "after_training": summarise(runs),
+                "after_training": summarize(runs),
                 "runs": runs,
             }
             options.out.parent.mkdir(parents=True, exist_ok=True)

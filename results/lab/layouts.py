@@ -37,7 +37,7 @@ from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.pipeline import Pipeline
 from distributed_training.plan.orders import find_orders
-from distributed_training.records.metrics import PeakMemory, StepTimer, summarise_performance
+from distributed_training.records.metrics import PeakMemory, StepTimer, summarize_performance
 from distributed_training.records.record import start_record, timestamp
 from distributed_training.tools import harness
 from distributed_training.train.worker import describe_run
@@ -46,7 +46,7 @@ from results.lab.overlap import length, union
 from results.lab.runs import Measured, Runs, collect, read_plan
 
 NUM_STEPS = 12
-NUM_WARMUP = 4  # summarise_performance leaves out as many of so many
+NUM_WARMUP = 4  # summarize_performance leaves out as many of so many
 COLUMNS = (
     "strategy", "batch", "tokens/s", "ms per step", "MFU", "peak GPU memory", "bubble",
     "ideal bubble", "status",
@@ -227,7 +227,7 @@ def measure(run: harness.Run) -> dict[str, Any]:
         found["start"] = {**start, "num_steps": NUM_STEPS, "dtypes": dtypes}
         found["order"] = find_orders(run.plan), run.plan.layout.ranks
         # As for a training. The last step of an epoch takes as long with fewer samples.
-        found["performance"] = summarise_performance(
+        found["performance"] = summarize_performance(
             timer.durations_s(),
             tokens_per_step=run.sampler.global_batch_size * config.max_length,
             flops_per_token=run.plan.size.flops_per_token(

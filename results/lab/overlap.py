@@ -197,8 +197,8 @@ def draw(ranks: Sequence[Rank], path: Path) -> None:
     start = min(rank.window[0] for rank in ranks)
     end = max(rank.window[1] for rank in ranks)
     apart = (end - start) / 3000  # what is closer than a third of a pixel is drawn as one
-    colours = {name: f"C{place}" for place, name in enumerate(("computes", *KINDS))}
-    colours["exposed"] = "black"
+    colors = {name: f"C{place}" for place, name in enumerate(("computes", *KINDS))}
+    colors["exposed"] = "black"
     drawn = {}
     for place, rank in enumerate(ranks):
         lanes = [("computes", 0.52, 0.32, rank.computing)]
@@ -207,13 +207,13 @@ def draw(ranks: Sequence[Rank], path: Path) -> None:
         for name, low, height, spans in lanes:
             bars = [((b - start) / 1000, (e - b) / 1000) for b, e in union(spans, apart)]
             span = (place + low, height)
-            drawn[name] = axes.broken_barh(bars, span, color=colours[name], linewidth=0)
+            drawn[name] = axes.broken_barh(bars, span, color=colors[name], linewidth=0)
     places = [place + 0.5 for place in range(len(ranks))]
     axes.set_yticks(places, labels=[f"rank {r.rank}" for r in ranks])
     axes.set_ylim(len(ranks), 0)
     axes.set_xlim(0, (end - start) / 1000)
     axes.set_xlabel(f"milliseconds; {plural(ranks[0].steps, 'step')}")
-    used = [name for name in colours if name in drawn]
+    used = [name for name in colors if name in drawn]
     handles = [drawn[name] for name in used]
     figure.legend(handles, used, loc="outside upper center", ncols=len(used), fontsize=9)
     figure.savefig(path, metadata={"Software": None})

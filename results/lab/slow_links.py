@@ -3,7 +3,7 @@
     python results/lab/slow_links.py FILE.json [--rates 2 10]
 
 The cases are those of exchanges.py, whose losses are by step; rates are in Mbit/s each way.
-Bytes are what the interface of the first process counted, headers and acknowledgements included. A
+Bytes are what the interface of the first process counted, headers and acknowledgments included. A
 time is the shortest round's, and says something on a busy machine only where the link takes most of
 it: others are left out of the table.
 """
@@ -56,7 +56,7 @@ def time_rounds(run: Run) -> dict[str, Any]:
     return {"round_s": seconds, "counted_bytes": counted, "formula_bytes": by_formula}
 
 
-def summarise(rates: dict[str, dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+def summarize(rates: dict[str, dict[str, Any]]) -> dict[str, dict[str, float | None]]:
     """A row a case: bytes, and by rate the shortest round's seconds a step with the share of them
     that the counted bytes alone take; None where that is less than `MOST`."""
     rows: dict[str, dict[str, float | None]] = {}
@@ -92,7 +92,7 @@ def work(out: Path, rate: str) -> None:
                 "cases": {name: PLAN["cases"][name] for name in CASES},
                 "steps": {"warm_up": WARM_UP, "rounds": ROUNDS, "a_round": STEPS_A_ROUND},
                 "load_average": os.getloadavg()[0],
-                "seconds_a_step": summarise(rates),
+                "seconds_a_step": summarize(rates),
                 "rates": rates,
             }
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -134,7 +134,7 @@ def timeline(rank: Rank) -> dict[str, Any]:
     }
 
 
-def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """A row a run that did not fail: milliseconds a step without the profiler; of the traced steps,
     the mean over the ranks of their shares, and the lowest and highest exposed one; operations of
     the rank that has most."""
@@ -176,7 +176,7 @@ def build_record(plan: Any, group: harness.Group, runs: dict[str, Any], commit: 
         "load_average": os.getloadavg()[0],
         "steps": {"warm_up": NUM_WARMUP, "timed": NUM_TIMED, "traced": NUM_TRACED},
         "plan": plan,
-        "shares": summarise(runs),
+        "shares": summarize(runs),
         "failed": {name: found["failed"] for name, found in runs.items() if "failed" in found},
         "runs": runs,
     }
@@ -215,10 +215,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep(name, {"failed": FAILED})
             for _, found in harness.each_run(group, {name: values}, trace, kept=kept):
                 keep(name, result_of(found))
-            row = summarise(done).get(name)
+            row = summarize(done).get(name)
             told = done[name]["failed"] if row is None else _told(row)
             say(f"[{time.monotonic() - began:5.0f} s] {name}: {told}")
-        say(f"{len(summarise(done))} of {len(runs)} runs in {file}")
+        say(f"{len(summarize(done))} of {len(runs)} runs in {file}")
     return 0
 
 

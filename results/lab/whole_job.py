@@ -149,7 +149,7 @@ def run(arguments: list[str], *, gpus: int, interrupt: Callable[[], bool] | None
     return Done(printed, usage.ru_maxrss / 2**20)
 
 
-def summarise(record: dict[str, Any]) -> dict[str, Any]:
+def summarize(record: dict[str, Any]) -> dict[str, Any]:
     """Return the steps, memory, step time and saves of one part of the training."""
     memory = record["memory"]
     return {
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             many = max(num_gpus, 2)
             strategy = ["--strategy", "fsdp", "--num_gpus", str(many)]
             run([script, *common, *strategy], gpus=num_gpus, interrupt=stopped)
-            return summarise(newest_record(runs))
+            return summarize(newest_record(runs))
 
         def resume() -> dict[str, Any]:
             (first,) = (each for each in runs.iterdir() if each.is_dir() and not each.is_symlink())
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             again = ["--resume", str(first), "--strategy", "dp", "--num_gpus", "1", *accumulate]
             run([script, *common, *again], gpus=1)
             sizes = [file.stat().st_size for file in first.glob("**/*") if file.is_file()]
-            return {**summarise(newest_record(runs)), "GB of the run": sum(sizes) / 1e9}
+            return {**summarize(newest_record(runs)), "GB of the run": sum(sizes) / 1e9}
 
         def finished() -> str:
             return str(max(runs.glob("*/record.json"), key=os.path.getmtime).parent)

@@ -1,6 +1,6 @@
 """A small stub of the Hugging Face Hub's HTTP endpoints on loopback: what huggingface_hub and
 datasets ask to list a data set, to download a file, and to upload a model with the token TOKEN.
-`behaviour` says how it fails: it "refuses" every file with 404, "cuts off" a file's body half-way,
+`behavior` says how it fails: it "refuses" every file with 404, "cuts off" a file's body half-way,
 or is "mute" and never answers.
 """
 
@@ -27,7 +27,7 @@ class Hub:
     """A running stub. Files are keyed by their path after the host's name."""
 
     files: dict[str, bytes]
-    behaviour: str
+    behavior: str
     endpoint: str = ""
     pushed: dict[str, bytes] = field(default_factory=dict)
     cards: list[str] = field(default_factory=list)  # that were sent to be checked
@@ -36,9 +36,9 @@ class Hub:
 
 
 @contextlib.contextmanager
-def serve(files: dict[str, bytes], behaviour: str = "serves") -> Iterator[Hub]:
+def serve(files: dict[str, bytes], behavior: str = "serves") -> Iterator[Hub]:
     """Run a stub that serves `files` until the block ends."""
-    hub = Hub(files, behaviour)
+    hub = Hub(files, behavior)
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
@@ -66,16 +66,16 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.hub
         path = self.path.lstrip("/").replace(f"/resolve/{COMMIT}/", "/resolve/main/")
         hub.requests.append(f"{self.command} {self.path}")
-        if hub.behaviour == "mute":
+        if hub.behavior == "mute":
             hub.closing.wait(120)
             self.close_connection = True
-        elif path.startswith("api/datasets/") and hub.behaviour != "refuses":
+        elif path.startswith("api/datasets/") and hub.behavior != "refuses":
             self._send_about_dataset(path.removeprefix("api/"))
         elif path.startswith("api/models/"):
             self._send_about_model(path.removeprefix("api/models/").partition("?")[0])
         elif "/resolve/" not in path:
             self._send(200, b"a hub")
-        elif hub.behaviour == "refuses" or path not in hub.files:
+        elif hub.behavior == "refuses" or path not in hub.files:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         else:
             self._send_file(hub.files[path])
@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         if first:
             headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
         rest = content[first:]
-        cut = len(rest) // 2 if self.hub.behaviour == "cuts off" else len(rest)
+        cut = len(rest) // 2 if self.hub.behavior == "cuts off" else len(rest)
         self._send(206 if first else 200, rest, headers, cut=cut)
 
     def _send_json(self, answer: object) -> None:

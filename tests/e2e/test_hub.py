@@ -127,12 +127,12 @@ def test_a_tokenizer_is_fetched_with_all_of_its_templates(folder, tmp_path):  # 
     assert texts == ["user:a assistant:b ", "tools user:a assistant:b "]
 
 
-@pytest.mark.parametrize("behaviour", ["refuses", "mute", "gone", "no scheme"])
-def test_auto_falls_back_within_seconds_and_says_so(behaviour, wikitext, run):
+@pytest.mark.parametrize("behavior", ["refuses", "mute", "gone", "no scheme"])
+def test_auto_falls_back_within_seconds_and_says_so(behavior, wikitext, run):
     gone = {"gone": f"http://127.0.0.1:{free_port()}", "no scheme": "hub.example"}
     begin = time.monotonic()
-    with serve(wikitext, behaviour) as hub:
-        result = run(gone.get(behaviour, hub.endpoint), {"dataset": "auto"}, "--dry-run")
+    with serve(wikitext, behavior) as hub:
+        result = run(gone.get(behavior, hub.endpoint), {"dataset": "auto"}, "--dry-run")
     assert time.monotonic() - begin < AUTO_LIMIT_S
     assert_decided(result, dataset="'embedded'")
     assert "note: WikiText-2 is not available" in result.stdout

@@ -46,8 +46,8 @@ def test_a_model_of_chats_answers(tmp_path):
     talk = [sys.executable, SCRIPT, "generate", run_dir, "--temperature", "0"]
     lines = "What is the capital of France?\nAnd of Italy?\n"
     shell = {"text": True, "timeout": 60, "env": clean_environment()}
-    dialogue = subprocess.check_output(talk, input=lines, **shell)
-    assert dialogue.startswith("assistant: Paris.\nassistant: ")
+    dialog = subprocess.check_output(talk, input=lines, **shell)
+    assert dialog.startswith("assistant: Paris.\nassistant: ")
     # The template that is exported gives the text that was trained on.
     theirs = transformers.AutoTokenizer.from_pretrained(Path(run_dir, "hf"))
     turns = CHAT["messages"][:3]

@@ -6,7 +6,7 @@ import pytest
 
 from distributed_training.settings.files import ROOT
 from results.lab.overlap import read_trace
-from results.lab.traces import FAILED, NUM_TIMED, summarise, timeline, without_first_step
+from results.lab.traces import FAILED, NUM_TIMED, summarize, timeline, without_first_step
 from tests.conftest import SMALL, assert_ok, heavy_pool
 from tests.lab.test_overlap import event
 
@@ -82,6 +82,6 @@ def test_runs_of_two_processes(tmp_path):
 def test_published_shares_are_the_runs(name):
     record = json.loads((ROOT / f"results/records/{name}/overlap.json").read_text())
     assert record["plan"] == json.loads((ROOT / f"results/plans/{name}.json").read_text())
-    assert record["shares"] == summarise(record["runs"])
+    assert record["shares"] == summarize(record["runs"])
     measured = list(record["runs"])  # the first of the plan, as far as time allowed
     assert measured == list(record["plan"]["runs"])[: len(measured)]

@@ -134,9 +134,9 @@ LOSSES, TIMES = (
 
 
 def test_the_tables_are_the_runs():
-    assert LOSSES["after_training"] == exchanges.summarise(LOSSES["runs"])
+    assert LOSSES["after_training"] == exchanges.summarize(LOSSES["runs"])
     assert LOSSES["cases"] == PLAN["cases"]
-    assert TIMES["seconds_a_step"] == slow_links.summarise(TIMES["rates"])
+    assert TIMES["seconds_a_step"] == slow_links.summarize(TIMES["rates"])
     assert TIMES["cases"] == {name: PLAN["cases"][name] for name in slow_links.CASES}
     assert LOSSES["base"] == TIMES["base"] == PLAN["common"]
 

@@ -16,30 +16,30 @@ from distributed_training.records.metrics import (
     PeakMemory,
     StepTimer,
     build_tracker,
-    summarise_performance,
+    summarize_performance,
 )
 from tests.support import made_record
 
 CPU = torch.device("cpu")
 
 
-def summarise(durations_s, device_name="NVIDIA H200"):
-    return summarise_performance(
+def summarize(durations_s, device_name="NVIDIA H200"):
+    return summarize_performance(
         durations_s, tokens_per_step=1000, flops_per_token=6_000_000_000, world_size=4,
         device_name=device_name,
     )  # fmt: skip
 
 
 def test_throughput_and_mfu_by_hand():
-    summary = summarise([9.0] * 5 + [0.5] * 10)
+    summary = summarize([9.0] * 5 + [0.5] * 10)
     assert summary["tokens_per_s"] == 2000
     assert summary["tokens_per_s_per_process"] == 500
     assert summary["mfu"] == pytest.approx(2000 * 6e9 / (4 * 989.5e12))
 
 
 def test_steps_of_a_clock_that_stands_still_have_no_speed():
-    assert summarise([0.0] * 9)["tokens_per_s"] is None
-    assert summarise([9.0] * 3 + [0.5, 0.0, 0.5, 0.0, 0.5, 0.5])["tokens_per_s"] == 2000
+    assert summarize([0.0] * 9)["tokens_per_s"] is None
+    assert summarize([9.0] * 3 + [0.5, 0.0, 0.5, 0.0, 0.5, 0.5])["tokens_per_s"] == 2000
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_steps_of_a_clock_that_stands_still_have_no_speed():
     ],
 )
 def test_peaks_of_gpus(name, peak):
-    summary = summarise([1.0], device_name=name)
+    summary = summarize([1.0], device_name=name)
     assert summary["peak_flops_per_gpu"] == peak
     assert (summary["mfu"] is None) == (peak is None)
 

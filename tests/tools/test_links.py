@@ -9,7 +9,7 @@ import re
 import pytest
 
 from distributed_training.predict.traffic import TURNS, sent_bytes
-from distributed_training.tools.links import Link, describe, fit_line, mesh_of, pairs, summarise
+from distributed_training.tools.links import Link, describe, fit_line, mesh_of, pairs, summarize
 from tests.conftest import assert_ok, heavy_pool, light_pool
 from tests.support import refused
 
@@ -37,7 +37,7 @@ def test_links_that_keep_the_rings_law_are_found_to_keep_it():
             kind: 1e-5 * steps + sent_bytes(kind, size, 4) / 1e9 for kind, steps in messages.items()
         }
         entries.append({"members": 4, "bytes": size, "seconds": seconds})
-    found = summarise(entries)
+    found = summarize(entries)
     for kind, row in found.items():
         for point in row["points"]:
             assert point["seconds"] == pytest.approx(point["ring_s"])

@@ -201,7 +201,7 @@ def measure_theirs(row: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def summarise(record: dict[str, Any], theirs: dict[str, float] | None) -> dict[str, Any]:
+def summarize(record: dict[str, Any], theirs: dict[str, float] | None) -> dict[str, Any]:
     """One row of the published table: GiB, seconds, tokens per second."""
     performance, memory, predicted = (
         record[key] for key in ("performance", "memory", "prediction")
@@ -254,9 +254,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 record = train_ours(row, Path(folder))
-            found = {**summarise(record, None), "record": record}
+            found = {**summarize(record, None), "record": record}
             if "trainer" in row:
-                found |= summarise(record, measure_theirs(row))
+                found |= summarize(record, measure_theirs(row))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             found["error"] = str(error)
         result["rows"][name] = found

@@ -19,8 +19,8 @@ from distributed_training.settings.machine import GIB
 from results.lab.pages.learning import draw_losses
 from results.lab.pages.timelines import draw as draw_timelines
 
-# Okabe and Ito's colours, which the colour-blind tell apart: one for each way to divide.
-COLOURS = {
+# Okabe and Ito's colors, which the color-blind tell apart: one for each way to divide.
+COLORS = {
     "nothing": "#000000", "state": "#0072b2", "layers": "#009e73", "each layer": "#d55e00",
     "layers and more": "#cc79a7",
 }  # fmt: skip
@@ -54,7 +54,7 @@ def one_launch(records: Path) -> Figure:
     pairs = {name: [r for r in rows if r.layout_name == name] for name in ("dp", "fsdp")}
     figure, axes = _figure("Tokens per second, without and with one CUDA graph per step", 2.1)
     axes.set_title("gpt2-medium, 4 H200s, 4 x 512 tokens per GPU", fontsize=9, loc="left")
-    for graph, colour, label in (
+    for graph, color, label in (
         (False, "#bbbbbb", "without graph"),
         (True, "#0072b2", "one graph"),
     ):
@@ -63,7 +63,7 @@ def one_launch(records: Path) -> Figure:
             for found in pairs.values()
         ]
         places = [place + 0.4 * graph for place in range(len(pairs))]
-        bars = axes.barh(places, speeds, 0.38, color=colour, label=label)
+        bars = axes.barh(places, speeds, 0.38, color=color, label=label)
         axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, fontsize=9)
     axes.set_yticks([place + 0.2 for place in range(len(pairs))], list(pairs))
     axes.invert_yaxis()
@@ -89,13 +89,13 @@ def tradeoff(records: Path) -> Figure:
     for name, shift in chosen.items():
         record = best[name]
         point = (_fullest(record) / GIB, _speed(record))
-        axes.plot(*point, "o", color=COLOURS[_divides(record)], markersize=7)
+        axes.plot(*point, "o", color=COLORS[_divides(record)], markersize=7)
         words = name.removeprefix("3d ").replace("pp pp4", "pp4")
         words = words.replace("tp tp4", "tp4: all 256 samples in one micro-batch")
         offset: Any = {"textcoords": "offset points", "xytext": shift}
-        axes.annotate(words, point, fontsize=8.5, color=COLOURS[_divides(record)], **offset)
-    for kind, colour in COLOURS.items():
-        axes.plot([], [], "o", color=colour, label=kind)
+        axes.annotate(words, point, fontsize=8.5, color=COLORS[_divides(record)], **offset)
+    for kind, color in COLORS.items():
+        axes.plot([], [], "o", color=color, label=kind)
     axes.legend(title="splits", frameon=False, fontsize=8.5, loc="lower center", ncols=1,
                 bbox_to_anchor=(0.47, 0))  # fmt: skip
     axes.set(xlabel="GiB on the GPU that uses most", ylabel="tokens per second", xlim=(0, 100))
@@ -134,8 +134,8 @@ def bubbles(records: Path) -> Figure:
     for place, name in enumerate(names := ("1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto")):
         share, formula = _idle(runs[name])
         pair = ((-0.2, share, SCHEDULES[name]), (0.2, formula, "#dddddd"))
-        for shift, height, colour in pair:
-            bars = right.bar(place + shift, height, 0.38, color=colour)
+        for shift, height, color in pair:
+            bars = right.bar(place + shift, height, 0.38, color=color)
             right.bar_label(bars, [f"{height:.0f}"], fontsize=8.5)
     right.set_xticks(range(len(names)), names)
     right.set_title("gpt2-medium, 4 stages, 8 micro-batches; gray: formula", fontsize=9, loc="left")

@@ -9,7 +9,7 @@ from distributed_training.records.record import Record
 
 
 def draw_losses(panels: Mapping[str, Mapping[str, Record]], title: str) -> Figure:
-    """Losses by step: a panel for each text, a colour for each label in it; training thin,
+    """Losses by step: a panel for each text, a color for each label in it; training thin,
     validation with dots. 900 pixels wide."""
     figure = Figure(figsize=(9, 3.6), layout="constrained", dpi=100)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
@@ -17,12 +17,12 @@ def draw_losses(panels: Mapping[str, Mapping[str, Record]], title: str) -> Figur
                                    strict=True):  # fmt: skip
         for place, (label, record) in enumerate(runs.items()):
             steps, losses = zip(*record.loss_curve, strict=True)
-            colour = ("#0072b2", "#d55e00")[place]
+            color = ("#0072b2", "#d55e00")[place]
             axes.plot(
-                steps, losses, color=colour, linewidth=0.7, alpha=0.6, label=f"{label}, training"
+                steps, losses, color=color, linewidth=0.7, alpha=0.6, label=f"{label}, training"
             )
             seen = [(one["step"], one["loss"]) for one in record.evaluations]
-            axes.plot(*zip(*seen, strict=True), "o-", color=colour, markersize=3,
+            axes.plot(*zip(*seen, strict=True), "o-", color=color, markersize=3,
                       label=f"{label}, validation")  # fmt: skip
         axes.set_title(text, fontsize=9, loc="left")
         axes.set(xlabel="steps", ylabel="loss, nats per token")

@@ -40,14 +40,14 @@ def draw(record: Mapping[str, Any], names: Sequence[str], title: str, about: str
 
 
 def _lanes(timeline: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Label -> colour and spans, from the top."""
+    """Label -> color and spans, from the top."""
     kinds = {kind: (COMMUNICATES, spans) for kind, spans in timeline["by_kind"].items() if spans}
     ends = (COMPUTES, timeline["computing"]), (EXPOSED, timeline["exposed"])
     return {"computes": ends[0], **kinds, "exposed": ends[1]}
 
 
 def _draw_lanes(axes: Axes, lanes: Mapping[str, tuple[str, Any]]) -> None:
-    for place, (colour, spans) in enumerate(lanes.values()):
+    for place, (color, spans) in enumerate(lanes.values()):
         top = place + 0.1
         bottom = place + 0.9
         corners = [
@@ -59,7 +59,7 @@ def _draw_lanes(axes: Axes, lanes: Mapping[str, tuple[str, Any]]) -> None:
         # One path a lane: a bar each would make the file four times as long.
         vertices = np.array(corners, dtype=float).reshape(-1, 2) / (1000, 1)
         bars = Path(vertices, codes)
-        axes.add_patch(PathPatch(bars, color=colour, linewidth=0))
+        axes.add_patch(PathPatch(bars, color=color, linewidth=0))
     axes.set_yticks([place + 0.5 for place in range(len(lanes))], list(lanes), fontsize=8)
     axes.set_ylim(len(lanes), 0)
     axes.tick_params(axis="y", length=0)
