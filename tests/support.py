@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from distributed_training.models import ModelSpec
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
 from distributed_training.records.record import Record, RunRecord, start_record
@@ -221,3 +222,17 @@ def save_now(engine: Any, plan: Any, topology: Topology, **words: Any) -> Path:
     saver = Saver(plan, topology)
     saver.begin(engine, **words)
     return saver.finish()[0]
+
+
+def fingerprint(spec: ModelSpec, folder: Path) -> int:
+    """The checksum of a folder's weights, as training beside them computes it."""
+    import torch
+
+    from distributed_training.models.decoder import Fingerprint
+
+    with torch.device("meta"):
+        samples = Fingerprint(spec.build(dropout=0.0, seed=0))
+    read = samples.watching(spec.weights_source(folder))
+    for name in samples.shapes:
+        read(name, ())
+    return samples.combine()

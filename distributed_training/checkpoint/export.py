@@ -3,8 +3,9 @@
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import torch
 from tabulate import tabulate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from distributed_training.checkpoint.trained import Trained, trained_by
 from distributed_training.data.corpus import WIKITEXT
 from distributed_training.data.hub import WIKITEXT_ID
 from distributed_training.data.tokenizer import Tokenizer
-from distributed_training.models import ModelSpec, find_model
-from distributed_training.models.decoder import Decoder, Past
-from distributed_training.models.weights import stored_dtype
+from distributed_training.models import find_model
+from distributed_training.models.decoder import Past
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill, in_markdown, last_part, short_path
 from distributed_training.records.record import BEST, RECORD_FILE, Record, load_record
@@ -90,14 +91,12 @@ def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
 
 def copy_folder(made: Path, folder: Path) -> None:
     """Write `made` once more, as `folder`, all of it or nothing."""
-    writing = folder.with_name(f".writing-{folder.name}")
-    shutil.rmtree(writing, ignore_errors=True)
-    shutil.copytree(made, writing)
-    publish(writing, folder)
+    with writing(folder) as unfinished:
+        shutil.copytree(made, unfinished)
 
 
 def write_folder(
-    state: dict[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
     base_fingerprint: int,
     plan: Plan,
     tokenizer: Tokenizer,
@@ -109,27 +108,54 @@ def write_folder(
     """Write what a run has learnt, under the model's names, as `folder`, all of it or nothing.
     Adapters alone, unless they are to `merge` or nobody else has the weights beside them. Raises
     RunError, and leaves an older one, where a number is not finite."""
-    dtype = DTYPES[plan.config.export_dtype]
-    for name, values in state.items():
-        if not values.to(dtype).isfinite().all():
-            what = f"{folder.name}/ is not written: {name} has numbers that are not finite"
-            raise RunError(what, fix="lower learning_rate")
-    writing = folder.with_name(f".writing-{folder.name}")
-    shutil.rmtree(writing, ignore_errors=True)
     config = plan.config
-    if config.lora_rank and plan.weights_dir is not None and not merge:
-        from distributed_training.models.peft import save_adapters
+    if config.lora_rank:
+        for name, values in state.items():
+            if not values.isfinite().all():
+                what = f"{folder.name}/ is not written: {name} has numbers that are not finite"
+                raise RunError(what, fix="lower learning_rate")
+    trained = trained_by(plan, state, base_fingerprint)
+    if not config.lora_rank or plan.weights_dir is None or merge:
+        dtype = DTYPES[config.export_dtype]
+        save_whole(trained, tokenizer, chat, plan.weights_dir, folder, dtype)
+        return
+    from distributed_training.models.peft import save_adapters
 
+    with writing(folder) as unfinished:
         on_hub = config.weights == "pretrained" or plan.adapters_dir is not None
         base = str(plan.model.hub_id if on_hub and not plan.model.weights_dir else plan.weights_dir)
-        save_adapters(state, plan.model, config, writing, base=base, fingerprint=base_fingerprint)
-    else:
-        if config.lora_rank:
-            state = whole_model(state, base_fingerprint, plan).state_dict()
-        plan.model.save(state, writing, eos_token_id=tokenizer.eos_id, dtype=dtype)
-        write_generation_config(writing, tokenizer, chat, plan.weights_dir)
-    tokenizer.save(writing, chat=chat)
-    publish(writing, folder)
+        save_adapters(
+            state, plan.model, config, unfinished, base=base, fingerprint=base_fingerprint
+        )
+        tokenizer.save(unfinished, chat=chat)
+
+
+def save_whole(
+    trained: Trained,
+    tokenizer: Tokenizer,
+    chat: bool,
+    base: Path | None,
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
+    """Write a whole model with its tokenizer as `folder`, all of it or nothing. One of its tensors
+    is in memory at a time."""
+    with writing(folder) as unfinished:
+        trained.save(unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype)
+        write_generation_config(unfinished, tokenizer, chat, base)
+        tokenizer.save(unfinished, chat=chat)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[Path]:
+    """Give a folder to write to, which becomes `folder` at the end."""
+    unfinished = folder.with_name(f".writing-{folder.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        yield unfinished
+    except RunError as error:
+        raise RunError(f"{folder.name}/ is not written: {error}") from None
+    publish(unfinished, folder)
 
 
 def write_generation_config(
@@ -147,45 +173,6 @@ def write_generation_config(
     document |= tokenizer.generation_tokens
     document["eos_token_id"] = list(dict.fromkeys([*tokenizer.ends_of(chat=chat), *ends]))
     (folder / GENERATION_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
-
-
-def save_whole(
-    model: Decoder, spec: ModelSpec, tokenizer: Tokenizer, chat: bool, base: Path, folder: Path
-) -> None:
-    """Write a whole model with its tokenizer as `folder`, all of it or nothing, in the dtype of the
-    weights in `base`."""
-    writing = folder.with_name(f".writing-{folder.name}")
-    shutil.rmtree(writing, ignore_errors=True)
-    dtype = getattr(torch, stored_dtype(base))
-    spec.save(model.state_dict(), writing, eos_token_id=tokenizer.eos_id, dtype=dtype)
-    write_generation_config(writing, tokenizer, chat, base)
-    tokenizer.save(writing, chat=chat)
-    publish(writing, folder)
-
-
-def whole_model(state: dict[str, torch.Tensor], base_fingerprint: int, plan: Plan) -> Decoder:
-    """The model on the CPU in fp32 with what a run has learnt, under the model's names. Raises
-    UserError where that are adapters and the weights that they belong to have changed."""
-    config = plan.config
-    source = None
-    if config.lora_rank and plan.weights_dir is not None:
-        source = plan.model.weights_source(plan.weights_dir)
-    elif config.lora_rank and plan.machine.num_gpus:  # as they were made on GPUs
-        with torch.device("meta"):
-            outline = plan.model.build(dropout=0.0, seed=config.seed)
-        source = outline.random_source(config.seed, torch.device("cpu"), hashed=True)
-    model = plan.model.build(dropout=0.0, seed=config.seed, source=source)
-    if config.lora_rank:
-        from distributed_training.models.peft import base_rounding, merge_adapters, to_peft
-
-        merge_adapters(
-            model, plan.model, to_peft(state, plan.model), config.lora_alpha / config.lora_rank,
-            base=base_fingerprint, whose=plan.run_dir, rounding=base_rounding(config),
-        )  # fmt: skip
-        return model
-    for name, values in model.state_dict().items():
-        values[: len(state[name])] = state[name]  # without the vocabulary's padding
-    return model
 
 
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:

@@ -11,9 +11,9 @@ import importlib
 import json
 import pkgutil
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from distributed_training.models.weights import (
     open_weights,
     require_weights,
 )
-from distributed_training.settings.errors import UserError
+from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import (
     did_you_mean,
     expand_home,
@@ -305,27 +305,45 @@ class ModelSpec:
 
     def save(
         self,
-        state: dict[str, torch.Tensor],
+        weights: Source | Mapping[str, torch.Tensor],
         folder: Path,
         *,
         eos_token_id: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Write full fp32 `state`, on the CPU, as a folder that transformers opens. `dtype`: of the
-        files; None is fp32."""
-        tensors = {}
-        for ours, values in state.items():
-            transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
-            for name, part in self.code.to_hf(ours, values, self.size).items():
-                rows = part.reshape(-1, *values.shape[1:])
-                tensors[name] = (rows.t() if transposed else rows).to(dtype).contiguous()
-        if (file_name := getattr(self.code, "file_name", None)) is not None:
-            tensors = {file_name(name, self.size): part for name, part in tensors.items()}
+        """Write a model's weights, on the CPU, as a folder that transformers opens. A source is
+        asked for one after the other. `dtype`: of the files; None is fp32. Raises RunError for
+        numbers that are not finite in it."""
+        import torch
+
+        dtype = dtype or torch.float32
+        with torch.device("meta"):
+            outline = self.build(dropout=0.0, seed=0)
+        meta = {name: value.to(dtype) for name, value in outline.named_parameters()}
+        header = {name: part for ours in meta for name, part in self._stored(ours, meta[ours])}
+
+        def parts() -> Iterator[torch.Tensor]:
+            for ours in meta:
+                values = weights(ours, ()) if callable(weights) else weights[ours]
+                for name, part in self._stored(ours, values):
+                    written = part.to(dtype)
+                    if not written.isfinite().all():
+                        what = f"{name} has numbers that are not finite in {name_of(dtype)}"
+                        raise RunError(what, fix="lower learning_rate")
+                    yield written
+
         folder.mkdir(parents=True, exist_ok=True)
-        save_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
-        name = str(dtype or "float32").removeprefix("torch.")
-        document = {**self.code.to_config(self.size, eos_token_id), "dtype": name}
+        write_tensors(header, parts(), folder / "model.safetensors", {"format": "pt"})
+        document = {**self.code.to_config(self.size, eos_token_id), "dtype": name_of(dtype)}
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
+
+    def _stored(self, ours: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of Hugging Face's files that one of ours is, with their names."""
+        file_name = getattr(self.code, "file_name", lambda name, size: name)
+        transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
+        for name, part in self.code.to_hf(ours, values, self.size).items():
+            rows = part.reshape(-1, *values.shape[1:])
+            yield file_name(name, self.size), rows.t() if transposed else rows
 
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """What has a row for each of one of our matrices, as Hugging Face's modules have it."""
@@ -359,22 +377,44 @@ def _consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
     return numbers.tensor_split(breaks + 1) if len(numbers) else ()
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file with the mode that other files get, and the same bytes each time:
-    the library gives only this user access, and the metadata any order."""
-    from safetensors.torch import save_file
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
-    save_file(tensors, file, metadata=metadata)
-    with open(file, "r+b") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        assert len(text) <= length
-        opened.seek(8)
-        opened.write(text.ljust(length))
-    status = Path("/proc/self/status").read_text()
-    file.chmod(0o666 & ~int(status.partition("Umask:")[2].split()[0], 8))
+
+def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file, the same bytes each time."""
+    write_tensors(tensors, tensors.values(), file, metadata)
+
+
+def write_tensors(
+    outline: Mapping[str, torch.Tensor],
+    tensors: Iterable[torch.Tensor],
+    file: Path,
+    metadata: dict[str, str],
+) -> None:
+    """Write a safetensors file of `tensors`, one in memory at a time. `outline` has their names,
+    shapes and dtypes, in their order, and may be on "meta". The library's own function needs all of
+    them at once."""
+    import torch
+
+    codes = {name: code for code, name in TORCH_DTYPES.items()}
+    ends = accumulate((part.numel() * part.itemsize for part in outline.values()), initial=0)
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    for (name, part), offsets in zip(outline.items(), pairwise(ends), strict=True):
+        shape = list(part.shape)
+        header[name] = {
+            "dtype": codes[name_of(part.dtype)],
+            "shape": shape,
+            "data_offsets": offsets,
+        }
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for part, expected in zip(tensors, outline.values(), strict=True):
+            assert (part.shape, part.dtype) == (expected.shape, expected.dtype)
+            opened.write(part.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def find_model(name: str) -> ModelSpec:

@@ -22,7 +22,7 @@ _HARMLESS = {
 }  # fmt: skip
 
 
-class Adapters(BaseModel, strict=True):
+class AdapterConfig(BaseModel, strict=True):
     """An adapter_config.json, as far as it changes what is computed."""
 
     peft_type: Literal["LORA"]
@@ -41,12 +41,12 @@ class Adapters(BaseModel, strict=True):
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
-def read_adapters(folder: Path) -> Adapters:
+def read_adapters(folder: Path) -> AdapterConfig:
     """Return the config of a folder with adapters. Raises UserError for adapters that compute
     something else than the base and the scaled product of B and A."""
     file = folder / ADAPTER_CONFIG
     document: dict[str, Any] = load_json(file, "adapters")
-    config = parse_as(Adapters, document, str(file), _FIX)
+    config = parse_as(AdapterConfig, document, str(file), _FIX)
     expand_home("base_model_name_or_path", config.base_model_name_or_path)  # or it is refused
     initial = document.get("init_lora_weights", True)
     if initial not in _INITIAL:
@@ -54,7 +54,7 @@ def read_adapters(folder: Path) -> Adapters:
         why = "such adapters belong to changed weights of the base, which nobody has kept"
         fix = "save them with PEFT's path_initial_model_for_weight_conversion, or merge them first"
         raise UserError(what, why, fix)
-    for key in sorted(set(document) - _HARMLESS - set(Adapters.model_fields)):
+    for key in sorted(set(document) - _HARMLESS - set(AdapterConfig.model_fields)):
         if value := document[key]:
             what = f"{file}: {key}={shown(value)} is not supported"
             raise UserError(what, "it changes what adapters compute", _FIX)

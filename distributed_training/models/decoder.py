@@ -248,13 +248,6 @@ class Decoder(nn.Module):
         """Return a source of random weights that depend on `seed` alone (`random_source`)."""
         return random_source(self, seed, device, hashed=hashed)
 
-    def fingerprint(self) -> int:
-        """Return a checksum of some thousand numbers of each parameter."""
-        samples = Fingerprint(self)
-        for name, parameter in self.named_parameters():
-            samples.watch(name, (0,) * parameter.dim(), parameter.detach())
-        return samples.combine([samples.found])
-
     def vocabulary_parameters(self) -> list[str]:
         """Names of parameters with one row for each token, `padded_vocab_size` of them."""
         roles = self.find_roles().items()
@@ -305,8 +298,18 @@ class Fingerprint:
         # (name, indices of samples, their values) of this process's parts
         self.found: list[tuple[str, list[int], list[float]]] = []
 
-    def watch(self, name: str, start: tuple[int, ...], values: torch.Tensor) -> None:
-        """Take the samples of a parameter that are in `values`, the box of it from `start` on."""
+    def watching(self, source: "Source") -> "Source":
+        """Return `source`, of whose values samples are taken. It may be used in several threads."""
+
+        def read(name: str, box: Box) -> torch.Tensor:
+            values = source(name, box)
+            start = tuple(part.start or 0 for part in box) or (0,) * values.dim()
+            self._take(name, start, values)
+            return values
+
+        return read
+
+    def _take(self, name: str, start: tuple[int, ...], values: torch.Tensor) -> None:
         shape = self.shapes[name]
         step = max(1, shape.numel() // 1000)
         places = torch.unravel_index(torch.arange(0, shape.numel(), step, device="cpu"), shape)
@@ -318,13 +321,13 @@ class Fingerprint:
         samples = values[tuple(index.to(values.device) for index in own)]
         self.found.append((name, indices.tolist(), samples.float().tolist()))
 
-    def combine(self, found: Iterable[Any]) -> int:
-        """Return the checksum of the samples that all processes have `found`."""
+    def combine(self, found: Iterable[Any] | None = None) -> int:
+        """Return the checksum of the samples that all processes have `found`, or this one alone."""
         samples: dict[str, Any] = {
             name: np.zeros(len(range(0, shape.numel(), max(1, shape.numel() // 1000))), np.float32)
             for name, shape in self.shapes.items()
         }
-        for name, indices, values in itertools.chain.from_iterable(found):
+        for name, indices, values in itertools.chain.from_iterable(found or [self.found]):
             samples[name][indices] = values
         return zlib.crc32(b"".join(each.tobytes() for each in samples.values()))
 
@@ -334,8 +337,6 @@ Box = tuple[slice, ...]  # part of a tensor, from its first dimension on; (): al
 Source = Callable[[str, Box], torch.Tensor]
 # Returns the memory in which this process has its part of a parameter, and where the part begins.
 Locate = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, ...]]]
-# Receives a parameter's name, where a box of it begins, and the initial values of the box.
-Watch = Callable[[str, tuple[int, ...], torch.Tensor], None]
 
 
 def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: int) -> Decoder:
@@ -375,11 +376,10 @@ def fill_parameters(
     device: torch.device,
     round_to: torch.dtype | None = None,
     locate: Locate = locate_whole,
-    watch: Watch | None = None,
 ) -> None:
     """Give the parameters of a model that are on "meta" their initial values, in place: this
     process's parts, on `device`, rounded to `round_to`. Beside them two parts are in RAM: one is
-    read while the other is converted. `watch` is called from two threads."""
+    read while the other is converted, in another thread."""
     pending = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     allocate(model, device)
     parameters = dict(model.named_parameters())
@@ -390,8 +390,6 @@ def fill_parameters(
             return
         ends = zip(start, local.shape, strict=True)
         values = source(name, tuple(slice(first, first + size) for first, size in ends))
-        if watch is not None:
-            watch(name, start, values)
         if values.shape != local.shape:
             local.zero_()  # rows beyond the vocabulary's
         values = values.to(device)

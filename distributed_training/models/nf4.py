@@ -11,7 +11,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from distributed_training.models.decoder import Decoder, Linear, is_block_matrix
+from distributed_training.models import ModelSize
+from distributed_training.models.decoder import Box, Decoder, Linear, Source, is_block_matrix
 
 BLOCK = 64
 
@@ -110,11 +111,26 @@ def replace_by_dequantized(module: nn.Module) -> None:
             linear.__class__ = Linear  # type: ignore[assignment]
 
 
-@torch.no_grad()
-def round_matrices(model: Decoder, dtype: torch.dtype | None) -> None:
-    """Round the blocks' matrices of a whole model in fp32 to the values that training with a base
-    in NF4 and a compute `dtype` sees, in place."""
-    for name, weight in model.named_parameters():
+def quantize_matrices(model: Decoder, source: Source, device: torch.device) -> None:
+    """Put the matrices of a model's blocks on `device` in NF4, one after the other, in place. They
+    are rounded to the dtypes of the model's parameters first."""
+    scales: dict[str, torch.Tensor] = {}
+    for name, parameter in list(model.named_parameters()):
         if is_block_matrix(name, model.size):
-            values = weight if dtype is None else weight.to(dtype)
-            weight.copy_(dequantize(*quantize(values), weight.shape[1], values.dtype))
+            codes, scales[name] = quantize(source(name, ()).to(device).to(parameter.dtype))
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(last, nn.Parameter(codes))
+    attach_scales(model, scales)
+
+
+def rounded_source(source: Source, size: ModelSize, dtype: torch.dtype) -> Source:
+    """Return a source of the values that training with a base in NF4 and a compute `dtype` sees."""
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        values = source(name, ())
+        if is_block_matrix(name, size):
+            codes, scales = quantize(values.to(dtype))
+            values = dequantize(codes, scales, values.shape[1], dtype)
+        return values[box]
+
+    return read

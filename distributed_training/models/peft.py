@@ -5,6 +5,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,19 +13,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from distributed_training.models import ModelSpec, save_tensors
+from distributed_training.models import ModelSize, ModelSpec, save_tensors
 from distributed_training.models.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    Adapters,
+    AdapterConfig,
     read_adapters,
 )
-from distributed_training.models.decoder import Decoder
+from distributed_training.models.decoder import Box, Source
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import open_regular, shown
 
 PREFIX = "base_model.model."
+_ROUNDINGS = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32": torch.float32}
 
 
 class Initial(NamedTuple):
@@ -36,6 +38,122 @@ class Initial(NamedTuple):
     # A [rank, in], B [out, rank] and, if parts of B stay 0, its mask, under our names
     tensors: dict[str, torch.Tensor]
     base: str | None  # fingerprint of the weights that they were trained beside
+
+
+class _Adapter(NamedTuple):
+    """A and B in fp32 for some rows of one of our matrices."""
+
+    name: str
+    rows: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapters:
+    """Trained adapters of a model. A matrix of ours may be several of Hugging Face's, each with an
+    adapter of its own."""
+
+    by_matrix: Mapping[str, list[_Adapter]]
+    rank: int
+    scale: float  # factor of B A
+    base: str | None  # fingerprint of the weights that they were trained beside
+    rounding: str | None  # format of a quantized base, and the compute dtype
+    whose: object  # for messages
+
+    def rounded_to(self) -> torch.dtype | None:
+        """Return the compute dtype if the base was in NF4. Raises UserError if it cannot be
+        quantized here."""
+        if self.rounding is None:
+            return None
+        if self.rounding not in _ROUNDINGS:
+            what = f"adapters {self.whose}: base_rounding {shown(self.rounding)} is not known"
+            raise UserError(what)
+        if importlib.util.find_spec("bitsandbytes") is None:
+            what = f"{self.whose}: these adapters were trained beside weights in NF4"
+            why = "the package bitsandbytes is not installed"
+            raise UserError(what, why, "pip install bitsandbytes")
+        return _ROUNDINGS[self.rounding]
+
+    def beside(self, base: Source, size: ModelSize) -> Source:
+        """Return a source of the weights of `base` as the adapters were trained beside them: with
+        the values of NF4 if the base was quantized."""
+        dtype = self.rounded_to()
+        if dtype is None:
+            return base
+        from distributed_training.models.nf4 import rounded_source
+
+        return rounded_source(base, size, dtype)
+
+    def merged(self, base: Source, size: ModelSize) -> Source:
+        """Return a source of the weights of `base` with the adapters added in fp32 arithmetic."""
+        weights = self.beside(base, size)
+
+        def read(name: str, box: Box) -> torch.Tensor:
+            values = weights(name, ())
+            if adapters := self.by_matrix.get(name.removesuffix(".weight")):
+                values = values.to(torch.float32, copy=True)
+                for part in adapters:
+                    values.index_add_(0, part.rows, (part.b @ part.a).mul_(self.scale))
+            return values[box]
+
+        return read
+
+    def initial(self, size: ModelSize) -> Initial:
+        """Return the adapters as training continues them. Where a matrix of ours is several of
+        Hugging Face's, A holds the rows of all of them, a mask keeps zeros in B where another
+        part's columns are, and the rank is larger."""
+        matrices = self.by_matrix.items()
+        distinct = {name: _distinct([part.a for part in parts]) for name, parts in matrices}
+        rank = self.rank * max(map(len, distinct.values()))
+        tensors = {}
+        shapes = dict(zip(size.matrix_names, size.block_matrices, strict=True))
+        for name, parts in matrices:
+            rows, columns = shapes[name.split(".", 2)[2]]
+            stacked = torch.zeros(rank, columns)
+            b_rows = torch.zeros(rows, rank)
+            mask = torch.zeros(rows, rank)
+            used = torch.zeros(rank)
+            for part in parts:
+                same = (i for i, a in enumerate(distinct[name]) if torch.equal(part.a, a))
+                first = self.rank * next(same)
+                place = slice(first, first + self.rank)
+                stacked[place] = part.a
+                b_rows[part.rows, place] = part.b
+                mask[part.rows, place] = used[place] = 1.0
+            tensors[f"{name}.adapter.a"] = stacked
+            tensors[f"{name}.adapter.b"] = b_rows
+            if not torch.equal(mask, used.expand_as(mask)):
+                tensors[f"{name}.adapter.mask"] = mask
+        targets = tuple(name for name in size.matrix_names if f"blocks.0.{name}" in self.by_matrix)
+        return Initial(rank, self.scale * rank, targets, tensors, self.base)
+
+
+def read_folder(spec: ModelSpec, folder: Path) -> Adapters:
+    """Return the adapters in `folder`. Raises UserError if they are not plain LoRA adapters of the
+    model."""
+    config = read_adapters(folder)
+    tensors, metadata = _read_tensors(config, spec, folder)
+    base, rounding = map(metadata.get, ("base_fingerprint", "base_rounding"))
+    return Adapters(
+        by_matrix=_match(tensors, spec, folder), rank=config.r, scale=config.scale,
+        base=base, rounding=rounding, whose=folder,
+    )  # fmt: skip
+
+
+def of_state(
+    state: Mapping[str, torch.Tensor],
+    spec: ModelSpec,
+    config: RunConfig,
+    fingerprint: int,
+    whose: object,
+) -> Adapters:
+    """Return the adapters of a run, which are `state` under our names."""
+    return Adapters(
+        by_matrix=_match(to_peft(state, spec), spec, whose), rank=config.lora_rank,
+        scale=config.lora_alpha / config.lora_rank, base=str(fingerprint),
+        rounding=base_rounding(config), whose=whose,
+    )  # fmt: skip
 
 
 def save_adapters(
@@ -107,38 +225,8 @@ def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, tor
 
 
 def read_initial(spec: ModelSpec, folder: Path) -> Initial:
-    """Return the adapters in `folder` as training continues them. A matrix of ours may be several
-    of Hugging Face's, each with an A of its own: then A holds the rows of all of them, a mask keeps
-    zeros in B where another part's columns are, and the rank is larger."""
-    config = read_adapters(folder)
-    found, metadata = _read_tensors(config, spec, folder)
-    by_matrix = defaultdict[str, list[_Adapter]](list)
-    for adapter in _match(found, spec, folder):
-        by_matrix[adapter.name].append(adapter)
-    distinct = {name: _distinct([part.a for part in parts]) for name, parts in by_matrix.items()}
-    rank = config.r * max(map(len, distinct.values()))
-    tensors = {}
-    size = spec.size
-    shapes = dict(zip(size.matrix_names, size.block_matrices, strict=True))
-    for name, parts in by_matrix.items():
-        rows, columns = shapes[name.rpartition(".")[2]]
-        stacked = torch.zeros(rank, columns)
-        b_rows = torch.zeros(rows, rank)
-        mask = torch.zeros(rows, rank)
-        used = torch.zeros(rank)
-        for part in parts:
-            same = (i for i, a in enumerate(distinct[name]) if torch.equal(part.a, a))
-            first = config.r * next(same)
-            place = slice(first, first + config.r)
-            stacked[place] = part.a
-            b_rows[part.rows, place] = part.b
-            mask[part.rows, place] = used[place] = 1.0
-        tensors[f"{name}.adapter.a"] = stacked
-        tensors[f"{name}.adapter.b"] = b_rows
-        if not torch.equal(mask, used.expand_as(mask)):
-            tensors[f"{name}.adapter.mask"] = mask
-    targets = tuple(name for name in size.matrix_names if f"blocks.0.{name}" in by_matrix)
-    return Initial(rank, config.scale * rank, targets, tensors, metadata.get("base_fingerprint"))
+    """Return the adapters in `folder` as training continues them."""
+    return read_folder(spec, folder).initial(spec.size)
 
 
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -150,7 +238,7 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def check_base(fingerprint: int, base: str | int | None, whose: object) -> None:
+def check_base(fingerprint: int, base: str | None, whose: object) -> None:
     """Raise UserError if a model's weights have another `fingerprint` than the `base` that the
     adapters of `whose` were trained beside, if that is known."""
     if base is not None and int(base) != fingerprint:
@@ -158,65 +246,10 @@ def check_base(fingerprint: int, base: str | int | None, whose: object) -> None:
         raise UserError(what, "the base has changed since", "restore it")
 
 
-@torch.no_grad()
-def merge_adapters(
-    model: Decoder,
-    spec: ModelSpec,
-    tensors: Mapping[str, torch.Tensor],
-    scale: float,
-    *,
-    base: str | int | None,
-    whose: object,
-    rounding: str | None = None,
-) -> None:
-    """Add `scale` B A of adapters under PEFT's names, those of `whose`, to the weights of a whole
-    model, in place. If they were trained beside a quantized base, `rounding` names its format and
-    the compute dtype, and its values take the place of the weights first. Raises UserError where
-    the weights have another fingerprint than the `base` that the adapters were trained beside, if
-    known, and for pairs of A and B that do not fit."""
-    check_base(model.fingerprint(), base, whose)
-    if rounding is not None:
-        _round_base(model, rounding, whose)
-    for adapter in _match(tensors, spec, whose):  # all are checked before any is added
-        weight = model.get_parameter(f"{adapter.name}.weight")
-        weight[adapter.rows] += scale * (adapter.b @ adapter.a)
-
-
-def _round_base(model: Decoder, rounding: str, whose: object) -> None:
-    if rounding not in ("nf4 bf16", "nf4 fp16", "nf4 fp32"):
-        raise UserError(f"adapters {whose}: base_rounding {shown(rounding)} is not known")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        what = f"{whose}: these adapters were trained beside weights in NF4"
-        raise UserError(
-            what, "the package bitsandbytes is not installed", "pip install bitsandbytes"
-        )
-    from distributed_training.models.nf4 import round_matrices
-
-    dtypes = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32": torch.float32}
-    round_matrices(model, dtypes[rounding])
-
-
 def is_rounded(folder: Path) -> bool:
     """Return whether the adapters in `folder` were trained beside a quantized base."""
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
         return "base_rounding" in (opened.metadata() or {})
-
-
-def load_adapters(model: Decoder, spec: ModelSpec, folder: Path) -> None:
-    """Merge the adapters in `folder` into a model that has their base's weights."""
-    config = read_adapters(folder)
-    tensors, metadata = _read_tensors(config, spec, folder)
-    base, rounding = map(metadata.get, ("base_fingerprint", "base_rounding"))
-    merge_adapters(model, spec, tensors, config.scale, base=base, whose=folder, rounding=rounding)
-
-
-class _Adapter(NamedTuple):
-    """A and B in fp32 for some rows of one of our matrices."""
-
-    name: str
-    rows: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
 
 
 def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
@@ -230,16 +263,18 @@ def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
                 yield name, columns, theirs, numbers[:, 0]
 
 
-def _match(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, whose: object) -> list[_Adapter]:
-    """Return the adapters under PEFT's names with the matrices of ours that they belong to; raise
+def _match(
+    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, whose: object
+) -> dict[str, list[_Adapter]]:
+    """Return the adapters under PEFT's names by the matrix of ours that they belong to; raise
     UserError for pairs of A and B that do not fit."""
-    found = []
+    found = defaultdict[str, list[_Adapter]](list)
     for name, columns, theirs, rows in _matrices(spec):
         a, b = (tensors.get(name) for name in _names(theirs))
         if a is not None or b is not None:
             a, b = _checked_pair(a, b, (len(rows), columns), f"{whose}: {theirs}")
-            found.append(_Adapter(name, rows, a.float(), b.float()))
-    return found
+            found[name].append(_Adapter(name, rows, a.float(), b.float()))
+    return dict(found)
 
 
 def _names(matrix: str) -> tuple[str, str]:
@@ -273,7 +308,7 @@ def _checked_pair(
 
 
 def _read_tensors(
-    config: Adapters, spec: ModelSpec, folder: Path
+    config: AdapterConfig, spec: ModelSpec, folder: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors of adapters, and the file's metadata, which may name their base. Raises
     UserError for a file that is missing or damaged, or that is not what the config says."""
@@ -297,7 +332,7 @@ def _read_tensors(
 
 
 def _check_names(
-    config: Adapters, tensors: Mapping[str, torch.Tensor], spec: ModelSpec, folder: Path
+    config: AdapterConfig, tensors: Mapping[str, torch.Tensor], spec: ModelSpec, folder: Path
 ) -> None:
     """Raise UserError unless the tensors are adapters of rank `config.r` of all its targets."""
     for name, tensor in tensors.items():

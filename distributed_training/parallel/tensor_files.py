@@ -190,20 +190,28 @@ class _Stored:
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
-    data: Any  # safetensors' slice: indexing it reads from the disk
+    size: tuple[int, ...]
+    file: Path
+    name: str
+
+    def read(self, *box: slice) -> torch.Tensor:
+        """Return the part, or a box of it. Opened each time: the pages of a mapped file would stay
+        in this process's memory."""
+        with safe_open(self.file, "pt") as opened:
+            return opened.get_slice(self.name)[box or slice(None)]
 
     def copy_into(self, box: torch.Tensor, start: Sequence[int]) -> int:
         """Fill in what this part has of a box (or range), which begins at `start`; how much."""
         here = []
         there = []
-        for a, n, b, m in zip(start, box.shape, self.start, self.data.get_shape(), strict=True):
+        for a, n, b, m in zip(start, box.shape, self.start, self.size, strict=True):
             low = max(a, b)
             high = min(a + n, b + m)
             if low >= high:
                 return 0
             here.append(slice(low - a, high - a))
             there.append(slice(low - b, high - b))
-        common = self.data[tuple(there)]
+        common = self.read(*there)
         box[tuple(here)] = common
         return common.numel()
 
@@ -214,10 +222,11 @@ class TensorFiles:
     def __init__(self, paths: Iterable[Path]) -> None:
         self.stored: dict[str, list[_Stored]] = {}
         for path in paths:
-            file = safe_open(path, "pt")
-            for name, place in json.loads(file.metadata()["places"]).items():
-                stored = _Stored(tuple(place["shape"]), tuple(place["start"]), file.get_slice(name))
-                self.stored.setdefault(name, []).append(stored)
+            with safe_open(path, "pt") as file:
+                for name, place in json.loads(file.metadata()["places"]).items():
+                    size = tuple(file.get_slice(name).get_shape())
+                    stored = _Stored(tuple(place["shape"]), tuple(place["start"]), size, path, name)
+                    self.stored.setdefault(name, []).append(stored)
 
     def read(self, part: Part) -> torch.Tensor:
         """This part's values, [size], on the CPU; only what it needs is read. Raises ValueError
@@ -229,8 +238,8 @@ class TensorFiles:
             if found.shape != part.shape:
                 expected = f"{list(found.shape)} instead of {list(part.shape)}"
                 raise ValueError(f"{part.name} has the shape {expected}")
-            if found.start == start and tuple(found.data.get_shape()) == size:
-                return found.data[:]
+            if found.start == start and found.size == size:
+                return found.read()
         is_box = len(start) == len(part.shape)
         if is_box and all(len(found.start) == len(start) for found in stored):
             return self._fill(part, size, start)

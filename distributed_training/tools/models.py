@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from distributed_training.checkpoint import export, resume
+from distributed_training.checkpoint.trained import Saved, Trained, trained_by, trained_folder
 from distributed_training.data import hub, report
 from distributed_training.data.cache import load_bytes, token_cache, tokenise
 from distributed_training.data.corpus import read_corpus
@@ -93,33 +94,39 @@ def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
     return base if hub.has_tokenizer(base) or Path(name).is_dir() else hub.fetch_tokenizer(name)
 
 
-def load_model(given: str, kind: str) -> tuple[Decoder, Tokenizer, bool]:
-    """(the model on the CPU, its tokenizer, whether it was trained on conversations) of a run; its
-    newest checkpoint's where it has no hf/ yet."""
+def find_trained(given: str, kind: str) -> tuple[Trained, Tokenizer, bool]:
+    """(weights, tokenizer, whether it was trained on conversations) of a run; its newest
+    checkpoint's if it has no hf/ yet."""
     checkpoint = newest_checkpoint(given_path(given).resolve())
     if checkpoint is None or kind == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(given, kind)
-        base = base_folder(folder)
-        model = spec.build(dropout=0.0, seed=0, source=spec.weights_source(base))
-        if base != folder:
-            peft.load_adapters(model, spec, folder)
+        trained = trained_folder(spec, folder, base_folder(folder))
         tokenizer = Tokenizer(find_tokenizer(folder, spec))
         chat = is_chat(tokenizer.folder) or tokenizer.is_templated
         if (folder.parent / RECORD_FILE).is_file():
             chat = tokenizer.talks(load_record(folder.parent).data.get("form"))
-        return model, tokenizer, chat
+        return trained, tokenizer, chat
     print(f"no {LAST}/ yet: reading {short_path(checkpoint)}", file=sys.stderr)
     plan, record, meta, state = read_checkpoint(checkpoint)
-    model = export.whole_model(state, meta.base_fingerprint, plan)
     tokenizer = Tokenizer(plan.tokenizer_dir)
-    return model, tokenizer, tokenizer.talks(record.data.get("form"))
+    trained = trained_by(plan, state, meta.base_fingerprint)
+    return trained, tokenizer, tokenizer.talks(record.data.get("form"))
+
+
+def load(trained: Trained) -> tuple[Decoder, torch.device]:
+    """Load a model on this machine's first GPU, in bf16 if it has that, or on the CPU."""
+    if not torch.cuda.is_available():
+        device = torch.device("cpu")
+        return trained.load(device), device
+    device = torch.device("cuda")
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return trained.load(device, dtype), device
 
 
 def generate(asked: argparse.Namespace) -> int:
     """Print what the model of a run makes of the prompt, or of each line of standard input."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer, chat = load_model(asked.run, BEST if asked.best else LAST)
-    model = model.eval().to(device)
+    trained, tokenizer, chat = find_trained(asked.run, BEST if asked.best else LAST)
+    model, device = load(trained)
     said = list[Message]()
     mark = "> " if sys.stdin.isatty() else ""
     if asked.prompt is None and mark:
@@ -180,8 +187,9 @@ def evaluate(asked: argparse.Namespace) -> int:
 
 
 def _evaluate(asked: argparse.Namespace, plan: Plan | None, kind: str) -> None:
-    model, tokenizer, _ = load_model(asked.run, kind)
-    most = model.size.num_positions
+    trained, tokenizer, _ = find_trained(asked.run, kind)
+    size = trained.spec.size
+    most = size.num_positions
     default = build_config({"max_length": min(MAX_LENGTH, most)})
     config = plan.config if plan else default
     config = with_values(config, max_length=asked.max_length or config.max_length)
@@ -199,13 +207,14 @@ def _evaluate(asked: argparse.Namespace, plan: Plan | None, kind: str) -> None:
         columns = asked.columns or config.columns
         dataset = choose_dataset(asked.dataset, notes)
         config = with_values(config, dataset=dataset, columns=columns)
-        samples, bytes_of, found = _samples_of(config, tokenizer, model.size.vocab_size)
+        samples, bytes_of, found = _samples_of(config, tokenizer, size.vocab_size)
         what = f"{config.dataset}{found[0]}"
         for note in [*notes, *found[1:]]:
             display.note(note)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = "fp32" if device.type == "cpu" or not torch.cuda.is_bf16_supported() else "bf16"
-    row = measure(model, samples, bytes_of, device, precision)
+    model, device = load(trained)
+    row = measure(model, samples, bytes_of, device)
+    names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
+    precision = names.get(model.compute_dtype, "fp32")
     display.say(f"evaluated {asked.run} on {what}, {precision}")
     rows = {
         "loss": f"{row['loss']:.4f} nats per token",
@@ -245,11 +254,9 @@ def _samples_of(
 
 @torch.inference_mode()
 def measure(
-    model: Decoder, samples: Samples, bytes_of: np.ndarray, device: torch.device, precision: str
+    model: Decoder, samples: Samples, bytes_of: np.ndarray, device: torch.device
 ) -> dict[str, float]:
-    """Return an evaluation of a whole model, as the record has it, on one device."""
-    model.compute_dtype = COMPUTE_DTYPES[precision]
-    model = model.eval().to(device, model.compute_dtype)
+    """Return an evaluation of a whole model, as the record has it, on its device."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     at_once = max(1, TOKENS_AT_ONCE // samples.seq_len)
     batches = range(0, len(samples), at_once)
@@ -319,9 +326,10 @@ def merge_exported(exported: Path, to: str | None) -> int:
     """Write the whole model of a run's exported adapters to `to`, or merged/ of the run."""
     folder = exported.with_name(MERGED) if to is None else Path(to).expanduser()
     _require_new(folder)
-    model, tokenizer, chat = load_model(str(exported), LAST)
-    spec, _ = find_weights(str(exported), LAST)
-    export.save_whole(model, spec, tokenizer, chat, base_folder(exported), folder)
+    trained, tokenizer, chat = find_trained(str(exported), LAST)
+    base = base_folder(exported)
+    dtype = getattr(torch, weights.stored_dtype(base))
+    export.save_whole(trained, tokenizer, chat, base, folder, dtype)
     if (exported.parent / RECORD_FILE).is_file():
         export.write_card(folder, load_record(exported.parent))
     if peft.is_rounded(exported):
@@ -338,14 +346,12 @@ def _require_new(folder: Path) -> None:
     require_writable(folder, fix)
 
 
-def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, dict[str, torch.Tensor]]:
+def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, Saved]:
     """Plan and record of its run, its meta.json, and its weights, under the model's names."""
     meta = resume.read_meta(checkpoint)
     saved = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
-    weights = [name for name in saved.stored if name.startswith("weight/")]
-    state = {name.removeprefix("weight/"): saved.whole(name) for name in weights}
     run_dir = checkpoint.parents[1]
-    return load_plan(run_dir), load_record(run_dir), meta, state
+    return load_plan(run_dir), load_record(run_dir), meta, Saved(saved)
 
 
 def push(given: str, repo_id: str, *, best: bool) -> int:

@@ -5,20 +5,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
 from distributed_training.checkpoint.saver import seed_dropout
 from distributed_training.data.samples import Data, Sampler
 from distributed_training.engines.base import COMPUTE_DTYPES, Engine
 from distributed_training.models import peft
-from distributed_training.models.decoder import (
-    Box,
-    Decoder,
-    Fingerprint,
-    Source,
-    fill_parameters,
-    is_block_matrix,
-)
+from distributed_training.models.decoder import Box, Decoder, Fingerprint, fill_parameters
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import Topology
 from distributed_training.plan.plan import Plan
@@ -107,10 +99,13 @@ def build_model(
         on_gpu = topology.device_type == "cuda"
         source = model.random_source(config.seed, topology.device, hashed=on_gpu)
     fingerprint = Fingerprint(model)
-    watch = fingerprint.watch if config.lora_rank else None
-    fill = partial(fill_parameters, source=source, round_to=compute_dtype, watch=watch)
+    if config.lora_rank:
+        source = fingerprint.watching(source)
+    fill = partial(fill_parameters, source=source, round_to=compute_dtype)
     if config.base_dtype == "nf4":
-        _quantize(model, source, topology.device, fingerprint)
+        from distributed_training.models.nf4 import quantize_matrices
+
+        quantize_matrices(model, source, topology.device)
         fill(model, device=topology.device)
     elif plan.strategy.traits.builds_on_device:
         model.fill = fill
@@ -121,20 +116,3 @@ def build_model(
 
 def _copy(drawn: Decoder, name: str, box: Box) -> torch.Tensor:
     return drawn.get_parameter(name).detach()[box]
-
-
-def _quantize(
-    model: Decoder, source: Source, device: torch.device, fingerprint: Fingerprint
-) -> None:
-    """Quantize the matrices of a model's blocks to NF4 on `device`, one at a time, in place."""
-    from distributed_training.models import nf4
-
-    scales: dict[str, torch.Tensor] = {}
-    for name, parameter in list(model.named_parameters()):
-        if is_block_matrix(name, model.size):
-            values = source(name, ())
-            fingerprint.watch(name, (0, 0), values)
-            codes, scales[name] = nf4.quantize(values.to(device).to(parameter.dtype))
-            owner, _, last = name.rpartition(".")
-            model.get_submodule(owner).register_parameter(last, nn.Parameter(codes))
-    nf4.attach_scales(model, scales)

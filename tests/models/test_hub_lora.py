@@ -5,11 +5,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from distributed_training.checkpoint.trained import trained_folder
 from distributed_training.models import HUB_PREFIX, find_model
-from distributed_training.models.peft import load_adapters, save_adapters
+from distributed_training.models.peft import save_adapters
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.config import build_config
 from tests.models.hub_folders import make_folder
+from tests.support import fingerprint
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_neox", "opt"])
@@ -19,7 +21,6 @@ def test_adapters_are_those_that_peft_opens(kind, tmp_path):
     config = build_config({"lora_rank": 4, "lora_alpha": 8.0, "model": spec.path})
     source = spec.weights_source(folder)
     model = spec.build(dropout=0.0, seed=1, source=source)
-    fingerprint = model.fingerprint()
     apply_lora(model, config, torch.device("cpu"))
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(learning) == 2 * spec.size.num_layers * len(spec.size.matrix_names)
@@ -28,14 +29,20 @@ def test_adapters_are_those_that_peft_opens(kind, tmp_path):
             if name.endswith(".b"):
                 parameter.normal_()
     state = {name: parameter.detach() for name, parameter in learning.items()}
-    save_adapters(state, spec, config, tmp_path / "lora", base=str(folder), fingerprint=fingerprint)
+    save_adapters(
+        state,
+        spec,
+        config,
+        tmp_path / "lora",
+        base=str(folder),
+        fingerprint=fingerprint(spec, folder),
+    )
     ids = torch.randint(spec.size.vocab_size, (2, 12))
     base = AutoModelForCausalLM.from_pretrained(folder)
     expected = PeftModel.from_pretrained(base, tmp_path / "lora").eval()(ids).logits
     ours = model(ids)
     assert (ours - expected).norm() <= 1e-5 * expected.norm()
-    merged = spec.build(dropout=0.0, seed=1, source=source)
-    before = merged(ids)
-    load_adapters(merged, spec, tmp_path / "lora")
-    assert (merged(ids) - expected).norm() <= 1e-4 * expected.norm()
+    before = spec.build(dropout=0.0, seed=1, source=source)(ids)
+    trained = trained_folder(spec, tmp_path / "lora", folder)
+    assert (trained.load(torch.device("cpu"))(ids) - expected).norm() <= 1e-4 * expected.norm()
     assert (before - expected).norm() > 0.01 * expected.norm()

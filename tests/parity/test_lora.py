@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from distributed_training.checkpoint.trained import trained_folder
 from distributed_training.data.tokenizer import EMBEDDED_DIR
 from distributed_training.models import find_model, peft
 from distributed_training.models.peft import PREFIX, to_peft
@@ -19,11 +20,12 @@ from tests.conftest import only_record
 from tests.parity import reference as plain
 from tests.parity.test_reference import SETTINGS, assert_follows, folder, load, run
 from tests.planner.helpers import plan_for
-from tests.support import GPU_MACHINE, refused
+from tests.support import GPU_MACHINE, fingerprint, refused
 
 __all__ = ["folder"]
 ADAPTERS = {"lora_rank": 4, "lora_alpha": 8.0}
 SCALE = 2.0
+CPU = torch.device("cpu")
 
 
 class Adapted(torch.nn.Module):
@@ -108,14 +110,14 @@ def assert_exports_agree(adapters, merged, vocab_size):
 
 
 def test_peft_opens_what_is_exported(trained, tmp_path):
-    from distributed_training.tools.models import export_checkpoint, load_model
+    from distributed_training.tools.models import export_checkpoint, find_trained
 
     run_dir, _ = trained
     export_checkpoint(str(run_dir), str(tmp_path / "merged"), merge=True)
     assert_exports_agree(run_dir / "hf", tmp_path / "merged", 2000)
     ids = torch.randint(0, 2000, (2, 32))
-    ours = [load_model(str(path), "hf")[0](ids) for path in (run_dir / "hf", tmp_path / "merged")]
-    torch.testing.assert_close(*ours)
+    found = [find_trained(str(path), "hf")[0] for path in (run_dir / "hf", tmp_path / "merged")]
+    torch.testing.assert_close(*(each.load(CPU)(ids) for each in found), rtol=1e-4, atol=1e-5)
 
 
 def test_fused_matrices_of_a_llama_are_peft_modules_of_their_own(tmp_path):
@@ -129,18 +131,19 @@ def test_fused_matrices_of_a_llama_are_peft_modules_of_their_own(tmp_path):
         if name.endswith("adapter.b"):
             values.data.normal_()
     folder = tmp_path / "adapters"
-    base = spec.build(dropout=0.0, seed=0)
-    spec.load(base, spec.weights_dir)
-    words = {"base": str(tmp_path / "m"), "fingerprint": base.fingerprint()}
+    words = {"base": str(tmp_path / "m"), "fingerprint": fingerprint(spec, tmp_path / "m")}
     peft.save_adapters(model.state_dict(), spec, RunConfig(**ADAPTERS), folder, **words)
-    peft.load_adapters(base, spec, folder)
+    trained = trained_folder(spec, folder, tmp_path / "m")
     ids = torch.randint(0, 256, (2, 32))
-    torch.testing.assert_close(base(ids), model(ids), rtol=1e-4, atol=1e-4)
-    spec.save(base.state_dict(), tmp_path / "merged", eos_token_id=0)
+    torch.testing.assert_close(trained.load(CPU)(ids), model(ids), rtol=1e-4, atol=1e-4)
+    trained.save(tmp_path / "merged", eos_token_id=0, dtype=torch.float32)
     assert len(load_file(folder / "adapter_model.safetensors")) == 2 * 2 * 7
     assert_exports_agree(folder, tmp_path / "merged", 256)
+    changed = trained_folder(spec, folder, tmp_path / "merged")
     with pytest.raises(Exception, match="other weights"):
-        peft.load_adapters(base, spec, folder)  # they are in it already
+        changed.load(CPU)
+    with pytest.raises(Exception, match="other weights"):
+        changed.save(tmp_path / "twice", eos_token_id=0, dtype=torch.float32)
 
 
 def made_by_peft(folder, **options):
@@ -228,7 +231,7 @@ def test_adapters_that_are_something_else_are_refused(tmp_path):
     ):
         file.write_text(json.dumps({**document, key: value}))
         with refused(key, words):
-            peft.load_adapters(None, find_model(str(base)), adapters)
+            peft.read_folder(find_model(str(base)), adapters)
     with refused("is a folder of adapters", "set weights to"):
         find_model(str(adapters))
 

@@ -1,0 +1,112 @@
+"""The weights that a run has trained, read tensor by tensor: to be computed with, or written."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from distributed_training.models import ModelSpec, peft
+from distributed_training.models.decoder import Decoder, Fingerprint, Source, fill_parameters
+from distributed_training.parallel.lora import apply_lora
+from distributed_training.parallel.tensor_files import TensorFiles
+from distributed_training.plan.plan import Plan
+from distributed_training.settings.config import build_config
+
+WEIGHT = "weight/"  # begins the names of weights in checkpoints
+
+
+class Saved(Mapping[str, torch.Tensor]):
+    """The weights in a checkpoint, under the model's names, each read when it is looked up."""
+
+    def __init__(self, files: TensorFiles) -> None:
+        self.files = files
+        names = (name for name in files.stored if name.startswith(WEIGHT))
+        self.names = [name.removeprefix(WEIGHT) for name in names]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.files.whole(f"{WEIGHT}{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """The weights of a model, none of which is in memory but adapters."""
+
+    spec: ModelSpec
+    weights: Source  # of a whole model, or of the base that `adapters` were trained beside
+    adapters: peft.Adapters | None = None
+
+    def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
+        """Build the model on `device`. With a `dtype` it is stored and computed in it, and a
+        quantized base stays quantized; without one each weight is stored in the dtype of its file
+        and computed with in fp32. Adapters stay beside the weights."""
+        with torch.device("meta"):
+            model = self.spec.build(dropout=0.0, seed=0)
+        weights, fingerprint = self._watched(model)
+        rounded_to = self.adapters.rounded_to() if self.adapters else None
+        model.compute_dtype = rounded_to if rounded_to and dtype else dtype or torch.float32
+        for name, parameter in model.named_parameters():
+            stored = model.compute_dtype if dtype else self.weights(name, (slice(0, 1),)).dtype
+            parameter.data = parameter.data.to(stored)
+        if self.adapters and rounded_to and dtype:
+            from distributed_training.models.nf4 import quantize_matrices
+
+            quantize_matrices(model, weights, device)
+        elif self.adapters:
+            weights = self.adapters.beside(weights, self.spec.size)
+        fill_parameters(model, weights, device)
+        if self.adapters:
+            self._check(fingerprint)
+            initial = self.adapters.initial(self.spec.size)
+            model.initial_adapters = initial.tensors
+            values = {"lora_rank": initial.rank, "lora_alpha": initial.alpha}
+            config = build_config({**values, "lora_targets": ",".join(initial.targets)})
+            apply_lora(model, config, device)
+        return model.eval().requires_grad_(False)
+
+    def save(self, folder: Path, *, eos_token_id: int, dtype: torch.dtype) -> None:
+        """Write the whole model, adapters merged, as `ModelSpec.save` does."""
+        with torch.device("meta"):
+            outline = self.spec.build(dropout=0.0, seed=0)
+        weights, fingerprint = self._watched(outline)
+        if self.adapters:
+            weights = self.adapters.merged(weights, self.spec.size)
+        self.spec.save(weights, folder, eos_token_id=eos_token_id, dtype=dtype)
+        self._check(fingerprint)
+
+    def _watched(self, model: Decoder) -> tuple[Source, Fingerprint]:
+        fingerprint = Fingerprint(model)
+        return fingerprint.watching(self.weights) if self.adapters else self.weights, fingerprint
+
+    def _check(self, fingerprint: Fingerprint) -> None:
+        if self.adapters:
+            peft.check_base(fingerprint.combine(), self.adapters.base, self.adapters.whose)
+
+
+def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: int) -> Trained:
+    """Return what a run has trained: `state`, under the model's names."""
+    config = plan.config
+    spec = plan.model
+    if not config.lora_rank:
+        return Trained(spec=spec, weights=lambda name, box: state[name][box])
+    if plan.weights_dir is not None:
+        base = spec.weights_source(plan.weights_dir)
+    else:  # drawn as they were drawn when training began
+        with torch.device("meta"):
+            outline = spec.build(dropout=0.0, seed=config.seed)
+        hashed = plan.machine.num_gpus > 0
+        base = outline.random_source(config.seed, torch.device("cpu"), hashed=hashed)
+    adapters = peft.of_state(dict(state), spec, config, base_fingerprint, plan.run_dir)
+    return Trained(spec=spec, weights=base, adapters=adapters)
+
+
+def trained_folder(spec: ModelSpec, folder: Path, base: Path) -> Trained:
+    """Return the weights in `folder`, or if it holds adapters, those and their `base`."""
+    adapters = peft.read_folder(spec, folder) if base != folder else None
+    return Trained(spec=spec, weights=spec.weights_source(base), adapters=adapters)
