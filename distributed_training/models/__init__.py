@@ -410,6 +410,7 @@ def write_tensors(
         }
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    file.unlink(missing_ok=True)  # somebody may have mapped it into memory
     with open(file, "wb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
         for part, expected in zip(tensors, outline.values(), strict=True):

@@ -159,16 +159,19 @@ class Work(Shapes):
         forward, inputs, weights = np.zeros((3, 3))
         for place, (rows, columns) in enumerate(matrices):
             n, k = (rows, columns / self.tp) if place % 2 else (rows / self.tp, columns)
-            forward += self._gemm(tokens, k, n)
+            last = self._gemm(tokens, k, n)
+            forward += last
             inputs += self._gemm(tokens, n, k)
             weights += self._gemm(k, tokens, n)
         attention = self._attention()
         exchange = self._tensor_parallel()
+        added = np.zeros(3)
         if self.frozen:  # what is added reads and writes more than its narrow products compute
             outputs = sum(rows for rows, _ in matrices) / self.tp
             moved = tokens * self.width * outputs / self.rates.memory_bytes
             share = len(self.size.adapted(config.lora_targets)) / len(self.size.matrix_names)
-            forward += 4 * moved * share * MEMORY
+            added = 4 * moved * share * MEMORY
+            forward += added
             inputs += 7 * moved * share * MEMORY
         if config.base_dtype == "nf4":  # codes and scales are read, the matrix written and read
             values = sum(rows * columns for rows, columns in matrices)
@@ -182,7 +185,13 @@ class Work(Shapes):
         if self.frozen:
             weights = np.zeros(3)
         if config.activation_checkpointing == "full":
+            # Nothing needs the last product again. In compiled blocks, which read an adapter's
+            # output where they read the product it is added to, nothing needs the sum.
             inputs += forward
+            if config.compile:
+                inputs -= last + added / 2
+            elif not self.frozen:
+                inputs -= last
         elif config.activation_checkpointing == "selective":  # norms, GELU and sums again
             inputs += elementwise + 0.5 * exchange
         return forward, inputs, weights
