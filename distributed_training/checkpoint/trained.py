@@ -12,6 +12,7 @@ from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import TensorFiles
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import build_config
+from distributed_training.settings.machine import available_ram_bytes
 
 WEIGHT = "weight/"  # begins the names of weights in checkpoints
 
@@ -44,15 +45,17 @@ class Trained:
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
         """Build the model on `device`. With a `dtype` it is stored and computed in it, and a
-        quantized base stays quantized; without one each weight is stored in the dtype of its file
-        and computed with in fp32. Adapters stay beside the weights."""
+        quantized base stays quantized. Without one it is computed in fp32, and if fp32 weights
+        would take more than a quarter of the available RAM, each is stored in the dtype of its
+        file. Adapters stay beside the weights."""
         with torch.device("meta"):
             model = self.spec.build(dropout=0.0, seed=0)
         weights, fingerprint = self._watched(model)
         rounded_to = self.adapters.rounded_to() if self.adapters else None
         model.compute_dtype = rounded_to if rounded_to and dtype else dtype or torch.float32
+        narrow = dtype is None and 16 * self.spec.size.num_parameters > available_ram_bytes()
         for name, parameter in model.named_parameters():
-            stored = model.compute_dtype if dtype else self.weights(name, (slice(0, 1),)).dtype
+            stored = self.weights(name, (slice(0, 1),)).dtype if narrow else model.compute_dtype
             parameter.data = parameter.data.to(stored)
         if self.adapters and rounded_to and dtype:
             from distributed_training.models.nf4 import quantize_matrices
