@@ -5,6 +5,7 @@ import argparse
 import importlib
 import itertools
 import logging
+import os
 import platform
 import re
 import signal
@@ -348,6 +349,11 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
         if sys.platform != "linux":
             fix = "use WSL 2" if sys.platform == "win32" else "use a Linux machine or a container"
             raise UserError(f"this suite runs on Linux, not on {platform.system()}", fix=fix)
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            fix = "cd to another folder"
+            raise UserError("the current folder has been removed", fix=fix) from None
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}; options begin with --"
             fix = did_you_mean(name, COMMANDS, "see --help")
