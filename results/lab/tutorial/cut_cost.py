@@ -1,4 +1,4 @@
-"""What a backward pass in two halves costs: (I + W) / B, measured on this machine's CPU.
+"""Cost of a backward pass in two halves: (I + W) / B, measured on this machine's CPU.
 
     python results/lab/tutorial/cut_cost.py pipedream_tutorial/records/cpu-cut.json
 
@@ -60,32 +60,34 @@ def with_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: b
 def with_torch(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
     """By stage_backward_input and stage_backward_weight of torch.distributed.pipelining."""
     x = x.detach().requires_grad_()
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     module.zero_grad()
 
     def forward() -> None:
-        found["y"] = module(x)
+        measured["y"] = module(x)
 
     def first() -> None:
-        _, found["groups"] = stage_backward_input([found["y"]], [dy], [x], module.parameters())
+        _, measured["groups"] = stage_backward_input(
+            [measured["y"]], [dy], [x], module.parameters()
+        )
 
     return timed(
-        forward, first, lambda: stage_backward_weight(module.parameters(), found["groups"])
+        forward, first, lambda: stage_backward_weight(module.parameters(), measured["groups"])
     )
 
 
 def asking_twice(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
     """By two calls of autograd.grad on one graph."""
     x = x.detach().requires_grad_()
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
 
     def forward() -> None:
-        found["y"] = module(x)
+        measured["y"] = module(x)
 
     return timed(
         forward,
-        lambda: torch.autograd.grad(found["y"], x, dy, retain_graph=True),
-        lambda: torch.autograd.grad(found["y"], list(module.parameters()), dy),
+        lambda: torch.autograd.grad(measured["y"], x, dy, retain_graph=True),
+        lambda: torch.autograd.grad(measured["y"], list(module.parameters()), dy),
     )
 
 
@@ -107,9 +109,9 @@ def measure(repeats: int = REPEATS) -> dict[str, Any]:
     times: dict[str, list[Halves]] = {name: [] for name in WAYS}
     for turn in range(2 + repeats):
         for name, run in WAYS.items():
-            found = run(module, x, dy)
+            gradients = run(module, x, dy)
             if turn >= 2:  # the first ones set things up
-                times[name].append(found)
+                times[name].append(gradients)
     whole = [backward for _, backward, _ in times["whole"]]
     return {
         name: {

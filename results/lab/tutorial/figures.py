@@ -52,13 +52,13 @@ CURVE: dict[str, Any] = {
 }  # fmt: skip
 ARROW = {"arrowstyle": "-|>,head_width=0.16,head_length=0.32", "color": "black", "linewidth": 1.1,
          "shrinkA": 0, "shrinkB": 0}  # fmt: skip
-MESSAGE = Line2D([], [], color="black", marker=">", label="message a rank waits for")
+MESSAGE = Line2D([], [], color="black", marker=">", label="message that a rank waits for")
 RANKS = 4  # of the records on H200s that are drawn
 FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 
 
 class Picture(NamedTuple):
-    """What lay_out draws; `unit` and `rows` replace the time axis's label and ranks' numbers."""
+    """Arguments of lay_out; `unit` and `rows` replace the time axis's label and ranks' numbers."""
 
     title: str
     panels: list[Panel]
@@ -70,8 +70,8 @@ class Picture(NamedTuple):
 
 def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches: int = 1) -> Row:
     """A schedule on 4 ranks with F = I = W = 1."""
-    own = {"num_microbatches": m, "communication": communication, "num_batches": batches}
-    return measure(name, CONFIG | own)
+    settings = {"num_microbatches": m, "communication": communication, "num_batches": batches}
+    return measure(name, CONFIG | settings)
 
 
 def _batches(names: Sequence[str], communication: Fraction | int = 0) -> list[Panel]:
@@ -172,12 +172,12 @@ def awaited(timeline: Timeline) -> list[Message]:
     for event in timeline.events:
         free |= dict.fromkeys(event.item.parts, ends.get(event.rank, Fraction(0)))
         ends[event.rank] = event.end
-    found = []
+    rows = []
     for sender, receiver in transfers(timeline.schedule):
         sent, arrives = times[sender][1], times[sender][1] + timeline.costs.communication
         if arrives == times[receiver][0] > free[receiver]:
-            found.append(Message(ranks[sender], sent, ranks[receiver], arrives))
-    return sorted(found, key=lambda message: (message.receiver, message.arrives))
+            rows.append(Message(ranks[sender], sent, ranks[receiver], arrives))
+    return sorted(rows, key=lambda message: (message.receiver, message.arrives))
 
 
 def draw_picture(picture: Picture, path: Path) -> Figure:
@@ -198,7 +198,7 @@ def draw_picture(picture: Picture, path: Path) -> Figure:
 
 
 def digest(picture: Picture) -> str:
-    """Of every event, its start and its end, and of all texts."""
+    """Return the digest of every event's start and end, and of all texts."""
     parts = [picture.title, str(picture.unit), *picture.notes, *picture.rows]
     for panel in picture.panels:
         parts += [panel.text, *events_text(panel.timeline)]
@@ -211,29 +211,29 @@ def events_text(timeline: Timeline) -> list[str]:
 
 
 def plan() -> Picture:
-    found = _shipped_plan()
-    run = simulate_plan(found, 24, busy_links=False)
+    plan = _shipped_plan()
+    run = simulate_plan(plan, 24, busy_links=False)
     layers = load_profile(_profile()).layers
     names = [
         " to ".join(dict.fromkeys((layers[stage.first].name, layers[stage.last].name)))
-        for stage in found.stages
+        for stage in plan.stages
     ]
     notes = tuple(
         f"{name[:1].upper()}{name[1:]}: F + B are drawn as long as its {stage.replicas} workers "
         f"synchronize, {float(stage.sync_s):.2f} s; they compute for {float(stage.compute_s):.2f} s"
-        for name, stage in zip(names, found.stages, strict=True)
+        for name, stage in zip(names, plan.stages, strict=True)
         if stage.sync_s > stage.compute_s
     )
-    workers = [name for name, stage in zip(names, found.stages, strict=True)
+    workers = [name for name, stage in zip(names, plan.stages, strict=True)
                for _ in range(stage.replicas)]  # fmt: skip
     rows = tuple(f"{name}   {rank}" for rank, name in enumerate(workers))
-    most = max(range(len(names)), key=lambda place: found.stages[place].replicas)
-    text = f"1F1B of 24 microbatches; once it is full, one every {float(found.period_s):.3f} s"
+    most = max(range(len(names)), key=lambda place: plan.stages[place].replicas)
+    text = f"1F1B of 24 microbatches; once it is full, one every {float(plan.period_s):.3f} s"
     alone = sum(Fraction(layer.forward_s + layer.backward_s) for layer in layers)
-    speed = f"{float(alone / found.period_s):.2f}"
+    speed = f"{float(alone / plan.period_s):.2f}"
     title = (
         f"{len(workers)} workers at 1 Gbit/s train GPT-2 {speed} times as fast as one if "
-        f"{found.stages[most].replicas} of them have the {names[most]}"
+        f"{plan.stages[most].replicas} of them have the {names[most]}"
     )
     return Picture(title, [Panel(text, run.timeline)], "time in seconds", notes, rows)
 
@@ -260,11 +260,11 @@ PICTURES = {
 
 def fixed_points(communication: int) -> dict[tuple[Fraction, Fraction], list[str]]:
     """(microbatches held on the fullest rank, makespan) -> titles of the schedules there."""
-    found: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
+    names_at: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
     for name in FIXED:
         row = row_of(name, communication=communication)
-        found[max(row.peak_activations), row.batch.makespan].append(row.title)
-    return found
+        names_at[max(row.peak_activations), row.batch.makespan].append(row.title)
+    return names_at
 
 
 def draw_frontier(record: Record, path: Path) -> Figure:
@@ -316,7 +316,7 @@ def draw_frontier(record: Record, path: Path) -> Figure:
 
 
 def frontier_digest(record: Record) -> str:
-    """Of all that is drawn."""
+    """Return the digest of everything that is drawn."""
     return _digest([record["rows"], [[str(fixed_points(c))] for c in (0, 1)]])
 
 
@@ -334,12 +334,12 @@ def draw_prediction(records: Sequence[tuple[str, Record]], path: Path) -> Figure
     cases = [(text, record, case) for text, record in records for case in predicted_cases(record)]
     machines = list(dict.fromkeys(_machine(record) for _, record in records))
     colors = {machine: LINE_COLORS[1 + i % 7] for i, machine in enumerate(machines)}
-    predicted = [each for each in cases if not each[2]["calibrated_on"]]
-    text, _, worst = max(predicted, key=lambda each: abs(points_error(each[2])))
+    predicted = [one for one in cases if not one[2]["calibrated_on"]]
+    text, _, worst = max(predicted, key=lambda one: abs(points_error(one[2])))
     where = f"{title_of(worst['schedule'])}, m = {worst['num_microbatches']}, {text}"
     within = sum(abs(points_error(case)) <= GPU_GOAL.most for _, _, case in predicted)
     markers = {KIND_OF.get(case["schedule"], SEARCHED): "" for _, _, case in cases}
-    markers = {kind: MARKERS[place] for place, kind in enumerate(sorted(markers))}
+    markers = {kind: MARKERS[index] for index, kind in enumerate(sorted(markers))}
     dot: dict[str, Any] = HOLLOW | {"markersize": 9, "linestyle": "", "color": "black"}
     legend: list[Artist] = [Patch(color=colors[machine], label=machine) for machine in colors]
     for kind, marker in markers.items():
@@ -390,12 +390,12 @@ def _machine(record: Record) -> str:
 
 
 def predicted_cases(record: Record) -> list[Record]:
-    """Those that the calibration says something about."""
+    """Return the cases that the calibration predicts."""
     return [case for case in record["cases"] if case["predicted"] is not None]
 
 
 def prediction_digest(records: Sequence[tuple[str, Record]]) -> str:
-    """Of all that is drawn."""
+    """Return the digest of everything that is drawn."""
     keys = ("schedule", "num_microbatches", "calibrated_on")
     drawn = [
         [text, *([*(case[key] for key in keys), case["measured"]["utilisation"],
@@ -427,17 +427,17 @@ def draw_gib(record: Record, path: Path) -> Figure:
         ],
     )  # fmt: skip
     ranks = range(RANKS)
-    for place, (name, held) in enumerate(IN_GIB.items()):
+    for row, (name, held) in enumerate(IN_GIB.items()):
         counts = [RANKS - r if held is None else held for r in ranks]
-        style = HOLLOW | {"marker": MARKERS[place], "markersize": 8, "linewidth": 2}
+        style = HOLLOW | {"marker": MARKERS[row], "markersize": 8, "linewidth": 2}
         for ax, values in zip(axes, (counts, gib[name]), strict=True):
-            ax.plot(ranks, values, color=LINE_COLORS[place], **style)
+            ax.plot(ranks, values, color=LINE_COLORS[row], **style)
         title = title_of(name).partition(",")[0].partition(" ")[0]
         apart = {"zb-h1": 1.1, "zb-v-fixed": -1.1}.get(name, 0)
         axes[1].annotate(
             f"{title} {gib[name][0]:.1f} to {gib[name][-1]:.1f}",
             (RANKS - 0.86, gib[name][-1] + apart),
-            fontsize=SMALL, color=darker(LINE_COLORS[place]), va="center",
+            fontsize=SMALL, color=darker(LINE_COLORS[row]), va="center",
         )  # fmt: skip
     axes[0].annotate("1F1B: p - r", (2.1, 2.12), fontsize=SMALL, color=darker(LINE_COLORS[1]))
     axes[1].set_xlim(-0.15, RANKS + 0.75)
@@ -452,7 +452,7 @@ def draw_gib(record: Record, path: Path) -> Figure:
 
 
 def gib_digest(record: Record) -> str:
-    """Of all that is drawn."""
+    """Return the digest of everything that is drawn."""
     return _digest(
         [[case["schedule"], case["measured"]["peak_memory_mib"]] for case in record["cases"]]
     )
@@ -472,12 +472,12 @@ def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
     figure, axes = new_figure(_error_title(numbers, right), [4.6], columns=2, left=1.4, right=0.3)
     for i, p in enumerate(depths):
         for group, dashes in ((wrong, "-"), (right, ":")):
-            own = sorted(
+            curve = sorted(
                 (row["learning_rate"], row["median_relative_error"])
                 for row in group
                 if row["num_stages"] == p and row["median_relative_error"] is not None
             )
-            _error_line(axes[0], own, dashes, i, f"p = {p}" if dashes == "-" else "")
+            _error_line(axes[0], curve, dashes, i, f"p = {p}" if dashes == "-" else "")
     axes[0].set_xscale("log")
     axes[0].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes[0].set_xlabel("learning rate (of a batch)", fontsize=TEXT)
@@ -547,6 +547,6 @@ def _error_line(
 
 
 def gradient_digest(rows: Sequence[Record]) -> str:
-    """Of all that is drawn."""
+    """Return the digest of everything that is drawn."""
     keys = ("num_stages", "learning_rate", "mode", "median_relative_error", "per_stage")
     return _digest([[row[key] for key in keys] for row in rows])

@@ -74,8 +74,8 @@ def evaluate(text: str, c: Case, **more: Fraction | int) -> Fraction:
 
 
 def idle(name: str, c: Case) -> Fraction:
-    found = run(name, c)
-    return found.makespan - c.m * c.total
+    timeline = run(name, c)
+    return timeline.makespan - c.m * c.total
 
 
 def earlier_ends(found: Timeline) -> list[Fraction]:
@@ -88,11 +88,11 @@ def table(name: str) -> dict[str, tuple[str, ...]]:
     page = (FOLDER / "ADVANCED.md").read_text()
     body = page.partition(f"<!-- table: {name} -->")[2].partition("<!-- end -->")[0]
     titles = {entry.title: name for name, entry in SCHEDULES.items()}
-    found: dict[str, tuple[str, ...]] = {}
+    rows: dict[str, tuple[str, ...]] = {}
     for line in body.strip().splitlines()[2:]:
         names, *cells = re.split(r"(?<!\\)\|", line.strip("| "))
-        found |= {titles[one.strip()]: tuple(map(str.strip, cells)) for one in names.split(";")}
-    return found
+        rows |= {titles[one.strip()]: tuple(map(str.strip, cells)) for one in names.split(";")}
+    return rows
 
 
 @dataclass(frozen=True)
@@ -261,11 +261,11 @@ def main() -> int:
             try:
                 if not check.holds(c):
                     continue
-                found = check.simulated(c)
+                simulated = check.simulated(c)
             except UserError:  # sizes that the schedule does not allow
                 continue
-            if check.formula(c) != found:
-                failed.append(f"{c}: formula {check.formula(c)}, simulated {found}")
+            if check.formula(c) != simulated:
+                failed.append(f"{c}: formula {check.formula(c)}, simulated {simulated}")
             seen += 1
             if seen == CASES:
                 break

@@ -29,16 +29,16 @@ def frontier(prove: float = PROVE_S) -> list[dict[str, Any]]:
     rows = []
     for communication in COMMUNICATION:
         for memory in range(1, MICROBATCHES + 1):
-            found = search(costs_of(communication), MICROBATCHES, memory, prove=prove)
+            result = search(costs_of(communication), MICROBATCHES, memory, prove=prove)
             rows.append(
                 {
                     "communication": communication,
                     "memory": memory,
-                    "makespan": str(found.makespan),
-                    "lower_bound": str(found.lower_bound),
+                    "makespan": str(result.makespan),
+                    "lower_bound": str(result.lower_bound),
                     "words": [
                         "".join(op.kind for item in order for op in item.parts)
-                        for order in found.schedule.orders
+                        for order in result.schedule.orders
                     ],
                 }
             )

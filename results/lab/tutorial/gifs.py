@@ -56,7 +56,7 @@ Frames = Iterator[tuple[Figure, int]]
 
 
 class Animation(NamedTuple):
-    """What moves, as digests see it and as it is drawn."""
+    """The moving part, as digests see it and as it is drawn."""
 
     texts: tuple[str, ...]
     timelines: tuple[Timeline, ...]
@@ -64,7 +64,7 @@ class Animation(NamedTuple):
 
 
 def digest(animation: Animation) -> str:
-    """Of every text, and of every event's start and end."""
+    """Return the digest of every text, and of every event's start and end."""
     parts = [*animation.texts, *(line for t in animation.timelines for line in events_text(t))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -218,7 +218,7 @@ def stack(ax: Axes) -> None:
 
 
 def weight_stashing() -> Animation:
-    """PipeDream on 3 stages as time goes on, and below it the versions that each stage keeps."""
+    """PipeDream on 3 stages over time, and below it the versions that each stage keeps."""
     timeline = _run(build_schedule("1f1b", 3, 6))
     use = weight_use(timeline.schedule, POLICIES["stash"], 6)
     title = "Weight stashing: a version stays until its last microbatch has come back"
@@ -240,7 +240,7 @@ def versions_at(
 ) -> list[dict[int, list[int]]]:
     """By stage: version -> microbatches in flight that ran forward with it; the newest one too."""
     times = timeline.times
-    found = []
+    frames = []
     for stage, one in sorted(use.items()):
         updates = sum(times[Op("B", stage, i)][1] <= moment for i in one.forward)
         kept: dict[int, list[int]] = {updates: []}
@@ -248,8 +248,8 @@ def versions_at(
             begun, done = times[Op("F", stage, i)][0], times[Op("B", stage, i)][1]
             if begun <= moment < done:
                 kept.setdefault(version, []).append(i)
-        found.append(dict(sorted(kept.items())))
-    return found
+        frames.append(dict(sorted(kept.items())))
+    return frames
 
 
 def _shade(version: int) -> Color:

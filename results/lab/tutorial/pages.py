@@ -34,16 +34,16 @@ from results.lab.tutorial.traffic import comparison_table
 
 PAGES = ("README.md", "ADVANCED.md", "COMPARISON.md")
 ZERO_BUBBLE = ("h200-p4-zero-bubble.json", "cpu-runtime-zero-bubble.json")
-"""README.md shows the first of these that is there."""
+"""README.md shows the first of these that exists."""
 _TABLE = re.compile(r"(<!-- table: (?P<name>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def load_records(folder: Path) -> dict[str, dict[str, Any]]:
     """File name -> record of the runtime: those of the CPU first, then those of H200s."""
-    found = {}
+    records = {}
     for pattern in ("cpu-runtime*.json", "h200-*.json"):
         for path in sorted(folder.glob(pattern)):
-            record = found[path.name] = _load(path)
+            record = records[path.name] = _load(path)
             if record.get("format") not in (1, RECORD_FORMAT):
                 raise UserError(
                     f"{path} is no record of format {RECORD_FORMAT}",
@@ -52,7 +52,7 @@ def load_records(folder: Path) -> dict[str, dict[str, Any]]:
             for case in record["cases"]:  # "zb-v" was torch's order in format 1
                 if record["format"] == 1 and case["schedule"] == "zb-v":
                     case["schedule"] = "zb-v-fixed"
-    return found
+    return records
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -176,9 +176,9 @@ def fill(text: str, known: Mapping[str, Callable[[], str]]) -> str:
 def pages(folder: Path) -> dict[str, str]:
     """File name -> what it should hold."""
     known = tables(folder)
-    found = {name: fill((folder / name).read_text(), known) for name in PAGES}
+    texts = {name: fill((folder / name).read_text(), known) for name in PAGES}
     study = _load(folder / "records/cpu-staleness.json")
-    return found | {"TEST_RESULTS.md": render_page(load_records(folder / "records"), study)}
+    return texts | {"TEST_RESULTS.md": render_page(load_records(folder / "records"), study)}
 
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
@@ -191,7 +191,7 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     zero_bubble = records["h200-p4-zero-bubble.json"]
     searched = _load(folder / "records/frontier.json")
     errors = _load(folder / "records/cpu-staleness.json")["gradient_errors"]
-    found: dict[str, tuple[str, Callable[[Path], object]]] = {
+    drawings: dict[str, tuple[str, Callable[[Path], object]]] = {
         "figures/prediction.png": (
             own.prediction_digest(shown),
             partial(own.draw_prediction, shown),
@@ -211,12 +211,12 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     }
     for name, build in own.PICTURES.items():
         picture = build()
-        found[f"figures/{name}.png"] = own.digest(picture), partial(own.draw_picture, picture)
+        drawings[f"figures/{name}.png"] = own.digest(picture), partial(own.draw_picture, picture)
     for name, move in gifs.ANIMATIONS.items():
         animation = move()
         drawn = gifs.digest(animation), partial(gifs.draw_animation, animation)
-        found[f"figures/{name}.gif"] = drawn
-    return found
+        drawings[f"figures/{name}.gif"] = drawn
+    return drawings
 
 
 def drawn_from(path: Path) -> str | None:
@@ -232,13 +232,13 @@ def drawn_from(path: Path) -> str | None:
 
 def stale(folder: Path) -> list[str]:
     """Files that --write would change."""
-    found = [
+    changed = [
         name
         for name, text in pages(folder).items()
         if not (folder / name).is_file() or (folder / name).read_text() != text
     ]
     drawn = pictures(folder).items()
-    return found + [name for name, (digest, _) in drawn if drawn_from(folder / name) != digest]
+    return changed + [name for name, (digest, _) in drawn if drawn_from(folder / name) != digest]
 
 
 def write(folder: Path) -> list[str]:

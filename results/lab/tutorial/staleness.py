@@ -1,4 +1,4 @@
-"""What weight stashing is for, in numbers: gradient errors and losses of real training.
+"""Effect of weight stashing, in numbers: gradient errors and losses of real training.
 
     python results/lab/tutorial/staleness.py pipedream_tutorial/records/cpu-staleness.json
 

@@ -100,14 +100,14 @@ def bubble_table(record: Record) -> str:
 
 def _column(record: Record) -> str:
     """'4 CPU processes that sleep, 2 batches of m = 8, c = 0.042 F'."""
-    found, batches = record["calibration"], record["config"]["num_batches"]
+    calibration, batches = record["calibration"], record["config"]["num_batches"]
     where = record["machine"]["device"].partition(",")[0]
-    ratio = found["communication_ms"] * record["num_stages"] / sum(found["forward_ms"])
+    ratio = calibration["communication_ms"] * record["num_stages"] / sum(calibration["forward_ms"])
     if where == "CPU":
         where += " processes" + " that sleep" * any(record["emulated_ms"].values())
     else:
         where = where.replace("NVIDIA ", "") + "s"
-    size = f"{batches} batch{'es' * (batches > 1)} of m = {found['num_microbatches']}"
+    size = f"{batches} batch{'es' * (batches > 1)} of m = {calibration['num_microbatches']}"
     return f"{record['num_stages']} {where}, {size}, c = {ratio:.2g} F"
 
 

@@ -81,7 +81,7 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
 
 
 def verdict(records: Mapping[str, Record]) -> str:
-    """What all records come to: goals, weights, versions, clocks."""
+    """Summarize all records: goals, weights, versions, clocks."""
     cases = [case for record in records.values() for case in record["cases"]]
     missed = [title(record) for record in records.values() if not is_met(record)]
     equal = [case["measured"]["weights_equal"] for case in cases]
@@ -112,19 +112,19 @@ def _share_of(found: Sequence[bool]) -> str:
 
 
 def printed(record: Record) -> str:
-    """What the runtime printed of a record, as a block of a page: its table alone."""
+    """Return a record's table as the runtime printed it, as a block of a page."""
     table = render(record).strip("\n").partition("\n\n")[0]
     return f"```text measured\n{table}\n```"
 
 
 def _goals(records: Mapping[str, Record]) -> str:
     """'10% of the makespan on CPU, 3 points of utilization on NVIDIA H200'."""
-    found = {_device(record): goal_of(record).text for record in records.values()}
-    return ", ".join(f"{goal} on {device}" for device, goal in found.items())
+    goals = {_device(record): goal_of(record).text for record in records.values()}
+    return ", ".join(f"{goal} on {device}" for device, goal in goals.items())
 
 
 def sections(records: Mapping[str, Record]) -> list[str]:
-    """Of the GPUs' records with the most stages: each kind of work, below it a table for each
+    """Return the GPUs' records with the most stages: each kind of work, below it a table for each
     record; of records of the same runs the one predicted worst has it, the others have a line."""
     on_gpu = {name: record for name, record in records.items() if goal_of(record) is GPU_GOAL}
     most = max((record["num_stages"] for record in on_gpu.values()), default=0)
@@ -134,18 +134,18 @@ def sections(records: Mapping[str, Record]) -> list[str]:
             workload = record["workload"].replace(" (no embedding, no head)", "")
             workload = workload.replace(" a stage", " per stage").replace(" a micro", " per micro")
             groups.setdefault(wrapped(f"Work: {workload}."), {})[name] = record
-    found: list[str] = []
+    parts: list[str] = []
     for work, alike in groups.items():
-        found.append(work)
+        parts.append(work)
         shown = {_runs(record): name for name, record in sorted(alike.items(), key=_worst)}
         for name, record in sorted(alike.items(), key=lambda named: named[0] not in shown.values()):
             calibration = title_of(record["calibration"]["schedule"])
             if name in shown.values():
-                found += [f"Times from {calibration}, `{name}`:", _run_table(record)]
-                found += [wrapped(record["note"])] if "note" in record else []
+                parts += [f"Times from {calibration}, `{name}`:", _run_table(record)]
+                parts += [wrapped(record["note"])] if "note" in record else []
             else:
-                found.append(f"The same runs, predicted with times from {calibration}: `{name}`.")
-    return found
+                parts.append(f"The same runs, predicted with times from {calibration}: `{name}`.")
+    return parts
 
 
 def _runs(record: Record) -> tuple[tuple[str, int], ...]:

@@ -1,8 +1,8 @@
 """Memory and traffic of data, tensor and pipeline parallelism and their hybrids, by formula.
 
 P = data * tensor * pipeline devices train a GPT-2 with Adam in mixed precision. Per parameter: 2
-bytes of weights, 2 of gradients, 12 of optimizer state (an fp32 copy and two moments; Rajbhandari
-et al., ZeRO, arXiv 1910.02054). Activations as Korthikanti et al. (2205.05198) count them, 34 b T D
+bytes of weights, 2 of gradients, 12 of optimizer state (an fp32 copy and two Adam moments;
+Rajbhandari et al., ZeRO, arXiv 1910.02054). Activations as Korthikanti et al. (2205.05198) count them, 34 b T D
 bytes a block with 2-byte elements and dropout, the attention scores not kept (as flash attention or
 selective recomputation has it). A collective over n devices is a ring: each device sends
 (n - 1) / n of the elements for a reduce-scatter or an all-gather, twice that for an all-reduce.
@@ -72,7 +72,7 @@ class Layout:
     zero: int = 0
     """ZeRO's stage over the data-parallel devices: 0 to 3."""
     sequence_parallel: bool = False
-    """Between tensor-parallel parts the sequence is cut, too."""
+    """Between tensor-parallel parts, the sequence is also cut."""
     schedule: str = "1f1b"
     """Of the pipeline: one with a single stage per rank, or zb-v."""
     logit_bytes: int = 4
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def in_v(self) -> bool:
-        """Whether device r holds stages r and 2p - 1 - r, and so the first one both ends."""
+        """True if device r holds stages r and 2p - 1 - r, so the first device holds both ends."""
         return self.schedule == "zb-v"
 
 
@@ -107,7 +107,7 @@ def ring_share(devices: int) -> Fraction:
 
 
 def cost(model: Model, layout: Layout, *, sequences: int, microbatch: int) -> Cost:
-    """What a step over `sequences` sequences costs, `microbatch` of them at a time.
+    """Return the cost of a step over `sequences` sequences, `microbatch` of them at a time.
 
     Raises UserError for what cannot be cut evenly, and for ZeRO-2 or 3 inside a pipeline.
     """
@@ -153,7 +153,7 @@ def _pipeline(layout: Layout, k: int) -> tuple[ClosedForm, Case]:
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
-    """Of one device: layers' matrices are cut over the tensor-parallel devices, the rest is not.
+    """Count one device's parameters. Only layers' matrices are cut over tensor-parallel devices.
 
     With more than one stage the first and the last both hold the tied embedding. In a V both are
     on device 0, which needs it once.
@@ -260,9 +260,9 @@ def _halves(model: Model, layout: Layout, stage: int) -> int:
 
 
 def layouts(devices: int) -> list[Layout]:
-    """The ways of using so many devices (an even number) that COMPARISON.md compares."""
+    """Return COMPARISON.md's layouts of `devices` devices (an even number)."""
     half = devices // 2
-    found = [
+    layouts = [
         Layout(title="data parallel", data=devices),
         *(Layout(title=f"ZeRO-{z}", data=devices, zero=z) for z in (1, 2, 3)),
         Layout(title="tensor", tensor=devices),
@@ -286,8 +286,8 @@ def layouts(devices: int) -> list[Layout]:
     ]
     if devices % 8 == 0:
         title = f"tensor 2 x pipeline 2 x ZeRO-1 {devices // 4}"
-        found.append(Layout(title=title, tensor=2, pipeline=2, data=devices // 4, zero=1))
-    return list(dict.fromkeys(found))
+        layouts.append(Layout(title=title, tensor=2, pipeline=2, data=devices // 4, zero=1))
+    return list(dict.fromkeys(layouts))
 
 
 SEQUENCES, MICROBATCH = 64, 4
@@ -306,14 +306,14 @@ def comparison_table(name: str, devices: int) -> str:
     refused: dict[str, list[str]] = {}
     for layout in layouts(devices):
         try:
-            found = cost(MODELS[name], layout, sequences=SEQUENCES, microbatch=MICROBATCH)
+            costs = cost(MODELS[name], layout, sequences=SEQUENCES, microbatch=MICROBATCH)
         except UserError as error:
             refused.setdefault(str(error).partition(";")[0], []).append(layout.title)
             continue
-        state = found.weights + found.gradients + found.optimizer
-        parts = (state, found.activations, found.memory, found.sent)
+        state = costs.weights + costs.gradients + costs.optimizer
+        parts = (state, costs.activations, costs.memory, costs.sent)
         cells = [f"{float(part / GIB):.2f}" for part in parts]
-        cells.append(f"{float(100 * found.idle):.1f}%")
+        cells.append(f"{float(100 * costs.idle):.1f}%")
         lines.append(f"| {layout.title} | " + " | ".join(cells) + " |")
     for reason, titles in refused.items():
         text = f"{reason[:1].upper()}{reason[1:]}, which rules out {'; '.join(titles)}."
