@@ -2,10 +2,11 @@
 
 P = data * tensor * pipeline devices train a GPT-2 with Adam in mixed precision. Per parameter: 2
 bytes of weights, 2 of gradients, 12 of optimizer state (an fp32 copy and two Adam moments;
-Rajbhandari et al., ZeRO, arXiv 1910.02054). Activations as Korthikanti et al. (2205.05198) count them, 34 b T D
-bytes a block with 2-byte elements and dropout, the attention scores not kept (as flash attention or
-selective recomputation has it). A collective over n devices is a ring: each device sends
-(n - 1) / n of the elements for a reduce-scatter or an all-gather, twice that for an all-reduce.
+Rajbhandari et al., ZeRO, arXiv 1910.02054). Activations as Korthikanti et al. (2205.05198) count
+them, 34 b T D bytes per block with 2-byte elements and dropout, the attention scores not kept (as
+flash attention or selective recomputation has it). A collective over n devices is a ring: each
+device sends (n - 1) / n of the elements for a reduce-scatter or an all-gather, twice that for an
+all-reduce.
 
 Bytes are exact fractions. Not counted: a framework's buffers, fragmentation, padding of the
 vocabulary, the loss's few numbers, and everything that overlaps or does not overlap with computing.
