@@ -29,13 +29,13 @@ class Records:
     learnt: torch.Tensor  # whether a token is one of a completion, or its end of text
 
     def sum_loss(self, model: GPT2LMHeadModel, rows: np.ndarray) -> torch.Tensor:
-        """Of what is to be learnt, each token from those before it."""
+        """Return the loss summed over the targets."""
         ids, learnt = self.ids[rows], self.learnt[rows]
         logits = model(ids[:, :-1]).logits
         return F.cross_entropy(logits[learnt[:, 1:]], ids[:, 1:][learnt[:, 1:]], reduction="sum")
 
     def count(self, rows: np.ndarray) -> int:
-        """Tokens to be learnt."""
+        """Return the number of targets."""
         return int(self.learnt[rows, 1:].sum())
 
 
@@ -54,7 +54,7 @@ def read_records(file: Path, tokenizer: PreTrainedTokenizerBase, max_length: int
 
 
 def draw_batches(num_records: int, settings: Settings) -> Iterator[np.ndarray]:
-    """Rows of each step; every record once an epoch, in an order that seed and epoch give."""
+    """Yield the rows of each step: every record once per epoch, in an order from seed and epoch."""
     epoch = 0
     while True:
         order = np.random.default_rng([settings.seed, epoch]).permutation(num_records)
@@ -84,7 +84,7 @@ def new_adamw(model: GPT2LMHeadModel, settings: Settings) -> torch.optim.AdamW:
 
 
 def clip_and_step(optimizer: torch.optim.AdamW, rate: float, max_norm: float) -> float:
-    """Update once; the norm of the gradient before it was clipped."""
+    """Update once, and return the gradient's norm before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters))
     for parameter in parameters:
@@ -96,7 +96,7 @@ def clip_and_step(optimizer: torch.optim.AdamW, rate: float, max_norm: float) ->
 
 
 def evaluate(model: GPT2LMHeadModel, records: Records) -> float:
-    """Mean loss over what is to be learnt."""
+    """Return the mean loss over all targets."""
     rows = np.arange(len(records.ids))
     with torch.no_grad():
         return float(records.sum_loss(model, rows)) / records.count(rows)

@@ -1,4 +1,4 @@
-"""What the parity tests share: the work, how it is cut, reference runs, and the comparison."""
+"""Shared parts of the parity tests: the work, its micro-batches, reference runs, the comparison."""
 
 import functools
 import json
@@ -33,12 +33,12 @@ LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 6e-4  # that of norms is that of losses
 
 
 def cut(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) -> dict[str, Any]:
-    """CONFIG of a global batch that each replica takes in so many micro-batches."""
+    """Return CONFIG for a global batch that each replica splits into `num_microbatches`."""
     return {"global_batch": global_batch, "num_microbatches": num_microbatches}
 
 
 def split(**axes: int) -> dict[str, Any]:
-    """CONFIG of the strategy with all axes, those that are not given being 1."""
+    """Return CONFIG of the strategy with all axes. Axes that are not given are 1."""
     return {"strategy": "3d", **{"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, **axes}}
 
 
@@ -52,8 +52,8 @@ def run_cases(
     pool: Pool | None = None,
     **environment: str,
 ) -> dict[str, Any]:
-    """What a function of tests.parity.cases finds in each of the cases, which may say
-    `global_batch` instead of batch_size; on `pool`, or the one that all tests share."""
+    """Run a function of tests.parity.cases on each case, and return the results. Cases may have
+    `global_batch` instead of batch_size. `pool` defaults to the pool that all tests share."""
     cases = {name: dict(values) for name, values in cases.items()}
     for values in cases.values():
         if "global_batch" in values:
@@ -68,15 +68,15 @@ def run_cases(
 
 @functools.cache
 def _pool(**environment: str) -> Pool:
-    """On GPUs nothing is imported before the fork, as CUDA would not survive it."""
+    """On GPUs, import nothing before the fork, because CUDA does not survive it."""
     return Pool((), clean_environment(**environment)) if environment else heavy_pool()
 
 
 @functools.cache
 def small_infinity(**zero: int) -> dict[str, str]:
-    """CONFIG of infinity with buffers as small as the models here: filling the gigabytes of the
-    shipped one takes longer than a case. `zero` goes into the JSON, too: with a sub_group_size of
-    2**18 models of a million parameters have their largest groups on the disk."""
+    """Return CONFIG of infinity with small buffers: filling the gigabytes of the shipped JSON takes
+    longer than a case. `zero` is added to the JSON. With a sub_group_size of 2**18, models of a
+    million parameters have their largest groups on disk."""
     deepspeed = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
     deepspeed["zero_optimization"] |= zero
     deepspeed["zero_optimization"]["offload_param"]["buffer_size"] = 2**19
@@ -84,15 +84,15 @@ def small_infinity(**zero: int) -> dict[str, str]:
     file = Path(tempfile.gettempdir()) / f"small-infinity-of-tests-{words}.json"
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
         json.dump(deepspeed, new)
-    os.replace(new.name, file)  # whole, whoever else reads it
+    os.replace(new.name, file)  # atomic: concurrent readers see a whole file
     return {"strategy": "infinity", "deepspeed_config": str(file)}
 
 
 def reference(
     values: dict[str, Any], *, steps: int = NUM_STEPS, what: str = "train"
 ) -> dict[str, Any]:
-    """What one process computes on its own with the whole batch at once (unless `values` cut it),
-    run when first asked for."""
+    """Run one process with the whole batch at once (unless `values` cut it), on first use.
+    Return its results."""
     return _reference(json.dumps({"strategy": "dp", **cut(1), **values}), steps, what)
 
 
@@ -106,7 +106,7 @@ def assert_same_bits(
     expected: dict[str, Any],
     answers: Iterable[str] = ("losses", "grad_norms", "evaluation"),
 ) -> None:
-    """Nothing differs in these answers and the final weights."""
+    """Check that these results and the final weights are equal bit for bit."""
     for answer in answers:
         assert found[answer] == expected[answer]
     for name, weight in expected["state"].items():
@@ -114,8 +114,8 @@ def assert_same_bits(
 
 
 def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **words: Any) -> None:
-    """Runs that go on from a checkpoint end bit for bit as those that were not stopped; and where
-    nothing is learnt, nothing moves."""
+    """Check that resumed runs end bit for bit as uninterrupted ones, and that nothing changes if
+    nothing is trained."""
     for found in run_cases(cases, count, what="resume", **words).values():
         assert_same_bits({"state": found["resumed"]}, {"state": found["straight"]}, ())
         for key, weight in found["loaded"].items():
@@ -123,10 +123,9 @@ def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **words: Any) -
 
 
 def assert_equal_runs(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Losses, gradient norms and final weights agree within the tolerances above, and what the
-    models answer halfway, from weights that have taken the same steps: the loss of an evaluation
-    as a step's loss, logits as the weights that they are products of.
-    """
+    """Check losses, gradient norms and final weights against the tolerances above. Also check the
+    models' outputs halfway, after the same steps: the loss of an evaluation with the tolerance of
+    a loss, and logits with the tolerance of weights."""
     for what in ("losses", "grad_norms", "evaluation"):
         assert actual[what] == pytest.approx(expected[what], rel=LOSS_TOLERANCE), what
     assert set(actual["state"]) == set(expected["state"])

@@ -1,5 +1,5 @@
-"""Every strategy, both families, weights or adapters, split over tp, dealt out over pp, and both
-with data parallelism, and what torch.compile makes of them: what one process computes."""
+"""Every strategy computes what one process computes: both families, weights or adapters, under tp,
+pp and both with data parallelism, with and without torch.compile."""
 
 import functools
 import itertools
@@ -150,7 +150,7 @@ def work(name, values):
 
 @pytest.fixture(scope="module")
 def results(request):
-    """What those cases of so many processes compute that are to be tested, when first asked for."""
+    """Return the results of the selected cases with this number of processes; run on first use."""
     chosen = {item.name for item in request.session.items}
 
     @functools.cache
@@ -205,7 +205,7 @@ def test_a_resumed_layout_goes_on_bit_for_bit(count):
 
 
 def test_stages_in_bf16_follow_one_process():
-    """Their weights are rounded once a step, and gradients of micro-batches added up in fp32."""
+    """Weights are rounded once per step, and gradients of micro-batches are accumulated in fp32."""
     one = reference({**DEEP, "precision": "bf16", **cut(4)}, steps=8)
     stages = {**DEEP, "precision": "bf16", **split(pp=2), **cut(4)}
     cases = {"1f1b": stages, "zb-v": {**stages, "pipeline_schedule": "zb-v"}}

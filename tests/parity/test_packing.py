@@ -61,7 +61,7 @@ NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
 
 @pytest.fixture(scope="module")
 def results(request):
-    """What those cases of so many processes compute that are to be tested, when first asked for."""
+    """Return the results of the selected cases with this number of processes; run on first use."""
     chosen = {item.name for item in request.session.items}
 
     @functools.cache
