@@ -1,6 +1,8 @@
-"""Texts -> token ids on disk, once, in little memory; every process maps them. No torch import.
-A folder of the cache is named by a hash of all that decides its contents: the texts, the tokenizer,
-and whether a text or a line is a sample. While it is filled it is called <name>.partial."""
+"""The token cache: texts are tokenized once, and every process maps the ids. No torch import.
+
+The name of a folder in the cache is a hash of everything that decides its contents: the texts, the
+tokenizer, and whether samples are cut from texts or from lines. While a folder is being filled, its
+name ends with .partial."""
 
 import hashlib
 import itertools
@@ -33,33 +35,35 @@ from distributed_training.settings.machine import available_cpus
 
 _VERSION = 9
 _META = "meta.json"
-_BYTES = "bytes.npy"  # of text that each token stands for
-_CHECKSUM = "sha256"  # of all other files
-_BATCH = 2**21  # characters that are tokenised at a time, spread over all cores
-_AHEAD = 2  # batches in work while one is written
-_READ = 16 * 2**20  # bytes that are read at a time
-_LONG = 20_000_000  # bytes that are worth a line
-_THREADS = 64  # of the tokenizer at most; with so many it takes 0.7 GiB
+_BYTES = "bytes.npy"  # number of bytes of text that each token stands for
+_CHECKSUM = "sha256"  # checksums of all other files
+_BATCH = 2**21  # characters that all cores tokenize at a time
+_AHEAD = 2  # batches that are tokenized while one is written
+_READ = 16 * 2**20  # bytes read at a time
+_LONG = 20_000_000  # bytes of text from which on a line is printed
+_THREADS = 64  # limit on the tokenizer's threads, which then need 0.7 GiB
 logger = logging.getLogger(__name__)
 
 
-def tokenise(
+def tokenize(
     corpus: Corpus, tokenizer: Tokenizer, config: RunConfig, cache_dir: Path, *, rows: int = 2**31
 ) -> Path:
-    """The folder below `cache_dir` with the ids of `corpus`; of several processes one fills it and
-    the others wait. Raises UserError for texts that cannot be read, a disk that is full, or a
-    tokenizer with more tokens than a model has `rows` for."""
+    """Return the folder below `cache_dir` with the ids of `corpus`, filling it if necessary.
+
+    If several processes call this, one fills the folder and the others wait. Raises UserError for
+    texts that cannot be read, for a full disk, or if the tokenizer has more tokens than the model
+    has `rows` in its embedding."""
     by_line = config.pack is False
     settings = [_VERSION, fingerprint(corpus), tokenizer.fingerprint, by_line]
     folder = cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:24]
-    if not is_whole(folder):  # a cache that is there may be read-only
+    if not is_whole(folder):  # A complete cache may be read-only, so do not lock it.
         tokenizer.facts.check_rows(rows, config.model)
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
                 if not is_whole(folder):
                     if folder.is_dir():
-                        logger.warning("rebuilding the token cache %s, which is damaged", folder)
+                        logger.warning("the token cache %s is damaged and is rebuilt", folder)
                     _fill(folder, corpus, tokenizer, config)
         except OSError as error:
             what = f"the token cache {cache_dir} cannot be written"
@@ -70,8 +74,8 @@ def tokenise(
 
 
 def token_cache() -> Path:
-    """Return this user's folder of token caches. In a run's output_dir others could put tokens that
-    are not of the text. Raises UserError if it cannot be used."""
+    """Return this user's folder of token caches. It is private, because other users could replace
+    the tokens in a shared folder. Raises UserError if it cannot be used."""
     folder, why = private_folder("tokens")
     if why:
         fix = f"set {CACHE} to a folder of your own"
@@ -80,18 +84,19 @@ def token_cache() -> Path:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What is said about the tokens in a folder that is whole: `form`, `splits`, `counts` of each
+    """Return the description of the tokens in a complete folder: `form`, `splits`, `counts` of each
     split (see Counts), and `tokenizer` (see Facts)."""
     return json.loads((folder / _META).read_bytes())
 
 
 def load_bytes(folder: Path) -> np.ndarray:
-    """Bytes of text that each token stands for, as in data/text_bytes.py."""
+    """Return the bytes of text that each token stands for, int32 [num_tokens]
+    (data/text_bytes.py)."""
     return np.load(folder / _BYTES)
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder of the cache is there, as it was written."""
+    """Return whether a folder of the cache exists and has not changed since it was written."""
     try:
         return read_small(folder / _CHECKSUM) == _checksum(folder)
     except OSError:
@@ -99,12 +104,13 @@ def is_whole(folder: Path) -> bool:
 
 
 def digest_of(folder: Path) -> str:
-    """Return the SHA-256 of the tokens in a folder that is whole, and of how they are split."""
+    """Return the SHA-256 of the tokens in a complete folder, including their division into
+    splits."""
     return (folder / _CHECKSUM).read_text().splitlines()[0]
 
 
 def _checksum(folder: Path) -> bytes:
-    """Return two lines: the SHA-256 of the tokens, and that of what is known about them."""
+    """Return two lines: the SHA-256 of the tokens, and the SHA-256 of their description."""
     tokens = hashlib.sha256()
     for file in sorted(folder.glob("*.bin")):
         tokens.update(f"{file.name} {file.stat().st_size} ".encode())
@@ -117,68 +123,74 @@ def _checksum(folder: Path) -> bytes:
 
 
 def load_tokens(folder: Path) -> tuple[str, list[dict[str, np.ndarray]]]:
-    """(form of the texts, splits) of a folder that is whole. A split has `ids` of all texts in a
-    row, end-of-text after each; `starts` of texts, and the end, int64 [num_texts + 1]; and
-    `loss_mask`, whether each id is learnt, where not all are."""
+    """Return (form of the texts, splits) of a complete folder. A split is a dictionary with
+
+    - `ids` of all texts, concatenated, each followed by end-of-text;
+    - `starts`, the index of each text's first id, then the number of ids, int64 [num_texts + 1];
+    - `loss_mask`, whether each id is in the loss, unless all are."""
     meta = read_meta(folder)
     splits: list[dict[str, np.ndarray]] = []
     for split, dtypes in meta["splits"].items():
         splits.append({})
         for part, dtype in dtypes.items():
             file = folder / f"{split}-{part}.bin"
-            there = file.exists()  # not where a split has no text
-            splits[-1][part] = np.memmap(file, dtype, "r") if there else np.empty(0, dtype)
+            # A split without text has no file.
+            splits[-1][part] = np.memmap(file, dtype, "r") if file.exists() else np.empty(0, dtype)
     return meta["form"], splits
 
 
 def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig) -> None:
+    """Tokenize a corpus into a folder of the cache. Raises UserError for a corpus without text."""
     num_bytes = sum(source.num_bytes for source in corpus.values())
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(_THREADS, available_cpus())))
     if num_bytes > _LONG:
-        print(f"tokenising {config.dataset}, {num_bytes / 1e6:.0f} MB, once", file=sys.stderr)
+        size = f"{num_bytes / 1e6:.0f} MB"
+        print(f"tokenizing {config.dataset} ({size}); later runs reuse the tokens", file=sys.stderr)
     by_line = config.pack is False
-    # All is parsed before anything is tokenised, which takes much longer.
+    # Parse everything first, so that errors show before tokenizing, which takes much longer.
     counts = {split: Counts() for split in corpus}
     sizes = [
-        _measure(source, tokenizer, by_line, found)
-        for source, found in zip(corpus.values(), counts.values(), strict=True)
+        _measure(source, tokenizer, by_line, split_counts)
+        for source, split_counts in zip(corpus.values(), counts.values(), strict=True)
     ]
     if not sizes[0]:
-        found = counts["train"]
-        reasons = ", ".join(found.left_out)
-        why = f"all {found.records:,} records are left out: {reasons}" if reasons else ""
+        reasons = ", ".join(counts["train"].left_out)
+        why = ""
+        if reasons:
+            why = f"all {counts['train'].records:,} records are left out: {reasons}"
         raise UserError(f"dataset={config.dataset!r} contains no text to train on", why)
     building = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(building, ignore_errors=True)  # left behind by a process that was killed
     building.mkdir()
     ids_dtype = "uint16" if tokenizer.num_tokens <= 2**16 else "int32"
     splits = {}
     counts = {split: Counts() for split in corpus}
     with tqdm(
-        desc="tokenising", total=sum(sizes), unit="B", unit_scale=True, disable=None, leave=False
+        desc="tokenizing", total=sum(sizes), unit="B", unit_scale=True, disable=None, leave=False
     ) as bar:
         for split, source in corpus.items():
             dtypes = {"ids": ids_dtype, "starts": "int64"}
             if source.form in ANSWERS:
                 dtypes["loss_mask"] = "bool"
             splits[split] = dtypes
-            read = read_pieces(source, tokenizer, by_line=by_line, counts=counts[split])
-            for arrays in _tokenise_split(read, tokenizer, counts[split], bar):
+            pieces = read_pieces(source, tokenizer, by_line=by_line, counts=counts[split])
+            for arrays in _tokenize_split(pieces, tokenizer, counts[split], bar):
                 for part in dtypes.keys() & arrays.keys():
                     with open(building / f"{split}-{part}.bin", "ab") as file:
                         file.write(arrays[part].astype(dtypes[part]).tobytes())
     meta = {
         "form": corpus["train"].form, "splits": splits, "tokenizer": asdict(tokenizer.facts),
-        "counts": {split: found.as_dict() for split, found in counts.items()},
+        "counts": {split: split_counts.as_dict() for split, split_counts in counts.items()},
     }  # fmt: skip
     (building / _META).write_text(json.dumps(meta))
     np.save(building / _BYTES, tokenizer.count_bytes())
     (building / _CHECKSUM).write_bytes(_checksum(building))
-    publish(building, folder)  # over one that was damaged, if any
+    publish(building, folder)  # This replaces a damaged folder.
 
 
 def _measure(source: Source, tokenizer: Tokenizer, by_line: bool, counts: Counts) -> int:
-    """Characters of a split, about. Raises UserError for what cannot be read."""
+    """Return the approximate number of characters in a split. Raises UserError for records that
+    cannot be read."""
     if source.form == RUNNING:
         return sum(len(piece.text) for piece in source.read_texts(by_line=by_line))
     size = 0
@@ -191,16 +203,17 @@ def _measure(source: Source, tokenizer: Tokenizer, by_line: bool, counts: Counts
     return size
 
 
-def _tokenise_split(
+def _tokenize_split(
     pieces: Iterator[Piece], tokenizer: Tokenizer, counts: Counts, bar: tqdm
 ) -> Iterator[dict[str, np.ndarray]]:
-    """What follows in each file of a split, by part; the next batches are in work meanwhile."""
+    """Yield arrays to append to the files of a split, by the name of the part. Threads tokenize the
+    next batches meanwhile."""
     yield {"starts": np.zeros(1)}
     length = 0
     is_special = np.zeros(tokenizer.num_tokens, bool)
     is_special[tokenizer.special_ids] = True
     at_ends = sum(map(len, tokenizer.ends))
-    marked = 0  # special tokens in the pieces of the text so far
+    num_special = 0  # special tokens in the pieces of the current text
     with ThreadPoolExecutor(_AHEAD) as pool:
         batches = iter(partial(_take_batch, pieces), [])
         work = ((batch, pool.submit(tokenizer.encode, batch)) for batch in batches)
@@ -212,9 +225,11 @@ def _tokenise_split(
             masks = []
             for piece, (row, mask) in zip(batch, future.result(), strict=True):
                 if piece.eos:
-                    marked = marked * (not piece.begins) + int(is_special[row].sum())
+                    if piece.begins:
+                        num_special = 0
+                    num_special += int(is_special[row].sum())
                     if piece.ends:
-                        counts.notes[SPECIAL] += marked > at_ends
+                        counts.notes[SPECIAL] += num_special > at_ends
                 if mask is None:
                     mask = np.ones(len(row), bool)
                 if piece.eos and piece.ends and row[-1:] != [tokenizer.eos_id]:
@@ -238,7 +253,7 @@ def _take_batch(pieces: Iterator[Piece]) -> list[Piece]:
     size = 0
     for piece in pieces:
         batch.append(piece)
-        size += len(piece.text) + 64  # a short piece costs something, too
+        size += len(piece.text) + 64  # Each piece has a fixed cost.
         if size > _BATCH:
             break
     return batch

@@ -1,4 +1,4 @@
-"""Where text comes from: local files and folders, the Hub, Python's own sources. No torch."""
+"""Sources of text: local files and folders, the Hub, Python's own sources. No torch import."""
 
 import hashlib
 import itertools
@@ -33,89 +33,94 @@ EMBEDDED = "embedded"
 PROSE = "embedded-prose"
 WIKITEXT = "wikitext-2"
 _KINDS = (*TEXTS, *RECORDS)
-# A paragraph from a capital letter to a full stop or colon, without code or grammar.
+# A paragraph that begins with a capital letter and ends with a period or colon, without code or
+# grammar
 _SENTENCES = re.compile(r"(?!.*(?:::=|>>>|\*\*\*|===))[A-Z].{60,}[.:]")
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
-# Standard library folders that hold tests, vendored code or generated tables, not prose or code.
+# Folders of the standard library with tests, vendored code or generated tables
 _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
 _SKIPPED |= {"ensurepip", "encodings", "pydoc_data", "turtledemo"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """The texts of a split, in files that are read anew each time, or in memory."""
+    """The texts of a split, in files that are read again for each use, or in memory."""
 
-    form: str  # RUNNING, where a padded sample is a line; else that of the records
+    form: str  # RUNNING, or the form of the records (data/pieces.py)
     files: Sequence[Path] = ()
     texts: Sequence[str] = ()
-    shape: Shape | None = None  # of the records
+    shape: Shape | None = None  # shape of the records
 
     @property
     def num_bytes(self) -> int:
-        """About as long as the text is; Parquet is compressed."""
+        """Approximate size of the text. Compressed files count with their compressed size."""
         return sum(file.stat().st_size for file in self.files) + sum(map(len, self.texts))
 
     def read_texts(self, *, by_line: bool, can_cut: bool = True) -> Iterator[Piece]:
-        """Running text in pieces, in its order; if asked, line by line."""
+        """Yield running text in pieces, in order, or one piece per line if `by_line`."""
         read = partial(read_text, by_line=by_line)
         cut = pieces.cut_lines if by_line else partial(pieces.cut_text, can_cut=can_cut)
-        for parts in itertools.chain(map(read, self.files), ([text] for text in self.texts)):
-            yield from cut(parts)
+        for blocks in itertools.chain(map(read, self.files), ([text] for text in self.texts)):
+            yield from cut(blocks)
 
     def read_records(self) -> Iterator[tuple[str, Any]]:
-        """(where it is, record), in their order."""
+        """Yield (place for errors, record), in order."""
         assert self.shape is not None
         return read_records(*self.files, columns={*COLUMNS, *self.shape.columns.values()})
 
     def digest(self) -> str:
-        """SHA-256 of form and contents."""
+        """Return the SHA-256 of form and contents, for which all files are read. Raises UserError
+        for a file that cannot be read."""
         columns = self.shape.columns if self.shape else {}
         digest = hashlib.sha256(f"{self.form} {sorted(columns.items())}".encode())
         for file in self.files:
-            own = hashlib.sha256()
-            left = most_unpacked(file)
+            file_digest = hashlib.sha256()
+            size = 0
             try:
                 with open_file(file) as opened:
                     for block in iter(partial(opened.read, BLOCK), b""):
-                        own.update(block)
-                        left -= len(block)
-                        if left < 0:
+                        file_digest.update(block)
+                        size += len(block)
+                        if size > most_unpacked(file):
                             raise bomb(file)
-            except OSError as error:  # such as a packed file that is cut
+            except OSError as error:  # for example a truncated compressed file
                 why = error.strerror or str(error)
                 raise UserError(f"dataset file {file} cannot be read", why) from None
-            digest.update(own.digest())
+            digest.update(file_digest.digest())
         for text in self.texts:
             data = text.encode()
             digest.update(len(data).to_bytes(8, "little") + data)
         return digest.hexdigest()
 
 
-# By split: "train", and "validation" where there is one of its own.
+# Sources by split: "train", and "validation" if the dataset has one
 Corpus = dict[str, Source]
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """SHA-256 over all contents and the split, for which all is read."""
+    """Return the SHA-256 of all contents and their division into splits, for which everything is
+    read."""
     splits = ("train", "validation")
     digests = [corpus[split].digest() if split in corpus else "" for split in splits]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def read_corpus(dataset: str, validation: str | None = None, columns: str | None = None) -> Corpus:
-    """Find a resolved `dataset`, and another for validation; the texts are read later. `columns`:
-    ours=theirs, .... Raises UserError for one that is missing, empty or of an unsupported kind."""
+    """Find the files of `dataset`, and of another dataset for `validation`. Texts are read later.
+
+    `columns` is "ours=theirs,...". Raises UserError for a dataset that is missing, empty or of an
+    unsupported kind."""
     names = parse_columns(columns)
     corpus = _find_corpus(dataset, "dataset", names)
     if validation is not None:
-        own = _find_corpus(validation, "validation_dataset", names)
-        corpus["validation"] = own.get("validation", own["train"])
+        other = _find_corpus(validation, "validation_dataset", names)
+        corpus["validation"] = other.get("validation", other["train"])
     return corpus
 
 
 def find_unread(dataset: str, corpus: Corpus) -> list[str]:
-    """Return the files in a dataset's folder that are in no split that is used, but for hidden ones
-    and those about the dataset, as names below it."""
+    """Return the files in a dataset's folder that no used split contains, as paths relative to it.
+    Hidden files and files that describe the dataset are left out."""
     folder = Path(dataset)
     if not corpus["train"].files or not folder.is_dir():
         return []
@@ -126,7 +131,8 @@ def find_unread(dataset: str, corpus: Corpus) -> list[str]:
         for file in folder.rglob("*")
         if file not in used and file.is_file() and file.name not in about
     ]
-    # Links lead to files by other names. Resolving takes long for many files, so few are resolved.
+    # A link may lead to a used file by another name. Resolving many paths is slow, so only unread
+    # files are resolved.
     resolved = {file.resolve() for file in used} if unread else set()
     names = sorted(file.relative_to(folder) for file in unread if file.resolve() not in resolved)
     return [
@@ -137,18 +143,21 @@ def find_unread(dataset: str, corpus: Corpus) -> list[str]:
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """`prompt=question,completion=answer` by our names. Raises UserError for anything else."""
+    """Parse `prompt=question,completion=answer` into {ours: theirs}. Raises UserError for anything
+    else."""
     pairs = [pair.partition("=") for pair in text.split(",")] if text else []
     names = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
     wrong = [ours for ours, theirs in names.items() if ours not in COLUMNS or not theirs]
     if wrong:
         what = f"columns={shown(text)} is not accepted"
-        why = f"{wrong[0]!r} is no column that is read: {', '.join(COLUMNS)}"
+        why = f"{wrong[0]!r} is not one of the columns that are read: {', '.join(COLUMNS)}"
         raise UserError(what, why, "write --columns prompt=question,completion=answer")
     return names
 
 
 def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
+    """Find the sources of a dataset, the value of `key`. Raises UserError if it has none to train
+    on."""
     what = f"{key}={dataset!r}"
     if dataset in (EMBEDDED, PROSE):
         texts = read_embedded() if dataset == EMBEDDED else read_prose()
@@ -161,7 +170,7 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
         corpus = {}
         for split, path in parquet.items():
             lines = "".join(row["text"] for _, row in read_records(path))
-            # An article begins at ` = Title = `.
+            # An article begins with a line ` = Title = `.
             articles = re.split(r"(?m)^(?= *= [^=\n].* = *$)", lines)
             texts = [text for text in articles if text.strip()]
             corpus[split] = Source(form=RUNNING, texts=texts)
@@ -171,41 +180,46 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
     else:
         splits = find_splits(Path(dataset), what)
     if "train" not in splits:
-        fix = "give the file or folder to train on itself"
+        fix = f"set {key} to the file or folder to train on"
         raise UserError(f"{what} has no split called train", f"it has {', '.join(splits)}", fix)
     used = [split for split in ("train", "validation") if split in splits]
     return {split: _find_form(splits[split], what, columns) for split in used}
 
 
 def is_hub_name(dataset: str) -> bool:
-    """Whether this is user/name or user/name:config, and no path."""
+    """Return whether this is user/name or user/name:config, and not a path."""
     path = Path(dataset)
     named = _HUB_NAME.fullmatch(dataset) is not None
     return named and suffix_of(path) not in _KINDS and not path.exists()
 
 
 def _find_form(files: Sequence[Path], what: str, columns: Mapping[str, str]) -> Source:
-    """Running text, or records, all of the shape of the first."""
+    """Return the source of running text, or of records that all have the shape of the first one.
+    Raises UserError for a mixture of both, or if there is no text."""
     suffixes = sorted({suffix_of(file) for file in files})
     if set(suffixes) <= set(TEXTS):
         return Source(form=RUNNING, files=files)
     if not set(suffixes) <= set(RECORDS):
-        fix = f"give {' and '.join(TEXTS)} files, or {', '.join(RECORDS)} files, not both"
+        fix = f"use {' and '.join(TEXTS)} files, or {', '.join(RECORDS)} files, but not both"
         raise UserError(f"{what} cannot be read", f"found {', '.join(suffixes)}", fix)
     for where, record in read_records(*files, columns={*COLUMNS, *columns.values()}):
         shape = Shape(record, where, columns)
         return Source(form=shape.form, files=files, shape=shape)
-    raise UserError(f"{what} contains no text")
+    raise UserError(f"{what} contains no text", fix="use files with at least one record")
 
 
 def read_embedded() -> list[str]:
-    """The standard library's sources and its pydoc topics, in an order fixed by their names."""
+    """Return the standard library's sources and its pydoc topics, in an order that depends only on
+    their names."""
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_path("stdlib"))
     texts = {f"topic/{name}": text for name, text in topics.items()}
-    for folder, below, files in os.walk(root):  # installed packages are not even walked through
-        below[:] = [name for name in below if name not in _SKIPPED and name[:7] != "config-"]
+    for folder, subfolders, files in os.walk(root):
+        # Changing the list in place keeps os.walk out of installed packages.
+        subfolders[:] = [
+            name for name in subfolders if name not in _SKIPPED and name[:7] != "config-"
+        ]
         for path in (Path(folder, name) for name in files if name.endswith(".py")):
             name = path.relative_to(root).as_posix()
             texts[name] = path.read_text(encoding="utf-8", errors="replace")
@@ -213,21 +227,24 @@ def read_embedded() -> list[str]:
 
 
 def read_prose() -> list[str]:
-    """The sentences of the pydoc topics, a paragraph a line: no code, grammar, tables or titles.
-    Topics repeat each other, which would put what validates into what trains: each comes once."""
+    """Return the sentences of the pydoc topics, one paragraph per line, without code, grammar,
+    tables or titles.
+
+    Topics repeat each other, so each paragraph is used once. Otherwise validation text would also
+    be in the training text."""
     from pydoc_data.topics import topics
 
-    found = list[str]()
+    texts = list[str]()
     seen = set[str]()
     for text in _shuffle(topics):
-        parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
-        new = [part for part in dict.fromkeys(parts) if _SENTENCES.fullmatch(part)]
-        found.append("".join(f"{part}\n" for part in new if part not in seen))
-        seen.update(new)
-    return [text for text in found if text]
+        paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+        prose = [line for line in dict.fromkeys(paragraphs) if _SENTENCES.fullmatch(line)]
+        texts.append("".join(f"{line}\n" for line in prose if line not in seen))
+        seen.update(prose)
+    return [text for text in texts if text]
 
 
 def _shuffle(texts: dict[str, str]) -> list[str]:
-    """Ordered by a hash of the name, so that the held-out end is not all of one kind."""
+    """Return texts in the order of a hash of their names, so that the held-out end is a mixture."""
     names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [texts[name] for name in names]

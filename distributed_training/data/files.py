@@ -1,4 +1,4 @@
-"""Files of texts and of records, decoded and parsed, in little memory. No torch."""
+"""Read files of texts and of records piece by piece, so that they need little memory. No torch."""
 
 import codecs
 import csv
@@ -6,7 +6,7 @@ import io
 import json
 import shlex
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -17,44 +17,48 @@ from distributed_training.settings.files import parse_json
 TEXTS = (".txt", ".md")  # a file is one text
 RECORDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")  # a line or a row is one record
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-BLOCK = 2**20  # bytes, or characters
-_UNPACKED = 2**27  # bytes that a packed file may unpack to
-_RATIO = 200  # or so many times its size
-_ROWS = 16  # of a table, decoded at a time: a file of 1 MB may have rows of 10 MB
+BLOCK = 2**20  # bytes or characters read at a time
+# A compressed file may unpack to this many bytes, or to this many times its size if that is more.
+_UNPACKED = 2**27
+_RATIO = 200
+_ROWS = 16  # rows of a table decoded at a time; a file of 1 MB may have rows of 10 MB
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that says what a file is: .jsonl of a.jsonl.gz."""
+    """Return the suffix that tells the kind of a file: .jsonl for a.jsonl.gz."""
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
 def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
-    """The text, a block or a line at a time: UTF-8, or UTF-16 with its byte order mark; CRLF
-    becomes LF. Raises UserError for any other encoding."""
+    """Yield a file's text in blocks, or in lines if `by_line`. The file must be in UTF-8, or in
+    UTF-16 with a byte-order mark. CRLF becomes LF. Raises UserError for any other encoding."""
     try:
         with open_file(path) as file:
             head = file.read(4)
-    except OSError as error:  # compressed data that is damaged
+    except OSError as error:  # damaged compressed data
         raise UserError(f"dataset file {path} cannot be read", str(error)) from None
     if head.count(0) > 1:
         encoding = "UTF-16LE" if head[0] else "UTF-16BE"
-        raise _not_utf8(path, "it begins with zeros", encoding, "UTF-16 without its mark")
+        raise _not_utf8(path, "it begins with zeros", encoding, "UTF-16 without a byte-order mark")
     marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     with open_file(path) as file:
-        # A separator such as U+2028 may occur inside a JSON string: lines end at line feeds.
+        # Lines end only at line feeds, because U+2028 and similar may occur inside a JSON string.
         text = io.TextIOWrapper(file, "utf-16" if marked else "utf-8-sig", newline="\n")
-        most = most_unpacked(path)
-        taken = 0
+        limit = most_unpacked(path)
+        size = 0
         try:
-            packed_line = path.suffix in COMPRESSED  # it may be all that there is
-            lines = iter(partial(text.readline, most + 1), "") if packed_line else text
-            for part in lines if by_line else iter(partial(text.read, BLOCK), ""):
-                taken += len(part)
-                if taken > most:
+            blocks: Iterable[str] = iter(partial(text.read, BLOCK), "")
+            if by_line and path.suffix in COMPRESSED:  # One line may unpack to the whole file.
+                blocks = iter(partial(text.readline, limit + 1), "")
+            elif by_line:
+                blocks = text
+            for block in blocks:
+                size += len(block)
+                if size > limit:
                     raise bomb(path)
-                while part.endswith("\r") and (more := text.read(1)):
-                    part += more
-                yield part.replace("\r\n", "\n")
+                while block.endswith("\r") and (following := text.read(1)):
+                    block += following
+                yield block.replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             start = error.start
             before = error.object[max(0, start - 20) : start].decode("ascii", "replace")
@@ -65,8 +69,8 @@ def read_text(path: Path, *, by_line: bool = False) -> Iterator[str]:
 
 
 def read_records(*paths: Path, columns: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """(where it is, record) of each line or row; of a table only these `columns`, if it has any of
-    them. Raises UserError for what cannot be parsed."""
+    """Yield (place for errors, record) for each line or row of files. If a table has any of
+    `columns`, only these are read. Raises UserError for a file that cannot be parsed."""
     table = partial(_read_table, columns=columns)
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
     for path in paths:
@@ -74,7 +78,8 @@ def read_records(*paths: Path, columns: Collection[str] = ()) -> Iterator[tuple[
 
 
 def has_added_nulls(path: Path) -> bool:
-    """Whether a file is a table, whose nested records all have each other's members, as nulls."""
+    """Return whether a file is a table, in which nested records have nulls for members that only
+    other records have."""
     return suffix_of(path) in (".parquet", ".arrow")
 
 
@@ -91,7 +96,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
-    """A list of records; or lines of them, under the wrong name."""
+    """Read a JSON list of records, or lines of records in a file with the wrong suffix."""
     head = next(read_text(path), "").lstrip()
     if not head.startswith("["):
         try:
@@ -119,11 +124,12 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         for row in rows:
             where = f"{path} line {rows.line_num}"
             if None in row:
-                fix = 'put a text with a comma in it into quotes: "one, two"'
+                fix = 'put a text that contains a comma in quotes: "one, two"'
                 raise UserError(f"{where} has more fields than the heading", fix=fix)
             missing = [name for name, value in row.items() if value is None]
             if missing:
-                raise UserError(f"{where} has fewer fields than the heading", f"no {missing[0]!r}")
+                what = f"{where} has fewer fields than the heading"
+                raise UserError(what, f"it has no {missing[0]!r}", "add the missing fields")
             yield where, row
     except csv.Error as error:
         where = f"{path} line {rows.line_num + 1}"
@@ -137,17 +143,17 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
     number = 0
     try:
         with pyarrow.memory_map(str(path)) as file:
-            if path.suffix == ".arrow":  # what the datasets library keeps
+            if path.suffix == ".arrow":  # the format of the datasets library
                 batches = iter(pyarrow.ipc.open_stream(file))
             else:
                 table = pyarrow.parquet.ParquetFile(file)
                 rows = _rows_at_a_time(table, path)
                 names = [name for name in table.schema_arrow.names if name in columns]
                 batches = table.iter_batches(rows, columns=names or None)
-            taken = 0
+            size = 0
             for batch in batches:
-                taken += batch.nbytes
-                if taken > most_unpacked(path):
+                size += batch.nbytes
+                if size > most_unpacked(path):
                     raise bomb(path)
                 for first in range(0, batch.num_rows, _ROWS):
                     for row in batch.slice(first, _ROWS).to_pylist():
@@ -161,11 +167,11 @@ def _read_table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any
 
 
 def _rows_at_a_time(table: Any, path: Path) -> int:
-    """Return how many rows can be decoded at a time: one if a few values may be most of a column's
-    chunk, as a repeated value is stored once. Raises UserError if a chunk is far larger."""
+    """Return how many rows to decode at a time. This is 1 if rows may be much larger than the file,
+    because a repeated value is stored once. Raises UserError if a column is far larger."""
     metadata = table.metadata
     num_bytes = path.stat().st_size
-    if metadata.num_rows > max(10**6, num_bytes):  # of one value, which takes no room at all
+    if metadata.num_rows > max(10**6, num_bytes):  # One repeated value may need no space at all.
         raise bomb(path)
     largest = 0
     for group in range(metadata.num_row_groups):
@@ -178,23 +184,26 @@ def _rows_at_a_time(table: Any, path: Path) -> int:
 
 
 def most_unpacked(path: Path) -> int:
-    """Return how many bytes a file may unpack to: texts are packed to a tenth at best."""
+    """Return how many bytes a file may unpack to. Texts compress to a tenth of their size at
+    best."""
     return max(_UNPACKED, _RATIO * path.stat().st_size)
 
 
 def bomb(path: Path) -> UserError:
-    """The refusal of a file that unpacks to more."""
+    """Return the error for a file that unpacks to more than `most_unpacked`."""
     why = f"it unpacks to more than {_RATIO} times its size"
-    return UserError(f"dataset file {path} cannot be read", why, "give its content as .jsonl")
+    fix = "convert it to .jsonl"
+    return UserError(f"dataset file {path} cannot be read", why, fix)
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """A file's content, decompressed. Raises UserError if it is none that can be read."""
+    """Open a file for reading its decompressed content. Raises UserError if it is not a regular
+    file or cannot be opened."""
     try:
-        # Files in /proc and /sys count as regular, but reading one may block or never end.
+        # Files in /proc and /sys count as regular, but reading them may block or never end.
         if not path.is_file() or path.resolve().parts[1:2] in (("proc",), ("sys",)):
             what = f"dataset file {path} is not a regular file"
-            raise UserError(what, fix="give a copy of its content")
+            raise UserError(what, fix="copy its content to a regular file")
         if path.suffix in COMPRESSED:
             import pyarrow
 
@@ -207,5 +216,5 @@ def open_file(path: Path) -> IO[bytes]:
 def _not_utf8(path: Path, why: str, encoding: str, name: str) -> UserError:
     copy = path.with_suffix(f".utf8{path.suffix}")
     command = shlex.join(["iconv", "-f", encoding, "-t", "UTF-8", str(path), "-o", str(copy)])
-    fix = f"give UTF-8; if it is {name}, run: {command}"
+    fix = f"convert it to UTF-8. If it is {name}, run: {command}"
     return UserError(f"dataset file {path} cannot be read", why, fix)

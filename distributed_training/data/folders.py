@@ -1,4 +1,4 @@
-"""Which files of a dataset belong to which split, by the conventions of the datasets library."""
+"""Find the files of each split of a dataset, by the conventions of the datasets library."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ from distributed_training.settings.files import nearest
 
 KINDS = (*TEXTS, *RECORDS)
 CARD = "README.md"
-# Of the library itself, and of models.
+# Files that describe a dataset or a model and hold no samples
 ABOUT = {
     CARD,
     "config.json",
@@ -21,14 +21,17 @@ ABOUT = {
     "dataset_dict.json",
     "state.json",
 }
-# Without such a name all files train, and datasets, which takes a second or more, is not imported.
+# If no file has such a name, all files are training files. The datasets library, whose import takes
+# a second or more, is then not needed.
 _MAY_BE_SPLIT = re.compile(r"train|val|dev|test|eval|-of-|instruction\.md")
 Splits = dict[str, list[Path]]
 
 
 def find_splits(path: Path, what: str) -> Splits:
-    """Files by split of a file, or of a folder: with files named after splits, a dataset cloned
-    from the Hub, or one that `save_to_disk` wrote. Raises UserError for any other."""
+    """Return the files by split of a dataset on disk. `what` names it in errors.
+
+    It may be a file, a folder of files, a dataset cloned from the Hub, or one that `save_to_disk`
+    wrote. Raises UserError for anything else."""
     if path.is_file():
         if suffix_of(path) in KINDS:
             return {"train": [path]}
@@ -38,17 +41,17 @@ def find_splits(path: Path, what: str) -> Splits:
         beside = [file.name for file in path.parent.glob("*")] if path.parent.is_dir() else []
         if not path.exists() and (near := nearest(path.name, beside, cutoff=0.7)):
             raise UserError(f"{what} {why}", fix=f"did you mean {str(path.with_name(near))!r}?")
-        fix = f"give a {', '.join(KINDS)} file, also as {' or '.join(COMPRESSED)}, a folder of "
-        raise UserError(f"{what} {why}", fix=f'{fix}them, "wikitext-2" or "embedded"')
+        fix = f"use a {', '.join(KINDS)} file, which may be {' or '.join(COMPRESSED)}, a folder of "
+        raise UserError(f"{what} {why}", fix=f'{fix}such files, "wikitext-2" or "embedded"')
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return _saved(path, what)
     try:
         files = sorted(file for file in path.rglob("*") if _is_ours(file, path))
-    except OSError as error:  # it changes meanwhile, as /proc does
+    except OSError as error:  # for example a folder that changes meanwhile, such as /proc
         raise UserError(f"{what} cannot be read", str(error)) from None
     for file in files:
         if not file.is_file():
-            fix = "remove it, or give the other files themselves"
+            fix = "remove it, or use a folder without it"
             raise UserError(f"{what} holds {file}, which is not a regular file", fix=fix)
     if not files:
         raise _unusable(what, [file for file in path.iterdir() if file.is_file()])
@@ -59,7 +62,7 @@ def find_splits(path: Path, what: str) -> Splits:
 
 
 def _is_ours(file: Path, folder: Path) -> bool:
-    """Whether a file is read: of a known kind, and not hidden."""
+    """Return whether a file is read: its kind is known, and it is not hidden."""
     below = file.relative_to(folder)
     hidden = any(part.startswith((".", "__")) for part in below.parts[:-1])
     hidden = hidden or below.name.startswith(".") or below.name in ABOUT
@@ -67,7 +70,8 @@ def _is_ours(file: Path, folder: Path) -> bool:
 
 
 def _by_convention(folder: Path, what: str) -> Splits:
-    """As `datasets.load_dataset(folder)` divides them."""
+    """Return the files by split as `datasets.load_dataset(folder)` finds them. Raises UserError if
+    it fails, or names a file outside the folder."""
     from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
@@ -86,34 +90,35 @@ def _by_convention(folder: Path, what: str) -> Splits:
                 if chosen.get("data_files"):
                     patterns = sanitize_patterns(chosen["data_files"])
         patterns = patterns or get_data_patterns(str(base))
-        found = DataFilesDict.from_patterns(patterns, base_path=str(base))
-    except Exception as error:  # of datasets, its YAML, the file systems below it
+        files_by_split = DataFilesDict.from_patterns(patterns, base_path=str(base))
+    except Exception as error:  # errors of datasets, of YAML, or of a file system
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(f"{what} cannot be divided into splits", why) from None
     splits: Splits = {}
-    for split, names in found.items():
+    for split, names in files_by_split.items():
         paths = sorted(Path(os.path.normpath(name)) for name in names)
         for path in paths:
             if not path.is_relative_to(folder.resolve()):
                 raise UserError(f"{what} names {path}, which is not in the folder")
-        if own := [path for path in paths if _is_ours(path, folder.resolve())]:
-            splits[str(split)] = own
+        if readable := [path for path in paths if _is_ours(path, folder.resolve())]:
+            splits[str(split)] = readable
     return splits
 
 
 def _saved(folder: Path, what: str) -> Splits:
-    """Arrow files of what `save_to_disk` wrote."""
+    """Return the Arrow files by split of a dataset that `save_to_disk` wrote. Raises UserError if
+    it cannot be read, or names a file outside the folder."""
     import datasets
 
     try:
         saved = datasets.load_from_disk(str(folder))
-    except Exception as error:  # of datasets and pyarrow
+    except Exception as error:  # errors of datasets and pyarrow
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(f"{what} cannot be read", why) from None
-    parts = saved if isinstance(saved, dict) else {"train": saved}
+    saved_splits = saved if isinstance(saved, dict) else {"train": saved}
     splits = {
-        str(split): [Path(file["filename"]).resolve() for file in part.cache_files]
-        for split, part in parts.items()
+        str(name): [Path(file["filename"]).resolve() for file in split.cache_files]
+        for name, split in saved_splits.items()
     }
     for path in itertools.chain(*splits.values()):
         if not path.is_relative_to(folder.resolve()):
@@ -122,6 +127,8 @@ def _saved(folder: Path, what: str) -> Splits:
 
 
 def _unusable(what: str, files: Sequence[Path]) -> UserError:
-    found = sorted({suffix_of(file) or "a file without an extension" for file in files})
-    why = f"found {', '.join(found) or 'no ' + ' or '.join(KINDS) + ' file'}"
-    return UserError(f"{what} cannot be read", why, f"give {', '.join(KINDS)} files")
+    suffixes = sorted({suffix_of(file) or "a file without an extension" for file in files})
+    why = f"it has no {', '.join(KINDS)} file"
+    if suffixes:
+        why = f"found {', '.join(suffixes)}"
+    return UserError(f"{what} cannot be read", why, f"use {', '.join(KINDS)} files")

@@ -1,7 +1,7 @@
-"""Records packed into blocks of equal length: best fit decreasing (Johnson 1973). No torch import.
+"""Pack records into blocks of equal length by best fit decreasing (Johnson 1973). No torch import.
 
-Records are taken from the longest to the shortest, and each goes into the fullest block that has
-room for it. At most 11/9 of the fewest possible blocks, and 6/9 of one, are needed (Dosa 2007)."""
+Records are packed from the longest to the shortest, each into the fullest block with enough free
+space. This needs at most 11/9 of the smallest possible number of blocks, plus 6/9 (Dosa 2007)."""
 
 import bisect
 
@@ -9,46 +9,47 @@ import numpy as np
 
 
 def pack_records(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack records of `lengths`, [num_records], each from 1 to `capacity`. Returns (order, firsts):
-    block b holds the records order[firsts[b] : firsts[b + 1]]. Depends on nothing but the lengths;
-    records of equal length stay in their order.
+    """Pack records of `lengths`, [num_records], each from 1 to `capacity`.
 
-    Records of one length are placed together: a block with room for two takes two in a row, as
-    after the first it is still the fullest that has room. So the work grows with the number of
-    different lengths rather than of records."""
+    Return (order, firsts): block b holds the records order[firsts[b] : firsts[b + 1]]. The result
+    depends only on the lengths, and records of equal length keep their order.
+
+    Records of equal length are placed together. A block with space for two of them receives two in
+    a row, because after the first it is still the fullest block with enough space. The work
+    therefore grows with the number of different lengths, not of records."""
     by_length = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(-lengths, return_counts=True)
-    block_of = np.empty(len(lengths), np.int64)  # of each record, in the order of `by_length`
-    free = dict[int, list[np.ndarray]]()  # tokens that are free -> blocks
+    block_of = np.empty(len(lengths), np.int64)  # block of each record, in the order `by_length`
+    free = dict[int, list[np.ndarray]]()  # number of free tokens -> blocks
     sizes = list[int]()  # the keys of `free`, ascending
     num_blocks = 0
     done = 0
 
-    def put_back(room: int, blocks: np.ndarray) -> None:
-        if room and len(blocks):
-            if room not in free:
-                free[room] = []
-                bisect.insort(sizes, room)
-            free[room].append(blocks)
+    def put_back(space: int, blocks: np.ndarray) -> None:
+        if space and len(blocks):
+            if space not in free:
+                free[space] = []
+                bisect.insort(sizes, space)
+            free[space].append(blocks)
 
     for length, count in zip((-values).tolist(), counts.tolist(), strict=True):
         while count:
-            place = bisect.bisect_left(sizes, length)
-            if place < len(sizes):
-                room = sizes.pop(place)
-                blocks = np.concatenate(free.pop(room))
+            index = bisect.bisect_left(sizes, length)
+            if index < len(sizes):
+                space = sizes.pop(index)
+                blocks = np.concatenate(free.pop(space))
             else:
-                room = capacity
+                space = capacity
                 blocks = num_blocks + np.arange(-(-count // (capacity // length)))
                 num_blocks += len(blocks)
-            each = room // length  # records that one of these blocks takes
-            num_full, rest = divmod(min(count, each * len(blocks)), each)
-            used = np.repeat(blocks[:num_full], each)
-            put_back(room - each * length, blocks[:num_full])
-            if rest:
-                used = np.append(used, np.repeat(blocks[num_full], rest))
-                put_back(room - rest * length, blocks[num_full : num_full + 1])
-            put_back(room, blocks[num_full + (rest > 0) :])
+            per_block = space // length  # records that one of these blocks can hold
+            num_full, in_last = divmod(min(count, per_block * len(blocks)), per_block)
+            used = np.repeat(blocks[:num_full], per_block)
+            put_back(space - per_block * length, blocks[:num_full])
+            if in_last:
+                used = np.append(used, np.repeat(blocks[num_full], in_last))
+                put_back(space - in_last * length, blocks[num_full : num_full + 1])
+            put_back(space, blocks[num_full + (in_last > 0) :])
             block_of[done : done + len(used)] = used
             done += len(used)
             count -= len(used)

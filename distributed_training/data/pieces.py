@@ -1,4 +1,5 @@
-"""Kinds of text, and running text in pieces whose ids in a row are the ids of the whole."""
+"""Forms of text, and running text cut into pieces. The ids of the pieces in a row are the ids of
+the whole text."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,14 +11,15 @@ RUNNING = "running text"
 TEXT = "text"
 PROMPT = "prompt"
 MESSAGES = "messages"
-ANSWERS = (PROMPT, MESSAGES)  # forms in which only the answers are in the loss
+ANSWERS = (PROMPT, MESSAGES)  # forms in which only answers are in the loss
 ASSISTANT = "assistant"
-Message = dict[str, Any]  # role, content, and whatever else a template reads
-Span = tuple[int, int]  # first character, and one after the last
-_MIN = 2**15
-_WHOLE = 2**27  # characters of a text that cannot be cut: its tokens take 40 times the memory
-# Pre-tokenizers of byte-level BPE (see Tokenizer.can_cut) end a part before a space that follows
-# anything else, and before a line feed that follows a letter or digit.
+Message = dict[str, Any]  # role, content, and any other keys that a template reads
+Span = tuple[int, int]  # index of the first character, and of the one after the last
+_MIN_CHARACTERS = 2**15  # shortest piece of a text that is cut
+# Longest text that is tokenized at once. Tokenizing needs 40 times the memory of the text.
+_MAX_UNCUT = 2**27
+# Pre-tokenizers of byte-level BPE (see Tokenizer.can_cut) split before a space that follows any
+# other character, and before a line feed that follows a letter or digit.
 _BREAK = re.compile(r"(?<=[^\s\u180e]) |(?<=[A-Za-z0-9\u4e00-\u9fff])\n")
 
 
@@ -25,38 +27,43 @@ class Piece(NamedTuple):
     """A text to tokenize, or a part of one."""
 
     text: str
-    spans: Sequence[Span] | None = None  # what is in the loss; None: all
-    begins: bool = True  # whether the text begins here
-    ends: bool = True  # whether it ends here
-    templated: bool = False  # whether a template wrote all special tokens, those at the ends too
-    eos: bool = True  # whether end-of-text follows
+    spans: Sequence[Span] | None = None  # characters in the loss; None: all
+    begins: bool = True  # whether the text begins with this piece
+    ends: bool = True  # whether the text ends with this piece
+    templated: bool = False  # whether a template wrote all special tokens, including both ends
+    eos: bool = True  # whether end-of-text follows the text
 
 
 def cut_text(blocks: Iterable[str], *, can_cut: bool = True) -> Iterator[Piece]:
-    """Cut a text into pieces whose ids in a row are the ids of the whole text; none of a blank one.
-    Raises UserError for a text that is too long to be tokenized at once and cannot be cut."""
-    rest = ""
+    """Cut a text, given in `blocks`, into pieces. A blank text has no pieces.
+
+    The ids of the pieces in a row are the ids of the whole text. Raises UserError for a text that
+    is too long to be tokenized at once and cannot be cut."""
+    pending = ""
     start = 0
     begins = True
     for block in blocks:
-        rest = rest[start:] + block
+        pending = pending[start:] + block
         start = 0
-        while can_cut and len(rest) - start > _MIN:
-            found = _BREAK.search(rest, start + _MIN)
-            if found is None:
+        while can_cut and len(pending) - start > _MIN_CHARACTERS:
+            boundary = _BREAK.search(pending, start + _MIN_CHARACTERS)
+            if boundary is None:
                 break
-            yield Piece(rest[start : found.start()], begins=begins, ends=False)
-            start = found.start()
+            yield Piece(pending[start : boundary.start()], begins=begins, ends=False)
+            start = boundary.start()
             begins = False
-        if len(rest) - start > _WHOLE:
-            what = f"a text of more than {_WHOLE / 1e6:.0f} million characters cannot be tokenized"
-            why = "this tokenizer reads a text as a whole" if not can_cut else "it has no spaces"
-            raise UserError(what, why, 'divide it into records: a line {"text": "..."} each')
-    if not begins or rest.strip():
-        yield Piece(rest[start:], begins=begins)
+        if len(pending) - start > _MAX_UNCUT:
+            what = (
+                f"a text of more than {_MAX_UNCUT / 1e6:.0f} million characters cannot be tokenized"
+            )
+            why = "it has no spaces" if can_cut else "this tokenizer needs the whole text at once"
+            fix = 'divide it into records, one per line: {"text": "..."}'
+            raise UserError(what, why, fix)
+    if not begins or pending.strip():
+        yield Piece(pending[start:], begins=begins)
 
 
-def cut_lines(parts: Iterable[str]) -> Iterator[Piece]:
-    """Cut parts that are whole lines into a text per line that is not blank."""
-    for part in parts:
-        yield from (Piece(line) for line in part.splitlines() if line.strip())
+def cut_lines(blocks: Iterable[str]) -> Iterator[Piece]:
+    """Cut blocks of whole lines into one text per line. Blank lines are left out."""
+    for block in blocks:
+        yield from (Piece(line) for line in block.splitlines() if line.strip())

@@ -1,4 +1,5 @@
-"""What a run trains on, in numbers: records used and left out, lengths, shares; and its samples."""
+"""Statistics of a training set: records used and left out, lengths, the share in the loss; and its
+first samples."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,14 @@ FILLED = "prompt fills max_length"
 
 
 def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
-    """Counts of the training split: `records` read, of them `used` and `left_out` by reason;
-    `samples` made of them, `cut` at max_length, `ends_cut` of which an answer's end is cut off;
-    quantiles of the `tokens` of a record, `num_tokens` of all; `loss_share` of the tokens that are
-    seen; `longest_prompt` in tokens; `notes` by what they say."""
+    """Return the statistics of the training split in a folder of the cache, as a dictionary:
+
+    - `records` read, how many of them are `used`, and how many are `left_out`, by reason;
+    - `samples` made of them, how many are `cut` at max_length, and `ends_cut`, how many of these
+      lose the end of an answer;
+    - quantiles of the `tokens` per record, `num_tokens` in all, `longest_prompt` in tokens;
+    - `loss_share`, the share of the tokens in samples that are in the loss;
+    - `notes`, a count by the text of each note."""
     meta = read_meta(folder)
     counts = meta["counts"]["train"]
     split = load_tokens(folder)[1][0]
@@ -34,25 +39,25 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
     if "loss_mask" in split and len(lengths):
         targets = count_targets(split["loss_mask"], starts, seen)
         firsts = split["starts"][:-1][lengths > 1]
-        whole = lengths[lengths > 1] - 1
-        is_cut = whole > config.max_length
-        learnt = count_targets(split["loss_mask"], firsts, np.minimum(whole, config.max_length))
-        ends_cut = int(
-            ((learnt > 0) & (learnt < count_targets(split["loss_mask"], firsts, whole))).sum()
-        )
-        is_filled = learnt == 0
+        full_lengths = lengths[lengths > 1] - 1
+        cut_lengths = np.minimum(full_lengths, config.max_length)
+        is_cut = full_lengths > config.max_length
+        kept_targets = count_targets(split["loss_mask"], firsts, cut_lengths)
+        all_targets = count_targets(split["loss_mask"], firsts, full_lengths)
+        ends_cut = int(((kept_targets > 0) & (kept_targets < all_targets)).sum())
+        is_filled = kept_targets == 0
         if is_filled.any():
-            # A record may have several samples, one for each answer.
-            where = left_out if len(lengths) == counts["used"] else notes
-            where[FILLED] = int(is_filled.sum())
+            # If records have several samples, one per answer, these samples are not records.
+            reasons = left_out if len(lengths) == counts["used"] else notes
+            reasons[FILLED] = int(is_filled.sum())
             is_cut = is_cut & ~is_filled
             longest_prompt = max(
                 int(split["loss_mask"][first + 1 : first + size + 1].argmax()) + 1
-                for first, size in zip(firsts[is_filled], whole[is_filled], strict=True)
+                for first, size in zip(firsts[is_filled], full_lengths[is_filled], strict=True)
             )
     elif meta["form"] != RUNNING or config.pack is False:
-        is_cut = lengths > config.max_length + 1  # the last is a target only
-    # Samples of running text share a token: the last of one is the first of the next.
+        is_cut = lengths > config.max_length + 1  # The last token of a sample is only a target.
+    # Neighboring samples of running text share a token: the last of one is the first of the next.
     is_shared = meta["form"] == RUNNING and config.pack is not False
     in_samples = (seen[targets > 0] + (0 if is_shared else 1)).sum()
     tokens = np.quantile(lengths, list(QUANTILES.values())) if len(lengths) else np.zeros(4)
@@ -73,10 +78,10 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def headline(counts: dict[str, Any]) -> list[str]:
-    """The two lines that say most; of running text one."""
+    """Return the most important statistics, as two lines of text, or one for running text."""
     if counts["form"] == RUNNING:
-        read = f"texts or lines read: {counts['records']:,}; {counts['num_tokens']:,} tokens"
-        return [f"{read}, all of them in the loss"]
+        read = f"texts or lines read: {counts['records']:,}"
+        return [f"{read}, with {counts['num_tokens']:,} tokens, all of them in the loss"]
     left_out = sum(counts["left_out"].values())
     lines = [f"{counts['records']:,} records read, {counts['used']:,} used, {left_out:,} left out"]
     tokens = ", ".join(f"{name} {count:,}" for name, count in counts["tokens"].items())
@@ -88,20 +93,19 @@ def headline(counts: dict[str, Any]) -> list[str]:
 
 
 def describe(counts: dict[str, Any], max_length: int) -> list[str]:
-    """A line for each thing that is left out, cut or read otherwise than one may think."""
+    """Return a line for each kind of record, sample or file that is left out, cut or read in an
+    unexpected way."""
     lines = []
     for reason, count in counts["left_out"].items():
         line = f"{count:,} of {counts['records']:,} records are left out: {reason}"
         if reason == FILLED:
-            line += f"; max_length={counts['longest_prompt'] + 1} or more would keep them all"
+            line += f"; max_length={counts['longest_prompt'] + 1} would keep them all"
         lines.append(line)
     if counts["cut"]:
         line = f"{counts['cut']:,} samples are cut at max_length={max_length}"
         if counts["ends_cut"]:
-            line += (
-                f", {counts['ends_cut']:,} of them within an answer, whose end-of-text token is "
-            )
-            line += "not in the loss"
+            line += f", {counts['ends_cut']:,} of them within an answer, so that its end is not "
+            line += "in the loss"
         lines.append(f"{line}; the longest has {counts['tokens']['maximum']:,} tokens")
     if unread := counts.get("unread"):
         more = ", ..." if len(unread) > 3 else ""
@@ -111,8 +115,8 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
     for note, count in counts["notes"].items():
         line = f"{count:,} {note}"
         if note == FILLED:
-            line = f"{count:,} samples are left out, one for each of several answers: {note}; "
-            line += f"max_length={counts['longest_prompt'] + 1} or more would keep them all"
+            line = f"{count:,} samples of records with several answers are left out: {note}; "
+            line += f"max_length={counts['longest_prompt'] + 1} would keep them all"
         lines.append(line)
     return lines
 
@@ -120,14 +124,15 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
 def read_samples(
     folder: Path, config: RunConfig, count: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(ids, whether each is a target) of the first samples: of records each by itself."""
+    """Yield (ids, a mask of those that are targets) of the first `count` samples, before records
+    are packed."""
     split = load_tokens(folder)[1][0]
     for start, length in zip(*find_parts(split, read_meta(folder)["form"], config), strict=True):
         inside = slice(start, start + length + 1)
         mask = np.ones(length + 1, bool)
         if "loss_mask" in split:
             mask = np.array(split["loss_mask"][inside])
-        mask[0] = False  # nothing comes before it
+        mask[0] = False  # The first token is not predicted from anything.
         if mask.any() and count > 0:
             count -= 1
             yield split["ids"][inside], mask

@@ -1,4 +1,4 @@
-"""Bytes of the text that tokens stand for, with which losses compare across tokenizers."""
+"""Bytes of text that tokens stand for. They make losses comparable across tokenizers."""
 
 import json
 import re
@@ -6,20 +6,22 @@ from typing import Any
 
 import numpy as np
 
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # of sentencepiece, for what its vocabulary has not
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # sentencepiece's token for a single byte
 
 
 def count_bytes(tokenizer: Any, special_ids: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Return how many UTF-8 bytes of text each id stands for, int32 [num_tokens]: 0 of special
-    tokens. In a row they are the bytes of the text as the tokenizer sees it, so with the space
-    that some put before a text, and without what some leave out, such as accents. `tokenizer` is
-    of transformers, or of the library `tokenizers`."""
+    """Return the number of UTF-8 bytes of text that each id stands for, int32 [num_tokens]. Special
+    tokens have 0.
+
+    The sum over a text's ids is the size of the text as the tokenizer normalizes it: with a space
+    that some tokenizers add before a text, and without accents that others remove. `tokenizer` may
+    belong to transformers or to the library `tokenizers`."""
     sizes = np.zeros(num_tokens, np.int32)
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     library = getattr(tokenizer, "backend_tokenizer", tokenizer)
     described = json.loads(library.to_str()) if hasattr(library, "to_str") else {}
     added = {token["id"] for token in described.get("added_tokens", [])}
-    if '"ByteLevel"' in json.dumps(described.get("decoder")):  # a character stands for a byte
+    if '"ByteLevel"' in json.dumps(described.get("decoder")):  # Each character stands for a byte.
         for token, i in vocabulary.items():
             sizes[i] = len(token.encode()) if i in added else len(token)
     else:

@@ -1,5 +1,7 @@
-"""Tokenizers: transformers' own, loaded only when text is tokenized; for GPT-2's two files, which
-we ship, the library below it, which imports in no time."""
+"""Tokenizers, read by transformers and loaded only when text is tokenized.
+
+GPT-2's two files, which this suite ships, are read by the library `tokenizers` alone, because it
+imports much faster than transformers."""
 
 import contextlib
 import filecmp
@@ -27,15 +29,17 @@ from distributed_training.data.text_bytes import count_bytes
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json
 
-MOST_GROWTH = 64  # of a text by a tokenizer's replacements; published ones triple a space
-MOST_BYTES = 100_000_000  # of a tokenizer's file: the largest published ones have 35 MB
-MOST_ADDED = 100_000  # tokens beside the vocabulary's; transformers takes 75 us for each
+# How many times as long a tokenizer may make a text. Published tokenizers triple a space.
+MAX_GROWTH = 64
+MAX_BYTES = 100_000_000  # size of a tokenizer's file; the largest published ones have 35 MB
+# Tokens that a tokenizer may add to its vocabulary. transformers needs 75 us for each.
+MAX_ADDED = 100_000
 END_OF_TEXT = "<|endoftext|>"
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_DIR = ASSETS / "bpe-2048"
-CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"  # ours, as data/chats/align.py writes it
-SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # for transformers; every GPT-2 tokenizer's
-# Pre-tokenizers after which a text may be cut as in data/pieces.py: those of Llama 3 and Qwen 2.
+CHAT_TEMPLATE = ASSETS / "chat" / "chat_template.jinja"  # our template, which `own_spans` follows
+SETTINGS = EMBEDDED_DIR / "tokenizer_config.json"  # what transformers needs for GPT-2's files
+# Patterns of the pre-tokenizers of Llama 3 and Qwen 2, after which data/pieces.py may cut a text
 _PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SAFE_PATTERNS = tuple(
     f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_PATTERN % digits}" for digits in ("{1,3}", "")
@@ -47,7 +51,7 @@ SENTENCEPIECE = "'sentencepiece>=0.2,<0.2.3' 'protobuf>=5'"  # as in pyproject.t
 
 
 class _Warnings(logging.Handler):
-    """Keeps what transformers warns of while it opens a tokenizer, often why it then fails."""
+    """Collect transformers' warnings while it opens a tokenizer. They often explain its error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,27 +63,30 @@ class _Warnings(logging.Handler):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a run needs to know of its tokenizer without loading it; kept beside its tokens."""
+    """Properties of a tokenizer that a run needs. They are stored with the tokens in the cache, so
+    that later runs need not load the tokenizer."""
 
-    kind: str  # the class
-    num_tokens: int  # the greatest id and one
+    kind: str  # name of the class
+    num_tokens: int  # one more than the largest id
     eos_id: int
-    has_template: bool  # whether it brings a chat template
+    has_template: bool  # whether it has a chat template
     special: dict[str, str]  # bos_token and so on
-    beyond: list[str]  # the tokens of the greatest ids, the greatest first
+    beyond: list[str]  # the tokens with the largest ids, largest first
 
     def check_rows(self, rows: int, model: str) -> None:
-        """Raise UserError if a model with so many rows lacks one for a token."""
+        """Raise UserError if `model`, whose embedding has this many `rows`, has no row for a
+        token."""
         if self.num_tokens > rows:
             tokens = ", ".join(map(repr, self.beyond[: min(3, self.num_tokens - rows)]))
-            what = f"the tokenizer has {self.num_tokens} tokens, {model} {rows} rows for them"
-            fix = "remove it from the tokenizer, or give the model rows with transformers: "
-            fix += "model.resize_token_embeddings(len(tokenizer)), then save both"
+            what = f"the tokenizer has {self.num_tokens} tokens, but {model} has only {rows} rows"
+            fix = "remove these tokens, or add rows with transformers' "
+            fix += "model.resize_token_embeddings(len(tokenizer)) and save both"
             raise UserError(what, f"there is no row for {tokens}", fix)
 
 
 class Tokenizer:
-    """The tokenizer in a folder. Raises UserError when it is first needed and cannot be read."""
+    """The tokenizer in a folder. It is loaded when first needed, and UserError is raised then if it
+    cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,38 +94,39 @@ class Tokenizer:
         self._known: Facts | None = None
 
     def recall(self, known: dict[str, Any]) -> None:
-        """Take what was kept beside tokens, so that they need not be loaded for it."""
+        """Use the facts stored with the tokens in the cache, instead of loading the tokenizer."""
         self._known = Facts(**known)
 
     @property
     def loads_fast(self) -> bool:
-        """Whether it opens without transformers."""
+        """True if the tokenizer opens without transformers."""
         return self._is_gpt2
 
     @property
     def facts(self) -> Facts:
+        """Properties of the tokenizer, from the cache or by loading it."""
         if self._known is None:
-            self._known = self._learn()
+            self._known = self._find_facts()
         return self._known
 
     @property
     def eos_id(self) -> int:
-        """The end of a text."""
+        """Id of the end-of-text token."""
         return self.facts.eos_id
 
     @property
     def num_tokens(self) -> int:
-        """One more than the greatest id."""
+        """One more than the largest id."""
         return self.facts.num_tokens
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides ids: equal tokenizers have equal fingerprints."""
+        """SHA-256 of everything that decides ids. Equal tokenizers have equal fingerprints."""
         digest = hashlib.sha256()
         if not self._is_gpt2:
             digest.update(importlib.metadata.version("transformers").encode())
             config = self.folder / "config.json"
-            if config.is_file():  # the class depends on it
+            if config.is_file():  # transformers chooses the tokenizer's class by it.
                 values = load_json(config, "model")
                 digest.update(
                     f"{values.get('model_type')} {values.get('tokenizer_class')}".encode()
@@ -130,11 +138,12 @@ class Tokenizer:
 
     @property
     def _files(self) -> list[str]:
-        """Names of all files of the tokenizer in its folder."""
+        """Names of the tokenizer's files in its folder. Raises UserError if one is a pipe or a
+        device."""
         if self._is_gpt2:
             return list(TOKENIZER_FILES)
-        found = (file for pattern in ("*", "*templates/*") for file in self.folder.glob(pattern))
-        files = {file.relative_to(self.folder).as_posix(): file for file in found}
+        paths = (path for pattern in ("*", "*templates/*") for path in self.folder.glob(pattern))
+        files = {path.relative_to(self.folder).as_posix(): path for path in paths}
         names = sorted(filter(hub.is_tokenizer_file, files))
         for name in names:
             if files[name].exists() and not (files[name].is_file() or files[name].is_dir()):
@@ -149,40 +158,41 @@ class Tokenizer:
 
     @cached_property
     def _loaded(self) -> Any:
-        """transformers' tokenizer; the library's below it for GPT-2's files."""
+        """The tokenizer as transformers opens it or, for GPT-2's files, of the library
+        `tokenizers`."""
         for name in self._files:
-            if (self.folder / name).stat().st_size > MOST_BYTES:
-                raise self._unreadable(f"{name} is longer than {MOST_BYTES // 10**6} MB")
-            if (self.folder / name).read_bytes().count(b'"content"') > MOST_ADDED:
-                raise self._unreadable(f"{name} adds more than {MOST_ADDED:,} tokens")
+            if (self.folder / name).stat().st_size > MAX_BYTES:
+                raise self._unreadable(f"{name} is larger than {MAX_BYTES // 10**6} MB")
+            if (self.folder / name).read_bytes().count(b'"content"') > MAX_ADDED:
+                raise self._unreadable(f"{name} adds more than {MAX_ADDED:,} tokens")
         if self._is_gpt2:
             return self._load_gpt2()
         from transformers import AutoTokenizer
-        from transformers.utils import logging as theirs
+        from transformers.utils import logging as transformers_logging
 
         warnings = _Warnings()
-        theirs.set_verbosity_warning()
-        theirs.disable_default_handler()
-        theirs.add_handler(warnings)
+        transformers_logging.set_verbosity_warning()
+        transformers_logging.disable_default_handler()
+        transformers_logging.add_handler(warnings)
         try:
             return AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=False, local_files_only=True
             )
-        except BaseException as error:  # whatever a class of transformers raises for its files
+        except BaseException as error:  # transformers raises anything for a damaged file.
             _pass_on_interrupts(error)
-            fix = "give the folder that the model's tokenizer was saved in"
-            # Then it takes the file for one of tiktoken, and asks for that package.
+            fix = "use the folder that the model's tokenizer was saved in"
+            # After this warning transformers tries tiktoken, whose error would mislead the user.
             matching = [text for text in warnings.texts if _NO_SENTENCEPIECE.match(text)]
             why = matching[0] if matching else ""
             why = why.partition(" due to ")[2].partition(" Falling back")[0]
             why = why or f"{type(error).__name__}: {error}"
             if re.search("Protobuf|protobuf|SentencePiece library but it was not found", why):
-                fix = f"type: pip install {SENTENCEPIECE}"
+                fix = f"run: pip install {SENTENCEPIECE}"
             raise self._unreadable(why, fix) from None
         finally:
-            theirs.remove_handler(warnings)
-            theirs.enable_default_handler()
-            theirs.set_verbosity_error()
+            transformers_logging.remove_handler(warnings)
+            transformers_logging.enable_default_handler()
+            transformers_logging.set_verbosity_error()
 
     def _load_gpt2(self) -> Any:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -190,45 +200,49 @@ class Tokenizer:
         try:
             model = models.BPE.from_file(*(str(self.folder / name) for name in TOKENIZER_FILES))
         except Exception as error:  # the Rust library raises plain Exception
-            fix = "give a folder with tokenizer.json, or vocab.json and merges.txt, or set "
+            fix = "use a folder with tokenizer.json, or with vocab.json and merges.txt, or set "
             fix += "tokenizer to auto"
             raise self._unreadable(str(error), fix) from None
         bpe = Tokenizer(model)
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = decoders.ByteLevel()
         if bpe.token_to_id(END_OF_TEXT) is None:
-            raise UserError(f"tokenizer {self.folder} has no {END_OF_TEXT} token")
+            fix = "add it to vocab.json, or set tokenizer to auto"
+            raise UserError(f"tokenizer {self.folder} has no {END_OF_TEXT} token", fix=fix)
         bpe.add_special_tokens([END_OF_TEXT])
         return bpe
 
     @cached_property
     def _library(self) -> Any:
-        """The tokenizer of the library `tokenizers` that gives the ids; None: Python code does."""
+        """The tokenizer of the library `tokenizers` that computes ids, or None if Python code
+        does."""
         if self._is_gpt2:
             return self._loaded
         from transformers import PreTrainedTokenizerFast as Fast
 
         cls = type(self._loaded)
-        own = any(
+        overrides_encoding = any(
             getattr(cls, name, None) is not getattr(Fast, name, None)
             for name in ("__call__", "_encode_plus", "_batch_encode_plus")
         )
-        if not self._loaded.is_fast or own:
+        if not self._loaded.is_fast or overrides_encoding:
             return None
         library = self._loaded.backend_tokenizer
-        # As transformers calls it: what was saved of an earlier call does not apply.
+        # transformers resets these settings at each call, whatever the file says.
         library.no_padding()
         library.no_truncation()
         library.encode_special_tokens = self._loaded.split_special_tokens
         for part in (library.normalizer, library.decoder):
-            longer = 1 if part is None else _growth(json.loads(part.__getstate__()))
-            if longer > MOST_GROWTH:
-                times = f"{min(longer, 1e18):.3g} times as long"
+            growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
+            if growth > MAX_GROWTH:
+                times = f"{min(growth, 1e18):.3g} times as long"
                 what = f"tokenizer {self.folder} makes a text up to {times}"
-                raise UserError(what, f"at most {MOST_GROWTH} times is accepted")
+                raise UserError(what, f"at most {MAX_GROWTH} times is accepted")
         return library
 
-    def _learn(self) -> Facts:
+    def _find_facts(self) -> Facts:
+        """Load the tokenizer and return its facts. Raises UserError if it has no vocabulary or no
+        end-of-text token."""
         loaded = self._loaded
         vocabulary: dict[str, int] = loaded.get_vocab()
         names = {}
@@ -241,12 +255,12 @@ class Tokenizer:
             names = {name: str(token) for name, token in loaded.special_tokens_map.items()}
             if len(vocabulary) <= len(set(names.values())):
                 what = f"tokenizer {self.folder} has no vocabulary"
-                why = f"{type(loaded).__name__}, which transformers takes for it, found no files"
-                fix = "give the folder that the model's tokenizer was saved in"
+                why = f"transformers chose {type(loaded).__name__}, which found no files"
+                fix = "use the folder that the model's tokenizer was saved in"
                 raise UserError(what, why, fix)
             if not isinstance(eos_id, int):
                 what = f"tokenizer {self.folder} has no end-of-text token"
-                fix = 'name one as "eos_token" in its tokenizer_config.json'
+                fix = 'set "eos_token" in its tokenizer_config.json'
                 raise UserError(what, f"its eos_token is {eos!r}", fix)
         return Facts(
             kind="GPT2Tokenizer" if self._is_gpt2 else type(loaded).__name__,
@@ -270,7 +284,7 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> list[str]:
-        """All special tokens as they stand in a text."""
+        """All special tokens, as they are written in a text."""
         if self._is_gpt2:
             return [END_OF_TEXT]
         return [
@@ -279,18 +293,21 @@ class Tokenizer:
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
-        """Match any of them."""
+        """Pattern that matches any special token."""
         return re.compile("|".join(map(re.escape, self.special_tokens)))
 
     def count_bytes(self) -> np.ndarray:
-        """Bytes of text that each id stands for, as in data/text_bytes.py."""
+        """Return the bytes of text that each id stands for, int32 [num_tokens]
+        (data/text_bytes.py)."""
         return count_bytes(self._loaded, self.special_ids, self.num_tokens)
 
     @cached_property
     def can_cut(self) -> bool:
-        """Whether a text may be cut as in data/pieces.py: its parts' ids are those of the whole.
-        So for byte-level BPE whose words end before a space, and end before a line feed after a
-        letter; without tokens that hold spaces, or take some."""
+        """True if data/pieces.py may cut a text, because the ids of the pieces in a row are the
+        ids of the whole.
+
+        This holds for byte-level BPE in which words end before a space, and before a line feed that
+        follows a letter, if no added token contains or strips spaces."""
         if self._is_gpt2:
             return True
         if self._library is None:
@@ -299,17 +316,19 @@ class Tokenizer:
         normalizer = described["normalizer"]
         splits = described["pre_tokenizer"] or {}
         splits = splits.get("pretokenizers", [splits])
-        *before, last = splits
-        patterns = [split.get("pattern", {}).get("Regex") for split in before]
+        *first_splits, last = splits
+        patterns = [split.get("pattern", {}).get("Regex") for split in first_splits]
         return (
             described["model"]["type"] == "BPE"
             and normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
             and last.get("type") == "ByteLevel"
             and not last["add_prefix_space"]
-            and last["use_regex"] == (not before)
-            and len(before) <= 1
+            and last["use_regex"] == (not first_splits)
+            and len(first_splits) <= 1
             and all(pattern in _SAFE_PATTERNS for pattern in patterns)
-            and all(split["behavior"] == "Isolated" and not split["invert"] for split in before)
+            and all(
+                split["behavior"] == "Isolated" and not split["invert"] for split in first_splits
+            )
             and not any(
                 token["lstrip"] or token["rstrip"] or token["single_word"]
                 or not {" ", "\n"}.isdisjoint(token["content"])
@@ -319,69 +338,74 @@ class Tokenizer:
 
     @cached_property
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids that a text begins and ends with, such as bos."""
-        bare, whole = (
-            np.array(self._encode(["a"], special=special)[0]) for special in (False, True)
-        )
-        if whole.max(initial=0) >= self.num_tokens:
-            raise self._unreadable(f"it puts id {whole.max()} around texts, which no token has")
-        for first in range(len(whole) - len(bare) + 1):
-            if (added := len(whole) - len(bare)) > MOST_GROWTH:
-                what = f"tokenizer {self.folder} puts {added:,} tokens around a text"
-                raise UserError(what, f"at most {MOST_GROWTH} are accepted")
-            if np.array_equal(whole[first : first + len(bare)], bare):
-                return whole[:first], whole[first + len(bare) :]
-        return whole[:0], whole[:0]
+        """(ids that every text begins with, such as bos; ids that every text ends with). Raises
+        UserError if there are too many, or if one is not in the vocabulary."""
+        bare = np.array(self._encode(["a"], special=False)[0])
+        full = np.array(self._encode(["a"], special=True)[0])
+        if full.max(initial=0) >= self.num_tokens:
+            raise self._unreadable(f"it puts id {full.max()} around texts, which no token has")
+        num_added = len(full) - len(bare)
+        if num_added > MAX_GROWTH:
+            what = f"tokenizer {self.folder} puts {num_added:,} tokens around a text"
+            raise UserError(what, f"at most {MAX_GROWTH} are accepted")
+        for first in range(num_added + 1):
+            if np.array_equal(full[first : first + len(bare)], bare):
+                return full[:first], full[first + len(bare) :]
+        return full[:0], full[:0]
 
     def _encode(self, texts: Sequence[str], *, special: bool) -> list[Any]:
         if self._library is not None:
-            # "Fast" leaves out where in the text each token is, which takes as long as the rest.
+            # The "fast" variant omits character offsets, which would double the time.
             try:
                 coded = self._library.encode_batch_fast(list(texts), add_special_tokens=special)
-            except BaseException as error:  # such as a vocabulary without its unk_token
+            except BaseException as error:  # for example a vocabulary without its unk_token
                 _pass_on_interrupts(error)
                 raise self._unreadable(str(error)) from None
             return [encoding.ids for encoding in coded]
         return list(self._loaded(list(texts), add_special_tokens=special)["input_ids"])
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
-        """One int32 array of ids per text; `special`: with what every text begins and ends with."""
+        """Return an int32 array of ids for each text. With `special`, add the tokens that every
+        text begins and ends with."""
         return [np.array(ids, np.int32) for ids in self._encode(texts, special=special)]
 
     def encode(self, batch: Sequence[Piece]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """(ids, whether each is in the loss or None for all) of each piece: in a row those of
-        `tokenizer(text)` for a text."""
-        found: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+        """Return (ids, loss mask) of each piece. A mask of None means that all ids are in the loss.
+        The ids of a text's pieces in a row are those of `tokenizer(text)`."""
+        encoded: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         for special in (False, True):
-            plain = list[int]()
+            plain = list[int]()  # indices of pieces that are in the loss as a whole
             spanned = list[int]()
-            for place, piece in enumerate(batch):
+            for index, piece in enumerate(batch):
                 if (not piece.templated and piece.begins and piece.ends) == special:
-                    (plain if piece.spans is None else spanned).append(place)
-            texts = [batch[place].text for place in plain]
-            coded = self.encode_batch(texts, special=special) if texts else []
-            for place, ids in zip(plain, coded, strict=True):
-                found[place] = ids, None
-            for place in spanned:
-                found[place] = self._encode_spans(batch[place], special=special)
+                    (plain if piece.spans is None else spanned).append(index)
+            texts = [batch[index].text for index in plain]
+            ids_of_texts = self.encode_batch(texts, special=special) if texts else []
+            for index, ids in zip(plain, ids_of_texts, strict=True):
+                encoded[index] = ids, None
+            for index in spanned:
+                encoded[index] = self._encode_spans(batch[index], special=special)
         rows = []
         before, after = self.ends
-        for place, piece in enumerate(batch):
-            ids, mask = found[place]
+        for index, piece in enumerate(batch):
+            ids, mask = encoded[index]
             if not piece.templated and piece.begins != piece.ends:
                 ids = np.concatenate([before, ids] if piece.begins else [ids, after])
             rows.append((ids.astype(np.int32, copy=False), mask))
         return rows
 
     def _encode_spans(self, piece: Piece, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
-        """A token is in the loss if one of its characters is, as in transformers; but not a mark
-        beside an answer that only takes its white space."""
+        """Return (ids, loss mask) of a piece of which only some spans are in the loss.
+
+        As in transformers, a token is in the loss if one of its characters is. The exception is a
+        token beside an answer that contains no more of it than white space."""
         assert piece.spans is not None
         if self._library is not None:
             encoding = self._library.encode(piece.text, add_special_tokens=special)
             ids = np.array(encoding.ids, np.int32)
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            # Some tokenizers leave spaces out of their tokens' places; those follow the one before.
+            # Some tokenizers exclude spaces from their tokens' offsets. Let each token begin where
+            # the previous one ends.
             lasts = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
             firsts = np.minimum(offsets[:, 0], np.concatenate([[0], lasts[:-1]]))
         else:
@@ -408,21 +432,25 @@ class Tokenizer:
         return ids, mask
 
     def _count_before(self, text: str, edge: int, *, ids: np.ndarray, special: bool) -> int:
-        """Tokens before a character, for a tokenizer that does not say where its tokens are: those
-        of the text before it, if the ids of the whole begin with them."""
+        """Return the number of tokens before the character at `edge`, for a tokenizer that gives no
+        offsets.
+
+        They are the tokens of the text before it, if the ids of the whole text begin with these.
+        Raises UserError if they do not."""
         if edge == len(text):
             return len(ids)
         first = len(self.ends[0]) if special else 0
-        for start in (text[:edge], text[:edge].rstrip()):  # a mark may take the space before it
+        # Try also without the spaces before the edge, because the next token may include them.
+        for start in (text[:edge], text[:edge].rstrip()):
             before = np.array(self._encode([start], special=False)[0], np.int32)
             if np.array_equal(ids[first : first + len(before)], before):
                 return first + len(before)
-        what = f"an answer's tokens cannot be found with the tokenizer {self.folder}"
-        why = f"{self.facts.kind} does not say where its tokens are, and the ids of the text "
-        raise UserError(what, f"{why}before the answer do not begin those of all of it")
+        what = f"the tokens of an answer cannot be found with tokenizer {self.folder}"
+        why = f"{self.facts.kind} gives no offsets, and the ids of the whole text do not begin "
+        raise UserError(what, f"{why}with those of the text before the answer")
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text for ids; `special`: with special tokens."""
+        """Return the text of ids, with special tokens if `special`."""
         if self._is_gpt2:
             kept = [i for i in ids if special or i != self.eos_id]
             return str(self._loaded.decode(kept, skip_special_tokens=False))
@@ -433,7 +461,8 @@ class Tokenizer:
 
     @cached_property
     def _templates(self) -> tuple[str, str] | None:
-        """The tokenizer's own, without tools and with them."""
+        """The tokenizer's own chat templates (without tools, with tools), or None if it has none.
+        Raises UserError if it has several and none is the default."""
         if self._is_gpt2 or not self._loaded.chat_template or is_chat(self.folder):
             return None
         choose = self._loaded.get_chat_template
@@ -443,19 +472,21 @@ class Tokenizer:
             what = f"tokenizer {self.folder} has no default chat template"
             raise UserError(what, str(error)) from None
         if not isinstance(plain, str) or not isinstance(with_tools, str):
-            raise UserError(f"the chat template of tokenizer {self.folder} is no text", repr(plain))
+            what = f"the chat template of tokenizer {self.folder} is not a text"
+            raise UserError(what, repr(plain))
         return plain, with_tools
 
     @cached_property
     def renderer(self) -> Renderer | None:
-        """What renders the tokenizer's own template; None if it brings none."""
+        """Renderer of the tokenizer's own chat template, or None if it has none."""
         if self._templates is None:
             return None
         names = dict(self._loaded.special_tokens_map)
         return Renderer(self._templates, names, self.special_tokens)
 
     def align(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
-        """The samples of each (place, conversation), by the model's template or ours."""
+        """Return the samples of each (place in the data set, conversation), rendered by the model's
+        own template or by ours. Raises UserError if a template refuses a conversation."""
         if self.renderer is not None:
             return self.renderer.align(batch)
         eos = self.facts.special["eos_token"]
@@ -463,20 +494,21 @@ class Tokenizer:
 
     @property
     def is_templated(self) -> bool:
-        """Whether a template of its own writes all special tokens of a conversation."""
+        """True if the tokenizer's own template writes all special tokens of a conversation."""
         return self.facts.has_template
 
     def talks(self, form: str | None) -> bool:
-        """Whether texts of this form are conversations."""
+        """Return whether texts of this form are treated as conversations."""
         return form == pieces.MESSAGES or (form == pieces.PROMPT and self.facts.has_template)
 
     @cached_property
     def end_of_answer(self) -> int:
-        """The token that ends an answer: the first special one after it, or that of a text."""
+        """Id of the token that ends an answer: the first special token after it, or end-of-text."""
         if self.renderer is None:
             return self.eos_id
-        said = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "answered"}]
-        for messages in (said, [{"role": "system", "content": "."}, *said]):  # some need a system's
+        pair = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "answered"}]
+        system = {"role": "system", "content": "."}
+        for messages in (pair, [system, *pair]):  # Some templates require a system message.
             with contextlib.suppress(UserError):
                 text = self.renderer.align([("", Conversation(messages))])[0][-1].text
                 ids = self.encode_batch([text.rpartition("answered")[2]])[0]
@@ -484,14 +516,14 @@ class Tokenizer:
         return self.eos_id
 
     def ends_of(self, *, chat: bool) -> list[int]:
-        """Return the tokens after which the model stops: that of a text first, and in a `chat` that
-        of an answer."""
+        """Return the ids after which generation stops: end-of-text and, in a `chat`, the end of an
+        answer."""
         return list(dict.fromkeys([self.eos_id, self.end_of_answer] if chat else [self.eos_id]))
 
     @property
     def generation_tokens(self) -> dict[str, int]:
-        """Return bos and pad as generation_config.json names them. Without a pad token, end-of-text
-        pads."""
+        """Return the ids of the tokens bos and pad by their names in generation_config.json. If the
+        tokenizer has no pad token, end-of-text is used for padding."""
         if self._is_gpt2:
             return {"bos_token_id": self.eos_id, "pad_token_id": self.eos_id}
         tokens = {"pad_token_id": self.eos_id}
@@ -502,21 +534,23 @@ class Tokenizer:
         return tokens
 
     def begin(self, text: str) -> list[int]:
-        """Ids of a text that goes on."""
+        """Return the ids of a text to be continued."""
         before = self.ends[0].tolist()
         return [*before, *self.encode_batch([text])[0].tolist()]
 
-    def ask(self, said: list[Message]) -> list[int]:
-        """Ids of a conversation up to where the answer to its last message begins."""
+    def ask(self, messages: list[Message]) -> list[int]:
+        """Return the ids of a conversation up to where the answer to its last message begins.
+        Raises UserError if the template refuses the conversation."""
         if self.renderer is not None:
-            return self.encode_batch([self.renderer.ask(said)])[0].tolist()
+            return self.encode_batch([self.renderer.ask(messages)])[0].tolist()
         answer = {"role": ASSISTANT, "content": ""}
-        (sample,) = own_spans(Conversation([*said, answer]), self.facts.special["eos_token"], "")
+        conversation = Conversation([*messages, answer])
+        (sample,) = own_spans(conversation, self.facts.special["eos_token"], "")
         return self.begin(sample.text[: sample.spans[-1][0]])
 
     def save(self, folder: Path, *, chat: bool = False) -> None:
-        """Write the tokenizer so that `AutoTokenizer.from_pretrained(folder)` opens it; with `chat`
-        it has a template, the model's own or ours."""
+        """Write the tokenizer to a folder that `AutoTokenizer.from_pretrained` opens. With `chat`,
+        include a chat template: the tokenizer's own or ours."""
         folder.mkdir(parents=True, exist_ok=True)
         if self._is_gpt2:
             shutil.copyfile(SETTINGS, folder / SETTINGS.name)
@@ -529,36 +563,37 @@ class Tokenizer:
 
 
 def _pass_on_interrupts(error: BaseException) -> None:
-    """Raise `error` if it is Ctrl-C or the like. A panic of the Rust library is no Exception."""
+    """Raise `error` if it is Ctrl-C, an exit or a UserError. A panic in the Rust library is a
+    BaseException too, but is not raised here."""
     if isinstance(error, KeyboardInterrupt | SystemExit | UserError):
         raise error
 
 
 def _growth(part: dict[str, Any]) -> int:
-    """Return how often as long a normalizer or decoder can make a text."""
+    """Return by which factor a normalizer or decoder can lengthen a text."""
     members = part.get("normalizers") or part.get("decoders")
     if members:
         return math.prod(map(_growth, members))
-    lengthens = part.get("content") or part.get("prepend") or ""
-    return max(1, len(lengthens))
+    replacement = part.get("content") or part.get("prepend") or ""
+    return max(1, len(replacement))
 
 
 def is_chat(folder: Path) -> bool:
-    """Whether a model in this folder was trained on chats in our template."""
+    """Return whether a model in this folder was trained on conversations in our template."""
     file = folder / CHAT_TEMPLATE.name
     return file.is_file() and file.read_bytes().endswith(CHAT_TEMPLATE.read_bytes())
 
 
 def _is_gpt2(folder: Path) -> bool:
-    """Whether the folder holds GPT-2's two files and nothing else that decides ids: ours, what we
-    export, and GPT-2's own from the Hub."""
+    """Return whether the folder holds GPT-2's two files and nothing else that decides ids. This
+    holds for our own tokenizer, our exports, and GPT-2's folders from the Hub."""
     if not all((folder / name).is_file() for name in TOKENIZER_FILES):
         return False
     if f"models--{TOKENIZER_ID.replace('/', '--')}" in folder.parts:
         return True
     settings = folder / SETTINGS.name
-    others = ("tokenizer.json", "added_tokens.json", "special_tokens_map.json")
-    if any((folder / name).exists() for name in others):
+    other_files = ("tokenizer.json", "added_tokens.json", "special_tokens_map.json")
+    if any((folder / name).exists() for name in other_files):
         return False
     if (folder / CHAT_TEMPLATE.name).exists() and not is_chat(folder):
         return False

@@ -1,8 +1,10 @@
-"""Which models there are: one folder a family, found by name or by path. No torch import.
-A family is a package that exports `sizes`, `build`, and `to_hf`, `to_config` and STORES_TRANSPOSED,
-which say how Hugging Face has its weights (see gpt2/); it imports torch only inside of functions.
-It may stand anywhere: `model` in CONFIG is the name of a size, the path of a Hugging Face folder,
-its name on the Hub, or the path of a family, with `:size` for other than its first."""
+"""Models by name or by path, in one folder per family. No torch import.
+
+A family is a package that exports `sizes`, `build`, `to_hf`, `to_config` and STORES_TRANSPOSED. The
+last three describe Hugging Face's format of its weights (see gpt2/). A family imports torch only
+inside functions, and it may be in any folder. `model` in CONFIG is the name of a size, the path of
+a Hugging Face folder, its name on the Hub, or the path of a family. `:size` after the path of a
+family selects another size than its first."""
 
 from __future__ import annotations
 
@@ -44,136 +46,145 @@ if TYPE_CHECKING:
 
     from distributed_training.models.decoder import Box, Decoder, Source
 
-OUTPUT_LAYER = "lm_head.weight"  # as transformers calls it in every family
-_MOST = {
+OUTPUT_LAYER = "lm_head.weight"  # transformers' name in every family
+# Largest accepted values of a model's size
+_MAX_VALUES = {
     "num_heads": 2**14, "hidden_size": 2**20, "vocab_size": 2**24,
     "num_positions": 2**28, "block_parameters": 2**44,
 }  # fmt: skip
-HUB = "hub"  # the family for any kind of model
+HUB = "hub"  # the family that computes any decoder with transformers' code
 HUB_PREFIX = f"{HUB}:"
 ALL = slice(None)
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 
 
-Line = tuple[float, float]  # (a, b) of a + b T, for samples of T tokens
+Line = tuple[float, float]  # (a, b) of the function a + b T, for samples of T tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
-    """Bytes per token of a block in bf16, as traced: what it keeps for its backward pass, and what
-    element-wise kernels read and write."""
+    """Traced bytes per token of a block in bf16: kept for the backward pass, or read and written by
+    element-wise kernels."""
 
-    attention_width: int  # numbers of all heads of a token
-    fused: bool  # whether attention is one kernel, which skips what causality hides
+    attention_width: int  # numbers per token in all heads
+    fused: bool  # whether attention is one kernel, which skips masked tokens
     kept_eager: Line
     kept_compiled: Line
-    kept_selective: Line  # if what matrices and attention return is kept
+    kept_selective: Line  # if only results of matrices and attention are kept
     forward_eager: Line
     forward_compiled: Line
     backward_eager: Line
     backward_compiled: Line
 
-    def bytes_per_token(self, what: str, way: str, length: int) -> float:
-        """Return the bytes of `what`, "kept", "forward" or "backward", in samples of `length`."""
-        base, slope = getattr(self, f"{what}_{way}")
+    def bytes_per_token(self, quantity: str, mode: str, length: int) -> float:
+        """Return the bytes per token in samples of `length` tokens. `quantity` is "kept", "forward"
+        or "backward"; `mode` is "eager", "compiled" or, for "kept", "selective"."""
+        base, slope = getattr(self, f"{quantity}_{mode}")
         return base + slope * length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """Shape of one decoder-only language model; its family fills in what its blocks hold. Counts
-    are exact, and of the whole model, without vocabulary padding unless it says so."""
+    """Shape and parameter counts of a decoder-only language model, filled in by its family.
+
+    Counts are exact and describe the whole model. They exclude padding of the vocabulary unless
+    stated otherwise."""
 
     vocab_size: int
-    num_positions: int  # tokens of the longest sequence
+    num_positions: int  # length of the longest sequence
     num_layers: int
     num_heads: int
     hidden_size: int
-    # Shapes of those of one block: tp splits them by rows and by columns in turn.
+    # Shapes of the matrices in one block. tp splits them by rows and by columns alternately.
     block_matrices: tuple[tuple[int, int], ...]
     block_parameters: int
-    block_parameters_split: int  # those that tp divides; the others every process holds whole
-    block_norm_parameters: int  # those that each process of tp uses on its own tokens
+    block_parameters_split: int  # parameters that tp splits; each process holds the others whole
+    block_norm_parameters: int  # parameters that a process of tp uses on its own tokens
     final_norm_parameters: int
-    position_parameters: int = 0  # of the position embedding
-    tied: bool = True  # whether the output layer has the token embedding's weights
-    num_kv_heads: int | None = None  # groups of heads that share keys and values; None: none do
-    mlp_units: int | None = None  # what tp deals out of the hidden units; None: each by itself
-    block_tensors: int = 12  # parameters of a block, each a tensor
-    # The modules with `block_matrices`, in that order, as `lora_targets` names them.
+    position_parameters: int = 0  # parameters of the position embedding
+    tied: bool = True  # whether the output layer shares the token embedding's weights
+    num_kv_heads: int | None = None  # groups of heads that share keys and values; None: no groups
+    mlp_units: int | None = None  # groups of hidden units that tp keeps together; None: no groups
+    block_tensors: int = 12  # number of parameter tensors of a block
+    # Names of the modules with `block_matrices`, in that order, for `lora_targets`
     matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
-    splits: bool = True  # whether tp and pp can divide it
-    traced: Traced | None = None  # in place of formulas
-    packs: bool = True  # whether its attention keeps packed records apart
-    kept_values: int = 0  # kept of a token for a block's backward pass, besides what matrices see
-    config: Any = None  # what else the family's modules need
+    splits: bool = True  # whether tp and pp can split the model
+    traced: Traced | None = None  # traced costs, which replace the formulas
+    packs: bool = True  # whether attention can keep packed records apart
+    kept_values: int = 0  # activations per token kept in a block, besides inputs of matrices
+    config: Any = None  # further settings that the family's modules need
 
     @property
     def attention_width(self) -> int:
-        """Numbers of all heads of a token."""
+        """Numbers per token in all heads."""
         if self.traced is not None:
             return self.traced.attention_width
         return self.block_matrices[1][1]
 
     @property
     def values_in(self) -> int:
-        """Of a token, outputs of a block's matrices that tp splits by rows."""
+        """Outputs per token of a block's matrices that tp splits by rows."""
         return sum(rows for rows, _ in self.block_matrices[::2])
 
     @property
     def values_out(self) -> int:
-        """Of a token, inputs of those that it splits by columns."""
+        """Inputs per token of a block's matrices that tp splits by columns."""
         return sum(columns for _, columns in self.block_matrices[1::2])
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding as stored."""
-        # Matrix units like multiples of 64; 128 leaves room for splits of the vocabulary.
+        """Number of rows of the embedding, including padding."""
+        # GPUs multiply multiples of 64 fastest. A multiple of 128 stays one if tp=2 splits it.
         return -(-self.vocab_size // 128) * 128
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the token embedding, and of an output layer that is not tied to it."""
+        """Parameters of the token embedding. An output layer that is not tied to it has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Exact parameter count, a tied embedding counted once."""
-        ends = self.embedding_parameters * (1 if self.tied else 2)
-        ends += self.position_parameters + self.final_norm_parameters
-        return ends + self.num_layers * self.block_parameters
+        """Exact parameter count. A tied embedding counts once."""
+        outside = self.embedding_parameters * (1 if self.tied else 2)
+        outside += self.position_parameters + self.final_norm_parameters
+        return outside + self.num_layers * self.block_parameters
 
     def adapted(self, targets: str | None) -> tuple[str, ...]:
-        """The matrices that CONFIG's `lora_targets` names; raise UserError for what is none."""
+        """Return the names of the matrices that CONFIG's `lora_targets` selects. Raises UserError
+        for a name that is not a matrix."""
         if targets is None:
             return self.matrix_names
         names = tuple(name.strip() for name in targets.split(","))
         if unknown := set(names).difference(self.matrix_names):
             what = f"lora_targets={targets!r}: blocks have no matrix {', '.join(sorted(unknown))}"
-            raise UserError(what, f"they have {', '.join(self.matrix_names)}")
+            raise UserError(what, fix=f"choose from {', '.join(self.matrix_names)}")
         return names
 
     def count_adapters(self, rank: int, targets: str | None, tp: int = 1) -> tuple[int, int]:
-        """(parameters of a block's adapters on each process along tp, those that all have)."""
+        """Return (parameters of a block's adapters on each process of tp, how many of them are
+        equal on all processes)."""
         names = self.adapted(targets)
-        held = whole = 0
+        held = shared = 0
         for index, (rows, columns) in enumerate(self.block_matrices):
             if self.matrix_names[index] in names:
                 split, common = (rows, columns) if index % 2 == 0 else (columns, rows)
-                whole += rank * common
+                shared += rank * common
                 held += rank * (common + split // tp)
-        return held, whole
+        return held, shared
 
     def num_learning(self, rank: int, targets: str | None) -> int:
-        """Parameters that are trained: adapters of a rank, or with 0 all."""
+        """Return the number of trained parameters: those of adapters of this rank or, if it is 0,
+        all."""
         if rank == 0:
             return self.num_parameters
         return self.num_layers * self.count_adapters(rank, targets)[0]
 
     def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
-        """FLOPs of both passes for one token of a `seq_len` sequence: 6N (4N: weights are `frozen`)
-        + 12 L D T, D of all heads, attention over the full T x T square (PaLM, appendix B)."""
-        # Looking tokens up multiplies nothing; a tied embedding's rows do so at the output.
+        """Return the FLOPs of both passes for one token of a sequence of `seq_len` tokens.
+
+        The formula is 6 N + 12 L D T, or 4 N + 12 L D T if the weights are `frozen`. D is the width
+        of all heads, and attention counts the full T x T square (PaLM, appendix B)."""
+        # Looking up tokens needs no multiplications, but a tied embedding is also the output layer.
         used = self.num_parameters - (0 if self.tied else self.embedding_parameters)
         return (4 if frozen else 6) * used + 12 * self.num_layers * self.attention_width * seq_len
 
@@ -182,31 +193,34 @@ class ModelSize:
 class ModelSpec:
     """One model that can be trained."""
 
-    label: str  # a short name, for folders and titles
-    family: str  # a folder of this package, or the path of one outside
+    label: str  # short name, for folders and titles
+    family: str  # name of a folder in this package, or the path of another folder
     size: ModelSize
-    hub_id: str | None = None  # of published weights on the Hugging Face Hub
-    weights_dir: Path | None = None  # the Hugging Face folder, where CONFIG gives one
+    hub_id: str | None = None  # name of published weights on the Hugging Face Hub
+    weights_dir: Path | None = None  # Hugging Face folder that CONFIG names, if any
 
     def __post_init__(self) -> None:
-        # A plan is sent as JSON, which does not know the class of a family's configuration.
-        if isinstance(self.size.config, dict) and (kind := getattr(self.code, "Config", None)):
-            config = TypeAdapter(kind).validate_python(self.size.config)
+        # A plan is sent as JSON, which loses the class of the family's configuration.
+        config_class = getattr(self.code, "Config", None)
+        if isinstance(self.size.config, dict) and config_class is not None:
+            config = TypeAdapter(config_class).validate_python(self.size.config)
             object.__setattr__(self, "size", replace(self.size, config=config))
 
     @property
     def path(self) -> str:
-        """The value of CONFIG's `model` for the model in `weights_dir`."""
+        """The value of CONFIG's `model` that selects the model in `weights_dir`."""
         return f"{HUB_PREFIX if self.family == HUB else ''}{self.weights_dir}"
 
     @property
     def code(self) -> Any:
-        """What the family exports."""
+        """The family's package, imported when first used."""
         return _load(self.family)
 
     def build(self, *, dropout: float, seed: int, source: Source | None = None) -> Decoder:
-        """Build the model in fp32 on torch's default device with the weights of `source`; without
-        one they are random and depend on `seed` alone. On the device "meta" it has no weights."""
+        """Build the model in fp32 on torch's default device, with the weights of `source`.
+
+        Without a source, weights are random and depend only on `seed`. On the device "meta" the
+        model has no weights."""
         import torch
 
         from distributed_training.models.decoder import fill_parameters
@@ -220,14 +234,15 @@ class ModelSpec:
         return model
 
     def load(self, model: Decoder, folder: Path) -> None:
-        """Copy Hugging Face's weights in `folder` into `model`; UserError if they do not fit."""
+        """Copy Hugging Face's weights in `folder` into `model`. Raises UserError if they do not
+        fit."""
         read = self.weights_source(folder)
         for name, parameter in model.named_parameters():
             parameter.data.copy_(read(name, ()))
 
     def weights_source(self, folder: Path) -> Source:
-        """Return a source of Hugging Face's weights in `folder`, each in the dtype of its file; the
-        vocabulary's padding is 0. Raises UserError if the files do not fit this model."""
+        """Return a source of Hugging Face's weights in `folder`, each in the dtype of its file.
+        Padding of the vocabulary is 0. Raises UserError if the files do not fit this model."""
         import torch
 
         with torch.device("meta"):
@@ -239,26 +254,28 @@ class ModelSpec:
             bounds: Any = zip_longest(box, shape, fillvalue=ALL)
             ranges = [part.indices(size) for part, size in bounds]
             first, stop, _ = ranges[0]
-            columns = [slice(*each) for each in ranges[1:]]
-            # The index of our row for each row of theirs
+            columns = [slice(*bounds_of_dim) for bounds_of_dim in ranges[1:]]
+            # Index of our row for each of Hugging Face's rows
             indices = self.code.to_hf(ours, torch.arange(shape[0], device="cpu"), self.size)
-            parts = []
+            pieces_read = []  # (our rows, their values)
             for rows, (tensor, transposed) in zip(indices.values(), pieces[ours], strict=True):
                 rows = rows.flatten()
                 (inside,) = torch.where((rows >= first) & (rows < stop))
                 for run in _consecutive(inside):
-                    theirs = slice(int(run[0]), int(run[-1]) + 1)
-                    place = [*columns, theirs] if transposed else [theirs, *columns]
-                    part = tensor.read(*place)
-                    parts.append((rows[run] - first, part.t() if transposed else part))
-            if len(parts) == 1 and torch.equal(parts[0][0], torch.arange(stop - first)):
-                return parts[0][1]  # as it is in the file, of which nothing has been copied
+                    their_rows = slice(int(run[0]), int(run[-1]) + 1)
+                    box_in_file = [*columns, their_rows] if transposed else [their_rows, *columns]
+                    piece = tensor.read(*box_in_file)
+                    pieces_read.append((rows[run] - first, piece.t() if transposed else piece))
+            if len(pieces_read) == 1:
+                rows, piece = pieces_read[0]
+                if torch.equal(rows, torch.arange(stop - first)):
+                    return piece  # still mapped from the file, without a copy
             dtypes = {TORCH_DTYPES[tensor.dtype] for tensor, _ in pieces[ours]}
             dtype = getattr(torch, dtypes.pop() if len(dtypes) == 1 else "float32")
             sizes = [stop - start for start, stop, _ in ranges]
             values = torch.zeros(sizes, dtype=dtype, device="cpu")
-            for rows, part in parts:
-                values.index_copy_(0, rows, part.to(dtype))
+            for rows, piece in pieces_read:
+                values.index_copy_(0, rows, piece.to(dtype))
             return values
 
         return read
@@ -266,9 +283,8 @@ class ModelSpec:
     def _match(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, list[tuple[Stored, bool]]]:
-        """Find the tensors in `folder` that make up each parameter, and whether they are
-        transposed. Raises UserError for tensors that are missing, unexpected, or of another
-        shape."""
+        """Find the (tensor, is transposed) in `folder` that make up each parameter. Raises
+        UserError for tensors that are missing, unexpected, or of another shape."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
         if (module_names := getattr(self.code, "module_names", None)) is not None:
@@ -276,30 +292,32 @@ class ModelSpec:
         unexpected = set(stored)
         pieces: dict[str, list[tuple[Stored, bool]]] = {}
         for ours, values in parameters.items():
-            rest = values.shape[1:]
+            row_shape = values.shape[1:]
             transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
             pieces[ours] = []
             for name, part in self.code.to_hf(ours, values, self.size).items():
-                shape = [part.numel() // rest.numel(), *rest]
+                shape = [part.numel() // row_shape.numel(), *row_shape]
                 if transposed:
                     shape.reverse()
                 expected = name
-                if name not in stored:  # as of a model that was saved without its output layer
+                if name not in stored:  # A model saved without its output layer has no prefix.
                     name = name.partition(".")[2]
                 if name not in stored and self.size.tied and ours.startswith("token_embedding"):
                     name = OUTPUT_LAYER
                 tensor = stored.get(name)
                 if tensor is None or tensor.shape != shape or tensor.dtype not in FLOATS:
-                    found = "missing" if tensor is None else f"{tensor.dtype} {tensor.shape}"
-                    raise UserError(what, f"{expected} is {found} and should be a float {shape}")
+                    why = f"{expected} is missing"
+                    if tensor is not None:
+                        why = f"{expected} is {tensor.dtype} {tensor.shape}"
+                    raise UserError(what, f"{why}, but it should be a float {shape}")
                 unexpected.discard(name)
                 pieces[ours].append((tensor, transposed))
         if self.size.tied:
             unexpected.discard(OUTPUT_LAYER)
         if unexpected:
             more = f" and {len(unexpected) - 1} more tensors" if len(unexpected) > 1 else ""
-            why = f"{min(unexpected)}{more} in the file have no place in this model"
-            fix = f"if transformers may drop them: {convert_command(folder)}"
+            why = f"the file contains {min(unexpected)}{more}, which this model does not have"
+            fix = f"if transformers may drop them, run: {convert_command(folder)}"
             raise UserError(what, why, fix)
         return pieces
 
@@ -352,15 +370,16 @@ class ModelSpec:
         return {name.removesuffix(".weight"): part.reshape(-1, *last) for name, part in parts}
 
     def check_weights(self, folder: Path) -> None:
-        """Raise UserError unless `folder` holds readable weights that fit; load nothing."""
+        """Raise UserError unless `folder` holds readable weights that fit this model. This loads no
+        weights."""
         if not (folder / CONFIG_FILE).is_file():
             what = f"weights={str(folder)!r} is not a Hugging Face model folder"
-            raise UserError(what, "it has no config.json", "give an earlier run's hf/ folder")
-        (found,) = self.code.sizes(folder).values()
+            raise UserError(what, "it has no config.json", "use an earlier run's hf/ folder")
+        (size,) = self.code.sizes(folder).values()
         for name in (field.name for field in fields(ModelSize)):
-            theirs, ours = getattr(found, name), getattr(self.size, name)
+            theirs, ours = getattr(size, name), getattr(self.size, name)
             if theirs != ours:
-                what = f"weights {folder}: {name}={theirs} but the model has {ours}"
+                what = f"weights {folder} have {name}={theirs}, but the model has {ours}"
                 raise UserError(what, fix=f"set model to {shown(str(folder))}")
         require_weights(folder)
         import torch
@@ -370,7 +389,7 @@ class ModelSpec:
 
 
 def _consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Cut rising numbers into runs without gaps."""
+    """Cut ascending numbers into runs without gaps."""
     import torch
 
     (breaks,) = torch.where(numbers.diff() != 1)
@@ -419,26 +438,29 @@ def write_tensors(
 
 
 def find_model(name: str) -> ModelSpec:
-    """The model that CONFIG's `model` names; raise UserError where there is none."""
+    """Return the model that CONFIG's `model` names. Raises UserError if there is none."""
     names = []
-    kinds: dict[str, str] = {}
+    family_of_type: dict[str, str] = {}
     for family in FAMILIES:
         module = _load(family)
-        kinds |= dict.fromkeys(module.MODEL_TYPES, family)
+        family_of_type |= dict.fromkeys(module.MODEL_TYPES, family)
         for label, size in module.sizes().items():
             hub_id = module.HUB_IDS.get(label)
             if name in (label, hub_id):
                 return ModelSpec(label=label, family=family, size=size, hub_id=hub_id)
             names.append(label)
-    # hub:NAME selects transformers' code even if a family of this suite has the model.
-    asked, name = name, name.removeprefix(HUB_PREFIX)
-    expand_home("model", name)  # one of a plan.json may be no path at all
+    # The prefix "hub:" selects transformers' code even if a family of this suite has the model.
+    is_native = not name.startswith(HUB_PREFIX)
+    name = name.removeprefix(HUB_PREFIX)
+    expand_home("model", name)  # A name from a plan.json may not be usable as a path.
     hub_id = name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
     folder = _fetch_config(name) if hub_id else Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():
         config = load_json(folder / CONFIG_FILE, "model")
-        kind = config.get("model_type") if isinstance(config, dict) else None
-        native = kinds.get(kind) if isinstance(kind, str) and asked == name else None
+        model_type = config.get("model_type") if isinstance(config, dict) else None
+        native = None
+        if is_native and isinstance(model_type, str):
+            native = family_of_type.get(model_type)
         family, size = _read_size(folder, native)
         label = name.rpartition("/")[2] if hub_id else folder_label(folder)
         weights_dir = None if hub_id else folder
@@ -447,8 +469,8 @@ def find_model(name: str) -> ModelSpec:
         )
     if (folder / "adapter_config.json").is_file():
         what = f"model={shown(name)} is a folder of adapters"
-        fix = f"leave model at auto and set weights to {shown(name)} to continue training them"
-        raise UserError(what, "their base is the model", fix)
+        fix = f"to continue training them, leave model at auto and set weights to {shown(name)}"
+        raise UserError(what, "adapters are not a model without their base", fix)
     path, _, chosen = name.partition(":")
     folder = Path(path).resolve()
     wanted = name
@@ -459,14 +481,15 @@ def find_model(name: str) -> ModelSpec:
             return ModelSpec(label=label, family=str(folder), size=sizes[label])
         names = [f"{folder}:{size}" for size in sizes]
         wanted = f"{folder}:{label}"
-    why = f"model is {', '.join(names)}, 'auto', a name of the Hub, or a folder with config.json "
-    why += "or __init__.py"
+    why = f"model must be {', '.join(names)}, 'auto', a name on the Hub, or a folder with "
+    why += "config.json or __init__.py"
     raise UserError(f"model={shown(name)} is not accepted", why, did_you_mean(wanted, names))
 
 
 def _read_size(folder: Path, native: str | None) -> tuple[str, ModelSize]:
-    """Return the family that trains the model in `folder`, and its size: the `native` one, or for
-    kinds and options that it does not have, the one through transformers."""
+    """Return (family, size) of the model in `folder`: its `native` family or, for models and
+    options that it does not support, the family that uses transformers' code. Raises UserError if
+    neither supports the model."""
     refusal: UserError | None = None
     for family in filter(None, (native, HUB)):
         try:
@@ -480,11 +503,11 @@ def _read_size(folder: Path, native: str | None) -> tuple[str, ModelSize]:
 
 
 def _refuse_absurd(size: ModelSize, folder: Path) -> None:
-    """Raise UserError for sizes far beyond any model's, which would be laid out for hours."""
-    for name, most in _MOST.items():
-        if (count := getattr(size, name)) > most:
+    """Raise UserError for sizes far beyond any model's, which could take hours to plan."""
+    for name, limit in _MAX_VALUES.items():
+        if (count := getattr(size, name)) > limit:
             what = f"{folder}: {name} {count} is more than any model has"
-            raise UserError(what, f"at most {most} is accepted", "check its config.json")
+            raise UserError(what, f"at most {limit} is accepted", "check its config.json")
 
 
 @functools.cache
@@ -492,7 +515,7 @@ def _fetch_config(hub_id: str) -> Path:
     try:
         return fetch_folder(hub_id, ("config.json",))
     except OSError as error:
-        why = OSError(f"nor is it a folder; {error}")
+        why = OSError(f"it is not a folder either: {error}")
         raise cannot_fetch("model", hub_id, why, f"hf download {hub_id}") from None
 
 
@@ -501,7 +524,8 @@ def _load(family: str) -> Any:
     if family in FAMILIES:
         return importlib.import_module(f"{__name__}.{family}")
     module = load_code(Path(family, "__init__.py"), f"the model family {family}")
-    wanted = ("sizes", "build", "to_hf", "to_config", "STORES_TRANSPOSED")
-    if missing := [name for name in wanted if not hasattr(module, name)]:
-        raise UserError(f"the model family {family} has no {', '.join(missing)}")
+    required = ("sizes", "build", "to_hf", "to_config", "STORES_TRANSPOSED")
+    if missing := [name for name in required if not hasattr(module, name)]:
+        what = f"the model family {family} does not export {', '.join(missing)}"
+        raise UserError(what, fix="add what is missing, as CONTRIBUTING.md describes")
     return module

@@ -1,5 +1,6 @@
 """The frame of a decoder-only language model, which a family fills with its blocks.
-Letters in the shape comments: B batch, T tokens, D hidden, V vocabulary, P padded vocabulary."""
+
+The letters in shapes are B batch, T tokens, D hidden, V vocabulary, P padded vocabulary."""
 
 import copy
 import fnmatch
@@ -21,12 +22,17 @@ from distributed_training.models import ModelSize
 from distributed_training.models.attention import Documents, attend, describe_documents
 
 Role = Literal["column", "row", "whole", "heads", "positions", "vocabulary"]
-"""What tensor parallelism makes of a module: split by its output; split by its input (outputs are
-terms of a sum); held whole and used by each process on its own tokens, or on its own heads; the
-same for a table that is indexed by position; rows dealt out by token."""
+"""How tensor parallelism treats a module:
+
+- "column": it is split by its outputs;
+- "row": it is split by its inputs, so that its outputs must be summed;
+- "whole": each process holds it whole and applies it to its own tokens;
+- "heads": each process holds it whole and applies it to its own heads;
+- "positions": each process holds the table whole and looks up its own positions;
+- "vocabulary": the rows are split by token."""
 Positions = int | torch.Tensor
-"""Where tokens are: the position of the first, which others follow, or of each of them, [B, T]."""
-# Constants of SplitMix64 as int64, and an odd number that spreads keys.
+"""Position of the first token, which the others follow, or the position of each token, [B, T]."""
+# Constants of SplitMix64 as int64, and an odd number that spreads keys
 _SPLITMIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, 0x2545F4914F6CDD1D)
 _ROLES: dict[str, Role] = {
     "token_embedding": "vocabulary",
@@ -41,42 +47,48 @@ _ROLES: dict[str, Role] = {
 
 
 class Linear(nn.Linear):
-    """nn.Linear in the dtype of its input: fp32 weights are rounded at use (and their gradients
-    arrive in fp32), so that every strategy has the same arithmetic. A block calls each of its own
-    once, with [B, T, features]: parallel/zero_bubble.py counts on it."""
+    """nn.Linear that computes in the dtype of its input.
 
-    adds_bias = True  # not where the product is one term of a sum: who sums adds it
-    # A function of (layer, x) in place of what follows. One for all layers: torch.compile shares a
-    # block's graph only among blocks that call the same functions.
-    instead: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    fp32 weights are rounded when they are used, and their gradients arrive in fp32, so that all
+    strategies compute the same. A block must call each of its linear layers exactly once, with
+    [B, T, features], because parallel/zero_bubble.py relies on that."""
+
+    # False under row-parallel tp, where the bias is added after the sum over processes
+    adds_bias = True
+    # Function of (layer, x) that replaces `product`. All layers use the same function, because
+    # torch.compile shares one graph only between blocks that call the same functions.
+    product_override: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, *shape: Any, **options: Any) -> None:
         super().__init__(*shape, **options)
-        # A module of (x, product) whose output takes the product's place (parallel/lora.py).
+        # Module of (x, x W^T) whose result replaces x W^T (parallel/lora.py)
         self.adapter: nn.Module | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.product(x) if self.instead is None else self.instead(self, x)
+        override = self.product_override
+        y = self.product(x) if override is None else override(self, x)
         return y if self.adapter is None else self.adapter(x, y)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T, and the bias where this layer adds it."""
+        """Return x W^T, plus the bias if this layer adds it."""
         return F.linear(x, self.weight.to(x.dtype), self.own_bias(x.dtype))
 
     def own_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the bias that this layer adds, in `dtype`, or None."""
         return self.bias.to(dtype) if self.adds_bias and self.bias is not None else None
 
 
 class Past:
-    """Keys and values of the tokens that a whole model has seen, each of which passed it once."""
+    """Cache of the keys and values of all tokens that a whole model has seen."""
 
     def __init__(self) -> None:
         self.length = 0
-        self.cache: Any = None  # of a model that keeps them itself
+        self.cache: Any = None  # cache of a model from transformers
         self._kept: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
 
     def add(self, block: nn.Module, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """A block's keys and values of all tokens, [B, H, T, K], with its `new` ones."""
+        """Append `new` keys and values of a block and return those of all tokens, each [B, H, T,
+        K]."""
         if block in self._kept:
             new = tuple(torch.cat(pair, dim=2) for pair in zip(self._kept[block], new, strict=True))
         self._kept[block] = new
@@ -84,13 +96,15 @@ class Past:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: causal attention, then an MLP. A family's __init__ sets norm_1,
-    qkv, attention_out, norm_2, mlp_in and mlp_out, in the order of its parameters."""
+    """Pre-norm transformer block: causal attention, then an MLP.
+
+    A family's __init__ sets norm_1, qkv, attention_out, norm_2, mlp_in and mlp_out, in the order of
+    its parameters."""
 
     norm_1: nn.Module
     attention_out: Linear
     norm_2: nn.Module
-    # x [B, T, D], `Positions` -> q, k, v, each [B, H, T, K]; k, v with H or fewer.
+    # x [B, T, D], `Positions` -> q, k, v, each [B, H, T, K]. k and v may have fewer heads.
     heads: Callable[..., Sequence[torch.Tensor]]
     mlp: Callable[..., torch.Tensor]  # [B, T, D] -> [B, T, D]
 
@@ -101,7 +115,7 @@ class Block(nn.Module):
     def forward(
         self, x: torch.Tensor, past: Past | None = None, documents: Documents | None = None
     ) -> torch.Tensor:
-        """[B, T, D] -> [B, T, D]."""
+        """Apply the block to hidden states, [B, T, D] -> [B, T, D]."""
         y = self.attention(self.norm_1(x), past, documents)
         x = x + F.dropout(y, self.dropout, self.training)
         return x + F.dropout(self.mlp(self.norm_2(x)), self.dropout, self.training)
@@ -109,7 +123,8 @@ class Block(nn.Module):
     def attention(
         self, x: torch.Tensor, past: Past | None = None, documents: Documents | None = None
     ) -> torch.Tensor:
-        """Causal self-attention, [B, T, D] -> [B, T, D]; of packed records, within `documents`."""
+        """Apply causal self-attention, [B, T, D] -> [B, T, D]. With `documents`, tokens attend only
+        within their document."""
         start = past.length if past is not None else 0
         q, k, v = self.heads(x, start if documents is None else documents.positions)
         if past is not None:
@@ -120,30 +135,32 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token embedding, blocks, final norm, output layer: a whole model, or a stage of one.
-    A family's __init__ sets the modules below, in the order of its parameters, and those that
-    `place` needs: the first stage holds what is set before the blocks, the last what is set after.
-    The embedding has `size.padded_vocab_size` rows; padding is cut off the logits, or masked,
-    before anything sees them."""
+    """Token embedding, blocks, final norm and output layer of a whole model or a pipeline stage.
 
-    # Patterns of module names -> role, besides those of _ROLES.
+    A family's __init__ sets the modules below, and those that `place` needs, in the order of its
+    parameters. The first stage holds the modules set before the blocks, the last stage those set
+    after. The embedding has `size.padded_vocab_size` rows, and padding is removed from the logits,
+    or masked, before they are used."""
+
+    # Patterns of module names -> role, in addition to _ROLES
     roles: ClassVar[dict[str, Role]] = {}
     token_embedding: nn.Embedding
     blocks: nn.ModuleDict
     norm_out: nn.Module
-    output_rows: nn.Embedding  # a table like the embedding, [P, D], where the size is not tied
+    output_rows: nn.Embedding  # output layer, a table like the embedding, [P, D]; unless tied
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__()
         self.size = size
         self.dropout = dropout
         self.is_first = self.is_last = True
-        self.compute_dtype: torch.dtype | None = None  # of the residuals; None: the parameters'
-        # Gives parameters that are on the device "meta" their initial values (fill_parameters)
+        # Dtype of the residuals; None: the dtype of the parameters
+        self.compute_dtype: torch.dtype | None = None
+        # Fills parameters on the device "meta" with initial values (fill_parameters)
         self.fill: Callable[..., None] | None = None
-        # Adapters that training continues, of all blocks (peft.py); {}: new ones
+        # Adapters of all blocks from which training continues (peft.py); {}: new adapters
         self.initial_adapters: Mapping[str, torch.Tensor] = {}
-        # What follows the last norm, to be compiled or replaced.
+        # The functions after the last norm, which may be compiled or replaced
         self.loss: Callable[..., torch.Tensor] = summed_cross_entropy
         self.project: Callable[..., torch.Tensor] = project_to_vocabulary
 
@@ -155,11 +172,12 @@ class Decoder(nn.Module):
         ends: torch.Tensor | None = None,
         past: Past | None = None,
     ) -> torch.Tensor:
-        """Token ids [B, T] -> logits [B, T, V]; with targets [B, T], of which targets[:, t] follows
-        input_ids[:, t], the fp32 sum of the loss over those other than IGNORE_INDEX. The ids follow
-        those of the `past`, if any, and become part of it. `positions` and `ends`: those of packed
-        records, as in `Samples.batch`. Stages but the first take hidden states [B, T, D], and
-        stages but the last return them."""
+        """Return logits [B, T, V] from token ids [B, T], or the loss if `targets` are given.
+
+        The loss is an fp32 sum over targets [B, T] other than IGNORE_INDEX; targets[:, t] is the
+        token after x[:, t]. With a `past`, the ids continue it and are added to it. `positions` and
+        `ends` describe packed records, as in `Samples.batch`. All stages except the first take
+        hidden states [B, T, D], and all except the last return them."""
         x = self.hidden(x, positions, ends, past)
         return self.leave(x, targets) if self.is_last else x
 
@@ -170,7 +188,7 @@ class Decoder(nn.Module):
         ends: torch.Tensor | None = None,
         past: Past | None = None,
     ) -> torch.Tensor:
-        """Token ids, or hidden states, of a stage -> what its last block returns, [B, T, D]."""
+        """Run the blocks of a stage on token ids [B, T] or hidden states [B, T, D] -> [B, T, D]."""
         options: dict[str, Any] = {} if past is None else {"past": past}
         if self.is_first:
             start = past.length if past else 0
@@ -185,7 +203,8 @@ class Decoder(nn.Module):
 
     @property
     def describe(self) -> Callable[[torch.Tensor, torch.Tensor], Documents]:
-        """What describes documents as this model's attention reads them."""
+        """Function that describes packed documents in the form that this model's attention
+        needs."""
         return functools.partial(
             describe_documents,
             dtype=self.compute_dtype or torch.float32,
@@ -194,11 +213,12 @@ class Decoder(nn.Module):
         )
 
     def enter(self, ids: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
-        """What precedes the blocks, [B, T] -> [B, T, D], of tokens at `positions`."""
+        """Embed token ids at `positions`, [B, T] -> [B, T, D]."""
         return self.place(self.token_embedding(ids), positions)
 
     def leave(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """What follows the blocks, [B, T, D] -> logits [B, T, V], or the summed loss."""
+        """Apply the final norm and the output layer, [B, T, D] -> logits [B, T, V]. With targets
+        [B, T], return the summed loss."""
         x = self.norm_out(x)
         weight = self.output_weight.to(x.dtype)
         if targets is None:
@@ -206,37 +226,42 @@ class Decoder(nn.Module):
         return self.loss(x, weight, targets, self.size.vocab_size)
 
     def place(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
-        """What follows the lookup, [B, T, D] -> [B, T, D], of tokens at `positions`."""
+        """Complete the embeddings of tokens at `positions` with casts and dropout, [B, T, D] ->
+        [B, T, D]. Families with learned positions add them here."""
         return F.dropout(x.to(self.compute_dtype or x.dtype), self.dropout, self.training)
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """Rows of the output layer, [P, D]; on the last stage, and on the first where tied."""
+        """Weight of the output layer, [P, D]. The last stage has it and, if it is tied, the
+        first."""
         return self.token_embedding.weight if self.size.tied else self.output_rows.weight
 
     def stage(self, blocks: range) -> "Decoder":
-        """A run of blocks, with what belongs to the ends, under the names of the whole model. Takes
-        modules over; a last stage that is not the first gets a copy of a tied embedding."""
+        """Return a stage with a range of blocks, under the names of the whole model.
+
+        The first and last stage include the modules before and after the blocks. The stage shares
+        modules with this model, except that a last stage gets a copy of a tied embedding."""
         part = copy.copy(self)
-        nn.Module.__init__(part)  # without modules and hooks
+        nn.Module.__init__(part)  # removes modules and hooks
         part.is_first = blocks.start == 0
         part.is_last = blocks.stop == self.size.num_layers
         modules = list(self.named_children())
-        place = modules.index(("blocks", self.blocks))
-        before = modules[:place] if part.is_first else []
+        index = modules.index(("blocks", self.blocks))
+        before = modules[:index] if part.is_first else []
         for name, module in before:
             setattr(part, name, module)
         part.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in blocks})
         if part.is_last and self.size.tied and not part.is_first:
             weight = self.token_embedding.weight.detach().clone()
             part.token_embedding = nn.Embedding.from_pretrained(weight, freeze=False)
-        after = modules[place + 1 :] if part.is_last else []
+        after = modules[index + 1 :] if part.is_last else []
         for name, module in after:
             setattr(part, name, module)
         return part
 
     def find_roles(self) -> dict[str, Role]:
-        """What tensor parallelism makes of this model's, or stage's, modules, by their names."""
+        """Return the role in tensor parallelism of each module of this model or stage, by its
+        name."""
         return {
             name: role
             for name, _ in self.named_modules()
@@ -257,27 +282,29 @@ class Decoder(nn.Module):
 def project_to_vocabulary(
     x: torch.Tensor, weight: torch.Tensor, vocab_size: int, cap: float = 0.0
 ) -> torch.Tensor:
-    """Hidden states [B, T, D], output rows [P, D] -> logits [B, T, V], between -cap and cap."""
+    """Return logits [B, T, V], between -cap and cap, from hidden states [B, T, D] and output rows
+    [P, D]."""
     return limit(F.linear(x, weight)[..., :vocab_size], cap)
 
 
 def limit(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """Bring logits smoothly between -cap and cap; 0 leaves them as they are."""
+    """Limit logits smoothly to between -cap and cap. A cap of 0 leaves them unchanged."""
     return torch.tanh(logits / cap) * cap if cap else logits
 
 
 def summed_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, cap: float = 0.0
 ) -> torch.Tensor:
-    """Hidden states [B, T, D], output rows [P, D], targets [B, T] -> summed loss, fp32 scalar."""
+    """Return the summed loss, an fp32 scalar, of hidden states [B, T, D], output rows [P, D] and
+    targets [B, T]."""
     logits = limit(F.linear(x, weight).float().flatten(0, -2), cap)
     logits = mask_padding(logits, vocab_size)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits [N, P], changed in place. Padding is not cut off, as GPUs are quicker with whole
-    rows of P numbers, each of which begins at an even address."""
+    """Mask the padding of the vocabulary in logits [N, P], in place. Cutting it off would be
+    slower, because rows of P numbers are aligned in memory."""
     if logits.shape[1] > vocab_size:
         columns = torch.arange(logits.shape[1], device=logits.device)
         logits.masked_fill_(columns >= vocab_size, -torch.inf)
@@ -340,8 +367,8 @@ Locate = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, ...]]]
 
 
 def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: int) -> Decoder:
-    """Build a family's model in fp32 on the current default device, with random weights. On the
-    device "meta" it has only names and shapes."""
+    """Build a family's model in fp32 on torch's default device, with random weights. On the device
+    "meta" it has only names and shapes."""
     device = torch.get_default_device()
     with torch.device("meta"):
         model = family(size, dropout)
@@ -352,8 +379,8 @@ def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: 
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Move parameters that are on "meta", whose values are then undefined, and buffers to `device`,
-    in place."""
+    """Move parameters on "meta" and all buffers to `device`, in place. The values of these
+    parameters are then undefined."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -366,7 +393,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def locate_whole(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return a parameter that one process holds whole, and where it begins."""
+    """Return a parameter that one process holds whole, and its offset, which is 0."""
     return parameter.detach(), (0,) * parameter.dim()
 
 
@@ -407,10 +434,12 @@ def fill_parameters(
 
 
 def random_source(model: Decoder, seed: int, device: torch.device, *, hashed: bool) -> Source:
-    """Return a source of random weights, made on `device`, that depend on `seed` alone: matrices
-    normal with deviation 0.02, those whose products are added to the residuals with less (Radford
-    et al. 2019), biases 0, norms 1. Padding of the vocabulary is 0. `hashed`: by `hashed_normal`,
-    of which each process makes its own part, as on GPUs; else by torch's generator of the CPU."""
+    """Return a source of random weights on `device`, which depend only on `seed`.
+
+    Matrices are normal with a standard deviation of 0.02, or less if their results are added to the
+    residuals (Radford et al. 2019). Biases are 0, norms 1, and padding of the vocabulary 0. With
+    `hashed`, numbers come from `hashed_normal`, of which each process computes only its own part.
+    Otherwise they come from torch's generator on the CPU."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     indices = {name: index for index, name in enumerate(shapes)}
     roles = model.find_roles()
@@ -421,8 +450,8 @@ def random_source(model: Decoder, seed: int, device: torch.device, *, hashed: bo
         if len(shape) < 2:
             values = torch.empty(shape, device=device)[box]
             return values.fill_(0.0 if name.endswith("bias") else 1.0)
-        adds = roles.get(name.removesuffix(".weight")) == "row"
-        deviation = 0.02 / math.sqrt(2 * model.size.num_layers) if adds else 0.02
+        adds_to_residuals = roles.get(name.removesuffix(".weight")) == "row"
+        deviation = 0.02 / math.sqrt(2 * model.size.num_layers) if adds_to_residuals else 0.02
         key = seed * 100_003 + indices[name]
         if hashed:
             values = hashed_normal(shape, box, key, device).mul_(deviation)
@@ -439,18 +468,20 @@ def random_source(model: Decoder, seed: int, device: torch.device, *, hashed: bo
 
 
 def hashed_normal(shape: Sequence[int], box: Box, key: int, device: torch.device) -> torch.Tensor:
-    """Return a box of a matrix of random numbers, each of which depends on `key` and its place
-    alone, to the last bit on every device: the sum of four uniform ones, which is close to normal,
-    with deviation 1 and none beyond 3.5. The hash is SplitMix64 (Steele et al. 2014)."""
+    """Return a box of a matrix of random numbers, equal to the last bit on every device.
+
+    Each number depends only on `key` and its position. It is the sum of four uniform numbers, which
+    is close to normal, with standard deviation 1 and a maximum of 3.5. The hash is SplitMix64
+    (Steele et al. 2014)."""
     bounds: Any = itertools.zip_longest(box, shape, fillvalue=slice(None))
     (first, stop, _), columns = (part.indices(size) for part, size in bounds)
-    places = torch.arange(*columns, device=device)
-    out = torch.empty(stop - first, len(places), device=device)
+    column_indices = torch.arange(*columns, device=device)
+    out = torch.empty(stop - first, len(column_indices), device=device)
     offset = (key * _SPLITMIX[3] + 2**63) % 2**64 - 2**63
-    step = max(1, 2**22 // len(places))  # rows at a time
+    step = max(1, 2**22 // len(column_indices))  # rows at a time
     for begin in range(first, stop, step):
         rows = torch.arange(begin, min(stop, begin + step), device=device)
-        bits = (rows[:, None] * shape[1] + places).mul_(_SPLITMIX[0]).add_(offset)
+        bits = (rows[:, None] * shape[1] + column_indices).mul_(_SPLITMIX[0]).add_(offset)
         for shift, factor in ((30, _SPLITMIX[1]), (27, _SPLITMIX[2]), (31, 1)):
             bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
         total = sum((bits >> shift).bitwise_and_(0xFFFF) for shift in (0, 16, 32, 48))
@@ -461,10 +492,11 @@ def hashed_normal(shape: Sequence[int], box: Box, key: int, device: torch.device
 def parameter_groups(
     parameters: Iterable[nn.Parameter], weight_decay: float
 ) -> list[dict[str, object]]:
-    """AdamW's groups of what learns: matrices decay; biases and norms (one-dimensional) do not."""
-    learning = [parameter for parameter in parameters if parameter.requires_grad]
+    """Return AdamW's groups of trained parameters. Matrices have weight decay, but biases and
+    norms, which are one-dimensional, do not."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, object]] = [
-        {"params": [p for p in learning if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in learning if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]

@@ -41,7 +41,7 @@ def from_rank_0(value: Any) -> Any:
 
 def gather_in(store: dist.Store, rank: int, world_size: int) -> Ask:
     """`gather` by way of a store, for when a rank may take longer than process groups wait, as to
-    tokenise. Raises RunError after PATIENCE_S."""
+    tokenize. Raises RunError after PATIENCE_S."""
     numbers = itertools.count()
 
     def ask(mine: Any) -> list[Any]:

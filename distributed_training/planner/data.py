@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from distributed_training.data import hub, report
-from distributed_training.data.cache import is_whole, read_meta, token_cache, tokenise
+from distributed_training.data.cache import is_whole, read_meta, token_cache, tokenize
 from distributed_training.data.corpus import (
     EMBEDDED,
     WIKITEXT,
@@ -147,7 +147,7 @@ def peek_data(plan: Plan) -> Data | None:
     with TemporaryDirectory() as cache_dir:
         tokenizer = Tokenizer(plan.tokenizer_dir)
         rows = plan.model.size.vocab_size
-        folder = tokenise(corpus, tokenizer, config, Path(cache_dir), rows=rows)
+        folder = tokenize(corpus, tokenizer, config, Path(cache_dir), rows=rows)
         return _cut(folder, tokenizer, plan, find_unread(config.dataset, corpus))
 
 
@@ -163,7 +163,7 @@ def cut_data(plan: Plan) -> Data:
     else:
         corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
         rows = plan.model.size.vocab_size
-        folder = tokenise(corpus, tokenizer, config, cache_dir, rows=rows)
+        folder = tokenize(corpus, tokenizer, config, cache_dir, rows=rows)
         unread = find_unread(config.dataset, corpus)
     return _cut(folder, tokenizer, plan, unread)
 

@@ -11,7 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from distributed_training.data import report
-from distributed_training.data.cache import token_cache, tokenise
+from distributed_training.data.cache import token_cache, tokenize
 from distributed_training.data.corpus import find_unread, read_corpus
 from distributed_training.data.samples import all_samples
 from distributed_training.data.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def run(
     config = with_values(config, dataset=dataset)
     tokenizer = Tokenizer(choose_tokenizer(config, config, spec, config.weights, notes)[1])
     corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
-    folder = tokenise(corpus, tokenizer, config, token_cache(), rows=spec.size.vocab_size)
+    folder = tokenize(corpus, tokenizer, config, token_cache(), rows=spec.size.vocab_size)
     counts = report.summarize(folder, config)
     samples = all_samples(folder, config)
     counts["real_share"] = samples.real_share if len(samples) else 0.0

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from distributed_training.checkpoint import export, resume
 from distributed_training.checkpoint.trained import Saved, Trained, trained_by, trained_folder
 from distributed_training.data import hub, report
-from distributed_training.data.cache import load_bytes, token_cache, tokenise
+from distributed_training.data.cache import load_bytes, token_cache, tokenize
 from distributed_training.data.corpus import read_corpus
 from distributed_training.data.hub import check_push
 from distributed_training.data.pieces import ASSISTANT, Message
@@ -242,7 +242,7 @@ def _samples_of(
     corpus = read_corpus(config.dataset, None, config.columns)
     split = "validation" if "validation" in corpus else "train"
     only = {"train": corpus[split]}
-    folder = tokenise(only, tokenizer, config, token_cache(), rows=rows)
+    folder = tokenize(only, tokenizer, config, token_cache(), rows=rows)
     samples = all_samples(folder, config, padding_id=tokenizer.eos_id, with_tail=True)
     if len(samples) == 0:
         what = f"dataset={config.dataset!r} has nothing to evaluate"

@@ -1,26 +1,26 @@
-"""Chat templates in the shapes of published families, in words of our own. TEMPLATES: by name,
-(template, marks around each answer as the model sees it: what it begins and ends with).
+"""Chat templates in the shapes of published families, in our own words.
 
-The answer's part is derived here by hand, from what the shape writes, not from the template."""
+TEMPLATES maps a name to (template, Shape). The shape says what each answer begins and ends with as
+the model sees it. It was derived by hand from the published format, not from the template."""
 
 from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """A template, and what an answer is to the model when it is asked for it."""
+    """A template, and the text of an answer as the model sees it when it is asked."""
 
     template: str
-    before: str  # what the model writes ahead of the answer's content, when it is asked
-    after: str  # what it writes after it
-    last: str = ""  # what only the last answer of all is followed by
+    before: str  # text that the model writes before the content of an answer
+    after: str  # text that the model writes after it
+    last: str = ""  # text that follows only the last answer
     alternates: bool = False  # roles must take turns
-    system: bool = True  # whether it takes a system message
+    system: bool = True  # whether a system message is accepted
     strips: bool = False  # whether contents are stripped
-    apart: bool = False  # whether earlier answers are shown otherwise than when they were asked for
+    apart: bool = False  # whether earlier answers are rendered differently than when asked for
 
 
 def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
-    """Turns of the same form for all roles."""
+    """Return a template with turns of the same form for all roles."""
     role = "{{ " + name + " }}"
     content = "{{ message.content" + trim + " }}"
     turn = begin.replace("ROLE", role) + content + end
@@ -32,7 +32,7 @@ def turns(begin, end, *, ask=None, name="message.role", trim="", first=""):
 
 
 def pairs(user, answer, *, system="", first="{{ bos_token }}", ask=""):
-    """A form for users and another for answers."""
+    """Return a template with one form for users and another for answers."""
     return (
         first + "{% for message in messages %}{% if message.role == 'user' %}" + user
         + "{% elif message.role == 'assistant' %}" + answer

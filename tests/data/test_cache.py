@@ -1,4 +1,4 @@
-"""The cache of tokens: in little memory, once, whatever is killed."""
+"""The token cache uses little memory, is filled once, and survives processes that are killed."""
 
 import json
 import os
@@ -21,7 +21,8 @@ from tests.support import refused, small_text
 def test_what_a_killed_process_left_is_done_anew(tokenizer, tmp_path, monkeypatch):
     expected = all_rows(prepare(tmp_path / "whole", tokenizer).train)
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_checksum", Mock(side_effect=KeyboardInterrupt))  # all is written
+        # The checksum is written last, after everything else.
+        patch.setattr(cache, "_checksum", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(tmp_path / "cache", tokenizer)
     (partial,) = cache_folders(tmp_path / "cache")
@@ -60,7 +61,7 @@ print(before, peak(), len(data.train.tokens))
 
 
 def test_a_long_text_takes_little_memory(tmp_path):
-    """10 MB: the release before streaming took 1 GiB."""
+    """Tokenizing 10 MB took 1 GiB before texts were streamed."""
     text = small_text().read_text()
     (tmp_path / "a.txt").write_text(text * (10_000_000 // len(text)))
     command = [sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / "cache"]
@@ -90,7 +91,7 @@ def test_the_fingerprint_is_of_the_tokens(tokenizer, tmp_path):
     ids = (moved / "train-ids.bin").read_bytes()
     (moved / "train-ids.bin").write_bytes(ids[2:4] + ids[2:])
     assert not cache.is_whole(moved)
-    (moved / "sha256").write_bytes(cache._checksum(moved))  # by whoever wrote other tokens there
+    (moved / "sha256").write_bytes(cache._checksum(moved))  # as if somebody had replaced the tokens
     assert cache.is_whole(moved)
     assert cut_samples(moved, tokenizer, config).fingerprint != first.fingerprint
 

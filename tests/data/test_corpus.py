@@ -1,4 +1,4 @@
-"""What is found in files and folders, and in this Python."""
+"""Texts in files and folders, and in the running Python."""
 
 import sysconfig
 from pathlib import Path
@@ -24,7 +24,7 @@ def pieces_of(source, *, by_line=False):
 
 
 def texts_of(source, *, by_line=False):
-    """Its texts, whole."""
+    """Return the texts of a source, each as a whole."""
     texts, parts = [], []
     for piece in pieces_of(source, by_line=by_line):
         assert piece.spans is None
@@ -43,7 +43,7 @@ def write(path, *lines):
 
 
 def test_a_text_is_a_file_a_line_or_a_record(tmp_path):
-    """Blank ones are none; other ends of lines than LF and CRLF may be in a record."""
+    """Blank texts are left out. A record may contain line ends other than LF and CRLF."""
     corpus = read_corpus(write(tmp_path / "a.txt", "one", "", "two ä ☃"))
     assert (list(corpus), corpus["train"].form) == (["train"], RUNNING)
     assert texts_of(corpus["train"]) == ["one\n\ntwo ä ☃"]
@@ -107,7 +107,7 @@ def test_articles_of_wikitext_begin_at_level_one_headings(tmp_path, monkeypatch)
 
 
 def test_embedded_corpora_are_this_pythons_own():
-    """No installed package and no test: otherwise machines with the same Python would differ."""
+    """They contain no installed package and no test, so machines with the same Python agree."""
     texts = texts_of(read_corpus("embedded")["train"])
     assert sum(map(len, texts)) > 5_000_000
     root = Path(sysconfig.get_path("stdlib"))

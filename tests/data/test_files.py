@@ -109,7 +109,7 @@ def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
     content = bytearray(path.read_bytes())
     first = column.dictionary_page_offset
     content[first : first + column.total_compressed_size] = bytes(column.total_compressed_size)
-    path.write_bytes(content)  # row 31 cannot be read any more
+    path.write_bytes(content)  # row 31 can no longer be read
     rows = files.read_records(path, columns=["text"])
     assert next(rows) == (f"{path} row 1", {"text": "0"})
     with refused("a.parquet "):
@@ -120,7 +120,7 @@ INSERTED = [b"\xff", b"\0", b'"', b"\\ud800", b"[" * 9999, b'{"a":' * 9999, b"[]
 
 
 def damage(content, draw):
-    """A bit flipped, bytes left out, or something put in that does not belong."""
+    """Flip a bit, remove bytes, or insert something that does not belong."""
     data = bytearray(content)
     place = draw.randrange(len(data))
     flipped = bytes([data[place] ^ 1 << draw.randrange(8)])
@@ -133,7 +133,7 @@ def damage(content, draw):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "plan.json"])
 def test_damage_of_any_kind_is_said_in_a_line(name, tmp_path):
-    """Or does no harm: 100 draws of each."""
+    """Each of 100 random damages gives a one-line error or does no harm."""
     path = tmp_path / name
     path.write_text(STORY)
     if name == "plan.json":

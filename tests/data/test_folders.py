@@ -1,4 +1,4 @@
-"""Datasets in folders: which file is which split."""
+"""Datasets in folders: which file belongs to which split."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from tests.support import refused
 
 
 def write(file, *texts):
-    """Records of text, in the format that the name says."""
+    """Write records of text in the format that the name of the file tells."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     if file.suffix == ".json":

@@ -12,7 +12,8 @@ some = st.integers(1, 40).flatmap(
 
 
 def best_fit_decreasing(lengths, capacity):
-    """Tokens in each block, one record after the other into the fullest block with room."""
+    """Return the tokens in each block, placing one record after the other into the fullest block
+    with enough free space."""
     blocks = []
     for length in sorted(lengths, reverse=True):
         fits = [place for place, size in enumerate(blocks) if size + length <= capacity]

@@ -1,4 +1,4 @@
-"""A text cut into pieces gives the ids of the whole."""
+"""A text cut into pieces gives the same ids as the whole text."""
 
 import json
 import random
@@ -21,7 +21,7 @@ AWKWARD = st.sampled_from("ab1é字。.,'\"-_ \n\t\r\x0b\x1c\x85\u00a0\u2028\u30
 
 
 def blocks_of(text, sizes):
-    """The text in blocks of these sizes, over and over."""
+    """Split a text into blocks of these sizes, repeated over and over."""
     blocks, start = [], 0
     while start < len(text):
         blocks.append(text[start : start + sizes[len(blocks) % len(sizes)]])
@@ -46,17 +46,17 @@ def small_pieces():
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=3),
 )
 def test_pieces_give_the_ids_of_the_whole_text(text, sizes, tokenizer, small_pieces):
-    text += "x"  # a blank text is none
+    text += "x"  # a blank text has no pieces
     parts = list(cut_text(blocks_of(text, sizes)))
     assert "".join(piece.text for piece in parts) == text
-    assert parts == list(cut_text([text]))  # however it was read
+    assert parts == list(cut_text([text]))  # whatever the sizes of the blocks
     assert [piece.ends for piece in parts] == [False] * (len(parts) - 1) + [True]
     assert [piece.begins for piece in parts] == [True] + [False] * (len(parts) - 1)
     assert ids_of(tokenizer, parts) == tokenizer.encode_batch([text])[0].tolist()
 
 
 def split_by(pattern):
-    """As in tokenizer.json files: by a pattern, then bytes."""
+    """Return pre-tokenizers as in tokenizer.json files: a pattern, then bytes."""
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
 
@@ -77,8 +77,8 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request, tmp_path_factory):
-    """(a tokenizer in a folder, transformers' own of it), with merges over spaces and line ends if
-    the pre-tokenizer lets them be."""
+    """Return (a tokenizer in a folder, transformers' tokenizer of the same folder). Merges span
+    spaces and line ends if the pre-tokenizer allows it."""
     before, can_cut = KINDS[request.param]
     built = Builder(models.BPE(unk_token="?"))
     built.pre_tokenizer = before

@@ -1,4 +1,4 @@
-"""Records in the shapes people have."""
+"""Records in the shapes that people use."""
 
 import json
 import re
@@ -31,7 +31,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
 def conversation_of(record, columns=(), **options):
-    """(messages, which of them are not trained on, notes)."""
+    """Return (messages, indices that are not in the loss, notes) of a record."""
     notes = Counter()
     shape = Shape(record, "here", dict(columns))
     assert shape.form in ("messages", "prompt")
@@ -96,7 +96,7 @@ def test_what_is_not_trained_on():
     untrained = {**ANSWER, "train": False}
     messages = [USER, quiet, USER, {**ANSWER, "weight": 1}, USER, untrained]
     assert conversation_of({"messages": messages})[1] == [1, 5]
-    # Keys of axolotl, verl and ms-swift: ms-swift#9263, verl#5472.
+    # Keys of axolotl, verl and ms-swift (ms-swift#9263, verl#5472)
     for key in ("training", "trainable", "loss_mask", "loss"):
         messages = [{**USER, key: 1}, {**ANSWER, key: False}, USER, {**ANSWER, key: True}]
         assert conversation_of({"messages": messages})[1:] == (
@@ -169,7 +169,7 @@ def test_a_record_of_another_form_is_refused(record, words):
 
 @pytest.mark.parametrize(("quotes", "count"), [(json.dumps, 1), (str, 0)])
 def test_a_template_that_quotes_arguments_is_a_note(quotes, count, tmp_path):
-    """oumi#2599: OpenAI writes arguments as a string, of which `tojson` makes a string in it."""
+    """OpenAI writes arguments as a string, which `tojson` quotes again (oumi#2599)."""
 
     def align(batch):
         for _, conversation in batch:

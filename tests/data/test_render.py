@@ -1,4 +1,5 @@
-"""Templates that fail are a line, whatever they do; the process that renders them is used again."""
+"""A template that fails gives a one-line error, whatever it does, and the process that renders is
+used again."""
 
 import pytest
 

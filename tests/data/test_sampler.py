@@ -13,7 +13,7 @@ shapes = st.fixed_dictionaries(
 
 
 def samplers(shape):
-    """One of each replica."""
+    """Return one sampler per replica."""
     total = math.prod(shape[name] for name in counts)
     return [
         Sampler(global_batch_size=total, **shape, replica=replica)
@@ -22,7 +22,7 @@ def samplers(shape):
 
 
 def padded_samples(num_samples, seq_len=6):
-    """Samples of random lengths over random tokens, of which some are learnt."""
+    """Return samples of random lengths over random tokens, some of which are in the loss."""
     random = np.random.default_rng(0)
     lengths = random.integers(1, seq_len + 1, num_samples)
     starts = np.concatenate([[0], np.cumsum(lengths + 1)])[:-1]
@@ -34,7 +34,7 @@ def padded_samples(num_samples, seq_len=6):
 
 
 def test_the_order_is_the_one_of_earlier_releases():
-    """Otherwise a run could not be repeated, nor resumed, after an update."""
+    """A different order would make runs impossible to repeat or resume after an update."""
     sampler, _ = samplers({"num_samples": 10, "seed": 42, **dict.fromkeys(counts, 2)})
     expected = [
         [[[5, 6], [0, 7]], [[3, 2], [4, 9]]],
@@ -54,7 +54,7 @@ def test_an_epoch_holds_every_sample_once(shape, epoch):
     all_steps = [epoch * steps + step for step in range(steps)]
     seen = np.concatenate([sampler.step_indices(step).ravel() for step in all_steps])
     assert sorted(seen[seen != EMPTY]) == list(range(shape["num_samples"]))
-    # Only the last step has empty places, and they are at its end.
+    # Only the last step is padded, at its end.
     assert (seen[: shape["num_samples"]] != EMPTY).all()
     for step in all_steps:
         assert sampler.is_full(step) == bool((sampler.step_indices(step) != EMPTY).all())
@@ -86,7 +86,7 @@ def test_replicas_share_a_step_without_overlap(shape, step):
 @given(shapes)
 @settings(deadline=None)
 def test_evaluation_covers_every_sample_once_in_as_many_calls(shape):
-    # The sampler of the training samples, over a validation set of another length.
+    # The same sampler covers a validation set of another length.
     count = shape["num_samples"]
     calls = [list(each.eval_indices(count)) for each in samplers({**shape, "num_samples": 50})]
     assert len({len(replica) for replica in calls}) == 1

@@ -19,13 +19,13 @@ WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "calle
 
 
 def in_memory(train, validation=None):
-    """A corpus of running text."""
+    """Return a corpus of running text."""
     texts = {"train": train} if validation is None else {"train": train, "validation": validation}
     return {split: Source(form=RUNNING, texts=tuple(own)) for split, own in texts.items()}
 
 
 def make_corpus(num_texts=12, validation=True, seed=0):
-    """Texts of several lines of random length, one line in five blank."""
+    """Return texts of several lines of random length, of which one in five is blank."""
     random = np.random.default_rng(seed)
     texts = []
     for index in range(num_texts + 2):
@@ -38,7 +38,7 @@ def make_corpus(num_texts=12, validation=True, seed=0):
 def prepare(tmp_path, tokenizer, corpus=None, **config):
     settings = {"dataset": "made", "max_length": 16, "num_samples": -1, "eval_samples": -1}
     built = build_config({**settings, **config})
-    folder = cache.tokenise(corpus or make_corpus(), tokenizer, built, tmp_path)
+    folder = cache.tokenize(corpus or make_corpus(), tokenizer, built, tmp_path)
     return cut_samples(folder, tokenizer, built)
 
 
@@ -47,7 +47,7 @@ def all_rows(samples):
 
 
 def records_in(samples):
-    """[(id, target), ...] of each record in packed blocks, whose positions are checked."""
+    """Return [(id, target), ...] of each record in packed blocks, after checking the positions."""
     found = []
     for inputs, targets, positions, ends in zip(*all_rows(samples), strict=True):
         assert ends[-1] == samples.seq_len
@@ -61,7 +61,7 @@ def records_in(samples):
 
 
 def without_padding(row):
-    """A row up to its last target: what follows an answer is padding."""
+    """Return a row up to its last target, because padding follows an answer."""
     while row[-1][1] == IGNORE_INDEX:
         row = row[:-1]
     return row
@@ -84,8 +84,8 @@ QUESTIONS = [
 def test_samples_are_what_a_plain_reading_of_the_text_gives(
     form, seq_len, pack, tokenizer, tmp_path, monkeypatch
 ):
-    """What is not learnt is no target; the end of the samples is kept for validation; texts come in
-    several pieces, and these in several batches."""
+    """Compare with a plain reading: ids outside the loss are no targets, and the end of the samples
+    is kept for validation. Texts come in several pieces, and these in several batches."""
     monkeypatch.setattr(pieces, "_MIN", 3)
     monkeypatch.setattr(cache, "_BATCH", 500)
     corpus = make_corpus(validation=False)
@@ -99,24 +99,24 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
         elif not pack:
             texts = [line for text in texts for line in text.splitlines() if line.strip()]
         records = [[(text, True)] for text in texts]
-    blocks = []  # (id, whether it is learnt) of each record
+    blocks = []  # (id, whether it is in the loss) of each record
     for record in records:
         block = []
         for text, learnt in record:
             block += [(i, learnt) for i in tokenizer.encode_batch([text])[0].tolist()]
         blocks.append([*block, (tokenizer.eos_id, True)])
-    if pack and form == "running":  # what does not fill a block is left out
+    if pack and form == "running":  # the end that does not fill a block is left out
         stream = [pair for block in blocks for pair in block]
         starts = range(0, len(stream) - seq_len, seq_len)
         blocks = [stream[start : start + seq_len + 1] for start in starts]
-    elif pack and form == "text":  # a longer text is several records
+    elif pack and form == "text":  # a longer text gives several records
         blocks = [b[at : at + seq_len + 1] for b in blocks for at in range(0, len(b) - 1, seq_len)]
     expected = []
     lengths = []
     for block in blocks:
         targets = [i if learnt else IGNORE_INDEX for i, learnt in block[1:]]
         row = [(i, target) for (i, _), target in zip(block, targets, strict=False)][:seq_len]
-        if any(target != IGNORE_INDEX for _, target in row):  # a prompt alone teaches nothing
+        if any(target != IGNORE_INDEX for _, target in row):  # else the answer is cut off
             expected.append(row + [(tokenizer.eos_id, IGNORE_INDEX)] * (seq_len - len(row)))
             lengths.append(len(row))
 
@@ -233,14 +233,14 @@ def test_two_runs_make_one_cache(tokenizer, tmp_path, monkeypatch):
 def test_records_are_packed_unless_the_engine_cannot_keep_them_apart(tokenizer, tmp_path):
     corpus = jsonl(tmp_path, QUESTIONS)
     settings = build_config({"dataset": "made", "max_length": 64, "eval_samples": -1})
-    folder = cache.tokenise(corpus, tokenizer, settings, tmp_path / "cache")
+    folder = cache.tokenize(corpus, tokenizer, settings, tmp_path / "cache")
     packed = cut_samples(folder, tokenizer, settings)
     padded = cut_samples(folder, tokenizer, settings, can_pack=False)
     assert (packed.packs, padded.packs) == (True, False)
     assert packed.fingerprint != padded.fingerprint
     assert len(packed.train) < len(padded.train) == len(packed.train.starts)
     assert packed.train.real_share > padded.train.real_share
-    # The same tokens and targets, and every step's counts are those of its records.
+    # Packing keeps tokens and targets, and the counts of each step are those of its records.
     assert packed.train.num_targets.sum() == padded.train.num_targets.sum()
     every = np.arange(len(packed.train))
     assert packed.train.count(every) == (padded.train.num_targets.sum(), padded.train.lengths.sum())

@@ -1,5 +1,7 @@
-"""Tokenizers without tokenizer.json, slow and fast, against `AutoTokenizer` on the same folder: a
-real tokenizer.model, vocab.txt, bytes, with tokens added in each of the files that may do so."""
+"""Tokenizers without tokenizer.json, slow and fast, against `AutoTokenizer` on the same folder.
+
+They use a real tokenizer.model, vocab.txt or bytes, with tokens added in each of the files that may
+add them."""
 
 import importlib
 import io
@@ -40,7 +42,7 @@ def added(first, **options):
 
 @pytest.fixture(scope="module")
 def model():
-    """The content of a tokenizer.model of 400 tokens, unknown characters as bytes."""
+    """Return the content of a tokenizer.model with 400 tokens and byte fallback."""
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(read_prose()[:40]), model_writer=written, vocab_size=400,
@@ -116,7 +118,7 @@ def test_a_model_file_that_cannot_be_read_says_why(model, tmp_path, monkeypatch)
     def import_protobuf():
         raise TypeError("Detected incompatible Protobuf versions")
 
-    # By name: `transformers.convert_slow_tokenizer` is a function once something has loaded it.
+    # Patched by name, because `transformers.convert_slow_tokenizer` becomes a function once loaded
     module = importlib.import_module("transformers.convert_slow_tokenizer")
     monkeypatch.setattr(module, "import_protobuf", import_protobuf)
     with refused("incompatible Protobuf", "pip install 'sentencepiece") as caught:

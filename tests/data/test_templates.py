@@ -1,5 +1,7 @@
-"""Thirty chat templates against random conversations: texts and ids are transformers', and the
-loss covers exactly the answers, each once, after what the model sees when it is asked for it."""
+"""Thirty chat templates against random conversations.
+
+Texts and ids equal those of transformers. The loss covers exactly the answers, each once, after the
+text that the model sees when it is asked."""
 
 import random
 
@@ -21,7 +23,7 @@ CONTENTS = [
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Byte-level BPE without merges: a token is a byte or a mark."""
+    """Return a byte-level BPE without merges, in which a token is a byte or a special token."""
     built = Builder(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()
@@ -32,7 +34,8 @@ def theirs():
 
 
 def conversations(shape, name):
-    """Of one to four turns, with a system message or none, some ending with a question."""
+    """Return conversations of one to four turns, with or without a system message. Some end with a
+    question."""
     draw = random.Random(name)
     answers = iter(draw.sample(CONTENTS, len(CONTENTS)))
     for count in (1, 2, 2, 3, 4, 4):
@@ -57,7 +60,7 @@ def test_answers_of_published_shapes(name, theirs):
         samples = answer(Conversation(messages), False)
         assert not isinstance(samples, str), samples
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        expected = {}  # what is learned of an answer, by what is before it
+        expected = {}  # the text in the loss, by the text before it
         for place in places:
             content = messages[place]["content"]
             content = content.strip() if shape.strips else content

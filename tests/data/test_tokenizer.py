@@ -1,4 +1,4 @@
-"""Tokenizers: the shipped one, a model's own and its chat template, against transformers."""
+"""Tokenizers against transformers: the shipped one, and a model's own with its chat template."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Token
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
 
-# As Qwen3's: each turn between marks, and thoughts shown in the last answer alone.
+# Like Qwen3's template: each turn between marks, and thoughts only in the last answer
 TURNS = """{{ bos_token }}{%- for message in messages %}
     {%- if message.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}
     {{- '<|turn|>' + message.role + '\\n' }}
@@ -39,7 +39,8 @@ SAID = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Byte-level BPE of 400 tokens in tokenizer.json; a text begins with a token of its own."""
+    """Write a byte-level BPE of 400 tokens to tokenizer.json. Each text begins with a special
+    token."""
     folder = tmp_path_factory.mktemp("tokenizer")
     built = Builder(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -193,7 +194,7 @@ _WORDS = {"type": "WordPiece", "vocab": {"a": 0, "<|stop|>": 1}, "unk_token": "n
     ("changes", "words"),
     [
         ({"added_tokens": [{"content": "a"}] * 100_001}, "adds more than 100,000 tokens"),
-        # The next and the last make the library panic, which is no Exception.
+        # The next and the last case make the library panic, which is not an Exception.
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AA"}}, "charsmap"),
         ({"normalizer": {"type": "Sequence", "normalizers": [_PREPEND] * 300}}, "1e+18 times"),
         ({"model": _WORDS, "added_tokens": []}, "[UNK]"),

@@ -1,4 +1,4 @@
-"""Tiny random folders of twenty-odd kinds of decoder, as transformers writes them."""
+"""Tiny random folders of more than twenty kinds of decoder, as transformers writes them."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-VOCABULARY = 2048  # of the tokenizer in assets/
+VOCABULARY = 2048  # size of the tokenizer in assets/
 _SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96,
@@ -14,7 +14,7 @@ _SHAPE = {
 }  # fmt: skip
 _HEADS = {"head_dim": 8}
 _ONE_KIND = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
-# Class -> what its config says besides its own defaults; windows are shorter than the samples
+# Name -> (class, values of its config other than defaults). Windows are shorter than the samples.
 KINDS: dict[str, tuple[str, dict]] = {
     "gemma": ("Gemma", {**_SHAPE, **_HEADS}),
     "gemma2": ("Gemma2", {
@@ -78,7 +78,7 @@ KINDS: dict[str, tuple[str, dict]] = {
 
 
 def make_folder(kind: str, folder: Path) -> Path:
-    """Write a model of the kind with every parameter random, norms and biases too."""
+    """Write a model of the kind in which every parameter is random, including norms and biases."""
     name, values = KINDS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**values)

@@ -1,4 +1,4 @@
-"""Both families against transformers, whose model_types and options they compute."""
+"""Both native families against transformers."""
 
 import dataclasses
 import json
@@ -45,7 +45,8 @@ IDS = torch.randint(300, (2, 41), generator=torch.Generator().manual_seed(0))
 
 
 def theirs(name: str, folder: Path, **saving) -> torch.nn.Module:
-    """A model of transformers with every parameter random, norms and biases too, also on disk."""
+    """Build a model of transformers in which every parameter is random, including norms and biases,
+    and save it to the folder."""
     kind, options = OPTIONS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **options})
@@ -65,7 +66,7 @@ def ours(folder: Path, spec=None):
 
 
 def exported(state, folder: Path) -> torch.nn.Module:
-    """What transformers opens of weights that we save."""
+    """Save our weights and return the model that transformers opens from them."""
     find_model(str(folder)).save(dict(state), folder / "ours", eos_token_id=7)
     return AutoModelForCausalLM.from_pretrained(folder / "ours").eval()
 
@@ -86,7 +87,7 @@ def test_logits_loss_gradients_and_exports_equal_transformers(name, tmp_path):
     loss = model(inputs, targets)
     loss.backward()
     assert_near(loss, expected)
-    # Gradients under Hugging Face's names and in its shapes: what `save` makes of weights.
+    # `save` gives gradients Hugging Face's names and shapes, as it does with weights.
     gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
     again, found = (exported(state, tmp_path) for state in (model.state_dict(), gradients))
     assert_near(again(inputs).logits, logits)
@@ -101,7 +102,7 @@ OLD_LLAMA3 = {**LLAMA3, "type": "llama3"}
 del OLD_LLAMA3["rope_type"], OLD_LLAMA3["rope_theta"]
 QWEN2 = {"model_type": "qwen2"}
 NO_GROUPS = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
-# What people's config.json files say, besides SHAPE.
+# Values of real config.json files, besides SHAPE
 SPELLINGS = {
     "rope-theta": {"rope_theta": 1e6},
     "rope-theta-whole-number": {"rope_theta": 1000000},
@@ -232,7 +233,7 @@ def test_files_of_weights_are_chosen_as_in_transformers(tmp_path):
     with refused("weights_only=True", "save_pretrained"):
         ours(tmp_path)
     torch.save({**state, "score.weight": torch.zeros(2)}, bin_file)
-    with refused("score.weight", "no place", "save_pretrained"):
+    with refused("score.weight", "does not have", "save_pretrained"):
         ours(tmp_path)
 
 
@@ -250,7 +251,7 @@ def test_weights_in_several_files_and_in_16_bit(tmp_path):
 
 
 def edited(folder, edit):
-    """Our model of a GPT-2 whose tensors were edited."""
+    """Return our model of a GPT-2 whose tensors were edited."""
     whole = theirs("gpt2", folder)
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
@@ -276,10 +277,10 @@ FC = "h.1.mlp.c_fc.bias"
         (FC, None, "is missing"),
         (FC, torch.zeros(128, dtype=torch.int8), "I8"),
         ("ln_f.bias", torch.zeros(31), "[31]"),
-        # Fewer rows than the vocabulary: zeros would be put in.
+        # fewer rows than the vocabulary, which zeros would fill
         ("wte.weight", torch.zeros(250, 32), "[250, 32]"),
-        ("wte.weight", torch.zeros(300), "[300]"),  # else an IndexError
-        ("h.0.attn.c_attn.bias", torch.zeros(97), "[97]"),  # else a RuntimeError
+        ("wte.weight", torch.zeros(300), "[300]"),  # raised an IndexError
+        ("h.0.attn.c_attn.bias", torch.zeros(97), "[97]"),  # raised a RuntimeError
     ],
 )
 def test_tensors_that_do_not_fit_are_named(name, tensor, words, tmp_path):
@@ -296,7 +297,7 @@ def test_weights_of_another_size_or_cut_off_are_refused(tmp_path):
     theirs("gpt2", tmp_path)
     spec = find_model(str(tmp_path))
     wider = dataclasses.replace(spec.size, vocab_size=600)
-    with refused("vocab_size=300 but the model has 600", "set model to"):
+    with refused("vocab_size=300, but the model has 600", "set model to"):
         dataclasses.replace(spec, size=wider).check_weights(tmp_path)
     file = tmp_path / "model.safetensors"
     for kept in (file.stat().st_size - 99, 4):
@@ -343,7 +344,7 @@ def test_what_is_another_function_is_refused(changes, words, tmp_path):
         find_model(str(tmp_path))
 
 
-# What the pages of these models say, or transformers counts.
+# Sizes according to the pages of these models, or counted by transformers
 PARAMETERS = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,

@@ -1,4 +1,4 @@
-"""Decoders through transformers' own code, in the frame: against transformers itself."""
+"""Decoders computed by transformers' own code in our frame, against transformers itself."""
 
 import json
 from pathlib import Path
@@ -17,12 +17,12 @@ from distributed_training.models.decoder import Past, fill_parameters
 from tests.models.hub_folders import KINDS, make_folder
 from tests.support import refused
 
-LENGTH = 40  # longer than the windows
+LENGTH = 40  # longer than the sliding windows
 
 
 @pytest.fixture(autouse=True)
 def without_traces(monkeypatch, tmp_path_factory):
-    """Tracing takes a second or two for each model; test_hub_trace.py does it."""
+    """Skip tracing, which takes seconds per model and is tested in test_hub_trace.py."""
     monkeypatch.setattr("distributed_training.models.hub.trace.trace", lambda document: None)
     monkeypatch.setenv("DISTRIBUTED_TRAINING_CACHE", str(tmp_path_factory.mktemp("cache")))
 
@@ -93,7 +93,7 @@ def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["gemma2", "mistral-window"])
 def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path, monkeypatch):
-    """As on GPUs, whose kernel for documents knows neither."""
+    """On GPUs, the kernel for documents supports neither windows nor caps."""
     _, model = build(make_folder(kind, tmp_path))
     lengths = (11, 23, 6)
     ids = torch.randint(2048, (1, LENGTH))
@@ -108,7 +108,7 @@ def test_windows_and_caps_hold_where_a_kernel_would_read_the_ends(kind, tmp_path
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi", "granite"])
 def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
-    """With a function of the logits, a bias and a factor."""
+    """The three kinds have a cap, a bias and a factor on their logits."""
     _, model = build(make_folder(kind, tmp_path))
     ids = torch.randint(2048, (2, LENGTH + 1))
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -123,7 +123,7 @@ def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
 
 
 def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):
-    """Also modules that see their parameters rounded."""
+    """This includes modules that read their parameters rounded."""
     spec, _ = build(make_folder("gemma2", tmp_path))
     with torch.device("meta"):
         model = spec.build(dropout=0.0, seed=0)
@@ -132,7 +132,7 @@ def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):
     fill_parameters(model, model.random_source(0, cpu, hashed=False), cpu)
     reference = spec.build(dropout=0.0, seed=0)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:  # norms, which do not depend on the seed
+        if parameter.dim() == 1:  # only norms, which do not depend on the seed
             torch.testing.assert_close(parameter, reference.get_parameter(name))
 
 
@@ -154,7 +154,7 @@ def test_random_weights_are_transformers_and_depend_on_the_seed_alone(tmp_path):
     once, again, other = (spec.build(dropout=0.0, seed=seed).state_dict() for seed in (1, 1, 2))
     norms = [name for name in once if "norm" in name]
     assert norms
-    assert all(not once[name].any() for name in norms)  # gemma adds 1
+    assert all(not once[name].any() for name in norms)  # Gemma adds 1 to them
     assert all(torch.equal(once[name], again[name]) for name in once)
     name = "blocks.0.self_attn.q_proj.weight"
     assert not torch.equal(once[name], other[name])

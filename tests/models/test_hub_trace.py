@@ -1,4 +1,5 @@
-"""A block's costs, traced, against the formulas for native models; what cannot be divided."""
+"""Traced costs of a block against the formulas for native models, and the strategies that cannot
+split such models."""
 
 import dataclasses
 
@@ -15,7 +16,7 @@ def test_a_traced_block_keeps_what_the_formulas_of_the_native_model_say():
     size = find_model("Qwen3-0.6B").size
     traced = trace({**find_model("Qwen3-0.6B").code.to_config(size, 0), "dtype": "bfloat16"})
     values = 4 * size.hidden_size + size.values_in + size.values_out + size.kept_values
-    expected = 2 * values + 4 * size.num_heads  # and the softmax's statistics
+    expected = 2 * values + 4 * size.num_heads  # plus the softmax's statistics
     assert traced.bytes_per_token("kept", "compiled", 1024) == pytest.approx(expected, rel=0.01)
     assert traced.attention_width == size.attention_width
     assert traced.fused
@@ -40,7 +41,7 @@ def test_attention_in_pieces_keeps_more_in_longer_samples(tmp_path):
             lay_out(4, f"strategy={name}", f"model={model}", "max_length=64")
     spec = find_model(model)
     spec.check_weights(folder)
-    with refused("num_layers=2 but the model has 3"):
+    with refused("num_layers=2, but the model has 3"):
         dataclasses.replace(spec, size=dataclasses.replace(spec.size, num_layers=3)).check_weights(
             folder
         )

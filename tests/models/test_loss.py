@@ -23,7 +23,7 @@ def values():
 
 
 def result(loss, x, weight, targets):
-    """Loss and gradients of twice the loss."""
+    """Return the loss, and the gradients of twice the loss."""
     total = loss(x, weight, targets, VOCABULARY)
     gradients = torch.autograd.grad(2 * total, (x, weight))
     return total.detach(), *gradients
@@ -62,7 +62,7 @@ def test_where_chunks_are_refused(tmp_path):
 
 
 def test_chunks_are_predicted_to_take_less(tmp_path):
-    """The logits of 64 x 1,024 tokens are 6.1 GiB in 16 bits, those of a chunk 0.8 GiB."""
+    """The logits of 64 x 1,024 tokens need 6.1 GiB in 16 bits, and those of a chunk 0.8 GiB."""
     values = {"model": "gpt2", "strategy": "dp", "batch_size": 64, "max_length": 1024}
     values |= {"activation_checkpointing": "none", "precision": "bf16", "checked": False}
     plans = [plan_for(tmp_path, GPU_MACHINE, 1, **values, loss_chunk_tokens=n) for n in (0, 8192)]
@@ -71,7 +71,8 @@ def test_chunks_are_predicted_to_take_less(tmp_path):
 
 
 def test_chunks_by_default_cost_little(tmp_path):
-    """Small outputs beside large blocks take small chunks; adapters add up no gradient of rows."""
+    """Models with a small output layer use small chunks. With adapters, no gradient of the output
+    rows is added up."""
 
     def chunk(model, machine=GPU_MACHINE, **values):
         values = {"strategy": "dp", "precision": "bf16", "max_length": 1024, **values}

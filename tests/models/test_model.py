@@ -16,12 +16,12 @@ from distributed_training.parallel.lora import apply_lora
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import ROOT
 
-# 300 is not a multiple of 128: the embedding has 84 rows of padding.
+# 300 is not a multiple of 128, so the embedding has 84 rows of padding.
 SIZE = gpt2_size(vocab_size=300, num_positions=32, num_layers=3, num_heads=4, hidden_size=32)
 
 
 def random_model(dropout=0.0):
-    """Every parameter random, biases and norms too."""
+    """Return a model in which every parameter is random, including biases and norms."""
     model = build_model(SIZE, dropout=dropout, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -105,8 +105,8 @@ def test_initial_weights_are_gpt2s_and_of_the_seed_alone():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_activation_checkpointing_changes_no_number_and_keeps_less(dropout):
-    """Elements that autograd keeps outside of checkpointed blocks, and FLOPs of matrix products,
-    which "selective" does not repeat."""
+    """Count the elements that autograd keeps outside of checkpointed blocks, and the FLOPs of
+    matrix multiplications, which "selective" does not repeat."""
     results, kept, flops = {}, {}, {}
     for mode in ("none", "full", "selective"):
         model, sizes = random_model(dropout), []
@@ -123,7 +123,7 @@ def test_activation_checkpointing_changes_no_number_and_keeps_less(dropout):
     assert_equal(results["none"], results["full"])
     assert_equal(results["none"], results["selective"])
     assert max(kept["full"], kept["selective"]) < kept["none"] / 2
-    if not dropout:  # with it, attention on CPUs is not one operation
+    if not dropout:  # With dropout, attention on CPUs is not a single operation.
         assert flops["none"] == flops["selective"] < flops["full"]
 
 
@@ -138,7 +138,8 @@ def test_selective_checkpointing_repeats_adapters_and_no_other_product():
             model(*random_batch()).backward()
         flops[mode] = counter.get_total_flops()
     features = sum(rows + columns for rows, columns in SIZE.block_matrices)
-    features -= SIZE.hidden_size  # nothing needs the last output of a block: torch stops before it
+    # Nothing needs the last output of a block, so torch does not recompute it.
+    features -= SIZE.hidden_size
     repeated = 2 * random_batch()[0].numel() * config.lora_rank * SIZE.num_layers * features
     assert flops["selective"] == flops["none"] + repeated
 
@@ -163,7 +164,7 @@ def test_hashed_weights_depend_on_their_place_alone():
     other = hashed_normal(shape, (), 6, cpu)
     for one, two in ((whole, other), (whole[1:], whole[:-1]), (whole[:, 1:], whole[:, :-1])):
         assert abs((one * two).mean()) < 0.03
-    # The bits that every machine makes: adapters may stand beside random weights.
+    # Every machine must draw the same bits, because adapters may belong to random weights.
     assert [x.hex() for x in whole[0, :2].tolist()] == [
         "0x1.e5b4760000000p-1",
         "0x1.0d557a0000000p-7",

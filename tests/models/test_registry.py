@@ -1,4 +1,4 @@
-"""Models by name, by the path of a Hugging Face folder, by the path of a family."""
+"""Models by name, by the path of a Hugging Face folder, and by the path of a family."""
 
 import json
 from collections import Counter
@@ -20,7 +20,7 @@ def planned(model, tmp_path, **others):
 
 
 def test_plans_of_folders(tmp_path):
-    """One of a size that no name stands for, without weights, and one with them."""
+    """Use a folder of a size without a name and without weights, and a folder with weights."""
     folder = tmp_path / "four"
     folder.mkdir()
     config = {"model_type": "gpt2", "n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 2048}
@@ -59,7 +59,8 @@ def test_a_family_outside_of_the_package(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", *LLAMAS])
 def test_what_sizes_say_is_what_modules_hold(name):
-    """plan/ counts by a size's properties what parallel/ does by its roles."""
+    """The planner counts with the properties of a size, and parallel/ splits modules by their
+    roles."""
     spec = find_model(name)
     size, model = spec.size, spec.build(dropout=0.0, seed=0)
     held = Counter()

@@ -1,5 +1,5 @@
-"""Which steps are traced: never the first, none while a graph is captured, all that were asked for
-where the run has them."""
+"""The choice of traced steps: never the first, none while a graph is captured, and as many as
+requested if the run has them."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from distributed_training.train.profiling import steps_to_trace
     ("count", "graphs", "done", "num_steps", "traced"),
     [
         (3, False, 0, 100, [6, 7, 8]),
-        (3, True, 0, 100, [15, 16, 17]),  # the 13th is captured
+        (3, True, 0, 100, [15, 16, 17]),  # the 13th step is captured
         (3, True, 0, 16, [10, 11, 12]),
         (3, False, 40, 100, [46, 47, 48]),  # a resumed run warms up again
         (3, False, 0, 5, [3, 4, 5]),

@@ -1,5 +1,7 @@
-"""What a chat template makes of a conversation, and which characters of it are answers. This runs
-in the process of data/chats/render.py, where a template may fail, hang or eat memory."""
+"""Render a conversation with a chat template and find the characters that belong to answers.
+
+This runs in the process of data/chats/render.py, where a template may fail, hang or use up the
+memory."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,27 +12,27 @@ from distributed_training.settings.errors import UserError
 
 Render = Callable[..., str]  # (messages, ask=bool) -> text
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.S)
-_STAND_IN = "qzWzqXy"  # for a content whose place in the text is looked for
+_STAND_IN = "qzWzqXy"  # replaces a content to find its position in the text
 
 
 class AlignmentError(ValueError):
-    """A template whose answers cannot be found in its text."""
+    """The answers cannot be found in the text of a template."""
 
 
 class Rendered(NamedTuple):
-    """A sample: a text, which of it is in the loss, and what deserves a note."""
+    """A sample: a text, the spans of it that are in the loss, and counts for notes."""
 
     text: str
     spans: list[Span]
-    thoughts_removed: int = 0  # answers whose thoughts the template leaves out
-    unended: int = 0  # answers after which the template puts no special token
+    thoughts_removed: int = 0  # answers whose thoughts the template removes
+    unended: int = 0  # answers that the template ends without a special token
 
 
 class _Answer(NamedTuple):
     text: str  # the conversation up to this answer, as the model sees it when it answers
-    start: int
-    end: int  # of the answer and of what ends it, whatever follows
-    is_prefix: bool  # whether the text is the template's own for the conversation so far
+    start: int  # first character of the answer
+    end: int  # one after the answer and the token that ends it, whatever follows
+    is_prefix: bool  # whether the template itself renders this text for the conversation so far
 
 
 def align(
@@ -41,60 +43,62 @@ def align(
     marked: Sequence[Span] | None = None,
     marks: re.Pattern[str],
 ) -> list[Rendered]:
-    """The samples of a conversation. All answers are in one if the template writes each as it does
-    when the model is asked for it; an answer of which that is not true has a sample of its own.
-    `skip`: messages that are not trained on; `marked`: characters between the template's
-    generation marks, if it has any; `marks` matches special tokens. Raises AlignmentError."""
+    """Return the samples of a conversation.
+
+    One sample holds all answers that the template renders as it does when the model is asked for
+    them. Any other answer gets a sample of its own. `skip` are indices of messages that are not in
+    the loss, `marked` the spans between the template's own generation marks, if it has any, and
+    `marks` matches special tokens. Raises AlignmentError if an answer cannot be found."""
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained = [i for i in answers if i not in skip]
     if not trained:
         return []
-    whole = render(messages)
+    full_text = render(messages)
     if marked is not None:
         spans = list(marked)
-        for place in set(answers).intersection(skip):
-            answer = _find(render, messages, place, marks)
+        for index in set(answers).intersection(skip):
+            answer = _find(render, messages, index, marks)
             spans = [span for span in spans if not answer.start <= span[0] < len(answer.text)]
-        inside = "".join(whole[first:last] for first, last in spans)
-        removed = sum(_is_removed(messages[place], inside) for place in trained)
-        return [Rendered(whole, spans, removed)] if spans else []
+        marked_text = "".join(full_text[first:last] for first, last in spans)
+        removed = sum(_lost_thoughts(messages[index], marked_text) for index in trained)
+        return [Rendered(full_text, spans, removed)] if spans else []
     together = list[Span]()
     apart = list[Rendered]()
     removed = 0
     unended = 0
-    for place in trained:
-        text, start, end, is_prefix = _find(render, messages, place, marks)
-        if start == len(text) and messages[place].get("content"):
-            raise AlignmentError(f"the template leaves out message {place + 1}, an answer")
-        if is_prefix and whole.startswith(text):
+    for index in trained:
+        text, start, end, is_prefix = _find(render, messages, index, marks)
+        if start == len(text) and messages[index].get("content"):
+            raise AlignmentError(f"the template omits message {index + 1}, which is an answer")
+        if is_prefix and full_text.startswith(text):
             end = len(text)
-        elif not (is_prefix and start < end and whole.startswith(text[:end])):
-            lost = int(_is_removed(messages[place], text[start:]))
+        elif not (is_prefix and start < end and full_text.startswith(text[:end])):
+            lost = int(_lost_thoughts(messages[index], text[start:]))
             unended_here = int(not marks.search(text, start))
             apart.append(Rendered(text, [(start, len(text))], lost, unended_here))
             continue
         together.append((start, end))
-        removed += _is_removed(messages[place], whole[start:end])
+        removed += _lost_thoughts(messages[index], full_text[start:end])
         unended += not marks.search(text, start)
     if together:
-        return [Rendered(whole, together, removed, unended), *apart]
+        return [Rendered(full_text, together, removed, unended), *apart]
     return apart
 
 
 def _find(
-    render: Render, messages: Sequence[Message], place: int, marks: re.Pattern[str]
+    render: Render, messages: Sequence[Message], index: int, marks: re.Pattern[str]
 ) -> _Answer:
-    """Find the answer at `place` in the conversation up to it."""
-    before = list(messages[:place])
-    answer = messages[place]
+    """Find the answer in message `index`, in the text of the conversation up to it."""
+    before = list(messages[:index])
+    answer = messages[index]
     text = render([*before, answer])
     stand_in = _STAND_IN
     while stand_in in text:
         stand_in += "q"
-    # With another content the template's own words around an answer show.
+    # Render other content in place of the answer to see the template's own text around it.
     probe = _try(render, [*before, {"role": ASSISTANT, "content": stand_in}])
-    header, found, tail = probe.partition(stand_in)
-    if not found or not text.startswith(header):
+    header, separator, tail = probe.partition(stand_in)
+    if not separator or not text.startswith(header):
         header = tail = ""
     end = len(text)
     if tail and text.endswith(tail):
@@ -107,63 +111,64 @@ def _find(
     if question and text.startswith(question):
         start = len(question)
         content = answer.get("content")
-        inside = text[len(header) : start]
-        if header and inside and isinstance(content, str) and content.startswith(inside):
-            start = len(header)  # the answer begins as the question ends
+        overlap = text[len(header) : start]
+        if header and overlap and isinstance(content, str) and content.startswith(overlap):
+            start = len(header)  # The answer begins with the text that the question ends with.
         return _Answer(text, start, end, is_prefix=True)
     if header and question and before:
-        # When it is asked, the model sees another question than is shown beside its answer.
+        # The template renders a question differently when it is open than before its answer.
         earlier = [*before[:-1], {**before[-1], "content": stand_in}]
-        asked = _try(render, earlier, ask=True).partition(stand_in)[2]
+        question_end = _try(render, earlier, ask=True).partition(stand_in)[2]
         reply = {"role": ASSISTANT, "content": stand_in}
-        between = _try(render, [*earlier, reply]).split(stand_in)
-        if asked and len(between) == 3 and between[1].startswith(asked):
-            own = between[1][len(asked) :] + text[len(header) :]
-            return _Answer(question + own, len(question), 0, is_prefix=False)
+        pieces = _try(render, [*earlier, reply]).split(stand_in)
+        if question_end and len(pieces) == 3 and pieces[1].startswith(question_end):
+            answer_text = pieces[1][len(question_end) :] + text[len(header) :]
+            return _Answer(question + answer_text, len(question), 0, is_prefix=False)
     if not header:
-        role = f"message {place + 1}, an answer,"
-        raise AlignmentError(f"{role} is not where the template puts the answer it asks for")
+        which = f"message {index + 1}, an answer,"
+        raise AlignmentError(f"{which} is not where the template puts the answer it asks for")
     return _Answer(text, len(header), end, is_prefix=True)
 
 
 def _try(render: Render, messages: Sequence[Message], **options: Any) -> str:
-    """The text, or none if the template refuses these messages."""
+    """Return the text of messages, or "" if the template refuses them."""
     try:
         return render(messages, **options)
     except MemoryError:
         raise
-    except Exception:  # whatever a template raises: it need not know such a conversation
+    except Exception:  # A template can raise anything for a conversation it does not expect.
         return ""
 
 
-def _is_removed(message: Mapping[str, Any], text: str) -> bool:
+def _lost_thoughts(message: Mapping[str, Any], text: str) -> bool:
+    """Return whether a message has thoughts that its rendered `text` lacks."""
     thoughts = [message.get(key) for key in ("reasoning_content", "thinking", "reasoning")]
     content = message.get("content")
     if isinstance(content, str):
         thoughts += _THOUGHT.findall(content)
-    said = (thought.strip() for thought in thoughts if isinstance(thought, str))
-    return any(thought and thought not in text for thought in said)
+    stripped = (thought.strip() for thought in thoughts if isinstance(thought, str))
+    return any(thought and thought not in text for thought in stripped)
 
 
 def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
-    """The sample of a conversation in our own template, assets/chat/chat_template.jinja:
+    """Render a conversation in our own template, assets/chat/chat_template.jinja, and return its
+    sample:
 
-    user: What is 2 + 2?
-    assistant: 4<|endoftext|>user: And 3 + 3?
-    assistant: 6<|endoftext|>
-    """
+    user: What is 2 + 2? assistant: 4<|endoftext|>user: And 3 + 3? assistant: 6<|endoftext|>
+
+    Returns [] if no answer is in the loss. Raises UserError for tool calls."""
     if conversation.tools or any(message.get("tool_calls") for message in conversation.messages):
-        what = f"{where} has tool calls, and the tokenizer has no chat template"
-        fix = "take the tokenizer of a model that was trained for chats, or remove such rows"
-        raise UserError(what, "ours has no place for tools", fix)
+        what = f"{where} has tool calls, but the tokenizer has no chat template"
+        fix = "use the tokenizer of a model that was trained for chats, or remove such rows"
+        raise UserError(what, "the built-in template does not support tools", fix)
     text = ""
     spans = []
-    for place, message in enumerate(joined(conversation.messages)):
+    for index, message in enumerate(joined(conversation.messages)):
         if message["role"] == ASSISTANT:
             text += f"{ASSISTANT}:"
             start = len(text)
             text += f" {message['content']}{eos}"
-            if place not in conversation.skip:
+            if index not in conversation.skip:
                 spans.append((start, len(text)))
         else:
             text += f"{message['role']}: {message['content']}\n"
@@ -171,11 +176,11 @@ def own_spans(conversation: Any, eos: str, where: str) -> list[Rendered]:
 
 
 def joined(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose text is one string each, not parts."""
-    found = []
+    """Return messages in which contents that are lists of parts are joined to one string."""
+    with_texts = []
     for message in messages:
         content = message["content"]
         if isinstance(content, list):
             message = {**message, "content": "".join(part["text"] for part in content)}
-        found.append(message)
-    return found
+        with_texts.append(message)
+    return with_texts

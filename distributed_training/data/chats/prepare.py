@@ -1,4 +1,4 @@
-"""Records -> what is tokenized, with what is left out of them, counted."""
+"""Turn records into pieces of text to tokenize, and count the records that are left out."""
 
 import json
 from collections import Counter
@@ -14,28 +14,31 @@ from distributed_training.data.files import has_added_nulls
 from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
 
-SPECIAL = "records have special tokens in their text, and these count as such tokens"
-THOUGHTS = "answers lose their thoughts: the chat template leaves them out"
-UNENDED = "answers have no special token at their end, from which a model learns to stop"
+SPECIAL = "records have special tokens in their text, which are read as special tokens"
+THOUGHTS = "answers lose their thoughts, because the chat template removes them"
+UNENDED = "answers end without a special token, so the model does not learn to stop after them"
 QUOTED = (
-    "records have tool calls whose arguments are a string that the chat template quotes again: "
-    "give an object"
+    "records have tool calls whose arguments are a string, which the chat template quotes again; "
+    "write an object instead"
 )
-COPIED = 'records have a "text" beside their answer, which is not read: --columns text=text does'
+COPIED = (
+    'records have a "text" beside their answer, which is not read; to read it instead, add '
+    "--columns text=text"
+)
 NO_ANSWER = "no answer to train on"
-_AT_ONCE = 64  # conversations that are rendered at a time
+_BATCH_SIZE = 64  # conversations that are rendered at a time
 
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the records of a split."""
+    """Counts of the records of a split that are read, used and left out."""
 
-    records: int = 0  # read; of running text, its texts or lines
-    left_out: Counter[str] = field(default_factory=Counter)  # records, by reason
-    notes: Counter[str] = field(default_factory=Counter)  # by the rest of a line about so many
+    records: int = 0  # records read; for running text, texts or lines
+    left_out: Counter[str] = field(default_factory=Counter)  # records left out, by reason
+    notes: Counter[str] = field(default_factory=Counter)  # counts, by the text that follows them
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the counts as a dictionary for JSON."""
         return {
             "records": self.records,
             "used": self.records - self.left_out.total(),
@@ -47,7 +50,7 @@ class Counts:
 def read_pieces(
     source: Source, tokenizer: Tokenizer, *, by_line: bool, counts: Counts
 ) -> Iterator[Piece]:
-    """What is tokenized of a source, in its order."""
+    """Yield the pieces of a source to tokenize, in order, and count its records."""
     if source.form == pieces.RUNNING:
         for piece in source.read_texts(by_line=by_line, can_cut=tokenizer.can_cut):
             counts.records += piece.begins
@@ -57,7 +60,7 @@ def read_pieces(
     for item in check_records(source, tokenizer, counts):
         if isinstance(item, tuple):
             batch.append(item)
-            if len(batch) == _AT_ONCE:
+            if len(batch) == _BATCH_SIZE:
                 yield from _rendered(batch, tokenizer, counts)
                 batch = []
         else:
@@ -66,8 +69,10 @@ def read_pieces(
 
 
 def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Iterator[Any]:
-    """A list of pieces for each record that is text, (where, conversation) for others; what needs
-    no template is checked and counted."""
+    """Check and count the records of a source, as far as this needs no chat template.
+
+    Yield a list of pieces for each record of texts, and (where, conversation) for each
+    conversation. Raises UserError for a record of another shape."""
     shape = source.shape
     assert shape is not None
     talks = tokenizer.talks(source.form)
@@ -78,12 +83,13 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
             drop_nulls = (
                 has_added_nulls(Path(where.rpartition(" row ")[0])) if " row " in where else False
             )
-            found = shape.conversation(record, where, counts.notes, drop_nulls=drop_nulls)
-            answers = [i for i, m in enumerate(found.messages) if m["role"] == pieces.ASSISTANT]
-            if not set(answers).difference(found.skip):
+            conversation = shape.conversation(record, where, counts.notes, drop_nulls=drop_nulls)
+            roles = [message["role"] for message in conversation.messages]
+            answers = {index for index, role in enumerate(roles) if role == pieces.ASSISTANT}
+            if answers.issubset(conversation.skip):
                 counts.left_out[NO_ANSWER] += 1
             else:
-                yield where, found
+                yield where, conversation
         elif source.form == pieces.TEXT:
             text = shape.text(record, where)
             if text.strip():
@@ -102,6 +108,7 @@ def check_records(source: Source, tokenizer: Tokenizer, counts: Counts) -> Itera
 def _rendered(
     batch: list[tuple[str, Conversation]], tokenizer: Tokenizer, counts: Counts
 ) -> Iterator[Piece]:
+    """Yield the pieces of a batch of conversations, rendered, and count what deserves a note."""
     if not batch:
         return
     templated = tokenizer.is_templated
@@ -109,20 +116,20 @@ def _rendered(
         if not samples:
             counts.left_out[NO_ANSWER] += 1
         contents = (message.get("content") for message in conversation.messages)
-        said = "\n".join(content for content in contents if isinstance(content, str))
-        if tokenizer.special_pattern.search(said):
+        text = "\n".join(content for content in contents if isinstance(content, str))
+        if tokenizer.special_pattern.search(text):
             counts.notes[SPECIAL] += 1
-        texts = _arguments(conversation)
-        counts.notes[QUOTED] += any(text in sample.text for text in texts for sample in samples)
+        quoted = _quoted_arguments(conversation)
+        counts.notes[QUOTED] += any(text in sample.text for text in quoted for sample in samples)
         for sample in samples:
             counts.notes[THOUGHTS] += sample.thoughts_removed
             counts.notes[UNENDED] += sample.unended
             yield Piece(sample.text, sample.spans, templated=templated, eos=False)
 
 
-def _arguments(conversation: Conversation) -> list[str]:
-    """Arguments of tool calls that are strings, as OpenAI has them, quoted."""
+def _quoted_arguments(conversation: Conversation) -> list[str]:
+    """Return the arguments of tool calls that are strings, as in OpenAI's format, in quotes."""
     calls = (call for message in conversation.messages for call in message.get("tool_calls") or [])
-    parts = (call.get("function", call) for call in calls if isinstance(call, dict))
-    given = (part.get("arguments") for part in parts if isinstance(part, dict))
-    return [json.dumps(text, ensure_ascii=False) for text in given if isinstance(text, str)]
+    functions = (call.get("function", call) for call in calls if isinstance(call, dict))
+    arguments = (function.get("arguments") for function in functions if isinstance(function, dict))
+    return [json.dumps(text, ensure_ascii=False) for text in arguments if isinstance(text, str)]

@@ -1,4 +1,5 @@
-"""Records in the shapes people have: which shape, and what is trained on in each of them."""
+"""Records in the shapes that people use: find the shape, and which part of a record is in the
+loss."""
 
 import json
 from collections import Counter
@@ -13,7 +14,7 @@ from distributed_training.settings.files import shown
 COLUMNS = (
     TEXT, MESSAGES, "conversations", PROMPT, "completion", "response", "question", "answer",
     "instruction", "input", "output", "system", "history", "tools", "documents",
-    "chat_template_kwargs",  # TRL's
+    "chat_template_kwargs",  # as in TRL
 )  # fmt: skip
 _EXAMPLES = {
     TEXT: '{"text": "..."}',
@@ -21,7 +22,7 @@ _EXAMPLES = {
     MESSAGES: '{"messages": [{"role": "user", "content": "..."}, '
     '{"role": "assistant", "content": "..."}]}',
 }
-# Columns of a question and its answer, in the order in which they are looked for.
+# Pairs of columns with a question and its answer, in the order of preference
 _PAIRS = (
     (PROMPT, "completion"), (PROMPT, "response"), ("question", "answer"),
     ("instruction", "output"), ("instruction", "response"),
@@ -33,39 +34,42 @@ _ROLES = {
     **dict.fromkeys(("system", "developer", "function", "ipython", "documents"), ""),
     "function_call": ASSISTANT,
 }
-# Keys by which datasets say whether a message is in the loss: OpenAI's, axolotl's two, verl's two,
-# and ms-swift's.
+# Keys that mark whether a message is in the loss: one of OpenAI's, two of axolotl's, two of verl's
+# and one of ms-swift's
 _MARKS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
-_NOT_ANSWERS = "messages are marked to be trained on, but only answers are"
-Why = Counter[str]  # how many records, by what is said about them
+_NOT_ANSWERS = "messages are marked as trained, but only answers are in the loss"
+Notes = Counter[str]  # number of records or messages by the text of a note
 
 
 def _name_some(columns: Iterable[str]) -> str:
-    """Return the first columns of a record, for an error."""
+    """Return the names of a record's first columns, for an error."""
     names = [shown(name) for name in columns]
     more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
     return ", ".join(names[:20]) + more or "no columns"
 
 
 class Shape:
-    """How the records of a dataset are read: all as the first one. `columns` renames some."""
+    """How to read the records of a dataset, decided by the first one.
+
+    `columns` maps names that this module knows to the dataset's own names. Raises UserError if the
+    record has no known column."""
 
     def __init__(self, record: Any, where: str, columns: Mapping[str, str]) -> None:
         self.columns = columns
         keys = self._renamed(record) if isinstance(record, dict) else {}
-        missing = [theirs for theirs in columns.values() if theirs not in record]
+        missing = [name for name in columns.values() if name not in record]
         if missing:
-            what = f"columns names {shown(missing[0])}, which {where} has not"
-            raise UserError(what, fix=f"it has {_name_some(record)}")
+            what = f"columns names {shown(missing[0])}, which {where} does not have"
+            raise UserError(what, f"it has {_name_some(record)}", "name one of these")
         self.names: tuple[str, ...] = ()
         pair = next((pair for pair in _PAIRS if set(pair) <= keys.keys()), None)
         chat = next((name for name in (MESSAGES, "conversations") if name in keys), None)
-        # Beside an answer a text is most often a copy of the record, rendered for another model.
+        # A text beside an answer is usually a copy of the record, rendered for another model.
         answers = [keys[name] for name in (*(pair or ())[1:], chat) if name]
         self.has_copy = TEXT in keys and any(answers) and TEXT not in columns
         if TEXT in keys and not self.has_copy:
             self.form, self.names = TEXT, (TEXT,)
-        # Datasets of chats often repeat the first question as "prompt".
+        # Datasets of conversations often repeat the first question as "prompt".
         elif pair and (MESSAGES not in keys or pair[1] == "completion"):
             self.form, self.names = PROMPT, pair
             is_chat = isinstance(keys[pair[0]], list) or isinstance(keys[pair[1]], list)
@@ -75,7 +79,7 @@ class Shape:
             self.form, self.names = MESSAGES, (chat,)
         else:
             column = "completion" if PROMPT in keys else TEXT
-            fix = f"give {' or '.join(_EXAMPLES.values())}, or name yours with --columns "
+            fix = f"write {' or '.join(_EXAMPLES.values())}, or name yours with --columns "
             raise UserError(
                 f'{where} has no "{column}" string',
                 f"it has {_name_some(keys)}",
@@ -85,55 +89,58 @@ class Shape:
     def _renamed(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if not self.columns:
             return dict(record)
-        taken = {ours: record.get(theirs) for ours, theirs in self.columns.items()}
-        rest = {key: value for key, value in record.items() if key not in self.columns.values()}
-        return {**rest, **taken}
+        renamed = {ours: record.get(theirs) for ours, theirs in self.columns.items()}
+        others = {key: value for key, value in record.items() if key not in self.columns.values()}
+        return {**others, **renamed}
 
     def text(self, record: Any, where: str) -> str:
-        """The text of a record that is one."""
+        """Return the text of a record with a text. Raises UserError if it has none."""
         (text,) = self._strings(record, where)
         return text
 
     def pair(self, record: Any, where: str) -> tuple[str, str]:
-        """(prompt, completion) of a record that is a pair of texts."""
+        """Return (prompt, completion) of a record with a pair of texts. Raises UserError if one is
+        missing."""
         prompt, completion = self._strings(record, where)
         return prompt, completion
 
     def conversation(
-        self, record: Any, where: str, notes: Why, *, drop_nulls: bool = False
+        self, record: Any, where: str, notes: Notes, *, drop_nulls: bool = False
     ) -> Conversation:
-        """The conversation of a record, a pair of texts too. Counts unknown roles in `notes`;
-        `drop_nulls`: leave out members that are null, as Arrow adds them."""
+        """Return the conversation of a record with messages or a pair of texts.
+
+        Unknown roles are counted in `notes`. With `drop_nulls`, members that are null are removed,
+        because Arrow adds them. Raises UserError for a record of another shape."""
         keys = self._checked(record, where)
         if drop_nulls:
             keys = _without_nulls(keys)
         skip: list[int] = []
         if len(self.names) == 1:
-            given = _parsed(keys.get(self.names[0]))
-            if given is None:
-                given = []
-            messages = self._messages(given, where, notes)
+            raw_messages = _parsed(keys.get(self.names[0]))
+            if raw_messages is None:
+                raw_messages = []
+            messages = self._messages(raw_messages, where, notes)
         elif self.names[0] == "instruction":
             messages = self._instruction(keys, where)
         else:
-            asked, answered = (keys.get(name) for name in self.names)
-            if not isinstance(asked, list):
-                asked = self._check(asked, self.names[0], where)
-                asked = [{"role": "user", "content": asked}]
-            if not isinstance(answered, list):
-                self._check(answered or "", self.names[1], where)
-                answered = [{"role": ASSISTANT, "content": answered}] if answered else []
-            messages = self._messages(asked, where, notes)
+            question, answer = (keys.get(name) for name in self.names)
+            if not isinstance(question, list):
+                question = self._check(question, self.names[0], where)
+                question = [{"role": "user", "content": question}]
+            if not isinstance(answer, list):
+                self._check(answer or "", self.names[1], where)
+                answer = [{"role": ASSISTANT, "content": answer}] if answer else []
+            messages = self._messages(question, where, notes)
             skip = list(range(len(messages)))
-            messages += self._messages(answered, where, notes)
+            messages += self._messages(answer, where, notes)
         system = keys.get("system")
         if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
             messages = [{"role": "system", "content": system}, *messages]
-            skip = [0, *(place + 1 for place in skip)]
-        for place, message in enumerate(messages):
-            is_trained = _is_trained(message, f"{where}: message {place + 1}")
+            skip = [0, *(index + 1 for index in skip)]
+        for index, message in enumerate(messages):
+            is_trained = _is_trained(message, f"{where}: message {index + 1}")
             if is_trained is False:
-                skip.append(place)
+                skip.append(index)
             elif is_trained and message["role"] != ASSISTANT:
                 notes[_NOT_ANSWERS] += 1
         values = _parsed(keys.get("chat_template_kwargs")) or {}
@@ -144,12 +151,13 @@ class Shape:
         return Conversation(messages, tools, documents, values, skip)
 
     def _instruction(self, keys: Mapping[str, Any], where: str) -> list[Message]:
-        """Alpaca's: an instruction, perhaps an input for it, the answer, perhaps earlier pairs."""
+        """Return the messages of a record in Alpaca's shape: an instruction with an optional input,
+        the answer, and optional earlier pairs."""
         turns = list(keys.get("history") or [])
-        asked = self._check(keys.get("instruction"), "instruction", where)
-        if given := keys.get("input"):
-            asked = f"{asked}\n{self._check(given, 'input', where)}"
-        turns.append((asked, keys.get(self.names[1])))
+        instruction = self._check(keys.get("instruction"), "instruction", where)
+        if context := keys.get("input"):
+            instruction = f"{instruction}\n{self._check(context, 'input', where)}"
+        turns.append((instruction, keys.get(self.names[1])))
         messages = list[Message]()
         for question, answer in turns:
             messages.append({"role": "user", "content": question})
@@ -158,16 +166,16 @@ class Shape:
                 messages.append({"role": ASSISTANT, "content": answer})
         return messages
 
-    def _messages(self, given: Any, where: str, notes: Why) -> list[Message]:
-        self._check(given, self.names[0], where, list)
-        return [_message(message, f"{where}: a message", notes) for message in given]
+    def _messages(self, raw_messages: Any, where: str, notes: Notes) -> list[Message]:
+        self._check(raw_messages, self.names[0], where, list)
+        return [_message(message, f"{where}: a message", notes) for message in raw_messages]
 
     def _strings(self, record: Any, where: str) -> list[str]:
         keys = self._checked(record, where)
         missing = [name for name in self.names if name not in keys]
         if missing:
             self._check(None, missing[0], where)
-        last = self.names[-1]  # null as well as empty
+        last = self.names[-1]  # null counts as empty
         keys[last] = keys[last] or ""
         return [self._check(keys[name], name, where) for name in self.names]
 
@@ -177,23 +185,25 @@ class Shape:
         return self._renamed(record)
 
     def _check(
-        self, value: Any, name: str, where: str, kind: type = str, *, optional: bool = False
+        self, value: Any, name: str, where: str, cls: type = str, *, optional: bool = False
     ) -> Any:
-        if not isinstance(value, kind) and not (optional and value is None):
-            word = "string" if kind is str else "list"
-            raise UserError(f'{where} has no "{name}" {word}', fix=_EXAMPLES[self.form])
+        if not isinstance(value, cls) and not (optional and value is None):
+            type_name = "string" if cls is str else "list"
+            fix = f"write {_EXAMPLES[self.form]}"
+            raise UserError(f'{where} has no "{name}" {type_name}', fix=fix)
         return value
 
 
-def _message(given: Any, where: str, notes: Why) -> Message:
-    """A message with role and content, whatever its keys are called; all others stay."""
+def _message(raw: Any, where: str, notes: Notes) -> Message:
+    """Return a message with the keys role and content, whatever their names in the dataset are. All
+    other keys stay. Raises UserError for content that is not text."""
 
     def refuse(key: str) -> NoReturn:
-        raise UserError(f'{where} has no "{key}" string', fix=_EXAMPLES[MESSAGES])
+        raise UserError(f'{where} has no "{key}" string', fix=f"write {_EXAMPLES[MESSAGES]}")
 
-    if not isinstance(given, dict):
+    if not isinstance(raw, dict):
         refuse("role")
-    message = dict(given)
+    message = dict(raw)
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
     if "content" not in message and "value" in message:
@@ -209,18 +219,16 @@ def _message(given: Any, where: str, notes: Why) -> Message:
         called = _parsed(content)
         calls = called if isinstance(called, list) else [called]
         if not all(isinstance(call, dict) for call in calls):
-            raise UserError(f"{where} is a function_call, but no JSON object", shown(content))
+            raise UserError(f"{where} is a function_call, but not a JSON object", shown(content))
         message |= {
             "content": "",
             "tool_calls": [{"type": "function", "function": c} for c in calls],
         }
     elif isinstance(content, list):
-        others = [part for part in content if not _is_text(part)]
-        if others:
-            what = f"{where} has a part that is no text"
-            raise UserError(
-                what, shown(others[0]), "leave out such rows: this suite trains on text"
-            )
+        for part in content:
+            if not _is_text(part):
+                what = f"{where} has a part that is not text: {shown(part)}"
+                raise UserError(what, "only text can be trained on", "remove such rows")
     elif content is None:
         if "content" not in message and not message.get("tool_calls"):
             refuse("content")
@@ -231,14 +239,17 @@ def _message(given: Any, where: str, notes: Why) -> Message:
 
 
 def _is_trained(message: Message, where: str) -> bool | None:
-    """Return whether a dataset marks a message as trained on; None if it has no mark."""
+    """Return whether a dataset marks a message as in the loss, or None if it has no mark. Raises
+    UserError for a mark other than 0 or 1."""
     values = {key: message[key] for key in _MARKS if message.get(key) is not None}
     unclear = [key for key, value in values.items() if value not in (0, 1)]  # True is 1
-    if message.get("train_detail"):  # axolotl's, for parts of a message
+    if message.get("train_detail"):  # axolotl's mark for parts of a message
         unclear.append("train_detail")
     if unclear:
         what = f"{where} has {shown(unclear[0])} {shown(message[unclear[0]])}"
-        raise UserError(what, "a message is in the loss or not", "give 0 or 1, or remove it")
+        raise UserError(
+            what, "a message is either in the loss or not", "write 0 or 1, or remove it"
+        )
     return all(values.values()) if values else None
 
 
@@ -247,7 +258,8 @@ def _is_text(part: Any) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """A list or an object that a table keeps as JSON; anything else as it is."""
+    """Return the list or object that a table stores as a JSON string, or any other value
+    unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)

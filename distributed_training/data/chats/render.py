@@ -1,8 +1,9 @@
-"""Chat templates, rendered by transformers in a process of their own: a template is somebody's
-program, and may fail, never end, or fill the memory. The parent names the row and goes on.
+"""Chat templates, rendered by transformers in a process of their own.
 
-Lines of JSON go both ways: first {"templates", "marks", "names"}, then batches of conversations.
-Each conversation is answered by itself, so that the one that ends the process is known."""
+A template is a program from somebody else, which may fail, run forever, or use up the memory. The
+parent process survives that and reports the row. Parent and child exchange lines of JSON: first
+{"templates", "marks", "names"}, then batches of conversations. Each conversation gets an answer of
+its own, so that the parent knows which one ended the child."""
 
 import functools
 import json
@@ -20,23 +21,26 @@ from distributed_training.data.pieces import Message, Span
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 
-CPU_S = 2.0  # for one text
-MEMORY_BYTES = 2**29  # beyond what the process begins with
-MOST_CHARACTERS = 2**20  # of a text, beyond four times its conversation
+CPU_S = 2.0  # CPU time limit for one text
+MEMORY_BYTES = 2**29  # limit on memory beyond that of the process at its start
+MAX_CHARACTERS = 2**20  # limit on a text, beyond four times the length of its conversation
 
 
 class Conversation(NamedTuple):
-    """What a template is given, and which messages are not trained on."""
+    """The arguments of a chat template, and the messages that are not in the loss."""
 
     messages: list[Message]
     tools: list[Any] | None = None
     documents: list[Any] | None = None
-    values: dict[str, Any] = {}  # noqa: RUF012, of the template's own variables
-    skip: list[int] = []  # noqa: RUF012
+    values: dict[str, Any] = {}  # noqa: RUF012, the template's own variables
+    skip: list[int] = []  # noqa: RUF012, indices of messages that are not in the loss
 
 
 class Renderer:
-    """The parent's side. `template` is the text, or one without tools and one with them."""
+    """The parent's side of the process that renders templates.
+
+    `templates` are the template without tools and the one with tools, `names` the variables that
+    both can use, and `marks` the special tokens."""
 
     def __init__(
         self, templates: Sequence[str], names: dict[str, Any], marks: Sequence[str]
@@ -46,10 +50,11 @@ class Renderer:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> subprocess.Popen[str]:
-        """Begin to import, which takes a second or two; what is asked later waits for it."""
+        """Start the child, unless it runs. Its imports take a second or two, for which later
+        requests wait."""
         if self._process is None:
             command = [sys.executable, "-m", __name__]
-            # -m imports what is in the folder where one stands before all else.
+            # Python -m imports from the current folder first, so this must be the checkout.
             kwargs: Any = {"cwd": ROOT, "encoding": "utf-8"}
             kwargs |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -58,31 +63,32 @@ class Renderer:
         return self._process
 
     def close(self) -> None:
-        """End the process."""
+        """End the child process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
     def align(self, batch: Sequence[tuple[str, Conversation]]) -> list[list[Rendered]]:
-        """The samples of each conversation; raises UserError with its place for the first that its
-        template does not render."""
+        """Return the samples of each (place in the data set, conversation). Raises UserError with
+        the place of the first conversation that the template does not render."""
         answers = self._ask([conversation for _, conversation in batch])
         samples = []
         for (where, _), answer in zip(batch, answers, strict=True):
             if isinstance(answer, str):
-                if len(batch) > 1:  # it would answer for the others first
+                if len(batch) > 1:  # The child still has to answer for the others.
                     self.close()
-                what = f"{where} does not go with the chat template"
-                raise UserError(what, answer, "change the row, or the model's chat template")
+                what = f"{where} cannot be rendered by the chat template"
+                raise UserError(what, answer, "change the row or the chat template")
             samples.append([Rendered(*sample) for sample in answer])
         return samples
 
     def ask(self, messages: list[Message]) -> str:
-        """The text up to where the answer to the last message begins."""
+        """Return the text of a conversation up to where the answer to its last message begins.
+        Raises UserError if the template does not render it."""
         (answer,) = self._ask([Conversation(messages)], question=True)
         if isinstance(answer, str):
-            raise UserError("the chat template does not take this question", answer)
+            raise UserError("the chat template cannot render this question", answer)
         return answer[0]
 
     def _ask(self, batch: Sequence[Conversation], question: bool = False) -> Iterator[Any]:
@@ -105,28 +111,29 @@ class Renderer:
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()
-        except BrokenPipeError:  # seen when the answer is read
+        except BrokenPipeError:  # The child has ended, which is noticed when its answer is read.
             pass
 
 
 def main() -> None:
-    """The child's side, until the parent closes its end."""
+    """Answer the parent's requests until it closes its end. This runs in the child."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     answer = answering(**json.loads(sys.stdin.readline()))
     _limit_memory()
     for line in sys.stdin:
-        asked = json.loads(line)
-        for conversation in asked["batch"]:
-            found = answer(Conversation(*conversation), asked["question"])
-            print(json.dumps(found), file=answers, flush=True)
+        request = json.loads(line)
+        for conversation in request["batch"]:
+            result = answer(Conversation(*conversation), request["question"])
+            print(json.dumps(result), file=answers, flush=True)
 
 
 def answering(
     templates: Sequence[str], names: dict[str, Any], marks: Sequence[str], cpu_s: float = CPU_S
 ) -> Callable[[Conversation, bool], Any]:
-    """What answers in the child: the samples of a conversation, or its text as a question; a string
-    says why there are none. A text that takes too long ends the process."""
+    """Return the function that answers in the child. It returns the samples of a conversation, or
+    its text as a question, or a string with the reason why the template failed. A template that
+    takes too long ends the process."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -138,27 +145,27 @@ def answering(
         conversation: Conversation, messages: Sequence[Any], **options: Any
     ) -> tuple[str, list[Span]]:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        found: Any = render_jinja_template(
+        rendered: Any = render_jinja_template(
             conversations=[list(messages)], tools=conversation.tools,
             documents=conversation.documents, chat_template=templates[bool(conversation.tools)],
             **{**names, **conversation.values}, **options,
         )  # fmt: skip
         signal.setitimer(signal.ITIMER_PROF, 0)
-        texts, spans = found
-        limit = MOST_CHARACTERS + 4 * len(json.dumps(messages))
+        texts, spans = rendered
+        limit = MAX_CHARACTERS + 4 * len(json.dumps(messages))
         if len(texts[0]) > limit:
-            raise MemoryError(f"its text has more than {limit / 1e6:.0f} million characters")
+            raise MemoryError(f"the text has more than {limit / 1e6:.0f} million characters")
         return texts[0], spans[0] if spans else []
 
     @functools.cache
     def takes_parts() -> bool:
-        """Whether the template reads contents that are lists of parts."""
-        said = {"role": "user", "content": [{"type": "text", "text": word} for word in "ZX"]}
+        """Return whether the template accepts contents that are lists of parts."""
+        probe = {"role": "user", "content": [{"type": "text", "text": word} for word in "ZX"]}
         try:
-            text = render_raw(Conversation([]), [said])[0]
+            text = render_raw(Conversation([]), [probe])[0]
         except MemoryError:
             raise
-        except Exception:  # as when it adds a text to a list
+        except Exception:  # for example, it adds a text to a list
             return False
         return re.search(r"Z\s*X", text) is not None
 
@@ -167,8 +174,8 @@ def answering(
             return render_raw(conversation, messages, add_generation_prompt=ask)[0]
 
         try:
-            said = (message.get("content") for message in conversation.messages)
-            if any(isinstance(content, list) for content in said) and not takes_parts():
+            contents = (message.get("content") for message in conversation.messages)
+            if any(isinstance(content, list) for content in contents) and not takes_parts():
                 conversation = conversation._replace(messages=joined(conversation.messages))
             if question:
                 return [render(conversation.messages, ask=True)]
@@ -181,8 +188,8 @@ def answering(
         except AlignmentError as error:
             return str(error)
         except MemoryError as error:
-            return str(error) or f"it takes more than {MEMORY_BYTES / 2**20:.0f} MiB"
-        except Exception as error:  # what a template raises is its own affair
+            return str(error) or f"it needs more than {MEMORY_BYTES / 2**20:.0f} MiB of memory"
+        except Exception as error:  # A template can raise anything.
             return " ".join(f"{type(error).__name__}: {error}".split())[:500]
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -191,11 +198,12 @@ def answering(
 
 
 def has_marks(template: str) -> bool:
-    """Whether a template says itself what the assistant generates."""
+    """Return whether a template itself marks the text that the assistant generates."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
 def _limit_memory() -> None:
+    """Limit the address space of this process to MEMORY_BYTES more than it uses now."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY_BYTES, now + MEMORY_BYTES))

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from distributed_training.data.cache import tokenise
+from distributed_training.data.cache import tokenize
 from distributed_training.data.corpus import read_corpus, read_embedded
 from distributed_training.data.samples import cut_samples
 from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
@@ -59,7 +59,7 @@ def prepare(file: str, tokenizer_dir: str, cache_dir: str, known: str = "") -> N
     cache = Path(cache_dir)
     before = psutil.Process().memory_info().rss
     start = time.perf_counter()
-    folder = cache / known if known else tokenise(read_corpus(file), tokenizer, config, cache)
+    folder = cache / known if known else tokenize(read_corpus(file), tokenizer, config, cache)
     data = cut_samples(folder, tokenizer, config)
     found = {
         "seconds": time.perf_counter() - start,
