@@ -28,8 +28,8 @@ def test_what_a_killed_process_left_is_done_anew(tokenizer, tmp_path, monkeypatc
     (partial,) = cache_folders(tmp_path / "cache")
     (partial / "train-ids.bin").write_bytes(b"longer than it is" * 1000)
     (partial / "of an earlier release").touch()
-    found = all_rows(prepare(tmp_path / "cache", tokenizer).train)
-    np.testing.assert_array_equal(found, expected)
+    tokens = all_rows(prepare(tmp_path / "cache", tokenizer).train)
+    np.testing.assert_array_equal(tokens, expected)
     (folder,) = cache_folders(tmp_path / "cache")
     assert folder.suffix == ""
     assert not (folder / "of an earlier release").exists()
@@ -65,10 +65,10 @@ def test_a_long_text_takes_little_memory(tmp_path):
     text = small_text().read_text()
     (tmp_path / "a.txt").write_text(text * (10_000_000 // len(text)))
     command = [sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / "cache"]
-    found = subprocess.check_output(command, text=True)
-    before, peak, num_tokens = map(float, found.split())
+    output = subprocess.check_output(command, text=True)
+    before, peak, num_tokens = map(float, output.split())
     assert num_tokens > 2_000_000
-    assert before < peak < 500, found  # MiB
+    assert before < peak < 500, output  # MiB
 
 
 def test_a_cache_that_is_there_may_be_read_only(tokenizer, tmp_path, monkeypatch):

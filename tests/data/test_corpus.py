@@ -25,15 +25,15 @@ def pieces_of(source, *, by_line=False):
 
 def texts_of(source, *, by_line=False):
     """Return the texts of a source, each as a whole."""
-    texts, parts = [], []
+    texts, pieces = [], []
     for piece in pieces_of(source, by_line=by_line):
         assert piece.spans is None
         assert piece.eos
-        parts.append(piece.text)
+        pieces.append(piece.text)
         if piece.ends:
-            texts.append("".join(parts))
-            parts.clear()
-    assert not parts
+            texts.append("".join(pieces))
+            pieces.clear()
+    assert not pieces
     return texts
 
 
@@ -67,7 +67,7 @@ def test_folder_is_read_in_the_order_of_its_names(tmp_path):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"a.png": b"x"}, ["found .png", "give .txt"]),
+        ({"a.png": b"x"}, ["found .png", "use .txt"]),
         ({"a.jsonl": b" \n\n\t\n"}, ["contains no text"]),
         ({"a.jsonl": b'{"text": "a"}\n\n[]'}, ["line 3", 'no "text" string', '{"text": "..."}']),
         ({"a.txt": b"one", "b.jsonl": b'{"text": "two"}'}, [".jsonl, .txt", "not both"]),

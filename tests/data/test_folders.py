@@ -65,9 +65,9 @@ def test_a_card_tells_the_splits_of_a_cloned_dataset(tmp_path):
 
 
 def test_a_dataset_as_save_to_disk_writes_it(tmp_path):
-    parts = {split: datasets.Dataset.from_dict({"text": [split]}) for split in ("train", "test")}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "all")
-    parts["test"].save_to_disk(tmp_path / "one")
+    splits = {split: datasets.Dataset.from_dict({"text": [split]}) for split in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "all")
+    splits["test"].save_to_disk(tmp_path / "one")
     assert splits_of(tmp_path / "all") == {"train": ["train"]}
     assert splits_of(tmp_path / "one") == {"train": ["test"]}
 

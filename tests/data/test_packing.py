@@ -16,7 +16,7 @@ def best_fit_decreasing(lengths, capacity):
     with enough free space."""
     blocks = []
     for length in sorted(lengths, reverse=True):
-        fits = [place for place, size in enumerate(blocks) if size + length <= capacity]
+        fits = [block for block, size in enumerate(blocks) if size + length <= capacity]
         if fits:
             blocks[max(fits, key=blocks.__getitem__)] += length
         else:

@@ -29,14 +29,14 @@ def blocks_of(text, sizes):
     return blocks
 
 
-def ids_of(tokenizer, parts):
-    return np.concatenate(tokenizer.encode_batch([piece.text for piece in parts])).tolist()
+def ids_of(tokenizer, text_pieces):
+    return np.concatenate(tokenizer.encode_batch([piece.text for piece in text_pieces])).tolist()
 
 
 @pytest.fixture(scope="module")
 def small_pieces():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "_MIN", 3)
+        patch.setattr(pieces, "_MIN_CHARACTERS", 3)
         yield
 
 
@@ -47,12 +47,12 @@ def small_pieces():
 )
 def test_pieces_give_the_ids_of_the_whole_text(text, sizes, tokenizer, small_pieces):
     text += "x"  # a blank text has no pieces
-    parts = list(cut_text(blocks_of(text, sizes)))
-    assert "".join(piece.text for piece in parts) == text
-    assert parts == list(cut_text([text]))  # whatever the sizes of the blocks
-    assert [piece.ends for piece in parts] == [False] * (len(parts) - 1) + [True]
-    assert [piece.begins for piece in parts] == [True] + [False] * (len(parts) - 1)
-    assert ids_of(tokenizer, parts) == tokenizer.encode_batch([text])[0].tolist()
+    text_pieces = list(cut_text(blocks_of(text, sizes)))
+    assert "".join(piece.text for piece in text_pieces) == text
+    assert text_pieces == list(cut_text([text]))  # whatever the sizes of the blocks
+    assert [piece.ends for piece in text_pieces] == [False] * (len(text_pieces) - 1) + [True]
+    assert [piece.begins for piece in text_pieces] == [True] + [False] * (len(text_pieces) - 1)
+    assert ids_of(tokenizer, text_pieces) == tokenizer.encode_batch([text])[0].tolist()
 
 
 def split_by(pattern):
@@ -103,14 +103,14 @@ def kind(request, tmp_path_factory):
 def test_ids_are_those_of_transformers_for_the_whole_text(text, sizes, kind, small_pieces):
     ours, theirs = kind
     text += "x<|end|>y"
-    parts = list(cut_text(blocks_of(text, sizes), can_cut=ours.can_cut))
-    ids = np.concatenate([row for row, _ in ours.encode(parts)])
+    text_pieces = list(cut_text(blocks_of(text, sizes), can_cut=ours.can_cut))
+    ids = np.concatenate([row for row, _ in ours.encode(text_pieces)])
     assert ids.tolist() == theirs(text)["input_ids"]
 
 
 def test_a_text_that_cannot_be_cut_is_whole_or_refused(monkeypatch):
-    monkeypatch.setattr(pieces, "_MIN", 3)
-    monkeypatch.setattr(pieces, "_WHOLE", 30)
+    monkeypatch.setattr(pieces, "_MIN_CHARACTERS", 3)
+    monkeypatch.setattr(pieces, "_MAX_UNCUT", 30)
     for text, can_cut in (("x" * 25, True), ("x yy zz x yy zz x", False)):
         assert [piece.text for piece in cut_text(blocks_of(text, [7]), can_cut=can_cut)] == [text]
         with refused("cannot be tokenized", "divide it into records"):
@@ -122,6 +122,6 @@ def test_a_text_that_cannot_be_cut_is_whole_or_refused(monkeypatch):
 def test_lines_are_those_of_the_whole_text(text, tmp_path):
     file = tmp_path / "a.txt"
     file.write_bytes(text.encode())
-    for parts in (read_text(file, by_line=True), [text]):  # on disk, or in memory
-        found = [piece.text for piece in cut_lines(parts)]
-        assert found == [line for line in text.splitlines() if line.strip()]
+    for blocks in (read_text(file, by_line=True), [text]):  # on disk, or in memory
+        lines = [piece.text for piece in cut_lines(blocks)]
+        assert lines == [line for line in text.splitlines() if line.strip()]

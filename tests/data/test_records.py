@@ -35,8 +35,8 @@ def conversation_of(record, columns=(), **options):
     notes = Counter()
     shape = Shape(record, "here", dict(columns))
     assert shape.form in ("messages", "prompt")
-    found = shape.conversation(record, "here", notes, **options)
-    return found.messages, found.skip, dict(notes)
+    conversation = shape.conversation(record, "here", notes, **options)
+    return conversation.messages, conversation.skip, dict(notes)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_columns_are_renamed():
     columns = {"prompt": "q", "completion": "a"}
     shape = Shape({"q": "2+2=", "a": "4", "prompt": "other"}, "here", columns)
     assert shape.pair({"q": "2+2=", "a": "4", "prompt": "other"}, "here") == ("2+2=", "4")
-    with refused("columns names 'a', which here has not"):
+    with refused("columns names 'a', which here does not have"):
         Shape({"q": "2+2="}, "here", columns)
     with refused("it has 'c0', ", "'c19' and 4,980 more. "):
         Shape({f"c{number}": 1 for number in range(5000)}, "here", {})
@@ -136,11 +136,11 @@ def test_form_of_a_record():
     record = {"prompt": "2+2=", "completion": "4", "id": 7}
     copied = {**record, "text": ""}  # as in tatsu-lab/alpaca
     forms = [record, {**record, "messages": []}, copied, {**CHAT, "text": ""}]
-    shapes = [Shape(each, "here", {}) for each in (*forms, {**CHAT, "prompt": ""})]
+    shapes = [Shape(record, "here", {}) for record in (*forms, {**CHAT, "prompt": ""})]
     shapes.append(Shape(copied, "here", {"text": "text"}))
     shapes.append(Shape({**copied, "completion": None, "messages": None}, "here", {}))
-    found = [(shape.form, shape.has_copy) for shape in shapes]
-    assert found == [
+    forms_found = [(shape.form, shape.has_copy) for shape in shapes]
+    assert forms_found == [
         ("prompt", False), ("prompt", False), ("prompt", True), ("messages", True),
         ("messages", False), ("text", False), ("text", False),
     ]  # fmt: skip
@@ -151,14 +151,14 @@ def test_form_of_a_record():
     [
         ({"prompt": 1, "completion": ""}, ['no "prompt" string', '"completion": "..."']),
         ({"prompt": "", "chosen": ""}, ['no "completion" string', "it has 'prompt', 'chosen'"]),
-        ({"messages": [{**ANSWER, "weight": 0.5}]}, ["message 1 has 'weight' 0.5", "give 0 or 1"]),
+        ({"messages": [{**ANSWER, "weight": 0.5}]}, ["message 1 has 'weight' 0.5", "write 0 or 1"]),
         ({"messages": [{**ANSWER, "train_detail": [{}]}]}, ["has 'train_detail'"]),
         ({"messages": ["a"]}, ['a message has no "role" string']),
         ({"messages": [{"role": "user", "content": 1}]}, ['no "content" string']),
         ({"messages": [{"role": "user"}]}, ['no "content" string']),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["is no text"]),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["is not text"]),
         ({"messages": 7}, ['no "messages" list']),
-        ({"conversations": [{"from": "function_call", "value": "oops"}]}, ["no JSON object"]),
+        ({"conversations": [{"from": "function_call", "value": "oops"}]}, ["not a JSON object"]),
     ],
 )
 def test_a_record_of_another_form_is_refused(record, words):

@@ -33,13 +33,13 @@ def renderer():
         ("large", "MiB"),
         ("raises", "TemplateError: no such word"),
         ("unsafe", "SecurityError"),
-        ("constant", "leaves out message 2"),
+        ("constant", "omits message 2"),
     ],
 )
 def test_a_template_that_fails_is_a_line_with_its_row(content, words, renderer):
     good = ("a.jsonl line 1", Conversation(SAID))
     bad = Conversation([{**SAID[0], "content": content}, SAID[1]])
-    with refused("a.jsonl line 2 does not go with the chat template", words):
+    with refused("a.jsonl line 2 cannot be rendered by the chat template", words):
         renderer.align([good, ("a.jsonl line 2", bad)])
     (((text, spans, *_),),) = renderer.align([good])
     assert text[slice(*spans[0])] == "4<|e|>"
@@ -49,8 +49,8 @@ def test_a_template_that_fails_is_a_line_with_its_row(content, words, renderer):
 def test_a_template_that_fails_for_parts_is_given_their_text():
     template = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"
     template += "{% if add_generation_prompt %}assistant:{% endif %}"
-    parts = [{"type": "text", "text": word} for word in ("a", "b")]
-    said = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
-    ((text, spans, *_),) = render.answering([template] * 2, {}, [])(Conversation(said), False)
+    contents = [{"type": "text", "text": word} for word in ("a", "b")]
+    messages = [{"role": "user", "content": contents}, {"role": "assistant", "content": contents}]
+    ((text, spans, *_),) = render.answering([template] * 2, {}, [])(Conversation(messages), False)
     assert text == "user:ab;assistant:ab;"
     assert [text[first:][:2] for first, _ in spans] == ["ab"]

@@ -73,10 +73,10 @@ def test_replicas_share_a_step_without_overlap(shape, step):
     for replica, batch in enumerate(batches):
         assert len(batch.micro_batches) == shape["num_microbatches"]
         for number, (inputs, targets) in enumerate(batch.micro_batches):
-            own = indices[number, replica]
-            np.testing.assert_array_equal((inputs, targets), samples.batch(own))
-            assert ((inputs == samples.padding_id) | (own != EMPTY)[:, None]).all()
-            assert ((targets == IGNORE_INDEX) | (own != EMPTY)[:, None]).all()
+            drawn = indices[number, replica]
+            np.testing.assert_array_equal((inputs, targets), samples.batch(drawn))
+            assert ((inputs == samples.padding_id) | (drawn != EMPTY)[:, None]).all()
+            assert ((targets == IGNORE_INDEX) | (drawn != EMPTY)[:, None]).all()
             num_targets += int((targets != IGNORE_INDEX).sum())
             num_tokens += int((inputs != samples.padding_id).sum())
     assert {batch.num_targets for batch in batches} == {num_targets}
@@ -88,7 +88,8 @@ def test_replicas_share_a_step_without_overlap(shape, step):
 def test_evaluation_covers_every_sample_once_in_as_many_calls(shape):
     # The same sampler covers a validation set of another length.
     count = shape["num_samples"]
-    calls = [list(each.eval_indices(count)) for each in samplers({**shape, "num_samples": 50})]
+    other_samplers = samplers({**shape, "num_samples": 50})
+    calls = [list(sampler.eval_indices(count)) for sampler in other_samplers]
     assert len({len(replica) for replica in calls}) == 1
     assert {micro.shape for replica in calls for micro in replica} == {(shape["micro_batch_size"],)}
     seen = np.concatenate([micro for replica in calls for micro in replica])

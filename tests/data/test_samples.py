@@ -21,7 +21,7 @@ WORDS = ["the", "value", "of", "a", "function", "is", "returned", "when", "calle
 def in_memory(train, validation=None):
     """Return a corpus of running text."""
     texts = {"train": train} if validation is None else {"train": train, "validation": validation}
-    return {split: Source(form=RUNNING, texts=tuple(own)) for split, own in texts.items()}
+    return {name: Source(form=RUNNING, texts=tuple(split)) for name, split in texts.items()}
 
 
 def make_corpus(num_texts=12, validation=True, seed=0):
@@ -48,7 +48,7 @@ def all_rows(samples):
 
 def records_in(samples):
     """Return [(id, target), ...] of each record in packed blocks, after checking the positions."""
-    found = []
+    records = []
     for inputs, targets, positions, ends in zip(*all_rows(samples), strict=True):
         assert ends[-1] == samples.seq_len
         assert (np.diff(ends) >= 0).all()
@@ -56,8 +56,8 @@ def records_in(samples):
             np.testing.assert_array_equal(positions[start:end], np.arange(end - start))
             row = list(zip(inputs[start:end].tolist(), targets[start:end].tolist(), strict=True))
             if any(target != IGNORE_INDEX for _, target in row):  # not padding
-                found.append(row)
-    return found
+                records.append(row)
+    return records
 
 
 def without_padding(row):
@@ -86,7 +86,7 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
 ):
     """Compare with a plain reading: ids outside the loss are no targets, and the end of the samples
     is kept for validation. Texts come in several pieces, and these in several batches."""
-    monkeypatch.setattr(pieces, "_MIN", 3)
+    monkeypatch.setattr(pieces, "_MIN_CHARACTERS", 3)
     monkeypatch.setattr(cache, "_BATCH", 500)
     corpus = make_corpus(validation=False)
     texts = corpus["train"].texts
@@ -129,9 +129,9 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
         ):  # fmt: skip
             assert sorted(records_in(samples)) == sorted(map(without_padding, wanted))
     else:
-        parts = zip(all_rows(data.train), all_rows(data.validation), strict=True)
-        found = np.stack([np.concatenate(part) for part in parts], axis=-1)
-        np.testing.assert_array_equal(found, expected)
+        arrays = zip(all_rows(data.train), all_rows(data.validation), strict=True)
+        rows = np.stack([np.concatenate(part) for part in arrays], axis=-1)
+        np.testing.assert_array_equal(rows, expected)
         assert len(data.train) == num_left
     assert data.train.real_share == pytest.approx(num_tokens / (len(data.train) * seq_len))
     num_targets = (all_rows(data.train)[1] != IGNORE_INDEX).sum()
@@ -139,15 +139,15 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
 
 
 def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_path):
-    whole = prepare(tmp_path, tokenizer)
+    full = prepare(tmp_path, tokenizer)
     part = prepare(tmp_path, tokenizer, num_samples=5, eval_samples=2)
     assert (len(part.train), len(part.validation)) == (5, 2)
-    np.testing.assert_array_equal(all_rows(part.train)[0], all_rows(whole.train)[0][:5])
-    np.testing.assert_array_equal(all_rows(part.validation)[0], all_rows(whole.validation)[0][:2])
-    count = len(whole.train)
+    np.testing.assert_array_equal(all_rows(part.train)[0], all_rows(full.train)[0][:5])
+    np.testing.assert_array_equal(all_rows(part.validation)[0], all_rows(full.validation)[0][:2])
+    count = len(full.train)
     assert len(prepare(tmp_path, tokenizer, num_samples=count).train) == count
-    said = (f"num_samples={count + 1}", f"gives {count} for training", f"at most {count}", "-1")
-    with refused(*said):
+    expected = (f"num_samples={count + 1}", f"gives {count} for training", f"at most {count}", "-1")
+    with refused(*expected):
         prepare(tmp_path, tokenizer, num_samples=count + 1)
 
 

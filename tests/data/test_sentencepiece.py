@@ -37,7 +37,7 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_tok
 def added(first, **options):
     plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
     tokens = [{"content": mark, "special": True, **plain, **options} for mark in MARKS]
-    return {str(first + place): token for place, token in enumerate(tokens)}
+    return {str(first + index): token for index, token in enumerate(tokens)}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def model():
     return written.getvalue()
 
 
-IN_FILE = {"added_tokens.json": {mark: 400 + place for place, mark in enumerate(MARKS)}}
+IN_FILE = {"added_tokens.json": {mark: 400 + index for index, mark in enumerate(MARKS)}}
 # Name -> (class, file of the vocabulary, further settings, further files)
 CASES = {
     "fast, added_tokens.json": ("LlamaTokenizer", "tokenizer.model", {}, IN_FILE),
@@ -94,8 +94,9 @@ def test_ids_are_transformers_and_only_answers_are_learned(case, model, tmp_path
         assert ids.tolist() == theirs(text)["input_ids"]
         assert mask is None
     text = theirs.apply_chat_template(CHAT, tokenize=False)
-    said = [message["content"] + "<|end|>\n" for message in CHAT if message["role"] == "assistant"]
-    spans = [(text.index(answer), text.index(answer) + len(answer)) for answer in said]
+    contents = [message["content"] for message in CHAT if message["role"] == "assistant"]
+    answers = [content + "<|end|>\n" for content in contents]
+    spans = [(text.index(answer), text.index(answer) + len(answer)) for answer in answers]
     ((ids, mask),) = ours.encode([Piece(text, spans, templated=True)])
     assert ids.tolist() == theirs.apply_chat_template(CHAT)["input_ids"]
     edges = np.flatnonzero(np.diff(mask.astype(int), prepend=0, append=0)).reshape(-1, 2)

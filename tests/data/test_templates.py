@@ -59,31 +59,31 @@ def test_answers_of_published_shapes(name, theirs):
     for messages in conversations(shape, name):
         samples = answer(Conversation(messages), False)
         assert not isinstance(samples, str), samples
-        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        answer_indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         expected = {}  # the text in the loss, by the text before it
-        for place in places:
-            content = messages[place]["content"]
+        for index in answer_indices:
+            content = messages[index]["content"]
             content = content.strip() if shape.strips else content
             ask = {"add_generation_prompt": True, "tokenize": False}
-            asked = theirs.apply_chat_template(messages[:place], **ask)
+            question = theirs.apply_chat_template(messages[:index], **ask)
             if name == "deepseek-r1":
                 content = content.split("</think>")[-1]
-                asked = asked.removesuffix("<think>\n")
+                question = question.removesuffix("<think>\n")
             elif name == "thinking-begun":
-                asked = asked.removesuffix("<think>\n")
+                question = question.removesuffix("<think>\n")
             elif name == "smollm-3":
-                asked = asked.removesuffix("<|im_start|>assistant\n")
-            last = shape.last if place == len(messages) - 1 else ""
-            expected[asked] = f"{shape.before}{content}{shape.after}{last}"
+                question = question.removesuffix("<|im_start|>assistant\n")
+            last = shape.last if index == len(messages) - 1 else ""
+            expected[question] = f"{shape.before}{content}{shape.after}{last}"
         learned = {}
         for sample in samples:
             for first, end in sample.spans:
                 assert sample.text[:first] not in learned, "an answer twice"
                 learned[sample.text[:first]] = sample.text[first:end]
         assert learned == expected
-        whole = theirs.apply_chat_template(messages, tokenize=False)
+        full_text = theirs.apply_chat_template(messages, tokenize=False)
         if not shape.apart:
-            assert [sample.text for sample in samples] == [whole]
+            assert [sample.text for sample in samples] == [full_text]
         if is_marked:
             options = {"return_assistant_tokens_mask": True, "return_dict": True}
             mask = theirs.apply_chat_template(messages, **options)["assistant_masks"]

@@ -67,8 +67,8 @@ def test_ids_are_those_of_transformers(folder):
     assert ours.begin(text) == theirs(text)["input_ids"]
     assert ours.decode(ours.begin(text)) == text
     assert (ours.eos_id, ours.num_tokens) == (theirs.eos_token_id, len(theirs))
-    asked = theirs.apply_chat_template(SAID[:3], add_generation_prompt=True)["input_ids"]
-    assert ours.ask(SAID[:3]) == asked
+    question_ids = theirs.apply_chat_template(SAID[:3], add_generation_prompt=True)["input_ids"]
+    assert ours.ask(SAID[:3]) == question_ids
     assert ours.end_of_answer == theirs.convert_tokens_to_ids("<|end|>")
     for text in ("a<|end|>b", "", " a"):
         assert ours.encode_batch([text], special=True)[0].tolist() == theirs(text)["input_ids"]
@@ -76,8 +76,10 @@ def test_ids_are_those_of_transformers(folder):
 
 @pytest.mark.parametrize("form", ["messages", "prompt", "text"])
 def test_samples(form, folder, tmp_path):
-    said = SAID if form == "messages" else [SAID[0], {"role": "assistant", "content": "A list."}]
-    record = {form: {"messages": said, "prompt": said[0]["content"], "text": "A list."}[form]}
+    answer = {"role": "assistant", "content": "A list."}
+    messages = SAID if form == "messages" else [SAID[0], answer]
+    values = {"messages": messages, "prompt": messages[0]["content"], "text": "A list."}
+    record = {form: values[form]}
     if form == "prompt":
         record["completion"] = "A list."
     tokenizer = Tokenizer(folder)
@@ -85,14 +87,14 @@ def test_samples(form, folder, tmp_path):
     data = prepare(tmp_path / "cache", tokenizer, corpus, max_length=200, pack=False)
     assert tokenizer.talks(data.form) == (form != "text")
     theirs = AutoTokenizer.from_pretrained(folder)
-    whole = theirs("A list.") if form == "text" else theirs.apply_chat_template(said)
-    expected = whole["input_ids"] + [tokenizer.eos_id] * (form == "text")
+    encoded = theirs("A list.") if form == "text" else theirs.apply_chat_template(messages)
+    expected = encoded["input_ids"] + [tokenizer.eos_id] * (form == "text")
     inputs, targets = (rows[0].tolist() for rows in data.train.batch(np.array([0])))
     assert inputs[: len(expected) - 1] == expected[:-1]
-    answer = [i for i in targets if i != -100]
-    assert answer[-1] == expected[-1]
-    assert (len(answer) == len(expected) - 1) == (form == "text")
-    assert tokenizer.decode(answer).endswith("A list." if form == "text" else "\n")
+    learned = [i for i in targets if i != -100]
+    assert learned[-1] == expected[-1]
+    assert (len(learned) == len(expected) - 1) == (form == "text")
+    assert tokenizer.decode(learned).endswith("A list." if form == "text" else "\n")
 
 
 def test_a_saved_folder_opens_in_transformers(folder, tmp_path):

@@ -47,9 +47,9 @@ IDS = torch.randint(300, (2, 41), generator=torch.Generator().manual_seed(0))
 def theirs(name: str, folder: Path, **saving) -> torch.nn.Module:
     """Build a model of transformers in which every parameter is random, including norms and biases,
     and save it to the folder."""
-    kind, options = OPTIONS[name]
+    class_name, options = OPTIONS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **options})
+    config = getattr(transformers, f"{class_name}Config")(**{**SHAPE, **options})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -89,11 +89,11 @@ def test_logits_loss_gradients_and_exports_equal_transformers(name, tmp_path):
     assert_near(loss, expected)
     # `save` gives gradients Hugging Face's names and shapes, as it does with weights.
     gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
-    again, found = (exported(state, tmp_path) for state in (model.state_dict(), gradients))
+    again, with_gradients = (exported(state, tmp_path) for state in (model.state_dict(), gradients))
     assert_near(again(inputs).logits, logits)
     assert again.config.eos_token_id == 7
     assert again.config.architectures == [type(again).__name__]
-    for parameter, grad in zip(reference.parameters(), found.parameters(), strict=True):
+    for parameter, grad in zip(reference.parameters(), with_gradients.parameters(), strict=True):
         assert_near(grad, parameter.grad)
         assert parameter.grad.norm() > 0
 
@@ -224,8 +224,8 @@ def test_files_of_weights_are_chosen_as_in_transformers(tmp_path):
     half = {name: state[name] for name in names[:9]}
     torch.save(half, tmp_path / "pytorch_model-00001-of-00002.bin")
     torch.save({name: state[name] for name in names[9:]}, tmp_path / "pytorch_model-2.bin")
-    parts = {n: f"pytorch_model-{'00001-of-00002' if n in half else 2}.bin" for n in names}
-    document = json.dumps({"weight_map": parts})
+    weight_map = {n: f"pytorch_model-{'00001-of-00002' if n in half else 2}.bin" for n in names}
+    document = json.dumps({"weight_map": weight_map})
     (tmp_path / "pytorch_model.bin.index.json").write_text(document)
     bin_file.unlink()
     assert_near(ours(tmp_path)(IDS), model(IDS).logits)
@@ -238,25 +238,25 @@ def test_files_of_weights_are_chosen_as_in_transformers(tmp_path):
 
 
 def test_weights_in_several_files_and_in_16_bit(tmp_path):
-    whole, parts = (theirs("qwen2", tmp_path / "one"), tmp_path / "parts")
-    whole.bfloat16().save_pretrained(parts, max_shard_size="20KB")
-    assert len(list(parts.glob("*.safetensors"))) > 1
-    model = ours(parts)
+    reference, folder = (theirs("qwen2", tmp_path / "one"), tmp_path / "parts")
+    reference.bfloat16().save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    model = ours(folder)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    rounded = AutoModelForCausalLM.from_pretrained(parts, dtype=torch.float32)
+    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_near(model(IDS), rounded(IDS).logits)
-    next(parts.glob("*00002-of-*")).unlink()
+    next(folder.glob("*00002-of-*")).unlink()
     with refused("00002-of", "cannot be read", "download"):
-        ours(parts)
+        ours(folder)
 
 
 def edited(folder, edit):
     """Return our model of a GPT-2 whose tensors were edited."""
-    whole = theirs("gpt2", folder)
+    reference = theirs("gpt2", folder)
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return whole, ours(folder)
+    return reference, ours(folder)
 
 
 def test_names_without_the_transformer_prefix_load(tmp_path):
@@ -264,8 +264,8 @@ def test_names_without_the_transformer_prefix_load(tmp_path):
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
 
-    whole, model = edited(tmp_path, strip)
-    assert_near(model(IDS), whole(IDS).logits)
+    reference, model = edited(tmp_path, strip)
+    assert_near(model(IDS), reference(IDS).logits)
 
 
 FC = "h.1.mlp.c_fc.bias"

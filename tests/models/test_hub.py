@@ -112,14 +112,14 @@ def test_a_loss_in_chunks_is_the_whole_loss(kind, tmp_path):
     _, model = build(make_folder(kind, tmp_path))
     ids = torch.randint(2048, (2, LENGTH + 1))
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    found = []
+    gradients = []
     for loss in (model.loss, ChunkedCrossEntropy(7, compiled=False)):
         model.zero_grad()
         model.loss = loss
         model(inputs, targets).backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    for whole, chunked in zip(*found, strict=True):
-        assert_near(chunked, whole)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for expected, chunked in zip(*gradients, strict=True):
+        assert_near(chunked, expected)
 
 
 def test_a_model_that_computes_in_bf16_is_given_its_initial_weights(tmp_path):

@@ -32,12 +32,12 @@ def result(loss, x, weight, targets):
 @pytest.mark.parametrize("tokens", [1, 7, 20, 60, 1000])
 def test_loss_and_gradients_are_those_of_all_tokens_at_once(tokens):
     expected = result(summed_cross_entropy, *values())
-    found = result(ChunkedCrossEntropy(tokens, compiled=False), *values())
-    for ours, theirs in zip(found, expected, strict=True):
+    actual = result(ChunkedCrossEntropy(tokens, compiled=False), *values())
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert not found[2][VOCABULARY:].any(), "padding has no gradient"
-    assert not found[1][1].any(), "nor what is before a target that does not count"
+    assert not actual[2][VOCABULARY:].any(), "padding has no gradient"
+    assert not actual[1][1].any(), "nor what is before a target that does not count"
     with torch.no_grad():
         evaluated = ChunkedCrossEntropy(tokens, compiled=False)(*values(), VOCABULARY)
     torch.testing.assert_close(evaluated, expected[0], rtol=1e-6, atol=0)
@@ -66,8 +66,8 @@ def test_chunks_are_predicted_to_take_less(tmp_path):
     values = {"model": "gpt2", "strategy": "dp", "batch_size": 64, "max_length": 1024}
     values |= {"activation_checkpointing": "none", "precision": "bf16", "checked": False}
     plans = [plan_for(tmp_path, GPU_MACHINE, 1, **values, loss_chunk_tokens=n) for n in (0, 8192)]
-    whole, chunked = (estimate_memory(plan).peak_bytes / 2**30 for plan in plans)
-    assert 5.1 < whole - chunked < 5.4
+    unchunked, chunked = (estimate_memory(plan).peak_bytes / 2**30 for plan in plans)
+    assert 5.1 < unchunked - chunked < 5.4
 
 
 def test_chunks_by_default_cost_little(tmp_path):

@@ -155,17 +155,18 @@ def test_dropout_acts_in_training_only():
 
 def test_hashed_weights_depend_on_their_place_alone():
     shape, cpu = (300, 70), torch.device("cpu")
-    whole = hashed_normal(shape, (), 5, cpu)
+    numbers = hashed_normal(shape, (), 5, cpu)
     box = (slice(90, 200), slice(30, 60))
-    assert torch.equal(hashed_normal(shape, box, 5, cpu), whole[box])
-    assert torch.equal(hashed_normal(shape, (slice(280, 400),), 5, cpu), whole[280:])
-    assert abs(whole.mean()) < 0.02
-    assert abs(whole.std() - 1) < 0.02
+    assert torch.equal(hashed_normal(shape, box, 5, cpu), numbers[box])
+    assert torch.equal(hashed_normal(shape, (slice(280, 400),), 5, cpu), numbers[280:])
+    assert abs(numbers.mean()) < 0.02
+    assert abs(numbers.std() - 1) < 0.02
     other = hashed_normal(shape, (), 6, cpu)
-    for one, two in ((whole, other), (whole[1:], whole[:-1]), (whole[:, 1:], whole[:, :-1])):
+    rows, columns = (numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1])
+    for one, two in ((numbers, other), rows, columns):
         assert abs((one * two).mean()) < 0.03
     # Every machine must draw the same bits, because adapters may belong to random weights.
-    assert [x.hex() for x in whole[0, :2].tolist()] == [
+    assert [x.hex() for x in numbers[0, :2].tolist()] == [
         "0x1.e5b4760000000p-1",
         "0x1.0d557a0000000p-7",
     ]

@@ -29,11 +29,11 @@ def test_rates_rise_to_the_peak_and_follow_the_schedule(warmup):
         "cosine": lambda progress: (1.0 + math.cos(math.pi * progress)) / 2,
     }.items():
         values = {"learning_rate": 2.0, "lr_schedule": schedule, "warmup_steps": warmup}
-        found = [learning_rate(build_config(values), step, 20) for step in (*range(21), 500)]
+        rates = [learning_rate(build_config(values), step, 20) for step in (*range(21), 500)]
         rising = [2.0 * (step + 1) / warmup for step in range(warmup)]
         falling = [2.0 * after_warmup(step / (20 - warmup)) for step in range(21 - warmup)]
         expected = [*(rising + falling)[:21], 2.0 * after_warmup(1.0)]
-        assert found == pytest.approx(expected, abs=1e-12)
+        assert rates == pytest.approx(expected, abs=1e-12)
 
 
 NUM_STEPS, STEPS_PER_EPOCH = 12, 5  # epochs end after steps 5, 10 and, cut short, 12
@@ -214,10 +214,10 @@ def test_a_run_stops_where_the_loss_has_stopped_falling(losses, stop_after, step
     trainer = make_trainer(
         CountingEngine(), eval_every=2, checkpoint_every=3, stop_after=stop_after
     )
-    found = iter(losses)
+    next_losses = iter(losses)
 
     def evaluate(*_):
-        trainer.history.evaluations.append({"step": trainer.step, "loss": next(found)})
+        trainer.history.evaluations.append({"step": trainer.step, "loss": next(next_losses)})
 
     trainer._evaluate = evaluate
     trainer._end_epoch = lambda: None
@@ -291,9 +291,9 @@ def test_steps_are_numbered_and_their_losses_are_means_over_real_targets(monkeyp
     trainer.record = SimpleNamespace(update=lambda **_: None)
     monkeypatch.setattr(trainer.timer, "durations_s", lambda: [[0.5], [0.25]][len(batches) - 1])
     trainer.run()
-    found = [(r["step"], r["loss"], r["grad_norm"], r["tokens_per_s"], r["skipped"]) for r in rows]
+    values = [(r["step"], r["loss"], r["grad_norm"], r["tokens_per_s"], r["skipped"]) for r in rows]
     assert [batch.num_tokens for batch in batches] == [2, 2]
-    assert found == [(2, 1.5, 0.5, 4.0, False), (3, 4.5, None, 8.0, True)]
+    assert values == [(2, 1.5, 0.5, 4.0, False), (3, 4.5, None, 8.0, True)]
     assert trainer.history.loss_curve == [(2, 1.5), (3, 4.5)]
     assert trainer.timed == [(2, 0.5), (3, 0.25)]
     assert trainer.history.skipped_steps == [3]
