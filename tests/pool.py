@@ -1,12 +1,12 @@
-"""Warm processes: a server that has imported what is slow to import forks the processes of a job.
+"""Warm processes: a server that has imported slow packages forks the processes of a job.
 
     pool = Pool(HEAVY)
-    found = pool.call("tests.parity.cases:work", arguments, num_processes=2)   # a Python function
+    result = pool.call("tests.parity.cases:work", arguments, num_processes=2)   # a Python function
     result = pool.script(["--dry-run"])                      # real_model_example.py, as a process
 
-The server does nothing but import and fork, so no thread and no state of torch or DeepSpeed goes
-from one job to the next; it ends with the process that started it. Each job has a port and a time
-limit of its own, after which its whole process group is killed.
+The server only imports and forks, so that no thread and no state of torch or DeepSpeed is passed
+from one job to the next. It ends with the process that started it. Each job has its own port and
+its own time limit, after which its whole process group is killed.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ PORTS = range(10_000, 29_000)
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody listens on."""
+    """Return a TCP port of loopback on which nothing listens."""
     while True:
         port = random.SystemRandom().choice(PORTS)
         try:
@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 class Pool:
-    """One server and its jobs, one at a time."""
+    """A server and its jobs, one at a time."""
 
     def __init__(self, modules: Iterable[str], environment: Mapping[str, str]) -> None:
         self.server: subprocess.Popen[str] | None = None
@@ -77,7 +77,7 @@ class Pool:
     ) -> Any:
         """Return the result of "module:function"(arguments) on rank 0 of a new group of processes.
 
-        Raises RuntimeError with the output of every rank when one fails or the time is over.
+        Raises RuntimeError with the output of every rank if one fails or the time runs out.
         """
         job = {"function": function, "environment": {}, "launched": True, "grace_s": grace_s}
         given = pickle.dumps(arguments)
@@ -103,7 +103,8 @@ class Pool:
         script: Path = SCRIPT,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        """`python real_model_example.py ARGUMENTS`, or that on each process of a launcher."""
+        """Run `python real_model_example.py ARGUMENTS`, or the same on each process of a
+        launcher."""
         job = {
             "argv": [str(script), *map(str, arguments)],
             "cwd": str(cwd),
@@ -119,7 +120,7 @@ class Pool:
     def _run(
         self, job: dict[str, Any], num_processes: int, limit_s: float, arguments: bytes = b""
     ) -> tuple[list[int], list[list[str]], bytes]:
-        """Exit codes and outputs by rank, and rank 0's result."""
+        """Return exit codes and outputs by rank, and rank 0's result."""
         if self.server is None or self.server.poll() is not None:
             self.server = subprocess.Popen(
                 [sys.executable, "-m", "tests.pool", *self.modules],
@@ -147,7 +148,7 @@ class Pool:
 
 
 def serve(modules: Iterable[str]) -> None:
-    """Import, then run one job a line until the input ends."""
+    """Import the modules, then run one job per line until the input ends."""
     for name in modules:
         name, _, function = name.partition(":")
         base, star, _ = name.partition(".*")
@@ -169,7 +170,7 @@ def serve(modules: Iterable[str]) -> None:
 
 
 def _fork(job: dict[str, Any]) -> list[int]:
-    """Run a job's processes in a group of their own; their exit codes, by rank."""
+    """Run a job's processes in a group of their own and return their exit codes by rank."""
     port = free_port() if job["launched"] else 0
     children: list[int] = []
     for rank in range(job["num_processes"]):
@@ -177,7 +178,7 @@ def _fork(job: dict[str, Any]) -> list[int]:
         if child == 0:
             os.setpgid(0, children[0] if children else 0)
             _work(job, rank, port)
-        with contextlib.suppress(OSError):  # whichever of both comes first
+        with contextlib.suppress(OSError):  # the first of the two events
             os.setpgid(child, children[0] if children else child)
         children.append(child)
     codes: dict[int, int] = {}
@@ -193,13 +194,13 @@ def _fork(job: dict[str, Any]) -> list[int]:
             end = float("inf")
         else:
             time.sleep(0.005)
-    with contextlib.suppress(ProcessLookupError):  # what they started and left
+    with contextlib.suppress(ProcessLookupError):  # processes that they have left behind
         os.killpg(children[0], signal.SIGKILL)
     return [codes[child] for child in children]
 
 
 def _work(job: dict[str, Any], rank: int, port: int) -> None:
-    """One process of a job; does not return."""
+    """Run one process of a job. This does not return."""
     code = FAILED
     try:
         folder, count = Path(job["folder"]), job["num_processes"]
@@ -233,7 +234,7 @@ def _work(job: dict[str, Any], rank: int, port: int) -> None:
 
 
 def run_script(script: str, *arguments: str) -> None:
-    """As `python FILE ARGUMENTS` does, in this process; SystemExit has the exit code."""
+    """Run a file in this process as `python FILE ARGUMENTS` does. SystemExit has the exit code."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

@@ -46,7 +46,7 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
             url = hf_hub_url(name, "README.md", repo_type="dataset")
             get_hf_file_metadata(url, timeout=TIMEOUT_S)
         except (EntryNotFoundError, RepositoryNotFoundError):
-            pass  # The Hub answered, so the library finds out below what is missing.
+            pass  # The Hub answered, so the library reports below why it fails.
         except Exception as error:  # No answer, so only the cache can be used.
             unanswered = error
             offline = constants.HF_HUB_OFFLINE
@@ -129,7 +129,7 @@ def check_push(repo_id: str) -> None:
 
 
 def fetch_folder(repo_id: str, filenames: tuple[str, ...], *, repo_type: str = "model") -> Path:
-    """Return the folder of the Hub's cache with these files. Download them unless all are there.
+    """Return the folder of the Hub's cache with these files. Download them unless it has all.
     Raises OSError if that fails."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url

@@ -395,7 +395,7 @@ class Tokenizer:
         return rows
 
     def _encode_spans(self, piece: Piece, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, loss mask) of a piece of which only some spans are in the loss.
+        """Return (ids, loss mask) of a piece with spans, which alone are in the loss.
 
         As in transformers, a token is in the loss if one of its characters is. The exception is a
         token beside an answer that contains no more of it than white space."""

@@ -527,5 +527,5 @@ def _load(family: str) -> Any:
     required = ("sizes", "build", "to_hf", "to_config", "STORES_TRANSPOSED")
     if missing := [name for name in required if not hasattr(module, name)]:
         what = f"the model family {family} does not export {', '.join(missing)}"
-        raise UserError(what, fix="add what is missing, as CONTRIBUTING.md describes")
+        raise UserError(what, fix="add these, as CONTRIBUTING.md describes")
     return module

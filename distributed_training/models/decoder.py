@@ -438,7 +438,7 @@ def random_source(model: Decoder, seed: int, device: torch.device, *, hashed: bo
 
     Matrices are normal with a standard deviation of 0.02, or less if their results are added to the
     residuals (Radford et al. 2019). Biases are 0, norms 1, and padding of the vocabulary 0. With
-    `hashed`, numbers come from `hashed_normal`, of which each process computes only its own part.
+    `hashed`, numbers come from `hashed_normal`, and each process computes only its own part.
     Otherwise they come from torch's generator on the CPU."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     indices = {name: index for index, name in enumerate(shapes)}

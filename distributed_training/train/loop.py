@@ -148,7 +148,7 @@ class Trainer:
         self._flushed_at = time.monotonic()
 
     def _train_one_step(self) -> int:
-        """Run one step and whatever is due after it: evaluation, the end of an epoch, a save.
+        """Run one step, and an evaluation, the end of an epoch or a save if it is due.
         Return the number of the signal to stop for, or 0, equal on every rank. Collective."""
         config = self.plan.config
         if self.step + 1 == self.faults.passed_over:

@@ -25,7 +25,7 @@ def in_memory(train, validation=None):
 
 
 def make_corpus(num_texts=12, validation=True, seed=0):
-    """Return texts of several lines of random length, of which one in five is blank."""
+    """Return texts of several lines of random length. One line in five is blank."""
     random = np.random.default_rng(seed)
     texts = []
     for index in range(num_texts + 2):

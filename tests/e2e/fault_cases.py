@@ -1,7 +1,6 @@
-"""What processes of the fault tests run: the script, with something that goes wrong on the way.
+"""The script with a fault on the way, for the fault tests.
 
-tests.pool calls these on every rank; each ends with the script's exit code.
-"""
+tests.pool calls these functions on every rank. Each ends with the exit code of the script."""
 
 import os
 import resource
@@ -23,8 +22,8 @@ from tests.pool import run_script
 
 
 def with_bad_gradient(job: dict[str, Any]) -> None:
-    """On rank 1, in each of `steps`, a gradient (of `name`, native engines) or the loss (DeepSpeed)
-    becomes NaN; on all ranks where DDP has made their gradients equal."""
+    """Make a gradient (of `name`, native engines) or the loss (DeepSpeed) NaN on rank 1 in each of
+    `steps`. Under DDP the gradient becomes NaN on all ranks, because it is averaged."""
     rank, calls, update = int(os.environ["RANK"]), [], native.NativeEngine.update
 
     def bad(everywhere: bool = False) -> bool:
@@ -50,7 +49,7 @@ def with_bad_gradient(job: dict[str, Any]) -> None:
 
 
 def without_step(job: dict[str, Any]) -> None:
-    """The batch of step `step` is left out."""
+    """Skip the batch of step `step`."""
     right = Trainer.__post_init__
 
     def init(self: Trainer) -> None:
@@ -62,8 +61,8 @@ def without_step(job: dict[str, Any]) -> None:
 
 
 def with_rank_1_stopped(job: dict[str, Any]) -> None:
-    """In step 5 of rank 1 something stops; limits are short."""
-    # On a busy machine a living thread may be silent for seconds.
+    """Stop something on rank 1 in step 5, with short time limits."""
+    # On a busy machine, a healthy thread may not report for seconds.
     watch.BEAT_S, watch.LOST_S, watch.SLOW_S = 0.5, 10.0 if job["how"] == "frozen" else 60.0, 5.0
     right, calls = native.NativeEngine.train_step, []
 
@@ -83,7 +82,7 @@ def with_rank_1_stopped(job: dict[str, Any]) -> None:
 
 
 def with_rank_1_frozen_at_the_end(job: dict[str, Any]) -> None:
-    """Once the model is written and the record says so."""
+    """Freeze rank 1 once the model is written and the record says so."""
     watch.BEAT_S, watch.LOST_S = 0.5, 10.0
     right = training.train
 
@@ -99,7 +98,7 @@ def with_rank_1_frozen_at_the_end(job: dict[str, Any]) -> None:
 
 
 def without_its_folder(job: dict[str, Any]) -> None:
-    """Somebody removes it in step 5."""
+    """Remove the run's folder in step 5."""
     right = Trainer._update
 
     def update(self: Trainer) -> None:
@@ -112,7 +111,8 @@ def without_its_folder(job: dict[str, Any]) -> None:
 
 
 def with_full_disk(job: dict[str, Any]) -> None:
-    """The second checkpoint finds no room: on the disk itself, or by a limit of this process."""
+    """Leave no space for the second checkpoint, on the disk itself or by a limit of this
+    process."""
     right, calls = saver.Saver.begin, []
 
     def save(*arguments: Any, **options: Any) -> Any:
@@ -130,7 +130,7 @@ def with_full_disk(job: dict[str, Any]) -> None:
 
 
 def with_ctrl_c_in_a_library(job: dict[str, Any]) -> None:
-    """It comes before training, where a library turns it into an error of its own."""
+    """Send Ctrl-C before training, where a library turns it into an error of its own."""
 
     def build_engine(*_: Any) -> None:
         try:

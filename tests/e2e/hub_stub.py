@@ -1,8 +1,8 @@
-"""A small stub of the Hugging Face Hub's HTTP endpoints on loopback: what huggingface_hub and
-datasets ask to list a data set, to download a file, and to upload a model with the token TOKEN.
-`behavior` says how it fails: it "refuses" every file with 404, "cuts off" a file's body half-way,
-or is "mute" and never answers.
-"""
+"""A small stub of the Hugging Face Hub's HTTP endpoints on loopback.
+
+It answers what huggingface_hub and datasets request to list a data set, to download a file, and to
+upload a model with the token TOKEN. `behaviour` selects a fault: it "refuses" every file with 404,
+"cuts off" a file's body halfway, or is "mute" and never answers."""
 
 import base64
 import contextlib
@@ -24,14 +24,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """A running stub. Files are keyed by their path after the host's name."""
+    """A running stub. Files are keyed by their path after the host name."""
 
     files: dict[str, bytes]
     behavior: str
     endpoint: str = ""
     pushed: dict[str, bytes] = field(default_factory=dict)
-    cards: list[str] = field(default_factory=list)  # that were sent to be checked
-    requests: list[str] = field(default_factory=list)  # "METHOD path" of each, in order
+    cards: list[str] = field(default_factory=list)  # texts that were sent to be validated
+    requests: list[str] = field(default_factory=list)  # "METHOD path" of each request, in order
     closing: threading.Event = field(default_factory=threading.Event)
 
 
@@ -52,8 +52,8 @@ def serve(files: dict[str, bytes], behavior: str = "serves") -> Iterator[Hub]:
 
 
 def reaching(endpoint: str, home: Path, token: str = "") -> dict[str, Any]:
-    """Options of `script` and `train` under which a run asks the Hub at `endpoint` and keeps what
-    it gets in `home`."""
+    """Return the options of `script` and `train` with which a run uses the Hub at `endpoint` and
+    caches downloads in `home`."""
     asked = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": token}
     return {"unset": [HIDDEN_HUB], **asked, "NO_PROXY": "127.0.0.1"}
 
@@ -83,8 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """About a data set's files; for a push repos/create, validate-yaml, preupload (nothing is a
-        large file here) and commit."""
+        """Answer requests about a data set's files and, for an upload, repos/create, validate-yaml,
+        preupload (no file here is large) and commit."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path.startswith("/api/datasets/"):
             self._asked = body
@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json({"id": name, "sha": COMMIT, "siblings": siblings})
 
     def _send_about_dataset(self, path: str) -> None:
-        """What there is of a data set, as the Hub's API says it."""
+        """Send the description of a data set in the format of the Hub's API."""
         name, _, rest = path.partition("?")[0].partition("/tree/")
         name, _, inside = name.partition("/paths-info/")
         prefix = f"{name.partition('/revision/')[0]}/resolve/main/"
@@ -149,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(listed if rest or inside else about)
 
     def _send_file(self, content: bytes) -> None:
-        """From where a download that was cut off goes on."""
+        """Send a file, from where an interrupted download continues."""
         first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
         if first:
@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(
         self, status: int, body: bytes, headers: Mapping[str, str] = {}, cut: int | None = None
     ) -> None:
-        """`body`, of which no more than `cut` bytes arrive."""
+        """Send the first `cut` bytes of `body`."""
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
@@ -174,4 +174,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = cut is not None and cut < len(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the tests read `requests`."""
+        """Print nothing, because the tests read `requests`."""

@@ -1,4 +1,5 @@
-"""What processes of the tests with several nodes run; tests.pool forks them, on no node yet."""
+"""Functions that run on the nodes of the multi-node tests. tests.pool forks their processes, which
+then enter a node."""
 
 import ctypes
 import os
@@ -16,7 +17,7 @@ from tests.pool import run_script
 
 
 def enter(node: Node) -> None:
-    """Move this process, which has one thread, onto a node."""
+    """Move this process, which must have one thread, onto a node."""
     libc = ctypes.CDLL(None, use_errno=True)
     spaces = [os.open(f"/proc/{node.pid}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "mnt")]
     for space in spaces:
@@ -25,8 +26,8 @@ def enter(node: Node) -> None:
 
 
 def with_torchrun(job: dict[str, Any]) -> None:
-    """torchrun's agent on the node of this number, which goes on alone where the other one stays
-    away; its processes run `_unplugged`, below."""
+    """Run torchrun's agent on the node of this number. It continues alone if the other one does not
+    come back. Its processes run `_unplugged`."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
@@ -50,7 +51,7 @@ def with_torchrun(job: dict[str, Any]) -> None:
 
 
 def _unplugged() -> None:
-    """The script, on a node whose cable is pulled in step 5; limits are short."""
+    """Run the script on a node whose cable is pulled in step 5, with short time limits."""
     watch.BEAT_S, watch.LOST_S = 0.5, 15.0
     right = Trainer._update
     switch, name = os.environ["UNPLUGS"].split()
@@ -58,7 +59,7 @@ def _unplugged() -> None:
     def update(self: Trainer) -> None:
         if self.step == 4 and self.topology.rank == 1:
             saved = self.plan.run_dir / "checkpoints" / "step-00000003"
-            while not saved.is_dir():  # it is written while training goes on
+            while not saved.is_dir():  # the checkpoint is written while training continues
                 time.sleep(0.05)
             unplug(int(switch), name)
         right(self)
@@ -68,7 +69,7 @@ def _unplugged() -> None:
 
 
 def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
-    """Return what a launcher sets on the nodes of a cluster for one process on each."""
+    """Return the variables that a launcher sets on the nodes of a cluster with one process each."""
     of_torch = {"RANK": rank, "WORLD_SIZE": world_size}
     return {
         "torchrun": {**of_torch, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
@@ -81,9 +82,9 @@ def launched_by(launcher: str, rank: str, world_size: str) -> dict[str, str]:
 
 
 def on_each_node(job: dict[str, Any]) -> None:
-    """The script on each node, as `launcher` (torchrun) starts it, but for a `missing` one, where
-    nothing is typed; with `ends_at`, SIGTERM comes to the first in that step; `interface` is what
-    the second has in GLOO_SOCKET_IFNAME."""
+    """Run the script on each node as `launcher` starts it, except on the `missing` node. With
+    `ends_at`, send SIGTERM to the first node in that step. `interface` is GLOO_SOCKET_IFNAME of the
+    second."""
     rendezvous.SHARED_WITHIN_S = 1.0
     rank = int(os.environ["RANK"])
     if rank == job.get("missing"):

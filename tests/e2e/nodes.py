@@ -1,7 +1,7 @@
-"""Nodes that are network namespaces: each with an address, a host name and a disk of its own.
+"""Nodes as network namespaces, each with an address, a host name and a disk of its own.
 
-Nothing has a name outside: namespaces, links and mounts go when the last process in them ends.
-"""
+Nothing has a name outside the namespaces, so namespaces, links and mounts disappear when the last
+process in them ends."""
 
 import contextlib
 import os
@@ -27,20 +27,20 @@ _LINK = "ip addr add {} dev eth0; ip link set eth0 up; ip link set lo up"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One machine of a cluster; `own` is a folder with other files on each of them."""
+    """One machine of a cluster. `own` is a folder whose files differ on each node."""
 
     name: str
-    pid: int  # of the process that keeps its namespaces
-    switch: int  # of the one that keeps the switch's
+    pid: int  # id of the process that keeps its namespaces
+    switch: int  # id of the process that keeps the namespace of the switch
     own: Path
 
     def command(self, command: Sequence[object]) -> list[str]:
-        """The same, typed on this node."""
+        """Return the command that runs a command on this node."""
         own = [f"TMPDIR={self.own}", f"HOME={self.own}"]
         return [*_inside(self.pid, "--net", "--mount", "--uts"), "env", *own, *map(str, command)]
 
     def outside(self, path: Path) -> Path:
-        """The same file or folder for a process that is not on this node."""
+        """Return the path by which a process outside this node reaches the same file or folder."""
         return Path(f"/proc/{self.pid}/root{path}")
 
 
@@ -59,13 +59,15 @@ def _run(*command: object) -> None:
 
 @contextlib.contextmanager
 def cluster(folder: Path, count: int = 2) -> Iterator[list[Node]]:
-    """So many nodes on one switch, named node0, node1, ...; `folder` is shared but for own/."""
+    """Start nodes on one switch, named node0, node1, and so on. They share `folder`, except for
+    own/."""
     own = folder / "own"
     own.mkdir()
     with contextlib.ExitStack() as ends:
 
         def keep(*command: object) -> int:
-            """The process id of a command that says a line and stays until its input ends."""
+            """Return the process id of a command that prints a line and then waits until its input
+            ends."""
             process = subprocess.Popen(
                 [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 stdin=subprocess.PIPE, text=True,

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: fake GPUs, background runs, and how a refusal looks."""
+"""Helpers of the end-to-end tests: fake GPUs, background runs, and checks of refusals."""
 
 import contextlib
 import json
@@ -29,8 +29,8 @@ sys.exit(real_model_example.main())
 
 
 def launcher_command(launcher: str, values: dict[str, object], *arguments: str) -> list[str]:
-    """The ways to start a run: python, spawn (--num_gpus 2; `as on GPUs` each rank is a new
-    Python), torchrun, deepspeed."""
+    """Return the command that starts a run with python, spawn (--num_gpus 2; with `as on GPUs` each
+    rank is a new Python), torchrun or deepspeed."""
     tail = [str(SCRIPT), *settings(values), *arguments]
     return {
         "python": [sys.executable, *tail],
@@ -42,7 +42,7 @@ def launcher_command(launcher: str, values: dict[str, object], *arguments: str) 
 
 
 def clone(folder: Path) -> Path:
-    """What a newcomer has cloned: the files that git tracks, as they stand here."""
+    """Copy the files that git tracks, as they are now, like a fresh clone."""
     names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
@@ -52,7 +52,8 @@ def clone(folder: Path) -> Path:
 
 
 def printed(document: str, start: str) -> list[str]:
-    """The words of the one command in a document that begins so, in a code block or a sentence."""
+    """Return the words of the only command in a document that begins this way, in a code block or a
+    sentence."""
     text = (ROOT / document).read_text()
     found = set(re.findall(rf"(?:^ *|`)({re.escape(start)}[^`#\n]*)", text, re.MULTILINE))
     assert len(found) == 1, f"{document}: {sorted(found)}"
@@ -60,7 +61,7 @@ def printed(document: str, start: str) -> list[str]:
 
 
 def fake_nvidia_smi(folder: Path, *gpus: str) -> str:
-    """A PATH whose nvidia-smi lists `gpus` ("name, MiB, capability")."""
+    """Return a PATH whose nvidia-smi lists `gpus` ("name, MiB, capability")."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for index, gpu in enumerate(gpus):
@@ -73,7 +74,8 @@ def fake_nvidia_smi(folder: Path, *gpus: str) -> str:
 
 
 def run_case(case: str, values: dict[str, object], num_processes: int = 2, **job: object) -> str:
-    """What all processes say of a case of fault_cases.py or node_cases.py that fails; else ""."""
+    """Run a case of fault_cases.py or node_cases.py. Return the output of all processes if it
+    fails, or ""."""
     job["arguments"] = [str(SCRIPT), *settings(values)]
     grace_s = 240 if "nodes" in job else GRACE_S
     try:
@@ -84,15 +86,15 @@ def run_case(case: str, values: dict[str, object], num_processes: int = 2, **job
 
 
 def final_weights(run_dir: Path) -> bytes:
-    """What a run has exported."""
+    """Return the bytes of the weights that a run has exported."""
     return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
 def run_folders(output_dir: Path) -> list[Path]:
-    """Folders of runs, not of caches."""
+    """Return the folders of runs, without those of caches."""
     if not output_dir.is_dir():
         return []
-    kept = (path for path in output_dir.iterdir() if not path.is_symlink())  # "latest" is one
+    kept = (path for path in output_dir.iterdir() if not path.is_symlink())  # the link "latest"
     return sorted(path for path in kept if not path.name.startswith("."))
 
 
@@ -111,7 +113,8 @@ def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> Non
 
 @contextlib.contextmanager
 def running(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen]:
-    """A command in the background, its output in `log`; whatever is left of it is killed."""
+    """Run a command in the background with its output in `log`. Kill what remains of it at the
+    end."""
     with open(log, "w") as out:
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -125,14 +128,14 @@ def running(command: list[str], log: Path, **environment: str) -> Iterator[subpr
     try:
         yield process
     finally:
-        for left in processes_with(log):  # orphans and workers in other sessions, too
+        for left in processes_with(log):  # including orphans, and workers in other sessions
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
         process.wait()
 
 
 def processes_with(log: Path) -> list[psutil.Process]:
-    """Those of the command that is `running` with this log."""
+    """Return the processes of the command that is `running` with this log."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -144,7 +147,7 @@ def processes_with(log: Path) -> list[psutil.Process]:
 def wait_for(
     what: Callable[[], object], process: subprocess.Popen, log: Path, timeout_s: float = 120
 ) -> None:
-    """Wait until `what()` is true; fail when the process ends or the time is over before."""
+    """Wait until `what()` is true. Fail if the process ends or the time runs out before."""
     end = time.monotonic() + timeout_s
     while not what():
         ended = process.poll()
@@ -154,7 +157,7 @@ def wait_for(
 
 
 def left_over(text: str, *, patience_s: float = 60) -> list[str]:
-    """Command lines with `text` in them that are still there after a little patience."""
+    """Return the command lines with `text` in them that still run after a short wait."""
     end = time.monotonic() + patience_s
     while True:
         others = (each for each in psutil.process_iter(["cmdline"]) if each.pid != os.getpid())
@@ -166,5 +169,5 @@ def left_over(text: str, *, patience_s: float = 60) -> list[str]:
 
 
 def metrics(run_dir: Path) -> list[dict]:
-    """The rows of metrics.jsonl."""
+    """Return the rows of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

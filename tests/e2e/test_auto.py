@@ -1,4 +1,5 @@
-"""`strategy` "auto": what is set stays, what runs out of memory is replaced by what needs less."""
+"""`strategy` "auto": values that are set stay, and a run out of memory restarts with a strategy
+that needs less."""
 
 import json
 import sys
@@ -15,7 +16,7 @@ from tests.planner.helpers import plan_for
 from tests.pool import ROOT
 from tests.support import GPU_MACHINE, record_values, refused
 
-# The script, on GPUs that are too small for dp.
+# The script on GPUs that are too small for dp
 SMALL_GPUS = """
 import sys
 sys.path.insert(0, {root!r})

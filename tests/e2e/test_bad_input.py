@@ -1,4 +1,5 @@
-"""Every mistake: one line on what, why and what to type instead; exit code 2; nothing left."""
+"""Every mistake gives one line with what is wrong, why, and what to type instead; exit code 2; and
+no files."""
 
 import re
 import sys
@@ -9,8 +10,8 @@ from tests.conftest import SMALL, assert_ok, run_command, script, train
 from tests.e2e.support import assert_refused, launcher_command, run_folders
 from tests.pool import ROOT, SCRIPT
 
-# What is typed after the script's name, in {tmp}; words of the answer. One of each kind: what else
-# a room refuses is tested there.
+# Name -> (arguments of the script, words of the answer). There is one of each kind here; the tests
+# of the rooms check all other refusals.
 COMMAND_LINES = {
     "unknown key": ("--preset {tmp}/key.json", ["key.json", "'epoch'", "epochs"]),
     "key without value": ("--set batch_size", ["batch_size", "--set key=value"]),
@@ -55,7 +56,7 @@ def test_command_line_is_refused_in_one_line(case, tmp_path):
 
 
 def test_mistake_that_needs_the_data_is_said_once_under_a_launcher(tmp_path):
-    """Rank 0 finds it, all ranks end with it."""
+    """Rank 0 finds the mistake, and all ranks end."""
     values = {**SMALL, "strategy": "dp", "num_samples": 99999999, "output_dir": tmp_path / "runs"}
     result = run_command(launcher_command("torchrun", values), timeout_s=60)
     assert result.returncode != 0

@@ -1,4 +1,4 @@
-"""`compare` as it is typed: stopped, started again, with a strategy that cannot run."""
+"""`compare` as a user types it: stopped, started again, and with a strategy that cannot run."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ def finished(out):
 
 
 def test_stopped_and_started_again(tmp_path):
-    """One of three strategies needs two processes; the second is stopped while it trains."""
+    """One of three strategies needs two processes. The second one is stopped while it trains."""
     out, log = tmp_path / "out", tmp_path / "log"
     words = "--strategies", "dp,hybrid,fsdp"
     with running([*command(out, *words), "max_steps=200", "num_samples=1200"], log) as process:

@@ -1,9 +1,8 @@
-"""What an engineer types from CLUSTER_QUICKSTART.md: a plan, the job that it writes, and the job on
-two nodes, stopped in time, queued again and resumed.
+"""The commands of CLUSTER_QUICKSTART.md: a plan, the job that it writes, and the job on two nodes,
+stopped at its time limit, queued again and resumed.
 
-The nodes are network namespaces; srun and scontrol are stand-ins of a few lines; the agents, the
-processes and the run are real.
-"""
+The nodes are network namespaces, and srun and scontrol are stand-ins of a few lines. The agents,
+the processes and the run are real."""
 
 import os
 import shlex
@@ -46,7 +45,8 @@ SHORT = shlex.split(
 
 
 def environment_of(nodes, tmp_path: Path) -> dict[str, str]:
-    """SLURM's, for a job of two nodes with one process each, and its programs."""
+    """Return the environment that SLURM gives to a job of two nodes with one process each, with the
+    stand-ins on its PATH."""
     first, second = (shlex.join(node.command([])) for node in nodes)
     programs = {"srun": SRUN.format(on_first=first, on_second=second), "scontrol": SCONTROL}
     (tmp_path / "bin").mkdir()
@@ -83,7 +83,7 @@ def test_from_a_plan_to_a_job_on_two_nodes(tmp_path):
     for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "#SBATCH --time=00:20:00"):
         assert line in script.splitlines()
 
-    # Outside of a job the script only checks, for the machines that were planned for.
+    # Outside of a job, the script only checks its plan for the machines that it was made for.
     checked = run_command(["bash", "job.slurm"], cwd=repository, PYTHONPATH="")
     assert_ok(checked)
     assert "launch command\n  torchrun --nnodes=2 " in checked.stdout

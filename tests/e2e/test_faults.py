@@ -1,5 +1,5 @@
-"""A rank stops, fails or is killed; the launcher, the terminal, the reader or the disk goes: the
-run ends soon, its record says why, and nobody stays behind."""
+"""A rank stops, fails or is killed, or the launcher, the terminal, the reader or the disk
+disappears. The run ends soon, its record says why, and no process remains."""
 
 import platform
 import re
@@ -23,7 +23,7 @@ from tests.e2e.support import (
     wait_for,
 )
 
-LIMIT_S = 150  # of a hang; alone on a machine it takes a tenth
+LIMIT_S = 150  # limit for a hang; on an idle machine it takes a tenth
 LONG = {**SMALL, "strategy": "dp", "num_samples": 1200, "epochs": 80, "checkpoint_every": 20}
 
 
@@ -37,7 +37,7 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
     error, *also = {
         "frozen": (
             f"lost {rank_1} in step 5: it shows no sign of life for 10 s",
-            r"exit codes \[1, -9\]",  # it is ended, too
+            r"exit codes \[1, -9\]",  # it is ended as well
         ),
         "hangs": (
             rf"step 5 hangs for 1\d s: waiting for {rank_1}, in step 5 at ",
@@ -76,7 +76,7 @@ def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
         second = script(values, "--num_gpus", "2")
         assert_refused(second, "is going on", f"process {process.pid} on {platform.node()}")
         assert len(run_folders(output_dir)) == 1
-        process.kill()  # and not reaped: it counts as dead all the same
+        process.kill()  # A process that is not reaped counts as dead.
         begin = time.monotonic()
         while processes_with(log) and time.monotonic() < begin + 60:
             time.sleep(0.1)
@@ -121,7 +121,7 @@ def test_killed_rank_is_recorded_by_the_parent(tmp_path):
 
 
 def test_a_run_starts_again_by_itself_and_ends_as_if_nothing_had_been(tmp_path):
-    """With --max_restarts a process that is killed costs the steps since the last checkpoint."""
+    """With --max_restarts, a killed process costs only the steps since the last checkpoint."""
     log, output_dir = tmp_path / "log", tmp_path / "runs"
     values = {**SMALL, "strategy": "dp", "num_samples": 1200, "max_steps": 150}
     values["checkpoint_every"] = 50
@@ -162,7 +162,7 @@ def test_a_reader_that_went_changes_nothing_and_a_hang_up_saves(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder on a disk of 64 MiB."""
+    """Mount a disk of 64 MiB and return its folder."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", tmp_path], capture_output=True
     )
@@ -176,7 +176,7 @@ def small_disk(tmp_path):
     ("how", "strategy", "disk"), [("full", "fsdp", "small_disk"), ("limit", "dp", "tmp_path")]
 )
 def test_a_full_disk_is_said_and_leaves_what_was_saved(how, strategy, disk, request):
-    """A run that saves after 3 steps, and then has no room to save after 6."""
+    """The run saves after 3 steps and has no disk space to save after 6."""
     folder = request.getfixturevalue(disk)
     values = {**SMALL, "strategy": strategy, "checkpoint_every": 3, "output_dir": folder}
     said = run_case("fault_cases:with_full_disk", values, how=how, disk=str(folder))

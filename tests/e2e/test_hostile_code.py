@@ -1,4 +1,4 @@
-"""Every command over folders that a stranger sends and that name code: none of it runs."""
+"""Every command over folders from a stranger that name code. None of the code runs."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def edit(file: Path, **values: object) -> None:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run with hf/, best/, a checkpoint and a token cache beside it."""
+    """Return a run with hf/, best/ and a checkpoint, and a token cache beside it."""
     output_dir = tmp_path_factory.mktemp("runs")
     values = {"strategy": "dp", "max_steps": 2, "keep_best": True, "output_dir": output_dir}
     assert_ok(train(values))
@@ -42,7 +42,7 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hostile(run_dir, tmp_path_factory):
-    """Folders and files by what they are, and the mark that their code would leave."""
+    """Return folders and files by their kind, and the mark that their code would leave."""
     root = tmp_path_factory.mktemp("hostile")
     mark = root / "code-ran"
     evil = root / "evil"
@@ -93,7 +93,7 @@ def hostile(run_dir, tmp_path_factory):
     return made
 
 
-# By command: its words, and what it says where it is refused.
+# Name -> (arguments, words of the refusal if it is refused)
 WALK = {
     "train": [
         ("--model {model} --weights {model} --tokenizer {model}", ""),
@@ -132,7 +132,7 @@ WALK = {
         ("{named_in_record} a/b", NOT_RUN),
         ("{adapter} a/b", NOT_RUN),
     ],
-    "doctor": [], "links": [], "calibrate": [],  # none of these reads such files
+    "doctor": [], "links": [], "calibrate": [],  # none of these commands reads such files
 }  # fmt: skip
 
 
@@ -156,7 +156,8 @@ def test_no_code_that_a_file_names_is_run(command, hostile, tmp_path):
 
 
 def test_modules_in_the_folder_where_one_stands_are_not_imported(tmp_path, monkeypatch):
-    """By the processes that render templates, judge a DeepSpeed JSON and look at the machine."""
+    """This concerns the processes that render templates, judge a DeepSpeed JSON and inspect the
+    machine."""
     for name in ("json", "torch", "deepspeed", "distributed_training"):
         (tmp_path / f"{name}.py").write_text(f"open('{name}-ran', 'w').close()\n")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The Hub's path, for real, against a stub on loopback: served, refused, cut off, mute, gone."""
+"""The Hub against a stub on loopback that serves, refuses, cuts off, never answers, or is gone."""
 
 import functools
 import io
@@ -18,7 +18,7 @@ from tests.e2e.support import assert_refused
 from tests.pool import free_port
 from tests.support import small_text
 
-AUTO_LIMIT_S = 60  # three seconds a probe; the rest is for a busy machine
+AUTO_LIMIT_S = 60  # three seconds per probe, and more for a busy machine
 PRE_DOWNLOAD = "hf download Salesforce/wikitext --repo-type dataset"
 TRAIN_2 = functools.partial(train, num_processes=2)
 
@@ -31,7 +31,8 @@ def parquet(rows: list[dict]) -> bytes:
 
 @pytest.fixture(scope="module")
 def wikitext():
-    """Paths on the Hub -> content of a small WikiText-2: headings, paragraphs, blank rows."""
+    """Return path on the Hub -> content of a small WikiText-2 with headings, paragraphs and blank
+    rows."""
     lines = [f" {line} \n" for line in small_text().read_text().splitlines()]
     texts = ["", " = An article = \n", "", " = = Use = = \n", "", *lines]
     rows = [{"text": text} for text in texts]
@@ -42,7 +43,8 @@ def wikitext():
 
 @pytest.fixture(scope="module")
 def own_dataset():
-    """Paths on the Hub -> content of me/chats, with a split, and of me/cards, with configs."""
+    """Return path on the Hub -> content of me/chats, with a split, and of me/cards, with
+    configs."""
     said = [("user", "What comes after one?"), ("assistant", "After one comes two.")]
     messages = [{"role": role, "content": text} for role, text in said]
     chats = [{"number": n, "messages": messages} for n in range(120)]
@@ -61,7 +63,8 @@ def own_dataset():
 
 @pytest.fixture
 def run(tmp_path):
-    """The script with the Hub at `endpoint`, its cache and runs in the test's folder."""
+    """Run the script with the Hub at `endpoint`. Its cache and its runs are in the test's
+    folder."""
 
     def start(endpoint, values, *arguments, start=script):
         values = {**SMALL, "strategy": "dp", "output_dir": tmp_path / "runs", **values}
@@ -71,7 +74,7 @@ def run(tmp_path):
 
 
 def assert_decided(result, **values):
-    """A dry run came to these values."""
+    """Check that a dry run resolved CONFIG to these values."""
     assert_ok(result)
     found = [line.split()[:2] for line in result.stdout.splitlines()]
     for key, value in values.items():
@@ -79,18 +82,18 @@ def assert_decided(result, **values):
 
 
 def test_wikitext_is_fetched_once_and_then_comes_from_the_cache(wikitext, run, tmp_path):
-    """Rank 0 alone asks, so that no two ranks can end up with different data."""
+    """Only rank 0 asks the Hub, so that no two ranks can end up with different data."""
     with serve(wikitext) as hub:
         assert_ok(run(hub.endpoint, {"dataset": "wikitext-2", "max_steps": 2}, start=TRAIN_2))
         fetched = [text for text in hub.requests if text.startswith("GET") and "resolve" in text]
         assert len(fetched) == len(WIKITEXT_FILES), hub.requests
     assert only_record(tmp_path / "runs")["config"]["dataset"] == "wikitext-2"
-    result = run(hub.endpoint, {"dataset": "auto"}, "--dry-run")  # the stub has gone
+    result = run(hub.endpoint, {"dataset": "auto"}, "--dry-run")  # the stub no longer runs
     assert_decided(result, dataset="'wikitext-2'")
 
 
 def test_a_model_is_fetched_with_its_weights_and_a_tokenizer(wikitext, run, tmp_path):
-    """Here a small tokenizer in place of GPT-2's."""
+    """A small tokenizer replaces GPT-2's here."""
     tiny = find_model("gpt2-tiny")
     tiny.save(dict(tiny.build(dropout=0.0, seed=0).state_dict()), tmp_path / "hub", eos_token_id=0)
     names = ("vocab.json", "merges.txt")
@@ -149,19 +152,19 @@ def test_download_that_was_cut_off_is_not_taken_for_the_file(wikitext, run):
 
 
 def test_a_dataset_of_the_hub_is_trained_on_by_its_name(own_dataset, run, tmp_path):
-    """Rank 0 alone asks; later the library's cache is enough."""
+    """Only rank 0 asks the Hub. Later the library's cache is enough."""
     values = {"dataset": "me/chats", "max_steps": 2, "num_samples": "auto", "pack": False}
     with serve(own_dataset) as hub:
         result = run(hub.endpoint, values, start=TRAIN_2)
         assert_ok(result)
-        assert result.stderr == ""  # no library's words
+        assert result.stderr == ""  # no library prints anything
         asked = [text for text in hub.requests if ".parquet" in text and text.startswith("GET")]
         assert len(asked) == 3
     record = only_record(tmp_path / "runs")
     assert record["data"]["num_train_samples"] == 120
     assert record["data"]["num_validation_samples"] == 8  # eval_samples
     assert any("only the answers are in the loss" in note for note in record["notes"])
-    values["output_dir"] = tmp_path / "second"  # the stub has gone
+    values["output_dir"] = tmp_path / "second"  # the stub no longer runs
     assert_ok(run(hub.endpoint, values, start=train))
     again = only_record(tmp_path / "second")
     assert again["work"]["data_fingerprint"] == record["work"]["data_fingerprint"]

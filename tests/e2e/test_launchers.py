@@ -1,5 +1,6 @@
-"""One training as documents print it, as on GPUs, under torchrun and DeepSpeed's launcher: all end
-with exit code 0, leave no process, build nothing and agree with one process."""
+"""One training as documents print it, as on GPUs, under torchrun, and under DeepSpeed's launcher.
+
+All end with exit code 0, leave no process, build nothing, and agree with one process."""
 
 import os
 import sys
@@ -16,7 +17,7 @@ LAUNCHERS = {"run.sh": "zero2", "as on GPUs": "dp", "torchrun": "fsdp", "deepspe
 GLOBAL_BATCH = 4
 VALUES = {
     **SMALL,
-    "num_samples": 30,  # the last step of an epoch is part empty
+    "num_samples": 30,  # the last step of an epoch is partly empty
     "epochs": 2,
     "generate": "The",
 }
@@ -24,7 +25,7 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory):
-    """The record of one process that takes the whole batch."""
+    """Return the record of one process that trains on the whole batch."""
     folder = tmp_path_factory.mktemp("one")
     values = {**VALUES, "strategy": "dp", "batch_size": GLOBAL_BATCH, "output_dir": folder}
     assert_ok(train(values))
@@ -32,7 +33,8 @@ def on_one(tmp_path_factory):
 
 
 def typed(launcher: str, values: dict[str, object]) -> list[str]:
-    """The command; run.sh starts --num_gpus all, which without a GPU are two processes."""
+    """Return the command as typed. run.sh starts --num_gpus all, which are two processes without a
+    GPU."""
     if launcher != "run.sh":
         return launcher_command(launcher, values)
     if not as_required():
@@ -51,13 +53,13 @@ def test_a_launchers_run_is_that_of_one_process(launcher, on_one, tmp_path):
     around = {
         "DS_ACCELERATOR": "cpu",
         "TORCH_EXTENSIONS_DIR": str(built),
-        "OMP_WAIT_POLICY": "PASSIVE",  # others' processes need the cores
+        "OMP_WAIT_POLICY": "PASSIVE",  # the processes of other tests need the cores
         "PATH": f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "VIRTUAL_ENV": sys.prefix,
     }
     output_dir = tmp_path / "runs"
     values = {**VALUES, "strategy": LAUNCHERS[launcher], "output_dir": output_dir}
-    # With the number of threads that the script chooses, from any folder.
+    # With the number of threads that the script chooses, and from any folder
     command = ["env", "-u", "OMP_NUM_THREADS", *typed(launcher, values)]
     result = run_command(command, cwd=tmp_path, **around)
     assert_ok(result)
@@ -108,5 +110,6 @@ def test_srun_without_a_launcher_is_answered_with_what_to_type(tmp_path):
     first, second = (script(values, **task, **rank) for rank in ranks)
     assert_refused(first, "srun started this command 2 times", "sbatch --nodes=2 configs/train.slu")
     assert (second.returncode, second.stderr) == (2, ""), "said once"
-    batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}  # of sbatch: one process, no step of srun's
+    # As in a job script of sbatch: one process, which is not a step of srun
+    batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
     assert script(values, "--dry-run", **batch).returncode == 0

@@ -1,4 +1,5 @@
-"""Nothing of a run on one machine can be reached from another, and nothing runs what it is sent."""
+"""No other machine can reach a run on one machine, and a run never executes data that it
+receives."""
 
 import base64
 import ipaddress
@@ -21,7 +22,7 @@ LONG = {**SMALL, "num_samples": 1200, "epochs": 80, "checkpoint_every": 0}
 
 @dataclass
 class Trap:
-    """Makes a folder when it is unpickled."""
+    """Object that makes a folder when it is unpickled."""
 
     file: Path
 
@@ -52,7 +53,7 @@ def test_nothing_listens_beyond_loopback_nor_runs_what_it_is_sent(tmp_path):
         ]
         assert open_at, "the ranks meet somewhere"
         assert all(ipaddress.ip_address(end.ip).is_loopback for end in open_at), open_at
-        # Of rank 0's, the one that was open before it began.
+        # Of rank 0's sockets, the one that was open before it began
         (first,) = (rank for rank in ranks if rank.name() == "rank 0")
         listeners = [end for end in first.net_connections("inet") if end.laddr in open_at]
         at = min(listeners, key=attrgetter("fd")).laddr

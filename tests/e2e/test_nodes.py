@@ -1,4 +1,4 @@
-"""Two machines, as network namespaces whose names resolve to loopback: no variable is set."""
+"""Two machines as network namespaces whose names resolve to loopback. No variable is set."""
 
 import shutil
 
@@ -14,7 +14,7 @@ VALUES = {**SMALL, "strategy": "dp", "num_samples": 48}
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Steps and losses of one process with their global batch."""
+    """Return steps and losses of one process with the same global batch."""
     folder = tmp_path_factory.mktemp("unbroken")
     assert_ok(train({**VALUES, "batch_size": 6, "output_dir": folder}))
     return only_record(folder)["loss_curve"]
@@ -31,7 +31,7 @@ def run_on(nodes, values, case="on_each_node", **job):
 
 
 def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_path, unbroken):
-    """By itself, from the last checkpoint, with the same global batch."""
+    """It continues by itself from the last checkpoint, with the same global batch."""
     values = {**VALUES, "batch_size": 3, "checkpoint_every": 3, "output_dir": tmp_path / "runs"}
     said = run_on(nodes, values, "with_torchrun")
     assert "exit codes [0, -9]" in said

@@ -1,4 +1,4 @@
-"""The guide's examples of one's own data: trained on, and asked."""
+"""The guide's examples of your own data: train on them, and ask the model."""
 
 import re
 import subprocess
@@ -18,7 +18,8 @@ HELD_OUT = 12
 
 
 def write_example(folder: Path, name: str) -> dict:
-    """The guide's file with its records many times, and values that learn it by heart."""
+    """Write the guide's file with its records repeated, and return values with which a run learns
+    it by heart."""
     lines = EXAMPLES[name].splitlines(keepends=True)
     rows = lines[name.endswith(".csv") :]
     head = lines[: -len(rows)]
@@ -48,7 +49,7 @@ def test_a_model_of_chats_answers(tmp_path):
     shell = {"text": True, "timeout": 60, "env": clean_environment()}
     dialog = subprocess.check_output(talk, input=lines, **shell)
     assert dialog.startswith("assistant: Paris.\nassistant: ")
-    # The template that is exported gives the text that was trained on.
+    # The exported template gives the text that the run trained on.
     theirs = transformers.AutoTokenizer.from_pretrained(Path(run_dir, "hf"))
     turns = CHAT["messages"][:3]
     expected = "system: Be brief.\nuser: 2 + 2?\nassistant: 4<|endoftext|>"

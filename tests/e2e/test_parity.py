@@ -1,4 +1,5 @@
-"""`parity` as it is typed: layouts that compute the same, and one that loses part of a gradient."""
+"""`parity` as a user types it: layouts that compute the same, and one that loses part of a
+gradient."""
 
 import json
 
@@ -9,7 +10,7 @@ from tests.conftest import SMALL, run_command
 from tests.e2e.support import clone
 from tests.support import small_records
 
-# Norms lie outside what tp splits: each process has the gradient of its own tokens, to be summed.
+# tp does not split norms. Each process has the gradient of its own tokens, which must be summed.
 ENGINE = """
 from distributed_training.engines.native import NativeEngine
 from distributed_training.settings.strategies import Traits
@@ -30,12 +31,12 @@ class Forgetful(NativeEngine):
      ("failed, ok", 1)],
 )  # fmt: skip
 def test_exit_code(verdicts, code):
-    """A certificate needs a layout that agrees, and none that does not."""
+    """A certificate needs a layout that agrees, and none that differs."""
     assert exit_code(["reference", "rounding", *verdicts.split(", ")]) == code
 
 
 def test_every_layout_is_held_against_one_process(tmp_path):
-    """With a strategy of one's own, in which a term of some gradients is left out."""
+    """One strategy of our own omits a term of some gradients."""
     repository = clone(tmp_path / "repository")
     own = repository / "strategies" / "20_forgetful"
     own.mkdir()
@@ -45,7 +46,7 @@ def test_every_layout_is_held_against_one_process(tmp_path):
 
     values = {**SMALL, "max_steps": 4, "num_samples": 64, "pipeline_schedule": "interleaved"}
     values["dataset"] = str(small_records())  # packed
-    del values["model"]  # for all the one that "auto" takes for these four stages
+    del values["model"]  # the schedule that "auto" chooses for these four stages
     keys = [f"{key}={value}" for key, value in values.items()]
     words = ["--num_gpus", "2", "--strategies", "fsdp,tp,pp,3d,forgetful", "--set", *keys]
     script = repository / "real_model_example.py"

@@ -1,9 +1,8 @@
 """The commands that the documents print, and every run.sh, as far as a dry run goes.
 
-Every line is run as it is printed, with --dry-run at its end where it has none, on warm processes;
-test_launchers.py trains with a run.sh. A dry run is quick, without torch, starts and creates
-nothing, and is true.
-"""
+Every line runs as printed on warm processes, with --dry-run added if it has none. test_launchers.py
+trains with a run.sh. A dry run is fast, needs no torch, starts and creates nothing, and predicts
+what a run does."""
 
 import functools
 import json
@@ -28,7 +27,7 @@ STARTS = re.compile(
     r"((python|torchrun .*|deepspeed .*) ?real_model_example\.py|bash strategies/\S+/run\.sh)\b"
     r"[^|`#]*)"
 )
-# Files, runs and folders that the reader has or makes, and a mistake shown on purpose.
+# Files, runs and folders that the reader has or makes, and a mistake that is shown on purpose
 NOT_HERE = (
     "notes.txt", "mine.txt", "questions.jsonl", "<run>", "batch_sise",
     "my_zero1.json", "...", "chats.jsonl", "user/name:", "my-strategy",
@@ -38,7 +37,7 @@ OTHER_COMMANDS = (
     ".py links ", ".py export ", ".py eval ",
 )  # fmt: skip
 
-# Runs the script like `python SCRIPT ...`, then says whether torch came in.
+# Runs the script like `python SCRIPT ...`, then prints whether torch was imported
 WITHOUT_TORCH = """
 import atexit, runpy, sys
 heavy = {"torch", "deepspeed", "transformers", "datasets"}
@@ -50,7 +49,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def printed_commands(document: str) -> list[str]:
-    """Lines of code blocks and cells of tables that start the script."""
+    """Return the lines of code blocks and cells of tables that start the script."""
     found, fenced = [], False
     for line in (ROOT / document).read_text().splitlines():
         fenced ^= line.startswith("```")
@@ -63,22 +62,24 @@ def printed_commands(document: str) -> list[str]:
 
 
 def typed(command: str) -> str:
-    """The command as it is run here: two nodes' as the document says to try it, without torchrun
-    and with the processes of both; large models' with the small one, for the sake of the RAM; with
-    random weights, where it would load published ones."""
+    """Return the command as it runs here.
+
+    Commands for two nodes run as the document tests them, without torchrun and with the processes
+    of both. Commands for large models use the small one, because of the RAM. Random weights replace
+    published ones."""
     command = command.replace("gpt2-xl", "gpt2")
     if "--nnodes=2" in command:
         arguments = command.partition(".py ")[2]
         command = f"python real_model_example.py --model gpt2 --num_gpus 8 {arguments}"
     if "--num_gpus 8" in command:
         command = command.replace("gpt2-medium", "gpt2")
-    if not re.search(r"weights|\.py doctor\b", command):  # there are none here for what it names
+    if not re.search(r"weights|\.py doctor\b", command):  # this machine has none of the named GPUs
         command += " --weights random"
     starts_nothing = "--dry-run" in command or re.search(r"\.py (plan|doctor)\b", command)
     return command if starts_nothing else f"{command} --dry-run"
 
 
-# Bare run.sh are one line: below.
+# Bare calls of run.sh are tested together below.
 COMMANDS = sorted(
     command
     for command in {typed(line) for name in DOCUMENTS for line in printed_commands(name)}
@@ -88,17 +89,17 @@ COMMANDS = sorted(
 
 @functools.cache
 def as_required() -> bool:
-    """Whether run.sh would use the Python that runs the tests."""
+    """Return whether run.sh would use the Python that runs the tests."""
     check = [sys.executable, ROOT / "strategies/check_requirements.py", ROOT / "requirements.txt"]
     return run_command(check).returncode == 0
 
 
 def dry_run(command: str, tmp_path: Path) -> str:
-    """What the command prints on a machine with H200s, under a launcher on one without.
+    """Return what the command prints on a machine with H200s, or under a launcher on a machine
+    without GPUs.
 
-    The script runs on warm processes as the command's launcher would start it: with the
-    environment in front of the command, and what a run.sh puts before its arguments.
-    """
+    The script runs on warm processes as the command's launcher would start it, with the environment
+    in front of the command, and with the arguments that a run.sh adds."""
     words = shlex.split(command)
     place = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
     before, program, arguments = words[:place], words[place], words[place + 1 :]
@@ -108,13 +109,13 @@ def dry_run(command: str, tmp_path: Path) -> str:
         environment[name] = value
     launcher = re.search(r"(?:--nproc_per_node|--num_gpus)=(\d+)", " ".join(before))
     count = int(launcher[1]) if launcher else 0
-    if program.endswith(".sh"):  # what the script that all run.sh share gives before arguments
+    if program.endswith(".sh"):  # arguments that the script shared by all run.sh adds first
         config = json.loads((ROOT / program).with_name("config.json").read_text())
         arguments = ["--strategy", config["name"], "--num_gpus", "all", *arguments]
     if count:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     else:
-        asked = re.search(r"--num_gpus (\d+)", command)  # else few, for the sake of the RAM
+        asked = re.search(r"--num_gpus (\d+)", command)  # otherwise few, because of the RAM
         gpus = int(asked[1]) if asked else 2 if "infinity" in command else 4
         environment["PATH"] = fake_nvidia_smi(tmp_path / "bin", *[H200] * gpus)
         environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
@@ -123,7 +124,7 @@ def dry_run(command: str, tmp_path: Path) -> str:
     )
     if re.search(r"^error: \d+ processes need about .* of RAM", result.stderr):
         pytest.skip(result.stderr.strip())
-    if "doctor" in arguments:  # these GPUs are not there, and it says so
+    if "doctor" in arguments:  # the command says that these GPUs do not exist here
         assert result.returncode in (0, 1), result.stderr
     else:
         assert_ok(result)

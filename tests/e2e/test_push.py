@@ -1,4 +1,4 @@
-"""Models to the Hub, for real, against a stub on loopback."""
+"""Uploads to the Hub, against a stub on loopback."""
 
 import shutil
 
@@ -19,7 +19,7 @@ AT_END = {**SMALL, "strategy": "dp", "max_steps": 1, "push": "user/tiny"}
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run of two processes that kept its best weights and was pushed at its end."""
+    """Return a run of two processes that kept its best weights and uploaded them at its end."""
     output_dir = tmp_path_factory.mktemp("push")
     values = {**AT_END, "keep_best": True, "output_dir": output_dir / "runs"}
     with serve({}) as hub:

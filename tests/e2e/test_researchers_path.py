@@ -1,5 +1,5 @@
-"""What a researcher types from CONTRIBUTING.md: an algorithm of one's own, a training under it, and
-a page with it beside dp."""
+"""The commands of CONTRIBUTING.md: an algorithm of your own, a training under it, and a page that
+compares it with dp."""
 
 import json
 import re
@@ -10,14 +10,14 @@ from tests.e2e.support import clone, metrics, printed
 
 DOCUMENT = "CONTRIBUTING.md"
 FLOOR = 1e-3  # as printed there
-# No warm-up: the rate begins above the floor.
+# Without warm-up, the rate begins above the floor.
 SHORT = shlex.split(
     "--num_gpus 1 --num_samples 80 --max_length 64 --epochs 1 --eval_samples 8 --warmup_steps 0"
 )
 
 
 def write_examples(repository, strategy: str) -> None:
-    """The files of one example, as they stand in the document."""
+    """Write the files of one example as printed in the document."""
     text = (repository / DOCUMENT).read_text()
     files = dict(re.findall(rf"^```\w+ (\S+{strategy}/\S+)\n(.*?)^```$", text, re.M | re.S))
     assert sorted(name.rpartition("/")[2] for name in files) == ["config.json", "engine.py"]
@@ -38,12 +38,13 @@ def test_from_a_folder_to_a_page(tmp_path):
     assert [record["strategy"]["name"] for record in records] == ["dp", "lr-floor"]
     assert [record["config"].get("lr_floor") for record in records] == [None, FLOOR]
 
-    # Until the rate of dp falls below the floor both are one algorithm, and not from then on.
+    # Both are the same algorithm until the learning rate of dp falls below the floor.
     dp, floor = ([loss for _, loss in record["loss_curve"]] for record in records)
     (rows,) = map(metrics, out.glob("runs/*-dp-*"))
     above = sum(row["learning_rate"] >= FLOOR for row in rows)
     assert 5 < above < len(rows) - 3
-    assert dp[: above + 1] == floor[: above + 1]  # the rate of a step shows in the next one's loss
+    # The rate of a step affects the loss of the next step.
+    assert dp[: above + 1] == floor[: above + 1]
     assert not {*dp[above + 1 :]} & {*floor[above + 1 :]}
 
     table = re.findall(r"^\| (\S.*?) +\|.* ok +\|$", (out / "compare.md").read_text(), re.M)

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed is the run that was never stopped, bit for bit."""
+"""A run that is stopped and resumed equals the run that was never stopped, bit for bit."""
 
 import functools
 import json
@@ -26,8 +26,8 @@ from tests.e2e.support import (
 
 EVERY, KEEP = 10, 2
 VALUES = {**SMALL, "epochs": 2, "dropout": 0.1, "checkpoint_every": EVERY}
-# Steps of a run and of an epoch: it ends in its second epoch. Long enough to send a signal to, or
-# short, and saved after two thirds, still in its first epoch.
+# Steps of a run and of an epoch. The long run ends in its second epoch and can receive a signal.
+# The short run saves after two thirds, in its first epoch.
 LENGTHS = {"dp": (90, 70), "fsdp": (90, 70), "zero2": (15, 11)}
 GLOBAL_BATCH = 4
 
@@ -52,7 +52,7 @@ def values_for(strategy: str, output_dir: Path, **changes: object) -> dict[str, 
 
 
 def checkpoints(output_dir: Path) -> list[str]:
-    """Names of everything in checkpoints/ of the one run, hidden entries too."""
+    """Return the names of everything in checkpoints/ of the only run, including hidden entries."""
     return sorted(path.name for path in output_dir.glob("*-gpt2-tiny-x*/checkpoints/*"))
 
 
@@ -61,11 +61,11 @@ def load_record(run_dir: Path) -> dict:
 
 
 def stop(command: list[str], output_dir: Path, signum: signal.Signals, *, after: int) -> int:
-    """Start a run, signal it once checkpoint `after` is published; return its exit code."""
+    """Start a run, signal it once checkpoint `after` is published, and return its exit code."""
     log = output_dir.parent / f"{output_dir.name}.log"
     with running(command, log) as process:
         wait_for(lambda: f"step-{after:08d}" in checkpoints(output_dir), process, log)
-        if signum == signal.SIGINT:  # Ctrl-C goes to the terminal's whole foreground group
+        if signum == signal.SIGINT:  # Ctrl-C reaches the whole foreground group of a terminal
             os.killpg(process.pid, signum)
         else:
             process.send_signal(signum)
@@ -75,7 +75,7 @@ def stop(command: list[str], output_dir: Path, signum: signal.Signals, *, after:
 
 
 def assert_same_run(actual: Path, expected: Path) -> None:
-    """Every loss, gradient norm, evaluation and weight is equal, not nearly."""
+    """Check that every loss, gradient norm, evaluation and weight is exactly equal."""
     record, theirs = load_record(actual), load_record(expected)
     assert record["status"] == theirs["status"] == "ok"
     rows = metrics(actual)
@@ -90,7 +90,7 @@ def assert_same_run(actual: Path, expected: Path) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """strategy -> folder of a run that nobody stopped, with all its checkpoints."""
+    """Return strategy -> folder of a run that was not stopped, with all its checkpoints."""
 
     @functools.cache
     def run(strategy: str) -> Path:
@@ -107,7 +107,7 @@ def uninterrupted(tmp_path_factory):
 def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
     plan = load_plan(uninterrupted(strategy))
     *_, newest = list_checkpoints(plan.run_dir)
-    fullest = max(read_meta(newest).files.values())  # headers and random numbers included
+    fullest = max(read_meta(newest).files.values())  # including headers and random numbers
     assert estimate_copy(plan) == pytest.approx(fullest, rel=0.05)
 
 
@@ -118,7 +118,7 @@ def test_the_copy_for_a_save_is_as_large_as_predicted(strategy, uninterrupted):
 def test_stopped_run_goes_on_as_if_it_had_not_been(
     strategy, launcher, signum, uninterrupted, tmp_path
 ):
-    """One of them is killed before it goes on, which leaves no time to save."""
+    """One of the runs is killed before it continues, which leaves no time to save."""
     output_dir = tmp_path / "runs"
     values = values_for(strategy, output_dir)
     command = launcher_command(launcher, values)
@@ -138,7 +138,7 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(
             process.kill()
         writing = run_dir / "checkpoints" / ".writing-00000070"
         shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir()  # what a kill in the middle of a save leaves
+        writing.mkdir()  # files that a kill during a save leaves behind
         (writing / "rank-00000.safetensors").write_bytes(b"half")
     resumed = train({**values, "resume": "auto"}, num_processes=processes_of(strategy))
     assert_ok(resumed)
@@ -153,7 +153,7 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(
 
 
 def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):
-    """DeepSpeed's: an uninterrupted run's folder, as it was when it had saved step 10."""
+    """With DeepSpeed: the folder of an uninterrupted run, in its state after saving step 10."""
     whole = uninterrupted("zero2")
     run_dir = tmp_path / "runs" / whole.name
     shutil.copytree(whole, run_dir)
@@ -169,7 +169,7 @@ def test_any_checkpoint_leads_to_the_same_end(uninterrupted, tmp_path):
 
 
 def test_deepspeeds_launcher_leaves_a_stopped_run_the_time_to_save(tmp_path):
-    """It answers Ctrl-C with a second signal to its workers, which must not end them."""
+    """The launcher answers Ctrl-C with a second signal to its workers, which must not end them."""
     output_dir = tmp_path / "runs"
     values = {**VALUES, "strategy": "zero2", "num_samples": 1200, "epochs": 20}
     values |= {"max_steps": -1, "output_dir": output_dir}

@@ -1,8 +1,8 @@
-"""What a student types from the guide, with a text of her own, at a terminal of 80 columns, and
-what she reads.
+"""The commands that a student types from the guide, with a text of her own at a terminal of 80
+columns, and what she reads.
 
-Text -> training, Ctrl-C and going on, report, generation. Every line is the suite's own.
-"""
+Text, training, Ctrl-C, continuing, report, generation. Every printed line comes from the suite
+itself."""
 
 import fcntl
 import json
@@ -25,7 +25,7 @@ from tests.support import small_text
 
 GUIDE = "REAL_MODELS_GUIDE.md"
 COLUMNS = 80
-# What torch, DeepSpeed, transformers or Python print about themselves.
+# Lines that torch, DeepSpeed, transformers or Python print about themselves
 LIBRARIES = re.compile(r"Warning|\[W\d|\[INFO\]|\[rank\d|\*\*\*|site-packages|Traceback|OMP_NUM")
 
 
@@ -46,7 +46,7 @@ class Terminal:
         self.keyboard, self.text = keyboard, ""
 
     def read_until(self, pattern: str, limit_s: float = 120) -> None:
-        """Wait until the screen has shown it. `""` waits for the end."""
+        """Wait until the screen has shown the text. `""` waits for the end."""
         end = time.monotonic() + limit_s
         while not (pattern and re.search(pattern, self.text)):
             ready, _, _ = select.select([self.keyboard], [], [], max(0, end - time.monotonic()))
@@ -59,14 +59,14 @@ class Terminal:
                 return
 
     def end(self) -> int:
-        """Read to the end; the exit code."""
+        """Read to the end and return the exit code."""
         self.read_until("", limit_s=400)
         os.close(self.keyboard)
         return self.process.wait(timeout=60)
 
 
 def lines_of(text: str) -> list[str]:
-    """Lines as they stand in the end: a bar overwrites itself."""
+    """Return lines in their final state, because a progress bar overwrites itself."""
     return [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
 
 
@@ -77,7 +77,7 @@ def assert_readable(text: str) -> None:
 
 
 def type_in(folder: Path, command: list[str]) -> str:
-    """What a command prints that ends well."""
+    """Return what a command prints, after checking that it succeeds."""
     terminal = Terminal(folder, command)
     code = terminal.end()
     assert code == 0, terminal.text
@@ -85,7 +85,7 @@ def type_in(folder: Path, command: list[str]) -> str:
 
 
 def test_from_a_text_to_answers(tmp_path):
-    """Training, Ctrl-C, going on, report, generation."""
+    """Train, stop with Ctrl-C, continue, report, and generate."""
     repository = clone(tmp_path / "repository")
     (repository / "notes.txt").write_text(small_text().read_text()[:8_000])
     first = printed(GUIDE, "python real_model_example.py --dataset notes.txt")
@@ -95,7 +95,7 @@ def test_from_a_text_to_answers(tmp_path):
     os.write(terminal.keyboard, b"\x03")
     assert terminal.end() == 130
     assert_readable(terminal.text)
-    # A step or an epoch's end may have been on its way.
+    # A step or the end of an epoch may have been in progress.
     said = [line for line in lines_of(terminal.text[before:]) if line.strip()]
     after = [line for line in said if "epoch" not in line and "perplexity" not in line]
     assert len(after) <= 5, after
