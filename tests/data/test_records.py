@@ -101,7 +101,7 @@ def test_what_is_not_trained_on():
         messages = [{**USER, key: 1}, {**ANSWER, key: False}, USER, {**ANSWER, key: True}]
         assert conversation_of({"messages": messages})[1:] == (
             [1],
-            {"messages are marked to be trained on, but only answers are": 1},
+            {"messages are marked as trained, but only answers are in the loss": 1},
         )
     pair = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "system": "s"}
     assert conversation_of(pair)[1] == [0, 1, 2, 3]
