@@ -84,5 +84,5 @@ def test_a_family_that_cannot_be_imported_says_why(tmp_path):
     with refused(str(tmp_path), "cannot be imported", "no_such_package"):
         find_model(str(tmp_path))
     (tmp_path / "__init__.py").write_text("sizes = build = None")
-    with refused(str(tmp_path), "has no to_hf, to_config"):
+    with refused(str(tmp_path), "does not export to_hf, to_config"):
         find_model(str(tmp_path))
