@@ -1,7 +1,7 @@
 """A small stub of the Hugging Face Hub's HTTP endpoints on loopback.
 
 It answers what huggingface_hub and datasets request to list a data set, to download a file, and to
-upload a model with the token TOKEN. `behaviour` selects a fault: it "refuses" every file with 404,
+upload a model with the token TOKEN. `behavior` selects a fault: it "refuses" every file with 404,
 "cuts off" a file's body halfway, or is "mute" and never answers."""
 
 import base64
