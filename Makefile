@@ -1,4 +1,4 @@
-# The handful of commands one types. Each sets up .venv first where it is needed.
+# Common commands. Each sets up .venv first if needed.
 setup := source strategies/setup_env.sh requirements.txt tests/requirements.txt
 SHELL := bash
 .PHONY: help setup test quick lint docs report

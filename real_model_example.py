@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Fine-tune GPT-2 under any strategy from one CONFIG.
+"""Train a language model under any parallelism strategy, with one CONFIG.
 
     python real_model_example.py                            one process
     deepspeed --num_gpus=N real_model_example.py            N processes
     torchrun --nproc_per_node=N real_model_example.py       N processes
-    python real_model_example.py --num_gpus all             as many as there are GPUs
+    python real_model_example.py --num_gpus all             one process per GPU
 
-Change CONFIG, or put single keys over it: --batch_size 8. --help lists them all.
+Edit CONFIG, or override single keys: --batch_size 8. --help lists all keys.
 """
 
 import os
@@ -14,7 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
-# What people change. --help lists every other key by need; each works here, too.
+# The most common keys. --help lists all keys; every key also works here.
 CONFIG = {
     "model": "auto",  # gpt2-tiny, gpt2, -medium, -large, -xl, gpt2-xl-20-heads; auto: by machine
     "strategy": "auto",  # dp, zero1/2/3, offload, infinity, fsdp, tp, pp, 3d, hybrid, local_sgd
@@ -27,9 +27,9 @@ CONFIG = {
     "dataset": "auto",  # a .txt, .md, .jsonl, .csv, .parquet file, a folder, user/name of the Hub
     "precision": "auto",  # bf16, fp16, fp32; master weights are fp32 in every case
     "learning_rate": "auto",  # peak; auto: 5e-5 for pretrained weights, more for random ones
-    "lr_schedule": "cosine",  # constant, linear, cosine; the last two fall towards 0
+    "lr_schedule": "cosine",  # constant, linear, cosine; the last two decrease toward 0
     "warmup_steps": 10,  # steps over which the learning rate rises
-    "activation_checkpointing": "none",  # full, selective: less memory, more arithmetic
+    "activation_checkpointing": "none",  # full, selective: less memory, more computation
     "deepspeed_config": None,  # path of a DeepSpeed JSON; None: the strategy's own
     "generate": "The value of",  # prompt of the samples before and after; None: none
     "output_dir": "runs",  # each run gets a folder in here; relative to this file

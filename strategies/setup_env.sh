@@ -2,9 +2,9 @@
 #
 #   source setup_env.sh REQUIREMENTS_FILE ...
 #
-# An active environment that satisfies the files is used as it is. Otherwise .venv is made in the
-# repository and the files are installed into it, once, and again only when they change.
-# uv is used where it is installed. Nothing here needs root.
+# Uses the active environment if it satisfies the files. Otherwise creates .venv in the repository and
+# installs the files into it, once, and again only when they change. Uses uv if it is installed. Needs
+# no root.
 
 _root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 _files=("$@")
@@ -21,8 +21,8 @@ _find_python() {
     return 2
 }
 
-# Where there is no NVIDIA GPU torch's CPU build does: some 200 MB instead of 5 GB. Used where it can
-# be reached; PYTORCH_CPU_INDEX names a mirror.
+# Without an NVIDIA GPU, install torch's CPU build: about 200 MB instead of 5 GB. If the index cannot be
+# reached, the default build is installed. PYTORCH_CPU_INDEX names a mirror.
 _cpu_index=${PYTORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 
 _wants_cpu_build() {
@@ -32,7 +32,7 @@ _wants_cpu_build() {
         "$_cpu_index/torch/" 2>/dev/null
 }
 
-# In a terminal one line that changes instead of hundreds; what goes wrong pip says on stderr.
+# In a terminal, show one changing line instead of hundreds. pip reports errors on stderr.
 _one_line() {
     local line
     [ -t 2 ] || { cat >&2; return; }
@@ -76,7 +76,7 @@ _setup() {
         python "$_root/strategies/check_requirements.py" "${_files[@]}" 2>/dev/null; then
         return 0
     fi
-    # Two runs that start together set up one after the other.
+    # If two runs start at the same time, the second waits for the first to finish its setup.
     exec 9>"$_root/.venv.lock"
     ! command -v flock >/dev/null || flock 9
     local python="$_root/.venv/bin/python"

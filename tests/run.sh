@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up Python where needed, checks style and types, and runs every test that needs no GPU.
-# With arguments, runs pytest with those instead: bash tests/run.sh tests/data -k sampler
+# With arguments, runs only pytest with these arguments: bash tests/run.sh tests/data -k sampler
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -9,7 +9,7 @@ source strategies/6_zero_infinity/libaio.sh
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
-# The tutorial's explorer is tested in a browser and in node; outside CI without them it is not.
+# The tutorial's explorer is tested in a browser and in node. Outside CI these tests are skipped without them.
 missing=()
 command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null ||
     missing+=(chromium)
@@ -20,7 +20,7 @@ if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/nu
 fi
 ruff check .
 ruff format --check .
-mypy & # on one core, while the compiler has the other
+mypy & # on one core, while the compiler uses the other
 types=$!
 lint-imports
 git ls-files -z | xargs -0 codespell # not the texts that people train on
@@ -28,7 +28,7 @@ python -m tests.prose
 export TORCH_EXTENSIONS_DIR="$root/.venv/torch_extensions"
 python tests/build_extensions.py
 wait "$types"
-unset PYTHONDONTWRITEBYTECODE # else hundreds of processes would compile the same modules again
+unset PYTHONDONTWRITEBYTECODE # otherwise hundreds of processes would compile the same modules again
 export OMP_NUM_THREADS=1 # the tests' processes share the cores
-# Three workers keep two cores busy: one of two often waits, for a process to end or a save.
+# Three workers keep two cores busy, because a worker often waits for a process to end or a save.
 exec python -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder

@@ -1,8 +1,8 @@
-# Sourced: makes libaio usable without root where the system lacks it.
+# Sourced: makes libaio usable without root if the system lacks it.
 #
-# DeepSpeed compiles its file I/O against libaio. Where the compiler does not find it, the Debian
-# packages are downloaded (not installed) into .venv/libaio and the compiler and loader pointed
-# there. On other systems this says which package to install and changes nothing.
+# DeepSpeed compiles its file I/O against libaio. If the compiler does not find it, this script
+# downloads the Debian packages (without installing them) into .venv/libaio and points the compiler
+# and loader there. On other systems it only names the package to install.
 
 _aio_probe() {
     printf '#include <libaio.h>\nint main(void){return io_setup(1,(io_context_t*)0);}\n' |
