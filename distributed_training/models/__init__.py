@@ -329,34 +329,36 @@ class ModelSpec:
         eos_token_id: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Write a model's weights, on the CPU, as a folder that transformers opens. A source is
-        asked for one after the other. `dtype`: of the files; None is fp32. Raises RunError for
-        numbers that are not finite in it."""
+        """Write a model's weights, on the CPU, to a folder that transformers opens.
+
+        `weights` may be a source, from which one parameter at a time is read. The file has `dtype`,
+        or fp32 if it is None. Raises RunError for numbers that are not finite in this dtype."""
         import torch
 
         dtype = dtype or torch.float32
         with torch.device("meta"):
             outline = self.build(dropout=0.0, seed=0)
         meta = {name: value.to(dtype) for name, value in outline.named_parameters()}
-        header = {name: part for ours in meta for name, part in self._stored(ours, meta[ours])}
+        header = {name: rows for ours in meta for name, rows in self._stored(ours, meta[ours])}
 
-        def parts() -> Iterator[torch.Tensor]:
+        def converted() -> Iterator[torch.Tensor]:
             for ours in meta:
                 values = weights(ours, ()) if callable(weights) else weights[ours]
-                for name, part in self._stored(ours, values):
-                    written = part.to(dtype)
+                for name, rows in self._stored(ours, values):
+                    written = rows.to(dtype)
                     if not written.isfinite().all():
                         what = f"{name} has numbers that are not finite in {name_of(dtype)}"
                         raise RunError(what, fix="lower learning_rate")
                     yield written
 
         folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(header, parts(), folder / "model.safetensors", {"format": "pt"})
+        write_tensors(header, converted(), folder / "model.safetensors", {"format": "pt"})
         document = {**self.code.to_config(self.size, eos_token_id), "dtype": name_of(dtype)}
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
     def _stored(self, ours: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of Hugging Face's files that one of ours is, with their names."""
+        """Yield (name, tensor) of those in Hugging Face's files that our tensor `ours` consists
+        of."""
         file_name = getattr(self.code, "file_name", lambda name, size: name)
         transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
         for name, part in self.code.to_hf(ours, values, self.size).items():
@@ -364,10 +366,13 @@ class ModelSpec:
             yield file_name(name, self.size), rows.t() if transposed else rows
 
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What has a row for each of one of our matrices, as Hugging Face's modules have it."""
-        parts = self.code.to_hf(f"{matrix}.weight", rows, self.size).items()
-        last = rows.shape[1:]
-        return {name.removesuffix(".weight"): part.reshape(-1, *last) for name, part in parts}
+        """Divide `rows`, one per row of our matrix, among Hugging Face's matrices, by their
+        names."""
+        tensors = self.code.to_hf(f"{matrix}.weight", rows, self.size).items()
+        row_shape = rows.shape[1:]
+        return {
+            name.removesuffix(".weight"): tensor.reshape(-1, *row_shape) for name, tensor in tensors
+        }
 
     def check_weights(self, folder: Path) -> None:
         """Raise UserError unless `folder` holds readable weights that fit this model. This loads no
@@ -402,7 +407,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file, the same bytes each time."""
+    """Write a safetensors file. Equal tensors and metadata give equal bytes."""
     write_tensors(tensors, tensors.values(), file, metadata)
 
 
@@ -412,9 +417,10 @@ def write_tensors(
     file: Path,
     metadata: dict[str, str],
 ) -> None:
-    """Write a safetensors file of `tensors`, one in memory at a time. `outline` has their names,
-    shapes and dtypes, in their order, and may be on "meta". The library's own function needs all of
-    them at once."""
+    """Write `tensors` to a safetensors file, with one in memory at a time.
+
+    `outline` has their names, shapes and dtypes, in the same order, and may be on "meta". The
+    library's own function would need all tensors at once."""
     import torch
 
     codes = {name: code for code, name in TORCH_DTYPES.items()}
@@ -429,7 +435,7 @@ def write_tensors(
         }
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.unlink(missing_ok=True)  # somebody may have mapped it into memory
+    file.unlink(missing_ok=True)  # A process may have mapped the old file into memory.
     with open(file, "wb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
         for part, expected in zip(tensors, outline.values(), strict=True):

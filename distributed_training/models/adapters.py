@@ -1,4 +1,5 @@
-"""A folder of PEFT's with LoRA adapters: its config, and where their base is. No torch import."""
+"""Folders of PEFT with LoRA adapters: their config, and the folder of their base. No torch
+import."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,18 +13,18 @@ from distributed_training.settings.files import expand_home, load_json, parse_as
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_FIX = "give plain LoRA adapters, or merge them with PEFT first"
-# Ways to draw the first A and B that leave the base's weights as they are
+_FIX = "use plain LoRA adapters, or merge them with PEFT first"
+# Ways to initialize A and B that do not change the base weights
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
-# Keys that do not change what trained adapters compute
-_HARMLESS = {
+# Keys that do not change the function of trained adapters
+_IGNORED_KEYS = {
     "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out",
     "init_lora_weights", "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 
 
 class AdapterConfig(BaseModel, strict=True):
-    """An adapter_config.json, as far as it changes what is computed."""
+    """The keys of an adapter_config.json that change what is computed."""
 
     peft_type: Literal["LORA"]
     base_model_name_or_path: str
@@ -37,27 +38,27 @@ class AdapterConfig(BaseModel, strict=True):
 
     @property
     def scale(self) -> float:
-        """Factor of B A."""
+        """Factor of B A, which is added to the base weights."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
 def read_adapters(folder: Path) -> AdapterConfig:
     """Return the config of a folder with adapters. Raises UserError for adapters that compute
-    something else than the base and the scaled product of B and A."""
+    anything but the base plus the scaled product of B and A."""
     file = folder / ADAPTER_CONFIG
     document: dict[str, Any] = load_json(file, "adapters")
     config = parse_as(AdapterConfig, document, str(file), _FIX)
-    expand_home("base_model_name_or_path", config.base_model_name_or_path)  # or it is refused
+    expand_home("base_model_name_or_path", config.base_model_name_or_path)  # raises if unusable
     initial = document.get("init_lora_weights", True)
     if initial not in _INITIAL:
         what = f"{file}: init_lora_weights={shown(initial)} is not supported"
-        why = "such adapters belong to changed weights of the base, which nobody has kept"
+        why = "such adapters belong to changed base weights, which were not saved"
         fix = "save them with PEFT's path_initial_model_for_weight_conversion, or merge them first"
         raise UserError(what, why, fix)
-    for key in sorted(set(document) - _HARMLESS - set(AdapterConfig.model_fields)):
+    for key in sorted(set(document) - _IGNORED_KEYS - set(AdapterConfig.model_fields)):
         if value := document[key]:
             what = f"{file}: {key}={shown(value)} is not supported"
-            raise UserError(what, "it changes what adapters compute", _FIX)
+            raise UserError(what, "it changes the function of the adapters", _FIX)
     return config
 
 
@@ -67,7 +68,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_folder(folder: Path) -> Path:
-    """Return `folder`, or if it holds adapters the folder of the weights that they belong to."""
+    """Return `folder` or, if it holds adapters, the folder of their base weights. Raises UserError
+    if the base is not available."""
     if not is_adapter(folder):
         return folder
     name = read_adapters(folder).base_model_name_or_path

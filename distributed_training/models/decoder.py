@@ -317,16 +317,17 @@ def is_block_matrix(name: str, size: ModelSize) -> bool:
 
 
 class Fingerprint:
-    """A checksum of some thousand numbers of each parameter of a whole model, of which a process
-    may have parts."""
+    """Checksum over about a thousand numbers of each parameter of a whole model. A process may see
+    only parts of the parameters."""
 
     def __init__(self, model: Decoder) -> None:
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        # (name, indices of samples, their values) of this process's parts
+        # (name, indices of samples, their values) in the parts of this process
         self.found: list[tuple[str, list[int], list[float]]] = []
 
     def watching(self, source: "Source") -> "Source":
-        """Return `source`, of whose values samples are taken. It may be used in several threads."""
+        """Return `source`, but sample the values that it returns. It may be used in several
+        threads."""
 
         def read(name: str, box: Box) -> torch.Tensor:
             values = source(name, box)
@@ -339,30 +340,34 @@ class Fingerprint:
     def _take(self, name: str, start: tuple[int, ...], values: torch.Tensor) -> None:
         shape = self.shapes[name]
         step = max(1, shape.numel() // 1000)
-        places = torch.unravel_index(torch.arange(0, shape.numel(), step, device="cpu"), shape)
-        inside = torch.ones_like(places[0], dtype=torch.bool)
-        for place, first, size in zip(places, start, values.shape, strict=True):
-            inside &= (place >= first) & (place < first + size)
+        sampled = torch.arange(0, shape.numel(), step, device="cpu")
+        coordinates = torch.unravel_index(sampled, shape)  # one tensor per dimension
+        inside = torch.ones_like(coordinates[0], dtype=torch.bool)
+        for along_dim, first, size in zip(coordinates, start, values.shape, strict=True):
+            inside &= (along_dim >= first) & (along_dim < first + size)
         (indices,) = torch.where(inside)
-        own = [place[indices] - first for place, first in zip(places, start, strict=True)]
-        samples = values[tuple(index.to(values.device) for index in own)]
+        shifted = [
+            along_dim[indices] - first for along_dim, first in zip(coordinates, start, strict=True)
+        ]
+        samples = values[tuple(index.to(values.device) for index in shifted)]
         self.found.append((name, indices.tolist(), samples.float().tolist()))
 
     def combine(self, found: Iterable[Any] | None = None) -> int:
-        """Return the checksum of the samples that all processes have `found`, or this one alone."""
+        """Return the checksum of the samples that all processes have `found` or, without these, of
+        the samples of this process."""
         samples: dict[str, Any] = {
             name: np.zeros(len(range(0, shape.numel(), max(1, shape.numel() // 1000))), np.float32)
             for name, shape in self.shapes.items()
         }
         for name, indices, values in itertools.chain.from_iterable(found or [self.found]):
             samples[name][indices] = values
-        return zlib.crc32(b"".join(each.tobytes() for each in samples.values()))
+        return zlib.crc32(b"".join(values.tobytes() for values in samples.values()))
 
 
-Box = tuple[slice, ...]  # part of a tensor, from its first dimension on; (): all of it
-# Returns a box of a parameter's initial values, by the parameter's name.
+Box = tuple[slice, ...]  # part of a tensor, as slices of its first dimensions; (): all of it
+# Returns a box of the initial values of the parameter with this name
 Source = Callable[[str, Box], torch.Tensor]
-# Returns the memory in which this process has its part of a parameter, and where the part begins.
+# Returns the memory of this process's part of a parameter, and the indices where the part begins
 Locate = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, ...]]]
 
 
@@ -404,9 +409,10 @@ def fill_parameters(
     round_to: torch.dtype | None = None,
     locate: Locate = locate_whole,
 ) -> None:
-    """Give the parameters of a model that are on "meta" their initial values, in place: this
-    process's parts, on `device`, rounded to `round_to`. Beside them two parts are in RAM: one is
-    read while the other is converted, in another thread."""
+    """Fill this process's parts of the parameters on "meta" with initial values, in place.
+
+    The parts are on `device` and rounded to `round_to`. Two further parts are in RAM at a time,
+    because one thread reads a part while another converts the previous one."""
     pending = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     allocate(model, device)
     parameters = dict(model.named_parameters())
@@ -418,13 +424,13 @@ def fill_parameters(
         ends = zip(start, local.shape, strict=True)
         values = source(name, tuple(slice(first, first + size) for first, size in ends))
         if values.shape != local.shape:
-            local.zero_()  # rows beyond the vocabulary's
+            local.zero_()  # Rows after those of the vocabulary are padding.
         values = values.to(device)
-        own = local[tuple(map(slice, values.shape))]
-        own.copy_(values if round_to is None else values.to(round_to))
+        target = local[tuple(map(slice, values.shape))]
+        target.copy_(values if round_to is None else values.to(round_to))
 
     on_gpu = device.type == "cuda"
-    if on_gpu:  # the threads work on another stream
+    if on_gpu:  # The threads use another stream.
         torch.cuda.synchronize(device)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(fill, pending))

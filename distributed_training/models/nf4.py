@@ -1,8 +1,9 @@
-"""Frozen matrices in 4 bits: NF4 with a scale for 64 values (QLoRA, 2305.14314), by bitsandbytes.
+"""Frozen matrices in 4 bits: NF4 with one scale per 64 values (QLoRA, 2305.14314), by bitsandbytes.
 
-Codes and scales are stored as if they were numbers of the compute dtype, so that FSDP, which casts
-and gathers floating-point parameters, leaves their bits alone. Row by row, so that it may shard
-them: [rows, columns / 2 bytes] and [rows, columns / 64 of fp32]."""
+Codes and scales are stored as if they were numbers in the compute dtype, because FSDP casts and
+gathers floating-point parameters and must not change their bits. They are stored row by row, so
+that FSDP can shard them: codes in [rows, columns / 2 bytes] and scales in [rows, columns / 64 fp32
+numbers]."""
 
 from typing import Any
 
@@ -18,7 +19,8 @@ BLOCK = 64
 
 
 class NF4Linear(Linear):
-    """A frozen matrix that each use dequantizes to the dtype of its input."""
+    """Linear layer with a frozen matrix in NF4. Each use dequantizes it to the dtype of the
+    input."""
 
     scales: nn.Parameter
 
@@ -28,13 +30,14 @@ class NF4Linear(Linear):
         return y if bias is None else y + bias
 
 
-# Two operations that torch.compile does not look into. It would share the dequantized matrix
-# between forward and backward pass, and so keep all matrices of the model from one to the other.
+# torch.compile must not see inside these two operations. It would share the dequantized matrix
+# between the passes, and so keep all matrices of the model in memory until the backward pass.
 @torch.library.custom_op("distributed_training::nf4_product", mutates_args=())
 def nf4_product(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
 ) -> torch.Tensor:
-    """x W^T: [..., columns] -> [..., rows]. Keeps codes and scales for the backward pass."""
+    """Return x W^T, [..., columns] -> [..., rows]. Only codes and scales are kept for the backward
+    pass."""
     return F.linear(x, dequantize(codes, scales, columns, x.dtype))
 
 
@@ -42,7 +45,7 @@ def nf4_product(
 def nf4_product_backward(
     gradient: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int
 ) -> torch.Tensor:
-    """The gradient of x: [..., rows] -> [..., columns]."""
+    """Return the gradient of x, [..., rows] -> [..., columns]."""
     return gradient @ dequantize(codes, scales, columns, gradient.dtype)
 
 
@@ -72,17 +75,17 @@ nf4_product.register_autograd(_backward, setup_context=_keep_codes)
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of a matrix [rows, columns], both in its dtype."""
+    """Return codes and scales of a matrix [rows, columns], viewed in its dtype."""
     operations: Any = torch.ops.bitsandbytes
     codes, scales = operations.quantize_4bit(values.contiguous(), BLOCK, "nf4", torch.uint8)
     rows = len(values)
-    return tuple(each.view(rows, -1).view(values.dtype) for each in (codes, scales))  # type: ignore[return-value]
+    return codes.view(rows, -1).view(values.dtype), scales.view(rows, -1).view(values.dtype)
 
 
 def dequantize(
     codes: torch.Tensor, scales: torch.Tensor, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the matrix [rows, columns]."""
+    """Return the dequantized matrix [rows, columns] in `dtype`."""
     operations: Any = torch.ops.bitsandbytes
     return operations.dequantize_4bit(  # type: ignore[no-any-return]
         codes.view(torch.uint8).view(-1, 1), scales.view(torch.float32).view(-1), BLOCK, "nf4",
@@ -91,7 +94,7 @@ def dequantize(
 
 
 def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
-    """Let the matrices whose weights are codes use them with their `scales`, in place."""
+    """Turn the matrices whose weights are codes into NF4Linear with these `scales`, in place."""
     for name, values in scales.items():
         linear = model.get_submodule(name.removesuffix(".weight"))
         linear.__class__ = NF4Linear
@@ -100,8 +103,8 @@ def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
 
 @torch.no_grad()
 def replace_by_dequantized(module: nn.Module) -> None:
-    """Replace all of a module's matrices in NF4 by their values in the dtype they are used in, in
-    place: what training beside them is compared with."""
+    """Replace all NF4 matrices of a module with their dequantized values, in place. Tests compare
+    training with codes to training with these values."""
     for linear in module.modules():
         if isinstance(linear, NF4Linear):
             codes = linear.weight
@@ -112,8 +115,8 @@ def replace_by_dequantized(module: nn.Module) -> None:
 
 
 def quantize_matrices(model: Decoder, source: Source, device: torch.device) -> None:
-    """Put the matrices of a model's blocks on `device` in NF4, one after the other, in place. They
-    are rounded to the dtypes of the model's parameters first."""
+    """Quantize the matrices of a model's blocks to NF4 on `device`, one at a time, in place. They
+    are first rounded to the dtype of the model's parameters."""
     scales: dict[str, torch.Tensor] = {}
     for name, parameter in list(model.named_parameters()):
         if is_block_matrix(name, model.size):
@@ -124,7 +127,7 @@ def quantize_matrices(model: Decoder, source: Source, device: torch.device) -> N
 
 
 def rounded_source(source: Source, size: ModelSize, dtype: torch.dtype) -> Source:
-    """Return a source of the values that training with a base in NF4 and a compute `dtype` sees."""
+    """Return a source of the values that a base in NF4 has in training with a compute `dtype`."""
 
     def read(name: str, box: Box) -> torch.Tensor:
         values = source(name, ())

@@ -1,4 +1,5 @@
-"""Adapters as folders that the library PEFT opens, and merged into the weights beside them."""
+"""LoRA adapters: read and write folders of the PEFT library, continue training, merge into
+weights."""
 
 import importlib.util
 import json
@@ -30,18 +31,18 @@ _ROUNDINGS = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32":
 
 
 class Initial(NamedTuple):
-    """What training begins with where it continues adapters."""
+    """Initial adapters of a training that continues earlier ones."""
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # matrices of our blocks
-    # A [rank, in], B [out, rank] and, if parts of B stay 0, its mask, under our names
+    targets: tuple[str, ...]  # names of matrices of our blocks
+    # A [rank, in] and B [out, rank] under our names, and a mask of B if parts of it stay 0
     tensors: dict[str, torch.Tensor]
-    base: str | None  # fingerprint of the weights that they were trained beside
+    base: str | None  # fingerprint of the base weights
 
 
 class _Adapter(NamedTuple):
-    """A and B in fp32 for some rows of one of our matrices."""
+    """A and B in fp32 for some rows of a matrix of ours."""
 
     name: str
     rows: torch.Tensor
@@ -51,15 +52,15 @@ class _Adapter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapters:
-    """Trained adapters of a model. A matrix of ours may be several of Hugging Face's, each with an
-    adapter of its own."""
+    """Trained adapters of a model. A matrix of ours may combine several of Hugging Face's, each
+    with an adapter of its own."""
 
     by_matrix: Mapping[str, list[_Adapter]]
     rank: int
-    scale: float  # factor of B A
-    base: str | None  # fingerprint of the weights that they were trained beside
-    rounding: str | None  # format of a quantized base, and the compute dtype
-    whose: object  # for messages
+    scale: float  # factor of B A, which is added to the weights
+    base: str | None  # fingerprint of the base weights
+    rounding: str | None  # format of a quantized base and the compute dtype, such as "nf4 bf16"
+    whose: object  # folder or run, for messages
 
     def rounded_to(self) -> torch.dtype | None:
         """Return the compute dtype if the base was in NF4. Raises UserError if it cannot be
@@ -68,16 +69,16 @@ class Adapters:
             return None
         if self.rounding not in _ROUNDINGS:
             what = f"adapters {self.whose}: base_rounding {shown(self.rounding)} is not known"
-            raise UserError(what)
+            raise UserError(what, f"known values are {', '.join(_ROUNDINGS)}")
         if importlib.util.find_spec("bitsandbytes") is None:
-            what = f"{self.whose}: these adapters were trained beside weights in NF4"
+            what = f"{self.whose}: these adapters were trained on a base in NF4"
             why = "the package bitsandbytes is not installed"
-            raise UserError(what, why, "pip install bitsandbytes")
+            raise UserError(what, why, "run: pip install bitsandbytes")
         return _ROUNDINGS[self.rounding]
 
     def beside(self, base: Source, size: ModelSize) -> Source:
-        """Return a source of the weights of `base` as the adapters were trained beside them: with
-        the values of NF4 if the base was quantized."""
+        """Return a source of the `base` weights that the adapters were trained on: with the values
+        of NF4 if the base was quantized."""
         dtype = self.rounded_to()
         if dtype is None:
             return base
@@ -86,41 +87,46 @@ class Adapters:
         return rounded_source(base, size, dtype)
 
     def merged(self, base: Source, size: ModelSize) -> Source:
-        """Return a source of the weights of `base` with the adapters added in fp32 arithmetic."""
+        """Return a source of the `base` weights plus the adapters, added in fp32."""
         weights = self.beside(base, size)
 
         def read(name: str, box: Box) -> torch.Tensor:
             values = weights(name, ())
             if adapters := self.by_matrix.get(name.removesuffix(".weight")):
                 values = values.to(torch.float32, copy=True)
-                for part in adapters:
-                    values.index_add_(0, part.rows, (part.b @ part.a).mul_(self.scale))
+                for adapter in adapters:
+                    update = (adapter.b @ adapter.a).mul_(self.scale)
+                    values.index_add_(0, adapter.rows, update)
             return values[box]
 
         return read
 
     def initial(self, size: ModelSize) -> Initial:
-        """Return the adapters as training continues them. Where a matrix of ours is several of
-        Hugging Face's, A holds the rows of all of them, a mask keeps zeros in B where another
-        part's columns are, and the rank is larger."""
+        """Return the adapters in the form in which training continues them.
+
+        If a matrix of ours combines several of Hugging Face's, A holds the rows of all their
+        adapters, so that the rank is larger. A mask keeps B at 0 in the columns of other adapters.
+        """
         matrices = self.by_matrix.items()
-        distinct = {name: _distinct([part.a for part in parts]) for name, parts in matrices}
+        distinct = {
+            name: _distinct([adapter.a for adapter in adapters]) for name, adapters in matrices
+        }
         rank = self.rank * max(map(len, distinct.values()))
         tensors = {}
         shapes = dict(zip(size.matrix_names, size.block_matrices, strict=True))
-        for name, parts in matrices:
+        for name, adapters in matrices:
             rows, columns = shapes[name.split(".", 2)[2]]
             stacked = torch.zeros(rank, columns)
             b_rows = torch.zeros(rows, rank)
             mask = torch.zeros(rows, rank)
             used = torch.zeros(rank)
-            for part in parts:
-                same = (i for i, a in enumerate(distinct[name]) if torch.equal(part.a, a))
-                first = self.rank * next(same)
-                place = slice(first, first + self.rank)
-                stacked[place] = part.a
-                b_rows[part.rows, place] = part.b
-                mask[part.rows, place] = used[place] = 1.0
+            for adapter in adapters:
+                equal = (i for i, a in enumerate(distinct[name]) if torch.equal(adapter.a, a))
+                first = self.rank * next(equal)
+                ranks = slice(first, first + self.rank)
+                stacked[ranks] = adapter.a
+                b_rows[adapter.rows, ranks] = adapter.b
+                mask[adapter.rows, ranks] = used[ranks] = 1.0
             tensors[f"{name}.adapter.a"] = stacked
             tensors[f"{name}.adapter.b"] = b_rows
             if not torch.equal(mask, used.expand_as(mask)):
@@ -148,7 +154,7 @@ def of_state(
     fingerprint: int,
     whose: object,
 ) -> Adapters:
-    """Return the adapters of a run, which are `state` under our names."""
+    """Return the adapters of a run from its `state`, which has our names."""
     return Adapters(
         by_matrix=_match(to_peft(state, spec), spec, whose), rank=config.lora_rank,
         scale=config.lora_alpha / config.lora_rank, base=str(fingerprint),
@@ -165,7 +171,8 @@ def save_adapters(
     base: str,
     fingerprint: int,
 ) -> None:
-    """Write `state`, adapters under our names, for the weights `base`: a folder or a Hub's name."""
+    """Write adapters, which `state` holds under our names, to a folder that PEFT opens. `base` is
+    the folder of the base weights or their name on the Hub."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors, rank = _without_zeros(to_peft(state, spec))
     metadata = {"format": "pt", "base_fingerprint": str(fingerprint)}
@@ -185,35 +192,37 @@ def save_adapters(
 
 
 def base_rounding(config: RunConfig) -> str | None:
-    """Return the format of a quantized base and the compute dtype; None if it is not quantized."""
+    """Return the format of a quantized base and the compute dtype, or None if it is not
+    quantized."""
     return f"nf4 {config.precision}" if config.base_dtype == "nf4" else None
 
 
 def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
-    """Return adapters under PEFT's names, and their rank, without those whose B is 0 and without
-    the columns of B that are 0, as far as all can have one rank."""
-    kept = {}
+    """Return adapters under PEFT's names without their zeros, and their rank.
+
+    Adapters whose B is 0 are removed. Columns of B that are 0 are removed as far as all adapters
+    can keep the same rank."""
+    nonzero = {}  # name of B -> (its columns, nonzero ones first; number of nonzero columns)
     for name, b in tensors.items():
         if ".lora_B." in name:
-            # Columns with numbers first, in their order
-            kept[name] = torch.argsort(~b.any(0), stable=True), int(b.any(0).sum())
-    rank = max(count for _, count in kept.values())
-    if rank == 0:  # nothing is trained yet
-        return tensors, len(next(iter(kept.values()))[0])
-    found = {}
-    for name, (order, count) in kept.items():
-        if count == 0:  # a part of a matrix that has no adapter
+            nonzero[name] = torch.argsort(~b.any(0), stable=True), int(b.any(0).sum())
+    rank = max(count for _, count in nonzero.values())
+    if rank == 0:  # Nothing has been trained yet.
+        return tensors, len(next(iter(nonzero.values()))[0])
+    trimmed = {}
+    for name, (order, count) in nonzero.items():
+        if count == 0:  # Hugging Face's matrix is a part of ours that has no adapter.
             continue
         a_name = name.replace(".lora_B.", ".lora_A.")
         columns = order[:rank].sort().values
-        found[a_name] = tensors[a_name][columns].contiguous()
-        found[name] = tensors[name][:, columns].contiguous()
-    return found, rank
+        trimmed[a_name] = tensors[a_name][columns].contiguous()
+        trimmed[name] = tensors[name][:, columns].contiguous()
+    return trimmed, rank
 
 
 def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Adapters under our names -> under PEFT's: of a matrix of ours that is several of Hugging
-    Face's, each gets all of A and its rows of B."""
+    """Return adapters under PEFT's names from those under our names. If a matrix of ours combines
+    several of Hugging Face's, each of these gets all of A and its own rows of B."""
     tensors = {}
     for name, a in state.items():
         matrix, is_a, _ = name.partition(".adapter.a")
@@ -225,36 +234,37 @@ def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, tor
 
 
 def read_initial(spec: ModelSpec, folder: Path) -> Initial:
-    """Return the adapters in `folder` as training continues them."""
+    """Return the adapters in `folder` in the form in which training continues them. Raises
+    UserError if they are not plain LoRA adapters of the model."""
     return read_folder(spec, folder).initial(spec.size)
 
 
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each of several tensors of one shape once."""
-    found: list[torch.Tensor] = []
+    """Return tensors of one shape without duplicates."""
+    distinct: list[torch.Tensor] = []
     for tensor in tensors:
-        if not any(torch.equal(tensor, other) for other in found):
-            found.append(tensor)
-    return found
+        if not any(torch.equal(tensor, other) for other in distinct):
+            distinct.append(tensor)
+    return distinct
 
 
 def check_base(fingerprint: int, base: str | None, whose: object) -> None:
-    """Raise UserError if a model's weights have another `fingerprint` than the `base` that the
-    adapters of `whose` were trained beside, if that is known."""
+    """Raise UserError if the `fingerprint` of a model's weights differs from that of the `base`
+    that the adapters of `whose` were trained on. A `base` of None is not known and passes."""
     if base is not None and int(base) != fingerprint:
-        what = f"{whose}: these adapters were trained beside other weights"
-        raise UserError(what, "the base has changed since", "restore it")
+        what = f"{whose}: these adapters were trained on other base weights"
+        raise UserError(what, "the base has changed since then", "restore the base")
 
 
 def is_rounded(folder: Path) -> bool:
-    """Return whether the adapters in `folder` were trained beside a quantized base."""
+    """Return whether the adapters in `folder` were trained on a quantized base."""
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
         return "base_rounding" in (opened.metadata() or {})
 
 
 def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
-    """Yield (our name, columns, Hugging Face's name, its rows of ours) of each of their matrices
-    in the blocks."""
+    """Yield (our name, columns, Hugging Face's name, its rows in ours) for each of Hugging Face's
+    matrices in the blocks."""
     size = spec.size
     for layer in range(size.num_layers):
         for matrix, (rows, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
@@ -266,63 +276,69 @@ def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
 def _match(
     tensors: Mapping[str, torch.Tensor], spec: ModelSpec, whose: object
 ) -> dict[str, list[_Adapter]]:
-    """Return the adapters under PEFT's names by the matrix of ours that they belong to; raise
-    UserError for pairs of A and B that do not fit."""
-    found = defaultdict[str, list[_Adapter]](list)
+    """Group adapters under PEFT's names by the matrix of ours that they belong to. Raises UserError
+    for pairs of A and B that do not fit."""
+    by_matrix = defaultdict[str, list[_Adapter]](list)
     for name, columns, theirs, rows in _matrices(spec):
         a, b = (tensors.get(name) for name in _names(theirs))
         if a is not None or b is not None:
             a, b = _checked_pair(a, b, (len(rows), columns), f"{whose}: {theirs}")
-            found[name].append(_Adapter(name, rows, a.float(), b.float()))
-    return dict(found)
+            by_matrix[name].append(_Adapter(name, rows, a.float(), b.float()))
+    return dict(by_matrix)
 
 
 def _names(matrix: str) -> tuple[str, str]:
-    """Return PEFT's names of A and B of a matrix of Hugging Face's."""
+    """Return PEFT's names of the A and B of one of Hugging Face's matrices."""
     return f"{PREFIX}{matrix}.lora_A.weight", f"{PREFIX}{matrix}.lora_B.weight"
 
 
 def _refuse_others(names: Iterable[str], spec: ModelSpec) -> None:
-    """Raise UserError for a tensor that is no adapter of a matrix of the blocks."""
+    """Raise UserError for a tensor that is not an adapter of a matrix in the blocks."""
     known = {name for _, _, theirs, _ in _matrices(spec) for name in _names(theirs)}
     if other := next((name for name in names if name not in known), None):
         what = f"{shown(other)} is no adapter of a matrix of {spec.label}'s blocks"
-        raise UserError(what, "only those can be used here", "merge it with PEFT")
+        raise UserError(what, "no other tensors are supported", "merge the adapters with PEFT")
 
 
 def _checked_pair(
     a: torch.Tensor | None, b: torch.Tensor | None, shape: tuple[int, int], what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A and B; raise UserError unless they are adapters of a matrix of `shape` [out, in]."""
+    """Return A and B. Raises UserError unless they are adapters of a matrix of `shape` [out,
+    in]."""
     if a is None or b is None:
         missing = "lora_A" if a is None else "lora_B"
-        raise UserError(f"{what} has no {missing}", fix="fetch the adapters again")
+        raise UserError(f"{what} has no {missing}", fix="download the adapters again")
     rank = len(a) if a.dim() == 2 else 0
     for name, tensor, expected in (("A", a, [rank, shape[1]]), ("B", b, [shape[0], rank])):
         if list(tensor.shape) != expected or not tensor.is_floating_point():
-            found = f"{tensor.dtype} {list(tensor.shape)}"
-            raise UserError(f"{what}: lora_{name} is {found} and should be a float {expected}")
+            actual = f"{tensor.dtype} {list(tensor.shape)}"
+            problem = f"{what}: lora_{name} is {actual}"
+            fix = "use the adapters of this model"
+            raise UserError(problem, f"it should be a float {expected}", fix)
         if not tensor.isfinite().all():
-            raise UserError(f"{what}: lora_{name} has numbers that are not finite")
+            fix = "train or download the adapters again"
+            raise UserError(f"{what}: lora_{name} has numbers that are not finite", fix=fix)
     return a, b
 
 
 def _read_tensors(
     config: AdapterConfig, spec: ModelSpec, folder: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of adapters, and the file's metadata, which may name their base. Raises
-    UserError for a file that is missing or damaged, or that is not what the config says."""
+    """Return the tensors of adapters, and the metadata of their file, which may name the base.
+    Raises UserError for a file that is missing or damaged, or that does not match the config."""
     file = folder / ADAPTER_WEIGHTS
     try:
         open_regular(file).close()
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata() or {}
-            _refuse_others(opened.keys(), spec)  # loading hundreds of thousands takes a minute
+            # Check the names first, because loading hundreds of thousands of tensors takes a
+            # minute.
+            _refuse_others(opened.keys(), spec)
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         old = file.with_suffix(".bin")
-        fix = f"open {old} with PEFT and save it" if old.is_file() else "fetch them again"
+        fix = f"open {old} with PEFT and save it" if old.is_file() else "download them again"
         raise UserError(f"adapters {file} cannot be read", why, fix) from None
     base = metadata.get("base_fingerprint")
     if base is not None and not re.fullmatch(r"-?[0-9]{1,20}", base):
@@ -334,19 +350,23 @@ def _read_tensors(
 def _check_names(
     config: AdapterConfig, tensors: Mapping[str, torch.Tensor], spec: ModelSpec, folder: Path
 ) -> None:
-    """Raise UserError unless the tensors are adapters of rank `config.r` of all its targets."""
+    """Raise UserError unless the tensors are adapters of rank `config.r` for all targets of
+    `config`."""
     for name, tensor in tensors.items():
         if name.endswith(".lora_A.weight") and tensor.dim() == 2 and len(tensor) != config.r:
             what = f"{folder}: {name} has rank {len(tensor)} and r is {config.r}"
-            raise UserError(what, f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} do not belong together")
+            why = f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS} do not belong together"
+            raise UserError(what, why, "download both again")
     adapted = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
     if not adapted:
-        raise UserError(f"{folder}: {ADAPTER_WEIGHTS} has no adapters", fix="fetch them again")
+        raise UserError(f"{folder}: {ADAPTER_WEIGHTS} has no adapters", fix="download them again")
     targets = config.target_modules
-    if not isinstance(targets, list):  # a pattern, or by architecture: what one block has, all have
+    # Without a list of names, all blocks must have adapters of the same matrices.
+    if not isinstance(targets, list):
         targets = sorted({".".join(name.split(".")[-2:]) for name in adapted})
     for _, _, theirs, _ in _matrices(spec):
         named = any(theirs == target or theirs.endswith(f".{target}") for target in targets)
         if named != (theirs in adapted):
-            has = "has no adapter" if named else "has an adapter and is no target"
-            raise UserError(f"{folder}: {theirs} {has}", "target_modules says otherwise")
+            has = "has no adapter but is a target" if named else "has an adapter and is no target"
+            why = f"target_modules in {ADAPTER_CONFIG} does not match {ADAPTER_WEIGHTS}"
+            raise UserError(f"{folder}: {theirs} {has}", why, "download both again")
