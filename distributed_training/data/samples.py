@@ -341,7 +341,7 @@ class Sampler:
         return StepBatch(micro_batches, num_targets, num_tokens)
 
     def is_full(self, step: int) -> bool:
-        """Return whether the step's batch is full, without EMPTY."""
+        """Return whether the step's batch is full, so that no sample is EMPTY."""
         return (step % self.steps_per_epoch + 1) * self.global_batch_size <= self.num_samples
 
     def eval_indices(self, num_samples: int) -> np.ndarray:

@@ -283,8 +283,9 @@ class ModelSpec:
     def _match(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, list[tuple[Stored, bool]]]:
-        """Find the (tensor, is transposed) in `folder` that make up each parameter. Raises
-        UserError for tensors that are missing, unexpected, or of another shape."""
+        """Find the tensors in `folder` that make up each parameter, each with True if it is
+        transposed. Raises UserError for tensors that are missing, unexpected, or of another
+        shape."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
         if (module_names := getattr(self.code, "module_names", None)) is not None:

@@ -270,7 +270,7 @@ class Decoder(nn.Module):
         }
 
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> "Source":
-        """Return a source of random weights that depend on `seed` alone (`random_source`)."""
+        """Return a source of random weights that depend only on `seed`. See `random_source`."""
         return random_source(self, seed, device, hashed=hashed)
 
     def vocabulary_parameters(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Configs, indexes of weights and adapters that a stranger sends: one line, at once."""
+"""Configs, indexes of weights and adapters from a stranger are refused in one line, at once."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_weights_that_are_a_pipe(tmp_path):
 
 @pytest.fixture
 def adapters(tmp_path):
-    """A model and adapters of rank 2 for it, whose B are not zero."""
+    """Return a model, and a folder with adapters of rank 2 for it whose B are not zero."""
     spec = find_model("gpt2-tiny")
     state = {}
     for number in range(2):

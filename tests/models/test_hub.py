@@ -167,7 +167,7 @@ def test_random_weights_are_transformers_and_depend_on_the_seed_alone(tmp_path):
         ({"model_type": "mamba"}, ("no attention heads", "dense text decoders")),
         ({"model_type": "mixtral"}, ("mixture of experts", "dense text decoders")),
         ({"model_type": "t5"}, ("encoder-decoder",)),
-        ({"model_type": "bert"}, ("bert", "no decoder")),
+        ({"model_type": "bert"}, ("bert", "not a decoder")),
         ({"model_type": "gemma3"}, ("vision_config", "text model alone")),
         ({"model_type": "nobody"}, ("nobody",)),
         ({"model_type": "olmo2", "auto_map": {"AutoModel": "own.Model"}}, ("code of its own",)),

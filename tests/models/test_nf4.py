@@ -1,4 +1,4 @@
-"""Frozen matrices in NF4: their values, their bytes, and what a model beside them computes."""
+"""Frozen matrices in NF4: their values, their bytes, and the results of a model that uses them."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def draw(*shape, seed=0):
 
 
 def nearest(values):
-    """By the paper, 64 values of a row at a time."""
+    """Quantize rows as the paper does, 64 values at a time."""
     blocks = values.float().view(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
     return (LEVELS[(blocks / scales).unsqueeze(-1).sub(LEVELS).abs().argmin(-1)] * scales).view(

@@ -101,7 +101,7 @@ def _check_model_type(document: dict[str, Any], file: str) -> None:
     is_causal = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     is_masked = model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if not is_causal or is_masked:
-        raise UserError(f"{what} is no decoder that transformers knows", _SUPPORTED)
+        raise UserError(f"{what} is not a decoder that transformers knows", _SUPPORTED)
 
 
 def _measure(document: dict[str, Any], file: str) -> ModelSize:
@@ -146,7 +146,7 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
                 raise UserError(f"{what} is not supported: {reason}", _SUPPORTED)
     shapes = [{n: p.shape for n, p in block.named_parameters()} for block in blocks]
     if any(block_shapes != shapes[0] for block_shapes in shapes):
-        raise UserError(f"{what} has blocks of several shapes", _SUPPORTED)
+        raise UserError(f"{what} has blocks of different shapes", _SUPPORTED)
     embedding = net.get_input_embeddings().weight
     head = net.get_output_embeddings()
     if head is None or not matrices:
@@ -184,7 +184,7 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
 
 
 def _is_matrix(value: torch.Tensor, config: Any) -> bool:
-    """Return whether a parameter is larger than a vector, or than one vector per head."""
+    """Return whether a parameter is a matrix with more rows and columns than there are heads."""
     return value.dim() > 2 or (value.dim() == 2 and min(value.shape) > config.num_attention_heads)
 
 

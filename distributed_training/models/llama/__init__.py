@@ -172,7 +172,7 @@ def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     if heads % groups or config.head_dim % 2:
         what = f"{folder}: num_attention_heads={heads}, num_key_value_heads={groups} and "
         what += f"head_dim={config.head_dim} do not fit together"
-        why = "the second must divide the first, and the third must be even"
+        why = "num_key_value_heads must divide num_attention_heads, and head_dim must be even"
         raise UserError(what, why, "correct its config.json")
     tied = is_tied(folder, config.tie_word_embeddings, f"{_NAMES['token_embedding']}.weight")
     return {folder.name: llama_size(config.model_copy(update={"tie_word_embeddings": tied}))}
