@@ -410,13 +410,13 @@ class Trainer:
         prompt, eos_ids = encoded
         # Sequence parallelism pads the window to a multiple of tp, and padding needs positions.
         context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
-        # Rank 0 chooses each token. All ranks must follow, because sharded engines gather
-        # parameters.
-        ids = export.continuation(
+        # Rank 0 chooses each token. All ranks must follow to the end of the text, because sharded
+        # engines gather parameters.
+        ids = list(export.continuation(
             self.engine.logits, prompt, num_tokens=60, context=context, seed=config.seed,
             eos_ids=eos_ids, past=self.engine.past(),
             agree=lambda choice: dist.broadcast(choice, src=0),
-        )  # fmt: skip
+        ))  # fmt: skip
         text = tokenizer.decode([*prompt, *ids]) if self.topology.rank == 0 else ""
         sample = str(from_rank_0(text))
         self.display.sample(f"sample {when} training:", sample)
