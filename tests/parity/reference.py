@@ -1,8 +1,8 @@
-"""GPT-2 trained with PyTorch and Hugging Face alone: what the suite's runs are held against.
+"""GPT-2 trained with PyTorch and Hugging Face alone, as the reference for the suite's runs.
 
-Nothing here comes from the suite, whose own parity tests compare it with itself: tokens, targets,
-order of the samples, AdamW's groups, learning rate, clipping and evaluation are worked out anew.
-"""
+Nothing here comes from the suite, whose own parity tests compare it with itself. Tokens, targets,
+order of the samples, AdamW's groups, learning rate, clipping and evaluation are implemented
+independently."""
 
 import copy
 import json
@@ -18,29 +18,29 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerBase
 
-Settings = SimpleNamespace  # of values as CONFIG calls them
+Settings = SimpleNamespace  # values with their names in CONFIG
 
 
 @dataclass(frozen=True)
 class Records:
-    """Prompts with completions, one a row, cut off or padded at the end."""
+    """Prompts with completions, one per row, truncated or padded at the end."""
 
     ids: torch.Tensor  # [num_records, max_length + 1]
-    learnt: torch.Tensor  # whether a token is one of a completion, or its end of text
+    learnt: torch.Tensor  # whether a token belongs to a completion or ends its text
 
     def sum_loss(self, model: GPT2LMHeadModel, rows: np.ndarray) -> torch.Tensor:
-        """Return the loss summed over the targets."""
+        """Return the summed loss of the tokens in the loss, each predicted from those before it."""
         ids, learnt = self.ids[rows], self.learnt[rows]
         logits = model(ids[:, :-1]).logits
         return F.cross_entropy(logits[learnt[:, 1:]], ids[:, 1:][learnt[:, 1:]], reduction="sum")
 
     def count(self, rows: np.ndarray) -> int:
-        """Return the number of targets."""
+        """Return the number of tokens in the loss."""
         return int(self.learnt[rows, 1:].sum())
 
 
 def read_records(file: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Records:
-    """From JSON lines."""
+    """Read records from JSON lines."""
     rows, learnt = [], []
     for line in file.read_text().splitlines():
         record = json.loads(line)
@@ -54,7 +54,8 @@ def read_records(file: Path, tokenizer: PreTrainedTokenizerBase, max_length: int
 
 
 def draw_batches(num_records: int, settings: Settings) -> Iterator[np.ndarray]:
-    """Yield the rows of each step: every record once per epoch, in an order from seed and epoch."""
+    """Yield the rows of each step. Every record is used once per epoch, in an order that seed and
+    epoch decide."""
     epoch = 0
     while True:
         order = np.random.default_rng([settings.seed, epoch]).permutation(num_records)
@@ -64,7 +65,7 @@ def draw_batches(num_records: int, settings: Settings) -> Iterator[np.ndarray]:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Warm-up from a first step above 0, then half a cosine wave."""
+    """Return the rate: warm-up from a first step above 0, then half a cosine wave."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / (settings.max_steps - settings.warmup_steps)
@@ -72,7 +73,7 @@ def learning_rate(step: int, settings: Settings) -> float:
 
 
 def new_adamw(model: GPT2LMHeadModel, settings: Settings) -> torch.optim.AdamW:
-    """Matrices and embeddings decay; biases and norms do not."""
+    """Return AdamW with weight decay for matrices and embeddings, but not for biases and norms."""
     decaying, free = [], []
     for name, parameter in model.named_parameters():
         (free if name.endswith("bias") or ".ln_" in name else decaying).append(parameter)
@@ -84,7 +85,7 @@ def new_adamw(model: GPT2LMHeadModel, settings: Settings) -> torch.optim.AdamW:
 
 
 def clip_and_step(optimizer: torch.optim.AdamW, rate: float, max_norm: float) -> float:
-    """Update once, and return the gradient's norm before clipping."""
+    """Update once and return the norm of the gradient before it was clipped."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters))
     for parameter in parameters:
@@ -96,7 +97,7 @@ def clip_and_step(optimizer: torch.optim.AdamW, rate: float, max_norm: float) ->
 
 
 def evaluate(model: GPT2LMHeadModel, records: Records) -> float:
-    """Return the mean loss over all targets."""
+    """Return the mean loss over the tokens in the loss."""
     rows = np.arange(len(records.ids))
     with torch.no_grad():
         return float(records.sum_loss(model, rows)) / records.count(rows)
@@ -111,8 +112,8 @@ def train(
     num_replicas: int = 1,
     exchange: Callable[[Sequence[torch.Tensor]], Any] = sum,
 ) -> dict[str, Any]:
-    """Losses and gradient norms of all steps, evaluations by the number of steps before. What
-    replicas `exchange` are their parts of the whole batch's gradient."""
+    """Return losses and gradient norms of all steps, and evaluations by the number of steps before.
+    Replicas `exchange` their parts of the whole batch's gradient."""
     found: dict[str, Any] = {"losses": [], "grad_norms": [], "evaluations": {}}
     optimizer, parameters = new_adamw(model, settings), list(model.parameters())
     batches = draw_batches(len(records.ids), settings)
@@ -145,8 +146,8 @@ def train_apart(
     outer_lr: float,
     outer_momentum: float,
 ) -> dict[str, Any]:
-    """DiLoCo (2311.08105, algorithm 1), and with outer_lr 1 and no outer momentum local SGD
-    (1805.09767). `model` is where replicas have met in the end."""
+    """Train with DiLoCo (2311.08105, algorithm 1) or, with outer_lr 1 and no outer momentum, local
+    SGD (1805.09767). `model` holds the last mean of the replicas."""
     found: dict[str, Any] = {"losses": [], "evaluations": {}}
     replicas = [copy.deepcopy(model) for _ in range(num_replicas)]
     optimizers = [new_adamw(replica, settings) for replica in replicas]
@@ -159,11 +160,12 @@ def train_apart(
             own = records.sum_loss(replica, rows) / num_targets
             loss += own.item()
             optimizer.zero_grad()
-            (own * num_replicas).backward()  # so that their mean is the whole batch's
+            (own * num_replicas).backward()  # so that their mean is the mean of the whole batch
             clip_and_step(optimizer, learning_rate(step, settings), settings.max_grad_norm)
         found["losses"].append(loss)
         if (step + 1) % local_steps == 0:
-            # One Nesterov step from where replicas met before towards their mean, for all of them.
+            # One Nesterov step from the previous mean of the replicas toward the new one, for all
+            # replicas
             everywhere = zip(*(replica.parameters() for replica in replicas), strict=True)
             with torch.no_grad():
                 for start, moving, theirs in zip(
@@ -179,6 +181,7 @@ def train_apart(
 
 
 def split(batch: np.ndarray, num_replicas: int, settings: Settings) -> list[np.ndarray]:
-    """Each replica's rows, one after the other; the last has fewer where an epoch ends."""
+    """Return each replica's rows, one after the other. The last replica has fewer rows at the end
+    of an epoch."""
     each = settings.global_batch_size // num_replicas
     return [batch[place * each : (place + 1) * each] for place in range(num_replicas)]

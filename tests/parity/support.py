@@ -1,4 +1,4 @@
-"""Shared parts of the parity tests: the work, its micro-batches, reference runs, the comparison."""
+"""Helpers of the parity tests: the common work, its split, reference runs, and comparisons."""
 
 import functools
 import json
@@ -33,7 +33,8 @@ LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 6e-4  # that of norms is that of losses
 
 
 def cut(num_microbatches: int, *, global_batch: int = GLOBAL_BATCH) -> dict[str, Any]:
-    """Return CONFIG for a global batch that each replica splits into `num_microbatches`."""
+    """Return CONFIG of a global batch that each replica splits into this number of
+    micro-batches."""
     return {"global_batch": global_batch, "num_microbatches": num_microbatches}
 
 
@@ -52,8 +53,8 @@ def run_cases(
     pool: Pool | None = None,
     **environment: str,
 ) -> dict[str, Any]:
-    """Run a function of tests.parity.cases on each case, and return the results. Cases may have
-    `global_batch` instead of batch_size. `pool` defaults to the pool that all tests share."""
+    """Return the result of a function of tests.parity.cases for each case, which may set
+    `global_batch` instead of batch_size. It runs on `pool` or on the pool that all tests share."""
     cases = {name: dict(values) for name, values in cases.items()}
     for values in cases.values():
         if "global_batch" in values:
@@ -68,15 +69,17 @@ def run_cases(
 
 @functools.cache
 def _pool(**environment: str) -> Pool:
-    """On GPUs, import nothing before the fork, because CUDA does not survive it."""
+    """Return the shared pool. On GPUs it imports nothing before the fork, because CUDA would not
+    survive it."""
     return Pool((), clean_environment(**environment)) if environment else heavy_pool()
 
 
 @functools.cache
 def small_infinity(**zero: int) -> dict[str, str]:
-    """Return CONFIG of infinity with small buffers: filling the gigabytes of the shipped JSON takes
-    longer than a case. `zero` is added to the JSON. With a sub_group_size of 2**18, models of a
-    million parameters have their largest groups on disk."""
+    """Return CONFIG of infinity with buffers as small as the models here, because filling the
+    gigabytes of the shipped one takes longer than a case. `zero` is added to the JSON. With a
+    sub_group_size of 2**18, models of a million parameters have their largest groups on the
+    disk."""
     deepspeed = json.loads((ROOT / "configs" / "ds_config_infinity.json").read_text())
     deepspeed["zero_optimization"] |= zero
     deepspeed["zero_optimization"]["offload_param"]["buffer_size"] = 2**19
@@ -91,8 +94,8 @@ def small_infinity(**zero: int) -> dict[str, str]:
 def reference(
     values: dict[str, Any], *, steps: int = NUM_STEPS, what: str = "train"
 ) -> dict[str, Any]:
-    """Run one process with the whole batch at once (unless `values` cut it), on first use.
-    Return its results."""
+    """Return the result of one process with the whole batch at once, unless `values` splits it. It
+    runs when it is first requested."""
     return _reference(json.dumps({"strategy": "dp", **cut(1), **values}), steps, what)
 
 
@@ -106,7 +109,7 @@ def assert_same_bits(
     expected: dict[str, Any],
     answers: Iterable[str] = ("losses", "grad_norms", "evaluation"),
 ) -> None:
-    """Check that these results and the final weights are equal bit for bit."""
+    """Check that these answers and the final weights do not differ at all."""
     for answer in answers:
         assert found[answer] == expected[answer]
     for name, weight in expected["state"].items():
@@ -114,8 +117,8 @@ def assert_same_bits(
 
 
 def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **words: Any) -> None:
-    """Check that resumed runs end bit for bit as uninterrupted ones, and that nothing changes if
-    nothing is trained."""
+    """Check that runs that continue from a checkpoint equal uninterrupted runs bit for bit, and
+    that nothing changes in a run without training."""
     for found in run_cases(cases, count, what="resume", **words).values():
         assert_same_bits({"state": found["resumed"]}, {"state": found["straight"]}, ())
         for key, weight in found["loaded"].items():
@@ -123,9 +126,9 @@ def assert_resumes(cases: dict[str, dict[str, Any]], count: int, **words: Any) -
 
 
 def assert_equal_runs(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check losses, gradient norms and final weights against the tolerances above. Also check the
-    models' outputs halfway, after the same steps: the loss of an evaluation with the tolerance of
-    a loss, and logits with the tolerance of weights."""
+    """Check that losses, gradient norms and final weights agree within the tolerances above, and so
+    do the evaluation and the logits halfway. The loss of an evaluation has the tolerance of a loss,
+    and logits that of weights."""
     for what in ("losses", "grad_norms", "evaluation"):
         assert actual[what] == pytest.approx(expected[what], rel=LOSS_TOLERANCE), what
     assert set(actual["state"]) == set(expected["state"])

@@ -1,5 +1,5 @@
-"""Every strategy computes what one process computes: both families, weights or adapters, under tp,
-pp and both with data parallelism, with and without torch.compile."""
+"""Every strategy against one process: both families, weights or adapters, split by tp, partitioned
+into stages by pp, combined with data parallelism, and compiled."""
 
 import functools
 import itertools
@@ -25,8 +25,8 @@ from tests.parity.support import (
 # What one process trains that cases are compared with, by the word before their slash.
 LLAMAS = ROOT / "tests/models"
 ODD_BATCH = 6
-TIED = {"model": str(LLAMAS / "grouped"), "weights": "random"}  # groups of heads, with norms
-# Biases, scaled positions, an output layer of its own
+TIED = {"model": str(LLAMAS / "grouped"), "weights": "random"}  # groups of heads with norms
+# biases, scaled positions and an untied output layer
 UNTIED = {"model": str(LLAMAS / "untied"), "weights": "random"}
 LORA = {**UNTIED, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
 REFERENCES = {
@@ -98,7 +98,7 @@ CASES = {
         "padded/copies2-pp2-zb-h1": {
             **split(dp_replicate=2, pp=2), **cut(4), **ZB_H1, "pipeline_cut": "2,4",
         },
-        # Two stages of two processes each, or four stages.
+        # Two stages of two processes each, or four stages
         "twelve/hybrid-3": {**HYBRID, **cut(3, global_batch=12)},
         "padded/hybrid-8-pp4": {**HYBRID, **cut(8), "pp": 4, "pipeline_cut": "1,2,2,1"},
         "untied/tp2-pp2": {**split(tp=2, pp=2), **cut(4)},
@@ -111,7 +111,7 @@ CASES = {
         },
     },
 }  # fmt: skip
-if has_libaio():  # with the buffers of its own JSON infinity is in test_shipped_config.py
+if has_libaio():  # test_shipped_config.py runs infinity with the buffers of its own JSON
     for name in ("packed", "tied"):
         CASES[2][f"{name}/infinity"] = {**small_infinity(), **cut(2)}
 if shutil.which("c++") is not None:  # code that Inductor generates is run in these, in fp32
@@ -126,7 +126,7 @@ TRACED = {
         "packed/pp2-zb-h1": {**split(pp=2), **cut(4), **ZB_H1, **COMPILED},
         "packed/zero3-traced": {"strategy": "zero3", **cut(1), **COMPILED},
         "packed/hybrid": {**HYBRID, **cut(4), **COMPILED},
-        # The only family whose blocks take what the embedding returns as it is.
+        # The only family whose blocks receive the embeddings unchanged
         "tied/tp2-traced": {**split(tp=2), **cut(1), **COMPILED},
     },
     4: {"packed/tp2-pp2-zb-v": {**split(tp=2, pp=2), **cut(4), **ZB_V, **COMPILED}},
@@ -141,8 +141,8 @@ NAMED = [
 
 
 def work(name, values):
-    """CONFIG of a case's reference: deep enough for stages where it has any, else two blocks, which
-    show all that splits each of them."""
+    """Return CONFIG of the reference of a case. The model is deep enough for the stages of the
+    case, or has two blocks."""
     stages = values.get("pp", 1) > 1 or values["strategy"] == "hybrid"
     model = {} if stages else {"model": "gpt2-tiny"}
     return {**DEEP, **model, **REFERENCES[name.split("/")[0]]}
@@ -150,7 +150,8 @@ def work(name, values):
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Return the results of the selected cases with this number of processes; run on first use."""
+    """Return the results of the selected cases with this number of processes, computed when first
+    requested."""
     chosen = {item.name for item in request.session.items}
 
     @functools.cache
@@ -205,7 +206,7 @@ def test_a_resumed_layout_goes_on_bit_for_bit(count):
 
 
 def test_stages_in_bf16_follow_one_process():
-    """Weights are rounded once per step, and gradients of micro-batches are accumulated in fp32."""
+    """Weights are rounded once per step, and gradients of micro-batches are added up in fp32."""
     one = reference({**DEEP, "precision": "bf16", **cut(4)}, steps=8)
     stages = {**DEEP, "precision": "bf16", **split(pp=2), **cut(4)}
     cases = {"1f1b": stages, "zb-v": {**stages, "pipeline_schedule": "zb-v"}}
@@ -215,7 +216,7 @@ def test_stages_in_bf16_follow_one_process():
 
 
 def test_what_is_exported_after_an_evaluation_in_bf16():
-    """cases.py compares it with the state before, which FSDP's gathered copies are not."""
+    """cases.py compares the export with the state before. FSDP's gathered copies would differ."""
     noted = {**DEEP, "precision": "bf16"}
     cases = {
         "fsdp": {**noted, "strategy": "fsdp", **cut(1)},
@@ -244,9 +245,10 @@ def test_dropout_masks_agree_where_they_must_and_differ_where_they_must():
                 if kind == "residual" and (one, other) in alike:
                     assert streams[one][kind] == streams[other][kind], f"{name}: {one}, {other}"
                 elif kind == "adapter" and (one, other) in alike:
-                    # Of a block's four, one is neither within attention nor split by columns.
+                    # One of a block's four matrices is neither within attention nor split by
+                    # columns.
                     assert len(drawn[one] & drawn[other]) == len(drawn[one]) / 4
                 else:
                     assert not drawn[one] & drawn[other], f"{name}, {kind}: {one}, {other}"
-    # What is computed again in the backward pass draws the masks of the forward pass.
+    # Recomputed activations draw the same masks as the forward pass.
     assert all(len(rank["attention"]) == 2 * len(set(rank["attention"])) for rank in out["whole"])

@@ -1,5 +1,5 @@
-"""Packed records under every strategy: the losses, gradients and weights of the same records one by
-one, each in a row of its own."""
+"""Packed records under every strategy: losses, gradients and weights equal those of the same
+records in rows of their own."""
 
 import functools
 
@@ -61,7 +61,8 @@ NAMED = [(count, name) for count, cases in CASES.items() for name in cases]
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Return the results of the selected cases with this number of processes; run on first use."""
+    """Return the results of the selected cases with this number of processes, computed when first
+    requested."""
     chosen = {item.name for item in request.session.items}
 
     @functools.cache
@@ -85,7 +86,7 @@ def test_packed_records_are_what_each_of_them_is_alone(count, name, results):
 
 
 def test_processes_that_train_apart_do_with_packed_records_what_they_do_with_each_alone():
-    """Local SGD is not what one process computes, so both are two processes'."""
+    """Local SGD does not compute what one process does, so both runs have two processes."""
     case = {"local": {**MODELS["gpt2"], "strategy": "local_sgd", **cut(1), "local_steps": 2}}
     packed, alone = (
         run_cases(case, 2, what=what, steps=4)["local"] for what in ("train", "train_apart")

@@ -1,4 +1,4 @@
-"""One word changed in the shipped CONFIG: every strategy starts, and does the same work."""
+"""The shipped CONFIG with one word changed: every strategy starts and does the same work."""
 
 import pytest
 
@@ -9,9 +9,9 @@ from real_model_example import CONFIG
 from tests.parity.support import LOSS_TOLERANCE, reference, run_cases
 
 NUM_STEPS = 2
-# Local SGD computes something else: test_fewer_bytes.py.
+# Local SGD computes something else (test_fewer_bytes.py).
 STRATEGIES = [name for name in list_strategies() if strategy_options(name) is Options]
-# Where it would have other numbers on another machine.
+# These numbers would differ on another machine.
 SAME_EVERYWHERE = {"dataset": "embedded", "tokenizer": "embedded", "weights": "random"}
 
 
