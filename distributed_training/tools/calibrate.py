@@ -1,6 +1,7 @@
-"""What `plan --calibrate` runs in its processes: how fast this machine works, for predict/rates.py.
+"""Measure the speed of this machine for predict/rates.py, in the processes of `plan --calibrate`.
 
-GPUs are measured on rank 0 alone; processes that share a CPU measure all at once, as they train."""
+Only rank 0 measures its GPU. Processes that share a CPU measure at the same time, because they also
+train at the same time."""
 
 import statistics
 import time
@@ -27,23 +28,24 @@ from distributed_training.settings.config import build_config
 from distributed_training.settings.machine import Machine, detect_machine
 from distributed_training.tools.links import Group, open_group, time_group
 
-VALUES = 2**28  # of the tensors that element-wise kernels read
+VALUES = 2**28  # size of the tensors that element-wise kernels read
 MODELS = {"cuda": ("gpt2-medium", "gpt2-xl"), "cpu": ("gpt2-tiny",)}
 TOKENS = {"cuda": 16384, "cpu": 2048}
-LENGTH = 1024  # of the sequences that attention is measured on
-CALLS = 30  # of a part of a training
+LENGTH = 1024  # sequence length for the measurement of attention
+CALLS = 30  # number of timed calls per part of a training step
 
 
 def matrix_products(group: Group) -> list[dict[str, Any]]:
-    """FLOP/s of the forward products and of those for inputs' and weights' gradients."""
-    found = []
+    """Return the FLOP/s of matrix multiplications by shape and dtype, in the forward pass and for
+    the gradients of inputs and of weights."""
+    entries = []
     device = group.device
     tokens = TOKENS[device.type]
     for model in MODELS[device.type]:
         size = find_model(model).size
         for n, k in (*size.block_matrices, (size.padded_vocab_size, size.hidden_size)):
             for dtype in (torch.bfloat16, torch.float32):
-                # A GPU's fp32 is slow, and the same for all shapes.
+                # On GPUs fp32 has the same low speed for all shapes, so one is enough.
                 if device.type == "cuda" and dtype == torch.float32 and n != 3072:
                     continue
                 x = torch.randn(tokens, k, device=device, dtype=dtype)
@@ -57,12 +59,13 @@ def matrix_products(group: Group) -> list[dict[str, Any]]:
                 flops = 2 * tokens * k * n
                 rates = {name: flops / group.seconds(call) for name, call in calls.items()}
                 shape = {"tokens": tokens, "in": k, "out": n, "dtype": str(dtype)}
-                found.append({**shape, "flops_per_s": rates})
-    return found
+                entries.append({**shape, "flops_per_s": rates})
+    return entries
 
 
 def memory_traffic(group: Group) -> dict[str, float]:
-    """Bytes a second of an element-wise kernel on a GPU, and of AdamW's 28 bytes a parameter."""
+    """Return the bytes/s of an element-wise kernel and of AdamW on a GPU. AdamW moves 28 bytes per
+    parameter."""
     x = torch.randn(VALUES, device=group.device, dtype=torch.bfloat16)
     parameter = torch.nn.Parameter(torch.randn(VALUES // 4, device=group.device))
     parameter.grad = torch.randn_like(parameter)
@@ -74,7 +77,7 @@ def memory_traffic(group: Group) -> dict[str, float]:
 
 
 def attention(group: Group) -> dict[str, Any]:
-    """FLOP/s of causal attention, counted over the lower triangle, forward and backward."""
+    """Return the FLOP/s of causal attention, forward and backward, counting the lower triangle."""
     on_gpu = group.device.type == "cuda"
     batch, heads, dtype = (16, 16, torch.bfloat16) if on_gpu else (2, 4, torch.float32)
     shape = (3, batch, heads, LENGTH, 64)
@@ -90,34 +93,38 @@ def attention(group: Group) -> dict[str, Any]:
 
 
 def launches(group: Group) -> dict[str, float]:
-    """Seconds of a tiny kernel and, on a GPU, of one compiled block of GPT-2 forward and backward,
-    on so few tokens that the GPU waits for the host."""
+    """Return the seconds of launching a tiny kernel and, on a GPU, a compiled GPT-2 block, forward
+    and backward. The block sees few tokens, so that the GPU waits for the host."""
     x = torch.zeros(1024, device=group.device)
-    found = {"kernel": group.seconds(lambda: x.add_(1))}
+    seconds = {"kernel": group.seconds(lambda: x.add_(1))}
     if group.device.type == "cuda":
         model: Decoder = find_model("gpt2").build(dropout=0.0, seed=1)
         block = torch.compile(model.blocks["0"].to(group.device))
         hidden = torch.randn(1, 64, 768, device=group.device, requires_grad=True)
-        found["compiled_block"] = group.seconds(lambda: block(hidden).sum().backward())
-    return found
+        seconds["compiled_block"] = group.seconds(lambda: block(hidden).sum().backward())
+    return seconds
 
 
 def in_step(call: Callable[[], Any]) -> float:
-    """Median of CALLS that all processes begin and end together, as the steps of a training."""
-    found = []
+    """Return the median seconds of CALLS calls that all processes start together, like the steps of
+    a training run."""
+    durations_s = []
     for _ in range(CALLS):
         start = time.perf_counter()
         call()
         dist.barrier()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        durations_s.append(time.perf_counter() - start)
+    return statistics.median(durations_s)
 
 
-def of_training(found: dict[str, Any], machine: Machine) -> dict[str, Any]:
-    """On CPUs: seconds that parts of a model take, and the bytes a second of element-wise work
-    that they mean by predict/speed.py. Caches, and processes beside it, are in them."""
-    words = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
-    plan = draft_plan(build_config(words), this_machine(machine, 1, 1))
+def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """Return the seconds of the parts of a training step on CPUs, and the bytes/s of element-wise
+    work that follow from them by predict/speed.py.
+
+    `measured` holds the results so far. The seconds include the effects of caches and of processes
+    that share the CPU."""
+    settings = {"strategy": "dp", "model": "gpt2-tiny", "batch_size": 4, "max_length": 512}
+    plan = draft_plan(build_config(settings), this_machine(machine, 1, 1))
     model: Decoder = plan.model.build(dropout=0.0, seed=1)
     shape = (plan.batch.micro_batch_size, plan.config.max_length)
     ids = torch.randint(plan.size.vocab_size, shape)
@@ -134,52 +141,56 @@ def of_training(found: dict[str, Any], machine: Machine) -> dict[str, Any]:
         "block": in_step(lambda: block(hidden).backward(hidden.detach())),
         "update": in_step(update),
     }
-    # At least a tenth, should a busy machine have made blocks slow when they were alone.
+    # On a busy machine blocks can be slower alone than in the model. Assume at least a tenth.
     blocks = plan.size.num_layers * seconds["block"]
     seconds["head"] = max(0.1 * seconds["model"], seconds["model"] - blocks)
-    # Each part takes arithmetic + bytes / rate; at one byte a second all else is next to nothing.
-    measured = {**found, "memory_bytes_per_s": dict.fromkeys(("block", "head", "update"), 1.0)}
-    work = Work(plan, from_calibration(measured, cpu_rates(machine.num_cpus, 1)))
-    each = UPDATE_BYTES[False] + 2 * MOMENT_BYTES["adamw"]
-    traffic = {"update": each * plan.size.num_parameters / seconds["update"]}
+    # The predicted time of a part is arithmetic + bytes / rate. At a rate of 1 byte/s, the second
+    # term is the number of bytes.
+    unit_rates = dict.fromkeys(("block", "head", "update"), 1.0)
+    calibration = {**measured, "memory_bytes_per_s": unit_rates}
+    work = Work(plan, from_calibration(calibration, cpu_rates(machine.num_cpus, 1)))
+    bytes_per_parameter = UPDATE_BYTES[False] + 2 * MOMENT_BYTES["adamw"]
+    traffic = {"update": bytes_per_parameter * plan.size.num_parameters / seconds["update"]}
     for name, costs in (("block", work.block()), ("head", work.head())):
         arithmetic, memory, _ = np.sum(costs, axis=0)
-        # At least a tenth, should products have been slower on their own.
+        # Matrix multiplications can be slower alone. Assume at least a tenth.
         traffic[name] = memory / max(seconds[name] - arithmetic, 0.1 * seconds[name])
     return {"training_s": seconds, "memory_bytes_per_s": traffic}
 
 
 def calibrate(group: Group) -> dict[str, Any]:
-    """All figures of one process, and those of the group. Collective."""
+    """Measure this process and the communication of the group. Return the results; {} on ranks that
+    do not measure. Collective over all processes."""
     on_gpu = group.device.type == "cuda"
     process = group.process
-    between = []
+    collectives = []
     if process.world_size > 1:
-        sizes = [4**power for power in range(7, 15 if on_gpu else 12)]  # to 256 or 4 MiB
-        between = time_group(group, None, sizes, ("all_reduce", "all_gather", "reduce_scatter"))
-    if on_gpu and process.rank > 0:  # waits for the group's end: rank 0 is measured alone
+        sizes = [4**power for power in range(7, 15 if on_gpu else 12)]  # up to 256 or 4 MiB
+        collectives = time_group(group, None, sizes, ("all_reduce", "all_gather", "reduce_scatter"))
+    if on_gpu and process.rank > 0:  # only rank 0 measures; the others wait at the group's end
         return {}
     group = replace(group, together=not on_gpu)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "matrix_products": matrix_products(group),
         "attention": [attention(group)],
         "seconds": launches(group),
-        "collectives": between,
+        "collectives": collectives,
     }
     if on_gpu:
-        found["memory_bytes_per_s"] = memory_traffic(group)
+        results["memory_bytes_per_s"] = memory_traffic(group)
     else:
-        found |= of_training(found, detect_machine())
-    return found
+        results |= training_on_cpu(results, detect_machine())
+    return results
 
 
 def main(file: Path) -> int:
-    """Measure as one of a launcher's processes, or alone; the exit code."""
+    """Measure as one process of a launcher, or alone. Rank 0 writes the results to `file`. Return
+    the exit code."""
     start = time.perf_counter()
     with open_group() as group:
-        found = calibrate(group)
+        results = calibrate(group)
     if group.process.rank == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, provenance("python real_model_example.py plan --calibrate") | found)
-        print(f"wrote {file} after {time.perf_counter() - start:.0f} s")
+        write_json(file, provenance("python real_model_example.py plan --calibrate") | results)
+        print(f"Wrote {file} after {time.perf_counter() - start:.0f} s.")
     return 0

@@ -1,10 +1,10 @@
-"""Many runs in one process group, one after the other.
+"""Do many runs in one process group, one after the other.
 
     with open_group() as group:
-        for name, found in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
+        for name, results in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
             ...
 
-Starting processes takes longer than the few steps that a comparison or a test needs.
+This saves time, because starting processes takes longer than the few steps of a comparison or test.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Run:
     engine: Engine
 
     def batch(self, step: int) -> StepBatch:
-        """This rank's samples of one step."""
+        """Return this rank's samples of one step."""
         return self.sampler.step_batch(self.data.train, step)
 
 
@@ -61,12 +61,13 @@ class Run:
 class Group(links.Group):
     """The processes that all runs share."""
 
-    folder: Path  # of all ranks and runs, so that a text is tokenised once; removed at the end
+    # Shared by all ranks and runs, so that a text is tokenized once. Removed at the end.
+    folder: Path
 
 
 @contextlib.contextmanager
 def open_group() -> Iterator[Group]:
-    """`links.open_group`, with a folder."""
+    """Open `links.open_group` with a temporary folder that all ranks share."""
     with links.open_group() as group:
         rank = group.process.rank
         folder = Path(from_rank_0(tempfile.mkdtemp() if rank == 0 else None))
@@ -85,7 +86,7 @@ def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextMana
 
 
 class KeptTopology(Topology):
-    """Makes each communicator once."""
+    """A topology that creates each communicator only once."""
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
@@ -103,21 +104,21 @@ class KeptTopology(Topology):
 
 
 class Kept:
-    """What takes long to make, from one run to the next: communicators by mesh, and the last run's
-    initial weights."""
+    """Objects that are slow to create and that runs share: communicators by mesh, and the initial
+    weights of the last run."""
 
     def __init__(self) -> None:
         self._topologies: dict[Topology, KeptTopology] = {}
         self._models: dict[str, Decoder] = {}
 
-    def topology(self, wanted: Topology) -> Topology:
-        """One with the same mesh that may have its communicators already."""
-        if wanted not in self._topologies:
-            self._topologies[wanted] = KeptTopology(**dataclasses.asdict(wanted))
-        return self._topologies[wanted]
+    def topology(self, topology: Topology) -> Topology:
+        """Return an equal topology that keeps its communicators."""
+        if topology not in self._topologies:
+            self._topologies[topology] = KeptTopology(**dataclasses.asdict(topology))
+        return self._topologies[topology]
 
     def drawn_model(self, plan: Plan) -> Decoder:
-        """Return the plan's model with its random weights, to be read only."""
+        """Return the plan's model with its random weights. Callers must not change it."""
         key = repr((plan.model, plan.config.dropout, plan.config.seed))
         if key not in self._models:
             drawn = plan.model.build(dropout=plan.config.dropout, seed=plan.config.seed)
@@ -133,46 +134,48 @@ def each_run(
     deadline_s: float = float("inf"),
     kept: Kept | None = None,
 ) -> Iterator[tuple[str, list[Any] | str]]:
-    """Build each run from its CONFIG values, or from a whole CONFIG, call `use`, free its memory;
-    yield the name and what `use` returned, by rank (JSON can say it), or why the run was refused.
+    """Build each run, call `use` with it, free its memory, and yield its name and results.
 
-    After `deadline_s` no further run starts, on any rank. A failure ends the process: other ranks
-    wait in a collective that cannot complete, and NCCL would wait for them. `kept`: what runs
-    share. Collective.
+    A run is given by some CONFIG values or by a complete CONFIG. The results are a list of what
+    `use` returned on each rank, which must be JSON, or the message that refused the run. After
+    `deadline_s` seconds no further run starts on any rank. `kept` holds objects that runs share. A
+    failure ends the process, because the other ranks wait in a collective that cannot complete.
+    Collective over all processes.
     """
     began = time.monotonic()
     for name, values in runs.items():
         if from_rank_0(time.monotonic() - began > deadline_s):
             return
         try:
-            found = _do_run(values, group, use, kept)
+            results = _do_run(values, group, use, kept)
         except BaseException:
             print(f"{name}: rank {group.process.rank} failed", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
             shutil.rmtree(group.folder, ignore_errors=True)
             os._exit(1)
-        torch.compiler.reset()  # a few variants of a block exhaust the limit of recompilations
+        torch.compiler.reset()  # otherwise a few runs reach the recompilation limit
         gc.collect()
         if group.device.type == "cuda":
             torch.cuda.empty_cache()
-        yield name, found
+        yield name, results
 
 
 def every_run(
     group: Group, runs: Mapping[str, Mapping[str, Any]], use: Callable[[Run], Any]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """As `each_run`, where none may be refused: the reason ends the process. Collective."""
-    for name, ranks in each_run(group, runs, use):
-        if isinstance(ranks, str):
-            raise SystemExit(f"{name}: {ranks}")
-        yield name, ranks
+    """Do `each_run`, but end the process if a run is refused. Collective over all processes."""
+    for name, results in each_run(group, runs, use):
+        if isinstance(results, str):
+            raise SystemExit(f"{name}: {results}")
+        yield name, results
 
 
 def _do_run(
     given: Mapping[str, Any] | Request, group: Group, use: Callable[[Run], Any], kept: Kept | None
 ) -> list[Any] | str:
-    """Plan, data, sampler and engine as a training builds them, then `use`. Collective."""
+    """Build plan, data, sampler and engine as in a training run, then call `use`. Return what `use`
+    returned on each rank, or the message of a refusal. Collective over all processes."""
     try:
         if isinstance(given, Request):
             config = given
@@ -184,14 +187,14 @@ def _do_run(
         drawn = None
         if kept is not None:
             topology = kept.topology(topology)
-            if group.device.type == "cpu":  # GPUs take less than a second
+            if group.device.type == "cpu":  # on GPUs drawing weights takes less than a second
                 drawn = kept.drawn_model(plan)
         data = cut_data(plan)
         sampler = build_sampler(plan, data, topology)
         engine = build_engine(plan, topology, drawn)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
-    except UserError as error:  # on every rank
+    except UserError as error:  # raised on every rank
         return str(error)
-    mine = use(run)
-    run.engine.close()  # `use` may have put another one there
-    return gather(mine)
+    result = use(run)
+    run.engine.close()  # not `engine`, which `use` may have replaced
+    return gather(result)

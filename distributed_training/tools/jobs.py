@@ -22,11 +22,19 @@ from distributed_training.settings.keys import by_key, read_keys
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import named_strategy, strategy_options
 
-AROUND_STEPS_S = 900  # of a job's time: starting, loading, compiling, evaluating, saving
-SPARE = 1.25  # of the RAM and the seconds that are predicted
-_NAMES = {AUTO, EMBEDDED, PROSE, WIKITEXT, "gpt2", "pretrained", "random"}  # no paths
+AROUND_STEPS_S = 900  # seconds of a job for starting, compiling, evaluating and saving
+SPARE = 1.25  # factor on the predicted RAM and time
+_NAMES = {
+    AUTO,
+    EMBEDDED,
+    PROSE,
+    WIKITEXT,
+    "gpt2",
+    "pretrained",
+    "random",
+}  # values that are not paths
 _MADE_LATER = {"output_dir", "offload_dir"}
-# `settings_of` has these; what else a plan asks for differs from what was typed.
+# Keys that `settings_of` returns, so they are not compared with the typed ones.
 _OF_LAYOUT = {"pipeline_schedule", "micro_batch_size"}
 
 
@@ -37,40 +45,40 @@ def options_of(
     *,
     elsewhere: bool = False,
 ) -> list[str]:
-    """Return the options under which the script makes this plan: the preset, each key that was
-    typed, then the layout and every key that the planner decided. `elsewhere`: the command runs in
-    another folder, so that relative paths become absolute."""
+    """Return the options with which the script makes this plan: the preset, the typed keys, the
+    layout and every key that the planner decided. `elsewhere` makes relative paths absolute, for a
+    command that runs in another folder."""
     strategy = plan.strategy.name
     texts = [text.split("=", 1) for text in arguments.overrides]
     keys = KEYS | read_keys(strategy_options(strategy))
     typed = by_key(((name.strip(), value) for name, value in texts), keys, "the command line")
     base = configure([*arguments.overrides, f"strategy={strategy}"])
-    if plan.machine.num_gpus == 0:  # this machine will decide again, and more than the model
+    if plan.machine.num_gpus == 0:  # on CPUs the run itself chooses the model and its defaults
         base = choose_model(base, plan.machine, plan.num_processes, named_strategy(base), [])
-    asked = plan.requested.to_user_words()
+    requested = plan.requested.to_user_words()
     decided: dict[str, Any] = {
-        name: asked[name]
+        name: requested[name]
         for name, value in base.to_user_words().items()
-        if asked[name] != value and name not in _OF_LAYOUT
+        if requested[name] != value and name not in _OF_LAYOUT
     }
     values = typed | {"strategy": strategy} | decided | settings_of(plan)
     preset = arguments.preset
     if elsewhere:
         values |= _absolute_paths(plan)
         preset = str(Path(preset).absolute()) if preset and Path(preset).is_file() else preset
-    words = ["--preset", preset] if preset else []
-    words += [f"--{name}" for name in ("force", "strict") if getattr(arguments, name)]
+    options = ["--preset", preset] if preset else []
+    options += [f"--{name}" for name in ("force", "strict") if getattr(arguments, name)]
     for name, value in values.items():
         text = str(value)
-        # argparse would read other values that begin with a dash as options.
-        dashed = text.startswith("-") and text != "-1"
-        words += [f"--{name}={text}"] if dashed else [f"--{name}", text]
-    return words
+        # argparse reads values that begin with a dash as options, except for negative numbers.
+        has_dash = text.startswith("-") and text != "-1"
+        options += [f"--{name}={text}"] if has_dash else [f"--{name}", text]
+    return options
 
 
 def _absolute_paths(plan: Plan) -> dict[str, str]:
-    """Return the keys whose values are relative paths, with absolute ones."""
-    found = {}
+    """Return the absolute path of each key whose value is a relative path."""
+    absolute_paths = {}
     for name in PATHS:
         value = getattr(plan.requested, name)
         path, colon, size = (value or "").partition(":")  # a model family may name a size
@@ -80,13 +88,13 @@ def _absolute_paths(plan: Plan) -> dict[str, str]:
         if is_name or not value or Path(path).is_absolute():
             continue
         if name in _MADE_LATER or Path(path).exists():
-            found[name] = f"{Path(path).absolute()}{colon}{size}"
-    return found
+            absolute_paths[name] = f"{Path(path).absolute()}{colon}{size}"
+    return absolute_paths
 
 
 def num_steps(plan: Plan) -> int | None:
-    """Return the optimizer steps of the work that CONFIG asks for; None if only its text, which is
-    not on this machine or large, can tell."""
+    """Return the number of optimizer steps that CONFIG asks for. Return None if it depends on a
+    dataset that is large or not on this machine."""
     config = plan.config
     if config.max_steps != -1:
         return config.max_steps
@@ -106,13 +114,14 @@ def batch_script(
     choice: Prediction,
     file: Path,
     script: Path,
-    words: Sequence[str],
+    options: Sequence[str],
     *,
-    on: Sequence[str],
-    typed: str,
+    machine_options: Sequence[str],
+    plan_command: str,
 ) -> str:
-    """Return configs/train.slurm for a layout; options `on` name its machines, and `typed` is the
-    command that plans it. RAM and time have a quarter more than predicted."""
+    """Return configs/train.slurm, filled in for a layout. `options` are those of the script,
+    `machine_options` describe the cluster, and `plan_command` is the command that writes this job.
+    It asks for 25% more RAM and time than predicted."""
     plan = choice.plan
     here = plan.processes_here
     ram = choice.memory.host_bytes * here
@@ -120,21 +129,21 @@ def batch_script(
     name = shlex.quote(file.name)
     header = [
         f"# Submit:  sbatch {name}",
-        f"# Check first, outside of the queue:  bash {name}",
-        f"# Written by:  {typed}",
+        f"# Check first, without the queue:  bash {name}",
+        f"# Written by:  {plan_command}",
     ]
     time = "04:00:00"
     if choice.step is None or steps is None:
-        header.append("# --time is not predicted: the length of the text or the GPU is not known.")
+        header.append("# --time is a default: the length of the text or the GPU is unknown.")
     else:
         least, most = choice.likely_s or (choice.step.seconds, choice.step.seconds)
         header.append(f"# Predicted: {steps:,} steps of {least:.3g} to {most:.3g} s.")
         time = slurm_time(SPARE * steps * most + AROUND_STEPS_S)
-    own = [script.name, *words]
-    own += [] if "--strict" in own else ["--strict"]
-    own += [] if "--resume" in own else ["--resume", "auto"]
+    script_words = [script.name, *options]
+    script_words += [] if "--strict" in script_words else ["--strict"]
+    script_words += [] if "--resume" in script_words else ["--resume", "auto"]
     job = (ROOT / "configs" / "train.slurm").read_text(encoding="utf-8")
-    for there, ours in {
+    for template_text, job_text in {
         job.splitlines()[1]: "\n".join(header),
         "--job-name=gpt2": f"--job-name={plan.strategy.name}",
         "#SBATCH --nodes=1": f"#SBATCH --nodes={plan.num_processes // here}",
@@ -142,16 +151,16 @@ def batch_script(
         "--mem=64G": f"--mem={math.ceil(SPARE * ram / GIB)}G",
         "--time=04:00:00": f"--time={time}",
         'cd "${SLURM_SUBMIT_DIR:-.}"': f"cd {shlex.quote(str(script.parent))}",
-        "(real_model_example.py --strict --resume auto": f"({shlex.join(own)}",
-        "--dry-run  # here": shlex.join([*on, "--dry-run"]),
+        "(real_model_example.py --strict --resume auto": f"({shlex.join(script_words)}",
+        "--dry-run  # here": shlex.join([*machine_options, "--dry-run"]),
     }.items():
-        assert job.count(there) == 1, there
-        job = job.replace(there, ours)
+        assert job.count(template_text) == 1, template_text
+        job = job.replace(template_text, job_text)
     return job
 
 
 def slurm_time(seconds: float) -> str:
-    """Format a time limit as SLURM reads it, rounded up to whole five minutes."""
+    """Format a time limit for SLURM, rounded up to a multiple of five minutes."""
     minutes = 5 * math.ceil(seconds / 300)
     days, minutes = divmod(minutes, 24 * 60)
     text = f"{minutes // 60:02}:{minutes % 60:02}:00"

@@ -1,8 +1,9 @@
-"""How fast processes talk: six operations over every group of the mesh, or each link by itself.
+"""Measure communication: six operations over every group of the mesh, or single links.
 
-Sizes are those of the whole tensor, as in predict/traffic.py: algorithm bandwidth is size /
-seconds, bus bandwidth what a process sends in a ring / seconds. The fit, latency + sent bytes /
-bandwidth, weighs relative errors, so that small messages count as much as large ones."""
+A size is that of the whole tensor, as in predict/traffic.py. The algorithm bandwidth is size /
+seconds, and the bus bandwidth is bytes sent by a process in a ring / seconds. The fit, latency +
+sent bytes / bandwidth, minimizes relative errors, so that small messages count as much as large
+ones."""
 
 import argparse
 import contextlib
@@ -35,32 +36,33 @@ from distributed_training.start import launch, worker
 from distributed_training.start.ranks import current_process, single_process
 from distributed_training.supervise.process import Process
 
-BUDGET_S = 0.15  # for one figure
+BUDGET_S = 0.15  # seconds per measurement
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
-MOST_FOR_PAIRS = 8  # processes of which every pair is measured; of more each with the next
-ROUNDS = 3  # of which the quickest counts: other programs only make a link slower
-SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes, for a link's latency and bandwidth
-# By how much a link is worse than the best of its kind before it is called slow.
+MOST_FOR_PAIRS = 8  # with more processes, each is measured only with the next one
+ROUNDS = 3  # the fastest counts, because other programs only make a link slower
+SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes, to measure latency and bandwidth
+# A link is called slow if it is worse than the best of its kind by more than this factor.
 SLOW_LATENCY = 3.0
 SLOW_RATE = 2.0
 HEADERS = ("operation", "latency us", "GB/s", "fit off by", "algorithm", "bus")
-FIX = "leave its host out, or see what else uses it: top, nvidia-smi, ethtool"
+FIX = "Exclude its host, or look for other programs there with top, nvidia-smi and ethtool."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The processes that measure, and this one's device."""
+    """This process of the group that measures, and its device."""
 
     process: Process
     device: torch.device
-    budget_s: float = BUDGET_S  # for one figure
-    together: bool = True  # all take part in every call, and make equally many
+    budget_s: float = BUDGET_S  # seconds per measurement
+    together: bool = True  # every process takes part in each call, the same number of times
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Of one call, the mean of as many as the budget allows."""
+        """Return the mean seconds per call, over as many calls as the budget allows."""
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
         call()
-        once = torch.tensor(timer.timeit(1).mean, dtype=torch.float64)  # after two more
+        # `timeit` makes another call before the one that it times.
+        once = torch.tensor(timer.timeit(1).mean, dtype=torch.float64)
         if self.together:
             dist.all_reduce(once, op=dist.ReduceOp.MAX)
         return timer.timeit(max(3, min(200, int(self.budget_s / float(once))))).mean
@@ -68,11 +70,11 @@ class Group:
 
 @contextlib.contextmanager
 def open_group(budget_s: float = BUDGET_S) -> Iterator[Group]:
-    """Join the process group that the launcher describes, or make one of this process alone."""
+    """Join the process group that the launcher describes, or create one for this process alone."""
     process = current_process() or single_process()
     launch.prepare_environment(process.local_world_size or process.world_size)
     process, device, store = worker.join(process, torch.cuda.device_count(), RENDEZVOUS_S)
-    # Three minutes: another rank may have failed.
+    # A short limit of three minutes, because another rank may have failed.
     with process_group(device, store, minutes=3):
         yield Group(process=process, device=device, budget_s=budget_s)
 
@@ -81,11 +83,14 @@ def time_group(
     group: Group,
     members: Any,
     sizes: Iterable[int],
-    kinds: Iterable[str],
+    operations: Iterable[str],
     ranks: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Seconds of each operation by the size of its whole tensor, those of the slowest process.
-    `ranks`: of `members`; only sends can be between fewer. Collective over all processes."""
+    """Time operations over a process group, for each size of the whole tensor in bytes.
+
+    `members` is a torch process group; None for all processes. `ranks` are its ranks; sends can use
+    two of them. Returns an entry per size with the seconds of the slowest process. Collective over
+    all processes."""
     ranks = ranks or dist.get_process_group_ranks(members or dist.group.WORLD)
 
     def there_and_back(tensor: torch.Tensor) -> None:
@@ -96,57 +101,64 @@ def time_group(
             dist.recv(tensor, ranks[0], group=members)
             dist.send(tensor, ranks[0], group=members)
 
-    found = []
+    entries = []
     for num_bytes in sizes:
-        whole = torch.zeros(num_bytes // 4, device=group.device)
-        part = torch.zeros(num_bytes // 4 // len(ranks), device=group.device)
-        within = whole[: part.numel() * len(ranks)]
-        other = torch.zeros_like(within)
+        tensor = torch.zeros(num_bytes // 4, device=group.device)
+        shard = torch.zeros(num_bytes // 4 // len(ranks), device=group.device)
+        divisible = tensor[: shard.numel() * len(ranks)]
+        output = torch.zeros_like(divisible)
         calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": partial(dist.all_reduce, whole, group=members),
-            "all_gather": partial(dist.all_gather_into_tensor, within, part, group=members),
-            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, within, group=members),
-            "broadcast": partial(dist.broadcast, whole, ranks[0], group=members),
-            "all_to_all": partial(dist.all_to_all_single, other, within, group=members),
-            "send": partial(there_and_back, whole),
+            "all_reduce": partial(dist.all_reduce, tensor, group=members),
+            "all_gather": partial(dist.all_gather_into_tensor, divisible, shard, group=members),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, shard, divisible, group=members),
+            "broadcast": partial(dist.broadcast, tensor, ranks[0], group=members),
+            "all_to_all": partial(dist.all_to_all_single, output, divisible, group=members),
+            "send": partial(there_and_back, tensor),
         }
-        every = gather({kind: group.seconds(calls[kind]) for kind in kinds})
-        seconds = {kind: max(each[kind] for each in every) for kind in kinds}
+        by_rank = gather({name: group.seconds(calls[name]) for name in operations})
+        seconds = {name: max(rank_seconds[name] for rank_seconds in by_rank) for name in operations}
         if "send" in seconds:
-            seconds["send"] /= 2  # there and back
-        found.append({"members": len(ranks), "bytes": num_bytes, "seconds": seconds})
-    return found
+            seconds["send"] /= 2  # `there_and_back` sends twice
+        entries.append({"members": len(ranks), "bytes": num_bytes, "seconds": seconds})
+    return entries
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """(latency, bytes a second, root mean square of relative errors) of (bytes, seconds): least
-    squares of the relative errors, neither latency nor seconds a byte below 0."""
+    """Fit a line to points of (bytes, seconds) by least squares of the relative errors.
+
+    Returns the latency in seconds, the bandwidth in bytes/s and the root mean square of the
+    relative errors. Neither the latency nor the seconds per byte can be negative."""
     sizes, seconds = np.array(points, dtype=float).T
-    found = np.polynomial.polynomial.polyfit(sizes, seconds, 1, w=1 / seconds)
-    columns = np.stack([1 / seconds, sizes / seconds])  # should add up to 1
-    if found.min() < 0:
-        only = int(found.argmax())
-        found = np.zeros(2)
-        found[only] = columns[only].sum() / np.square(columns[only]).sum()
-    latency, each = map(float, found)
-    error = math.sqrt(np.square(found @ columns - 1).mean())
-    return latency, 1 / each if each else math.inf, error
+    coefficients = np.polynomial.polynomial.polyfit(sizes, seconds, 1, w=1 / seconds)
+    columns = np.stack([1 / seconds, sizes / seconds])  # a perfect fit makes their sum 1
+    if coefficients.min() < 0:
+        only = int(coefficients.argmax())
+        coefficients = np.zeros(2)
+        coefficients[only] = columns[only].sum() / np.square(columns[only]).sum()
+    latency_s, s_per_byte = map(float, coefficients)
+    error = math.sqrt(np.square(coefficients @ columns - 1).mean())
+    return latency_s, 1 / s_per_byte if s_per_byte else math.inf, error
 
 
-def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Operation -> fit and points, with both bandwidths and the ring's law: what its messages would
-    take at the latency and bandwidth that one message between two processes was found to have."""
+def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fit and the points of each operation, from the entries of `time_group`.
+
+    Each point has both bandwidths and `ring_s`: the time of the messages in a ring, at the measured
+    latency and bandwidth of a single send."""
     members = entries[0]["members"]
     sizes = [entry["bytes"] for entry in entries]
     lines = {
-        kind: [(sent_bytes(kind, e["bytes"], members), e["seconds"][kind]) for e in entries]
-        for kind in TURNS
+        operation: [
+            (sent_bytes(operation, entry["bytes"], members), entry["seconds"][operation])
+            for entry in entries
+        ]
+        for operation in TURNS
     }
     message_s, message_rate, _ = fit_line(lines["send"])
-    found = {}
-    for kind, line in lines.items():
+    summary = {}
+    for operation, line in lines.items():
         latency, rate, error = fit_line(line)
-        ring_s = max(1, TURNS[kind] * (members - 1)) * message_s
+        ring_s = max(1, TURNS[operation] * (members - 1)) * message_s
         points = [
             {
                 "bytes": size,
@@ -158,61 +170,64 @@ def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
             }
             for size, (sent, seconds) in zip(sizes, line, strict=True)
         ]
-        found[kind] = {
+        summary[operation] = {
             "points": points, "latency_s": latency, "bytes_per_s": rate, "fit_error": error,
         }  # fmt: skip
-    return found
+    return summary
 
 
 def draw(groups: dict[str, Any], path: Path) -> None:
-    """Seconds by size of each operation, both logarithmic: points, fit, the ring's law."""
-    from matplotlib.figure import Figure  # slow
+    """Plot seconds against size for each operation, on logarithmic axes: measured points, fit, and
+    the formula for a ring."""
+    from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(9, 5.4), layout="constrained")
     panels: Any = figure.subplots(2, 3, sharex=True, sharey=True)
-    for axes, kind in zip(panels.flat, TURNS, strict=True):
-        for index, (axis, found) in enumerate(groups.items()):
-            points = found["operations"][kind]["points"]
+    for axes, operation in zip(panels.flat, TURNS, strict=True):
+        for index, (axis, axis_group) in enumerate(groups.items()):
+            points = axis_group["operations"][operation]["points"]
             curves: list[Any] = []
-            for what, style in (("seconds", "o"), ("fitted_s", "-"), ("ring_s", ":")):
-                curves += [[p["bytes"] for p in points], [p[what] for p in points], style]
+            for field, style in (("seconds", "o"), ("fitted_s", "-"), ("ring_s", ":")):
+                curves += [[p["bytes"] for p in points], [p[field] for p in points], style]
             lines = axes.loglog(*curves, color=f"C{index}", markersize=4, linewidth=1.2)
-            lines[0].set_label(f"{axis}, {found['members']} processes")
-        axes.set_title(kind.replace("_", "-"), fontsize=10)
+            lines[0].set_label(f"{axis}, {axis_group['members']} processes")
+        axes.set_title(operation.replace("_", "-"), fontsize=10)
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
-    figure.supxlabel("bytes of the tensor (points: measured; line: fit; dotted: the ring's law)")
+    figure.supxlabel("bytes of the tensor (points: measured; line: fit; dotted: ring formula)")
     figure.supylabel("seconds")
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
 def main(options: argparse.Namespace) -> int:
-    """This process's part; the exit code. Collective."""
-    groups = {}  # axis -> its size and `summarize` of its slowest group
+    """Measure every group of the mesh, and write and print the results on rank 0. Return the exit
+    code. Collective over all processes."""
+    groups = {}  # axis -> its size and the `summarise` of its slowest group
     with open_group(options.seconds) as group:
         process = group.process
-        kind = group.device.type
+        device_type = group.device.type
         axes = mesh_of(options, process.world_size)
         used = {axis: size for axis, size in axes.items() if size > 1}
-        mesh = init_device_mesh(kind, tuple(used.values()), mesh_dim_names=tuple(used))
+        mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
         members: dict[str, Any] = {axis: mesh.get_group(axis) for axis in used}
         if len(members) > 1:
             members["all"] = None
-        largest = (options.largest or LARGEST_MIB[kind]) * 2**20
+        largest = (options.largest or LARGEST_MIB[device_type]) * 2**20
         sizes = [4**power for power in range(5, 30) if 4**power <= largest]
         if process.rank == 0:
             num_figures = len(members) * len(sizes) * len(TURNS)
-            print(f"{num_figures} figures: {duration(num_figures * group.budget_s)}", flush=True)
-        for axis, those in members.items():
-            entries = time_group(group, those, sizes, TURNS)
-            groups[axis] = {"members": entries[0]["members"], "operations": summarize(entries)}
+            seconds = num_figures * group.budget_s
+            print(f"Measuring {num_figures} times: {duration(seconds)}.", flush=True)
+        for axis, axis_members in members.items():
+            entries = time_group(group, axis_members, sizes, TURNS)
+            groups[axis] = {"members": entries[0]["members"], "operations": summarise(entries)}
     if process.rank > 0:
         return 0
-    backend = "nccl" if kind == "cuda" else "gloo"
+    backend = "nccl" if device_type == "cuda" else "gloo"
     record = {
         "what": "seconds of operations between processes, the slowest rank's",
         **provenance("python real_model_example.py links"),
-        "device": torch.cuda.get_device_name(group.device) if kind == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(group.device) if device_type == "cuda" else "cpu",
         "backend": backend,
         "world_size": process.world_size,
         "processes_a_node": process.local_world_size,
@@ -223,41 +238,45 @@ def main(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "links.json", record)
     draw(groups, folder / "links.png")
-    print(f"{show_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB;")
-    print("fit: latency + sent bytes / GB/s; algorithm and bus bandwidth: largest tensor\n")
-    for axis, found in groups.items():
+    print(f"{show_axes(axes)} over {backend}, 1 KiB to {largest // 2**20} MiB.")
+    print("The fit is latency + sent bytes / bandwidth. The last two columns are the")
+    print("algorithm and bus bandwidth of the largest tensor in GB/s.\n")
+    for axis, axis_group in groups.items():
         rows = []
-        for operation, row in found["operations"].items():
+        for operation, row in axis_group["operations"].items():
             last = row["points"][-1]
             rates = (row["bytes_per_s"], last["algorithm_bytes_per_s"], last["bus_bytes_per_s"])
-            rate, *of_largest = (f"{each / 1e9:.2f}".replace("inf", "-") for each in rates)
+            rate, *of_largest = (f"{value / 1e9:.2f}".replace("inf", "-") for value in rates)
             fit = (f"{1e6 * row['latency_s']:.0f}", rate, f"{row['fit_error']:.0%}")
             rows.append([operation, *fit, *of_largest])
         text = tabulate(rows, HEADERS, disable_numparse=True, stralign="right")
-        print(f"{axis}, {found['members']} processes\n\n{text}\n")
+        print(f"{axis}, {axis_group['members']} processes\n\n{text}\n")
     if process.world_size > process.local_world_size:
-        slowest = min(found["operations"]["all_gather"]["bytes_per_s"] for found in groups.values())
-        each = slowest / process.local_world_size
-        print(f"between nodes, for plan: --network_gbit {8 * each / 1e9:.3g}")
-    print(f"record and picture in {short_path(folder)}")
+        # The processes of a node share its network.
+        slowest = min(g["operations"]["all_gather"]["bytes_per_s"] for g in groups.values())
+        bytes_per_s = slowest / process.local_world_size
+        print(f"Network speed between nodes, for plan: --network_gbit {8 * bytes_per_s / 1e9:.3g}")
+    print(f"Wrote links.json and links.png in {short_path(folder)}.")
     return 0
 
 
 def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
-    """Axis -> size, dp_replicate being what is left."""
+    """Return the size of each axis; dp_replicate uses the remaining processes. Raises UserError if
+    the sizes do not divide the number of processes."""
     axes = {"pp": options.pp, "dp_replicate": 1, "dp_shard": options.dp_shard, "tp": options.tp}
     fixed = math.prod(axes.values())
     if min(axes.values()) < 1 or world_size % fixed or world_size < 2:
-        what = f"{show_axes(axes)} does not divide {plural(world_size, 'process')}"
-        raise UserError(what, fix="set --num_gpus to a multiple of their product, 2 or more")
+        what = f"Mesh {show_axes(axes)} does not divide {plural(world_size, 'process')}"
+        fix = "set --num_gpus to a multiple of the product of these sizes, at least 2"
+        raise UserError(what, fix=fix)
     return {**axes, "dp_replicate": world_size // fixed}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What lies between two processes."""
+    """The measured connection between two processes."""
 
-    ends: dict[int, str]  # their ranks -> hosts
+    ends: dict[int, str]  # rank -> host of the two processes
     latency_s: float
     bytes_per_s: float
 
@@ -266,14 +285,15 @@ class Link:
 
 
 def pairs(world_size: int) -> list[tuple[int, int]]:
-    """The ranks whose link is measured."""
+    """Return the pairs of ranks whose link is measured."""
     if world_size <= MOST_FOR_PAIRS:
         return list(itertools.combinations(range(world_size), 2))
     return list(itertools.pairwise(range(world_size)))
 
 
 def check_nodes() -> int:
-    """`doctor --nodes`: two processes at a time send each other tensors; exit code. Collective."""
+    """Measure the links between processes one by one, for `doctor --nodes`, and print them on rank
+    0. Return the exit code. Collective over all processes."""
     links = []
     with open_group(budget_s=0.02) as group:
         hosts = gather(platform.node())
@@ -284,37 +304,40 @@ def check_nodes() -> int:
                 min(entry["seconds"]["send"] for entry in entries if entry["bytes"] == size)
                 for size in (small, large)
             )
-            where = {rank: hosts[rank] for rank in ends}
-            links.append(Link(ends=where, latency_s=latency, bytes_per_s=large / seconds))
+            host_by_rank = {rank: hosts[rank] for rank in ends}
+            links.append(Link(ends=host_by_rank, latency_s=latency, bytes_per_s=large / seconds))
     if group.process.rank == 0:
         print(describe(links))
     return 0
 
 
 def describe(links: Sequence[Link]) -> str:
-    """The links by kind, and what is slow among its kind."""
-    kinds: dict[str, list[Link]] = {}
+    """Return a line per link, grouped by location, with a mark on slow links and their cause."""
+    by_location: dict[str, list[Link]] = {}
     for link in links:
-        kind = "in a node" if len(set(link.ends.values())) == 1 else "between nodes"
-        kinds.setdefault(kind, []).append(link)
+        location = "in a node" if len(set(link.ends.values())) == 1 else "between nodes"
+        by_location.setdefault(location, []).append(link)
     lines = []
     slow = []
-    for kind, alike in kinds.items():
-        latency = min(link.latency_s for link in alike)
-        rate = max(link.bytes_per_s for link in alike)
+    for location, similar in by_location.items():
+        latency = min(link.latency_s for link in similar)
+        rate = max(link.bytes_per_s for link in similar)
         best = Link(ends={}, latency_s=latency, bytes_per_s=rate)
-        lines.append(f"{plural(len(alike), 'link')} {kind}, at best {best}")
-        for link in alike:
+        lines.append(f"{plural(len(similar), 'link')} {location}, at best {best}")
+        for link in similar:
             ends = " - ".join(f"{rank} ({host})" for rank, host in link.ends.items())
             text = f"  rank {ends}: {link}"
-            late = link.latency_s / latency
-            thin = rate / link.bytes_per_s
-            if thin > SLOW_RATE or late > SLOW_LATENCY:
+            latency_ratio = link.latency_s / latency
+            rate_ratio = rate / link.bytes_per_s
+            if rate_ratio > SLOW_RATE or latency_ratio > SLOW_LATENCY:
                 slow.append(set(link.ends))
-                less = f"{thin:.1f} times less" if thin > SLOW_RATE else f"{late:.1f} times later"
-                text += f", slow: {less} than the best"
+                text += ", slow: "
+                if rate_ratio > SLOW_RATE:
+                    text += f"{rate_ratio:.1f} times less bandwidth than the best"
+                else:
+                    text += f"{latency_ratio:.1f} times the latency of the best"
             lines.append(text)
     if common := slow and set.intersection(*slow):
         ranks = " and ".join(map(str, sorted(common)))
-        lines.append(f"all slow links end at rank {ranks}: {FIX}")
+        lines.append(f"All slow links end at rank {ranks}. {FIX}")
     return "\n".join(lines)

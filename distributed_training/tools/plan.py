@@ -1,4 +1,5 @@
-"""Every layout of every strategy, ranked by predicted time; nothing runs. No torch import."""
+"""Rank every layout of every strategy by predicted step time. Nothing is trained, and torch is not
+imported."""
 
 import argparse
 import json
@@ -36,32 +37,35 @@ from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.jobs import batch_script, options_of
 from distributed_training.tools.plan_table import legend, table, why_first, work_asked
 
-SHOWN = 10  # layouts, without --all
-MODES = ("none", "selective", "full")  # of activation_checkpointing, the fastest first
+SHOWN = 10  # number of layouts listed without --all
+MODES = ("none", "selective", "full")  # values of activation_checkpointing, fastest first
 _COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(?:e(\d+))?([kMBT]?)", re.IGNORECASE)
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What `plan` takes besides CONFIG's keys."""
+    """Add the options of `plan`, which come in addition to CONFIG's keys."""
     add = parser.add_argument
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
     add("--calibrate", action="store_true",
-        help="measure this machine first, about a minute; used from then on")  # fmt: skip
+        help="measure this machine first (about a minute); later plans use the result")  # fmt: skip
     add(
         "--tokens",
         metavar="N",
-        help="train on N tokens, such as 300M or 1B; says how long it takes",
+        help="train on N tokens, such as 300M or 1B, and print how long that takes",
     )
-    add("--price", type=float, metavar="P", help="price per GPU-hour; says what the work costs")
-    add("--json", action="store_true", help="all layouts, for programs")
-    add("--all", action="store_true", help=f"all layouts, not the best {SHOWN}")
+    add(
+        "--price", type=float, metavar="P", help="price per GPU-hour, to print the cost of the work"
+    )
+    add("--json", action="store_true", help="print all layouts as JSON")
+    add("--all", action="store_true", help=f"list all layouts instead of the best {SHOWN}")
 
 
 def run(
     arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request], script: Path
 ) -> int:
-    """Rank and print; `configure` gives CONFIG with `key=value` texts."""
+    """Rank the layouts and print them. `configure` applies `key=value` texts to CONFIG. Return the
+    exit code."""
     command = shlex.join(["python", *sys.argv])
     job_file = None
     if arguments.write:
@@ -75,26 +79,28 @@ def run(
     cluster = _cluster(arguments)
     if arguments.calibrate:
         if arguments.cluster is not None:
-            raise UserError("--calibrate measures this machine", fix="leave out --cluster")
+            raise UserError("--calibrate can measure only this machine", fix="leave out --cluster")
         count = cluster.num_processes
         file = calibration_file(cluster.machine.gpu_name or f"cpu-x{count}")
         require_writable(file.parent, f"set {CACHE} to another folder", file.name)
-        # With all processes that are planned for; they need torch.
+        # Measure in separate processes, which import torch, as many as the plan is for.
         if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
-            raise UserError("measuring this machine failed", fix="see what is printed above")
+            raise UserError("Measuring this machine failed", fix="see the messages above")
         cluster = _cluster(arguments)
     given = build(None)
     strategy = named_strategy(given)
     config = choose_model(given, cluster.machine, cluster.num_processes, strategy, [])
-    find_model(config.model)  # a refusal says why, before layouts are tried
+    find_model(config.model)  # refuses an unknown model with its own message
     only = _typed(arguments).get("strategy", AUTO)
     config = _choose_batch(arguments, config, cluster)
     if arguments.tokens is not None:
         _set_tokens(arguments, config, cluster)
     choices = _rank(arguments, build, cluster, config, only)
-    if not choices:  # refused as the strategy is that says most
+    if not choices:
+        # Planning one strategy raises an error that says more than "no strategy".
         lay_out(cluster, build("dp" if only == AUTO else only))
-        raise UserError(f"no strategy runs {config.model} as CONFIG has it", fix="see --dry-run")
+        what = f"No strategy can train {config.model} with this CONFIG"
+        raise UserError(what, fix="add --dry-run to see what CONFIG asks for")
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
@@ -114,8 +120,9 @@ def run(
     print(table(listed, labels, every=arguments.all))
     print()
     if len(fitting) > len(listed):
-        hidden = len(fitting) - len(listed)
-        print(f"{hidden} more that fit and {len(choices) - len(fitting)} that do not: --all")
+        num_hidden = len(fitting) - len(listed)
+        num_too_large = len(choices) - len(fitting)
+        print(f"{num_hidden} more layouts fit, and {num_too_large} do not. --all lists them.")
     gbit = None
     if cluster.num_processes > cluster.processes_a_node and cluster.rates is not None:
         gbit = config.network_gbit or 8 * cluster.rates.network_bytes / 1e9
@@ -126,66 +133,69 @@ def run(
         print(textwrap.fill(text, WIDTH))
     print()
     for choice in [choice for _, choice in picks]:
-        words = options_of(choice.plan, arguments, configure)
-        print(f"  {launch_command(choice.plan, os.path.relpath(script), words)}")
+        options = options_of(choice.plan, arguments, configure)
+        print(f"  {launch_command(choice.plan, os.path.relpath(script), options)}")
     if job_file is not None:
-        words = options_of(first.plan, arguments, configure, elsewhere=True)
-        on = ["--cluster", arguments.cluster] if arguments.cluster else []
-        on += ["--gpu", arguments.gpu] if arguments.gpu else []
-        job = batch_script(first, job_file, script, words, on=on, typed=command)
+        options = options_of(first.plan, arguments, configure, elsewhere=True)
+        machine_options = ["--cluster", arguments.cluster] if arguments.cluster else []
+        machine_options += ["--gpu", arguments.gpu] if arguments.gpu else []
+        job = batch_script(
+            first, job_file, script, options, machine_options=machine_options, plan_command=command
+        )
         job_file.parent.mkdir(parents=True, exist_ok=True)
         job_file.write_text(job, encoding="utf-8")
-        try_it = f"check it with: bash {job_file}; submit it with: sbatch {job_file}"
-        print(f"wrote {job_file}; {try_it}")
+        print(f"Wrote {job_file}. Check it, then submit it:")
+        print(f"  bash {job_file}\n  sbatch {job_file}")
     return 0
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
-    """That of --cluster, or this machine; its network as --network_gbit says."""
+    """Return the cluster given by --cluster, or this machine."""
     gpu = arguments.gpu
     if arguments.cluster is not None:
         cluster = parse_cluster(arguments.cluster, gpu)
     else:
         machine = detect_machine()
         if gpu is not None and machine.num_gpus == 0:
-            fix = f"say how many: --cluster 1x8 --gpu {shlex.quote(gpu)}"
-            raise UserError("--gpu describes GPUs and this machine has none", fix=fix)
+            fix = f"to give their number, type: --cluster 1x8 --gpu {shlex.quote(gpu)}"
+            raise UserError("--gpu describes GPUs, but this machine has none", fix=fix)
         count = requested_processes(arguments.num_gpus or "all", machine, mesh={})
         cluster = this_machine(machine, count, count, gpu)
     return cluster
 
 
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
-    """The layout that needs least, and the machine that would have it."""
-    if roomy := [c for c in choices if c.room_on_gpu != "no"]:
-        least = min(roomy, key=lambda choice: choice.memory.host_bytes)
-        check_memory(least, lambda _: [])  # RAM is what lacks
+    """Return an error that names the layout with the smallest peak and the GPU memory it needs."""
+    if fit_on_gpu := [c for c in choices if c.room_on_gpu != "no"]:
+        least = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
+        check_memory(least, lambda _: [])  # raises, because only the RAM is too small
     least = min(choices, key=lambda choice: choice.memory.needed_bytes)
     needed = least.memory.needed_bytes / GIB
     what = f"{least.plan.config.model} fits nowhere on {cluster.name}"
-    why = f"{least.plan.strategy.name} needs least, {needed:.1f} GiB per process"
+    why = f"even {least.plan.strategy.name}, which needs least, needs {needed:.1f} GiB per process"
     fix = "set activation_checkpointing to full, or a smaller batch_size, max_length or model"
     if cluster.machine.num_gpus:
-        fix = f"take GPUs with {needed:.0f} GiB or more of them, or {fix}"
+        fix = f"use GPUs with {needed:.0f} GiB, use more GPUs, or {fix}"
     return UserError(what, why, fix)
 
 
 def _typed(arguments: argparse.Namespace) -> dict[str, str]:
-    """The keys on the command line, by their own names."""
+    """Return the keys on the command line, with aliases replaced by the names of their keys."""
     names = {name: key.name for key in KEYS.values() for name in (key.name, *key.aliases)}
     texts = (text.partition("=") for text in arguments.overrides)
     return {names.get(name.strip(), name.strip()): value for name, _, value in texts}
 
 
 def _override(arguments: argparse.Namespace, **values: Any) -> None:
-    """Put values over what was typed, under whatever name."""
+    """Replace typed values, including those typed under an alias."""
     names = {name for key in values for name in (key, *KEYS[key].aliases)}
     kept = [text for text in arguments.overrides if text.partition("=")[0].strip() not in names]
     arguments.overrides[:] = [*kept, *(f"{key}={value}" for key, value in values.items())]
 
 
 def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> Request:
-    """Decide the batch size on GPUs if nobody set it, with recomputation if nothing fits else."""
+    """Choose the batch size on GPUs if the user did not set it. If no layout fits otherwise, choose
+    it with activation checkpointing."""
     is_open = config.batch_size == AUTO
     is_open |= cluster.machine.num_gpus > 0 and not config.is_set("batch_size")
     if not is_open:
@@ -208,18 +218,19 @@ def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Clust
 
 
 def _set_tokens(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> None:
-    """Stop after as many steps as --tokens makes."""
-    found = _COUNT.fullmatch(arguments.tokens.replace(",", "").replace("_", ""))
+    """Set max_steps to the number of steps that --tokens asks for."""
+    match = _COUNT.fullmatch(arguments.tokens.replace(",", "").replace("_", ""))
     tokens = 0.0
-    if found:
-        tokens = float(found[1]) * 10 ** int(found[2] or 0) * _SIZES[found[3].lower()]
+    if match:
+        tokens = float(match[1]) * 10 ** int(match[2] or 0) * _SIZES[match[3].lower()]
     if not 1 <= tokens < 1e18:
         what = f"--tokens {shown(arguments.tokens)} is not a number of tokens"
         raise UserError(what, fix="write 300M, 1B or 2e9")
     if "max_steps" in _typed(arguments):
-        raise UserError("--tokens and --max_steps say the same", fix="leave out one of them")
-    step = int(config.batch_size) * config.grad_accum_steps * cluster.num_processes
-    _override(arguments, max_steps=math.ceil(tokens / (step * config.max_length)))
+        raise UserError("--tokens and --max_steps set the same thing", fix="leave out one of them")
+    sequences_per_step = int(config.batch_size) * config.grad_accum_steps * cluster.num_processes
+    max_steps = math.ceil(tokens / (sequences_per_step * config.max_length))
+    _override(arguments, max_steps=max_steps)
 
 
 def _rank(
@@ -229,36 +240,39 @@ def _rank(
     config: Request,
     only: str,
 ) -> list[Prediction]:
-    """All layouts, the best first; if nobody set activation_checkpointing, each that does not fit
-    with as much recomputation as it needs."""
+    """Return all layouts, the best first. Unless the user set activation_checkpointing, layouts
+    that do not fit get as much recomputation as they need."""
     choices = rank_layouts(build, cluster, config.strategy, only=only)
     if config.is_set("activation_checkpointing") or not cluster.machine.num_gpus:
         return choices
     for mode in MODES[1:]:
-        lacking = {layout_name(c.plan): c for c in choices if c.room != "yes"}
-        if not lacking:
+        too_large = {layout_name(c.plan): c for c in choices if c.room != "yes"}
+        if not too_large:
             break
 
         def recomputing(name: str, mode: str = mode) -> Request:
             return with_values(build(name), activation_checkpointing=mode)
 
-        again = rank_layouts(recomputing, cluster, config.strategy, only=only)
+        recomputed = rank_layouts(recomputing, cluster, config.strategy, only=only)
         better = {
             name: choice
-            for choice in again
-            if (name := layout_name(choice.plan)) in lacking
-            and ROOMS.index(choice.room) < ROOMS.index(lacking[name].room)
+            for choice in recomputed
+            if (name := layout_name(choice.plan)) in too_large
+            and ROOMS.index(choice.room) < ROOMS.index(too_large[name].room)
         }
         choices = [better.get(layout_name(choice.plan), choice) for choice in choices]
     return sorted(choices, key=lambda choice: choice.order)
 
 
 def as_dict(choice: Prediction) -> dict[str, Any]:
-    """A layout for programs: `memory_bytes` is component -> bytes by rank."""
+    """Return a layout for --json. `memory_bytes` maps each component to its bytes on each rank."""
     plan = choice.plan
-    places = choice.memory.by_place
-    each = plan.num_processes // len(places)
-    by_rank = {part: [place[part] for place in places for _ in range(each)] for part in places[0]}
+    stages = choice.memory.by_place
+    ranks_per_stage = plan.num_processes // len(stages)
+    by_rank = {
+        component: [stage[component] for stage in stages for _ in range(ranks_per_stage)]
+        for component in stages[0]
+    }
     return {
         "strategy": plan.strategy.name,
         "axes": plan.mesh,

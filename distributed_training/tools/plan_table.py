@@ -1,4 +1,4 @@
-"""The table of `plan`, and what is said below it. No torch import."""
+"""The table of `plan` and the sentences below it. No torch import."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,24 +15,27 @@ ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_
 
 
 def table(choices: Sequence[Prediction], labels: Mapping[int, str], *, every: bool) -> str:
-    """One row per layout; with `every` its memory by component and whether it fits, too."""
+    """Return a table with one row per layout. `labels` maps the id of a choice to its text in the
+    column "pick". `every` adds columns for whether a layout fits and for its memory by component.
+    """
     strategies = [choice.plan.strategy for choice in choices]
-    away = any(each.steps_on_host or each.fetches_parameters for each in strategies)
-    rows = [_row(choice, labels.get(id(choice), ""), every, away) for choice in choices]
+    offloads = any(s.steps_on_host or s.fetches_parameters for s in strategies)
+    rows = [_row(choice, labels.get(id(choice), ""), every, offloads) for choice in choices]
     sides = ["left", "left", *["right"] * (len(rows[0]) - 3), "left"]
-    lines = [[*rows[0]], *(row.values() for row in rows)]  # as headings they get padding
+    # The headings are a line of the table, because tabulate pads its own headings.
+    lines = [[*rows[0]], *(row.values() for row in rows)]
     return tabulate(lines, tablefmt=ONE_SPACE, disable_numparse=True, colalign=sides)
 
 
-def _row(choice: Prediction, label: str, every: bool, away: bool) -> dict[str, str]:
+def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[str, str]:
     memory = choice.memory
-    parts = memory.fullest
+    fullest = memory.fullest
     sizes = {
-        "state": sum(parts[name] for name in STATE),
-        "acts": parts["activations"] + parts["logits"],
-        "other": parts["copies"] + parts["buffers"] + memory.context_bytes,
+        "state": sum(fullest[name] for name in STATE),
+        "acts": fullest["activations"] + fullest["logits"],
+        "other": fullest["copies"] + fullest["buffers"] + memory.context_bytes,
     }
-    if away:
+    if offloads:
         sizes |= {"RAM": memory.host_bytes, "disk": memory.disk_bytes}
     speed = dict.fromkeys(("s/step", "tok/s", "MFU", "likely", "bound by"), "-")
     if choice.step is not None:
@@ -46,16 +49,16 @@ def _row(choice: Prediction, label: str, every: bool, away: bool) -> dict[str, s
     if choice.mfu is not None:
         speed["MFU"] = f"{100 * choice.mfu:.0f}%"
     needed = count(memory.needed_bytes / GIB)
-    words = {"pick": label, "layout": _named(choice)}
+    first_cells = {"pick": label, "layout": _layout_and_mode(choice)}
     if not every:
         tight = "" if choice.room == "yes" else f"{choice.room} "
-        return {**words, "GiB": f"{tight}{needed}", **speed}
+        return {**first_cells, "GiB": f"{tight}{needed}", **speed}
     gibs = {name: count(size / GIB) for name, size in sizes.items()}
-    return {**words, "fits": choice.room, "GiB": needed, **gibs, **speed}
+    return {**first_cells, "fits": choice.room, "GiB": needed, **gibs, **speed}
 
 
-def _named(choice: Prediction) -> str:
-    """The layout, and its recomputation."""
+def _layout_and_mode(choice: Prediction) -> str:
+    """Return the name of the layout and its mode of activation checkpointing, if it has one."""
     mode = choice.plan.config.activation_checkpointing
     name = layout_name(choice.plan)
     return name if mode == "none" else f"{name} +{mode}"
@@ -64,34 +67,38 @@ def _named(choice: Prediction) -> str:
 def legend(
     choices: Sequence[Prediction], cluster: Cluster, gbit: float | None, *, every: bool
 ) -> str:
-    """What the columns mean, as far as this table has them."""
-    said = "first: the simplest layout as fast as the fastest, within the error of predictions; "
-    said += f"safest: needs least memory within {100 * SAFE:.0f}% of the fastest. "
-    said += "GiB: memory of the fullest process"
-    said += " (all, state, activations, copies and buffers). " if every else ". "
+    """Explain the columns and words of this table. `gbit` is the network speed in Gbit/s per GPU;
+    None if the layouts do not use a network."""
+    text = "first: the simplest layout as fast as the fastest, within the error of predictions. "
+    text += f"safest: needs least memory among those within {100 * SAFE:.0f}% of the fastest. "
+    text += "GiB: memory of the fullest process"
+    text += " (total, state, activations, copies and buffers). " if every else ". "
     if any(choice.room == "tight" for choice in choices):
-        said += "tight: fits as predicted, but similar runs have needed more than the GPU has. "
+        text += (
+            "tight: predicted to fit, but similar runs have needed more memory than the GPU has. "
+        )
     if any(choice.room == "unlikely" for choice in choices):
-        said += "unlikely: predicted to need more than the GPU has. "
-    if any("+" in _named(choice) for choice in choices):
-        said += "+selective, +full: with activation_checkpointing, to fit. "
-    said += "likely: how much faster and slower such runs were. "
+        text += "unlikely: predicted to need more memory than the GPU has. "
+    if any("+" in _layout_and_mode(choice) for choice in choices):
+        text += "+selective, +full: needs this activation_checkpointing to fit. "
+    text += "likely: typical error of predictions for such runs. "
     if any(not choice.validated for choice in choices):
-        said += "not validated: nobody here has measured such nodes, GPUs or models. "
+        text += "not validated: no measurements of such nodes, GPUs or models. "
     rates = cluster.rates
     if rates is None:
-        said += "The table of GPUs does not have this one: --gpu describes it."
+        text += "This GPU is not in the planner's table. Describe it with --gpu."
     elif rates.measured_at:
-        said += f"Times use measurements of this machine from {rates.measured_at[:10]}."
+        text += f"Times use measurements of this machine from {rates.measured_at[:10]}."
     else:
-        said += "Times are estimated from datasheets."
+        text += "Times are estimated from datasheets."
     if gbit is not None:
-        said += f" Network: {gbit:g} Gbit/s per GPU (--network_gbit)."
-    return said
+        text += f" Network: {gbit:g} Gbit/s per GPU (--network_gbit)."
+    return text
 
 
 def work_asked(label: str, choice: Prediction, price: float | None) -> str:
-    """Hours, tokens and cost of the work that CONFIG asks for; "" if its length is not known."""
+    """Return a sentence with the tokens, time and cost of the work that CONFIG asks for. `price` is
+    the cost of a GPU-hour. Return "" if the length of the work is unknown."""
     steps = num_steps(choice.plan)
     if choice.step is None or steps is None:
         return ""
@@ -99,36 +106,37 @@ def work_asked(label: str, choice: Prediction, price: float | None) -> str:
     tokens = steps * plan.batch.global_batch_size * plan.config.max_length
     seconds = steps * choice.step.seconds
     gpu_hours = seconds * plan.num_processes / 3600
-    said = f"{label} ({layout_name(plan)}): {count(tokens)} tokens in {steps:,} steps take "
-    said += f"{duration(seconds)} of training"
+    text = f"{label} ({layout_name(plan)}): {count(tokens)} tokens in {steps:,} steps take "
+    text += f"{duration(seconds)} of training"
     if plan.machine.num_gpus:
-        said += f", {gpu_hours:,.3g} GPU-hours"
-        said += "" if price is None else f", {price * gpu_hours:,.2f} at {price:g} per GPU-hour"
-    return f"{said}."
+        text += f", {gpu_hours:,.3g} GPU-hours"
+        text += "" if price is None else f", {price * gpu_hours:,.2f} at {price:g} per GPU-hour"
+    return f"{text}."
 
 
 def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
-    """One sentence on the first choice, against the fastest, or the fastest of another strategy."""
+    """Explain the first choice in a sentence that compares it with the fastest layout or, if it is
+    the fastest, with the fastest layout of another strategy."""
     name = layout_name(first.plan)
     if first.step is None:
-        return f"{name} needs least memory; how fast it is cannot be told without the GPU's rates."
+        return f"{name} needs least memory. Its speed is unknown without the GPU's rates."
     best = fitting[0]
     if best is not first and best.step is not None:
         ahead = 1 - best.step.seconds / first.step.seconds
-        said = f"{name} comes first because it is simpler: {layout_name(best.plan)} is predicted "
-        return f"{said}{ahead:.1%} faster, which is less than such predictions err by."
-    said = f"{name} is the fastest that fits: its step of {first.step.seconds:.3f} s is mostly "
-    said += first.step.bound_by
+        text = f"{name} comes first because it is simpler. {layout_name(best.plan)} is predicted "
+        return f"{text}to be {ahead:.1%} faster, which is less than the error of such predictions."
+    text = f"{name} is the fastest layout that fits. The main bottleneck of its step of "
+    text += f"{first.step.seconds:.3f} s is {first.step.bound_by}."
     for other in fitting:
         if other.plan.strategy.name != first.plan.strategy.name and other.step:
             times = other.step.seconds / first.step.seconds
             more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
-            return f"{said}; {layout_name(other.plan)} takes {more}."
-    return f"{said}."
+            return f"{text} {layout_name(other.plan)} takes {more}."
+    return text
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit of which there are two."""
+    """Format seconds in the largest unit in which the value is at least 2."""
     for unit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.3g} {name}"
@@ -136,7 +144,7 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """Three digits and a letter."""
+    """Format a number with three digits and a letter for its magnitude, such as 1.23M."""
     for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * size:
             return f"{number / size:.3g}{letter}"

@@ -30,13 +30,13 @@ def test_stopped_and_started_again(tmp_path):
         wait_for(lambda: "3/3" in log.read_text(), process, log)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGINT
-    assert "interrupted with 1 to go" in log.read_text()
+    assert "Interrupted with 1 run remaining" in log.read_text()
     assert left_over(str(out)) == []
     (kept,) = finished(out).items()
     assert "1 of 3 runs" in (out / "compare.md").read_text()
     again = run_command([*command(out, *words), "max_steps=200", "num_samples=1200"])
     assert_ok(again)
-    assert "; 1 are there already" in again.stdout
+    assert "Already finished: 1." in again.stdout
     assert kept in finished(out).items()
     assert len(finished(out)) == 2
     page = (out / "compare.md").read_text()

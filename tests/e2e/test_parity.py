@@ -56,7 +56,7 @@ def test_every_layout_is_held_against_one_process(tmp_path):
     verdicts = {run["name"]: run["verdict"] for run in page["runs"][2:]}
     good = dict.fromkeys(("records one by one", "fsdp", "tp", "pp"), "ok")
     assert verdicts == {**good, "3d": "skipped", "forgetful": "differs"}
-    assert "gradient norm of step " in page["runs"][-1]["why"]
+    assert "Gradient norm of step " in page["runs"][-1]["why"]
     text = (repository / "runs/parity-x2/parity.html").read_text()
     heading = "4 of 6 layouts agree with one process, 1 differing (forgetful), 1 skipped (3d)."
     assert heading in text

@@ -1,4 +1,4 @@
-"""What `calibrate` writes is what the planner reads."""
+"""Test that the planner reads what `calibrate` writes."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from tests.support import CPU_MACHINE
 
 
 def of_all(_arguments):
-    """What one of several processes finds, in next to no time for each figure."""
+    """Return the results of one of several processes, with almost no time per measurement."""
     calibrate.TOKENS = {"cpu": 16}
     calibrate.CALLS = 2
     with links.open_group(budget_s=0.0) as group:
@@ -39,19 +39,20 @@ def test_two_processes_measure_at_once():
 
 
 def test_a_model_without_parallelism_takes_what_its_parts_took(monkeypatch, tmp_path):
-    """The laws turned around and back, where products do not take more than the whole."""
+    """Measured seconds become rates, and these rates predict the measured seconds, if matrix
+    multiplications take less than the whole step."""
     seconds = iter((0.1, 0.03, 0.005))
     monkeypatch.setattr(calibrate, "in_step", lambda call: next(seconds))
-    own = calibrate.of_training(CPU_CALIBRATION, CPU_MACHINE)
-    assert own["training_s"]["head"] == pytest.approx(0.1 - 2 * 0.03)
-    rates = from_calibration({**CPU_CALIBRATION, **own}, cpu_rates(CPU_MACHINE.num_cpus, 1))
+    training = calibrate.training_on_cpu(CPU_CALIBRATION, CPU_MACHINE)
+    assert training["training_s"]["head"] == pytest.approx(0.1 - 2 * 0.03)
+    rates = from_calibration({**CPU_CALIBRATION, **training}, cpu_rates(CPU_MACHINE.num_cpus, 1))
     plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny", batch_size=4, max_length=512)
     taken = estimate_step(plan, rates).seconds
     assert taken == pytest.approx(0.105 + rates.host.step, rel=2e-3)
 
 
 def test_rates_are_those_that_the_measured_times_mean():
-    """Products at 10 TFLOP/s in whole tiles, links of 100 GB/s, a host half as quick."""
+    """Matrix multiplications at 10 TFLOP/s in whole tiles, links of 100 GB/s, a host half as fast."""
     flops, k, n, tokens = 1e13, 1024, 1024, 2048
     shapes = {"forward": (tokens, k, n), "inputs": (tokens, n, k), "weights": (n, tokens, k)}
     seen = {name: flops * math.prod(shape) / tiled(*shape, 100) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""`doctor` on machines that it is told of."""
+"""Run the checks of `doctor` on machines that fixtures describe."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ GPU3\t{link}\t{link}\t{link}\t X \t0-15
 
 @pytest.fixture
 def machine(monkeypatch):
-    """What nvidia-smi and torch would answer."""
+    """Settings for the answers of nvidia-smi and torch."""
     told = SimpleNamespace(link="NV18", used="3\n4\n2\n1\n", torch={})
 
     def answer(program, *arguments, seconds=10):
@@ -48,7 +48,7 @@ def test_what_is_wrong_with_gpus_is_said(machine):
     found = {finding.what: finding for finding in doctor.gpus(unknown)}
     wrong = dict.fromkeys(("rates", "in use", "links"), "warn")
     assert levels(found.values()) == {"GPUs": "ok", **wrong}
-    assert "GPUs 1 hold" in found["in use"].text
+    assert "these GPUs: 1." in found["in use"].text
     assert levels(doctor.gpus(CPU_MACHINE)) == {"GPUs": "warn"}
     machine.torch = {"available": False, "cuda": None}
     (found,) = doctor.torch_and_driver(GPU_MACHINE)
@@ -61,9 +61,8 @@ def test_what_is_wrong_with_gpus_is_said(machine):
 def test_the_cores_that_a_container_grants_are_said(monkeypatch):
     monkeypatch.setattr(doctor, "available_cpus", lambda: 3)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    found = {finding.what: finding.text for finding in doctor.memory_and_files()}
-    assert found["cores"].startswith("3 may be used")
-    assert found["cores"].endswith("of 64")
+    texts = {finding.what: finding.text for finding in doctor.memory_and_files()}
+    assert texts["cores"].startswith("3 of 64 are available")
 
 
 def test_a_full_or_closed_disk_fails(tmp_path, monkeypatch):
@@ -76,7 +75,7 @@ def test_a_full_or_closed_disk_fails(tmp_path, monkeypatch):
     room.free = 2**20
     assert [f.level for f in doctor.disk(runs)] == ["fail"]
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
-    assert [f.text for f in doctor.disk(runs)] == [f"{tmp_path} cannot be written to"]
+    assert [f.text for f in doctor.disk(runs)] == [f"You cannot write to {tmp_path}."]
 
 
 def test_the_screen_is_as_wide_as_a_terminal(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""`links` and `doctor --nodes`: the fit, the ring's law, what processes measure, what is slow."""
+"""Test `links` and `doctor --nodes`: the fit, the ring formula, measurements and slow links."""
 
 import argparse
 import dataclasses
@@ -18,18 +18,18 @@ from tests.support import refused
     ("points", "latency"),
     [
         ([(10, 1.0), (1000, 1.0)], 1.0),  # no slope
-        ([(10, 2.0), (1000, 1.0)], 1.2),  # larger is quicker
-        ([(10, 1e-3), (1000, 1.0)], 0.0),  # smaller is much quicker
+        ([(10, 2.0), (1000, 1.0)], 1.2),  # larger is faster
+        ([(10, 1e-3), (1000, 1.0)], 0.0),  # smaller is much faster
     ],
 )
 def test_neither_latency_nor_rate_is_below_zero(points, latency):
-    found, rate, _ = fit_line(points)
-    assert found == pytest.approx(latency)
+    fitted_latency, rate, _ = fit_line(points)
+    assert fitted_latency == pytest.approx(latency)
     assert rate > 0
 
 
-def test_links_that_keep_the_rings_law_are_found_to_keep_it():
-    """Four processes, messages of 1e-5 s and 1 GB/s."""
+def test_links_that_follow_the_ring_formula_have_its_times():
+    """Four processes whose messages have a latency of 1e-5 s and a bandwidth of 1 GB/s."""
     messages = dict.fromkeys(TURNS, 3) | {"all_reduce": 6, "send": 1}
     entries = []
     for size in (2**12, 2**20, 2**26):
@@ -87,21 +87,24 @@ def test_every_pair_of_three_processes_is_measured_and_of_many_a_chain():
     assert pairs(16) == list(itertools.pairwise(range(16)))
 
 
-QUICK = Link(ends={0: "a", 1: "a"}, latency_s=30e-6, bytes_per_s=2e9)
+FAST = Link(ends={0: "a", 1: "a"}, latency_s=30e-6, bytes_per_s=2e9)
 
 
 @pytest.mark.parametrize(
     ("slower", "words"),
-    [({"latency_s": 100e-6}, "3.3 times later"), ({"bytes_per_s": 0.5e9}, "4.0 times less")],
+    [
+        ({"latency_s": 100e-6}, "3.3 times the latency"),
+        ({"bytes_per_s": 0.5e9}, "4.0 times less bandwidth"),
+    ],
 )
 def test_the_slow_rank_is_named(slower, words):
-    """Links between nodes are compared with each other."""
-    links = [dataclasses.replace(QUICK, ends=dict.fromkeys(ranks, "a")) for ranks in pairs(4)]
-    links = [dataclasses.replace(each, **slower) if 2 in each.ends else each for each in links]
+    """Compare links between nodes only with each other."""
+    links = [dataclasses.replace(FAST, ends=dict.fromkeys(ranks, "a")) for ranks in pairs(4)]
+    links = [dataclasses.replace(link, **slower) if 2 in link.ends else link for link in links]
     between = Link(ends={0: "a", 1: "b"}, latency_s=90e-6, bytes_per_s=0.4e9)
     *lines, named = describe([*links, between, between]).splitlines()
     assert [line.startswith("  rank") and "2 (a)" in line for line in lines] == [
         words in line for line in lines
     ]
     assert sum("slow" in line for line in lines) == 3
-    assert named.startswith("all slow links end at rank 2: ")
+    assert named.startswith("All slow links end at rank 2. ")

@@ -1,13 +1,13 @@
-"""Whether every layout computes what one process computes.
+"""Check that every layout computes the same as one process.
 
-The reference is one process that compiles nothing. It trains twice, the second time with other
-micro-batches: its differences from itself are rounding. A layout that differs by more than LIMITS,
-and by more than SPREADS times the rounding, computes something else. Each tensor is compared with
-its own rounding, as Adam makes large steps of gradients that are nothing else. If records are
-packed, one process also trains on them one by one, as a layout of its own.
+The reference is one process without compilation. It trains twice, the second time with another
+micro-batch size, and the difference between these two runs is rounding. A layout computes something
+else if it differs by more than LIMITS and by more than SPREADS times the rounding. Each tensor is
+compared with its own rounding, because Adam turns gradients that consist of rounding into large
+steps. If records are packed, one process also trains on them one by one; this counts as a layout.
 
-Two process groups train everything: one process, then the processes of the layouts. Starting
-processes takes longer than the steps."""
+Two process groups do all the training: one process, then the processes of the layouts. Starting
+processes takes longer than training the few steps."""
 
 import argparse
 import importlib
@@ -30,9 +30,9 @@ from distributed_training.start import launch
 from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.tools import compare
 from distributed_training.tools.parity.trials import (
+    DEFAULTS,
     NOT_PACKED,
     OK,
-    USUALLY,
     Trial,
     layouts_of,
     references_for,
@@ -40,21 +40,27 @@ from distributed_training.tools.parity.trials import (
 )
 
 BAD = ("differs", "failed")
-LAYOUT_S = 6.0  # to build an engine, save and compare; an upper bound of small models
+LAYOUT_S = 6.0  # seconds to build an engine, save and compare; an upper bound for small models
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What `parity` takes besides CONFIG's keys."""
+    """Add the options of `parity`, which come in addition to CONFIG's keys."""
     add = parser.add_argument
-    add("plan", nargs="?", metavar="PLAN.json", help="layouts, as in results/plans/")
-    add("--strategies", metavar="A,B", help="without a plan: separated by commas; default: all")
-    add("--out", metavar="FOLDER", help="for parity.html and parity.json; default: in output_dir")
-    add("--jobs", metavar="FILE", type=Path, help=argparse.SUPPRESS)  # of a started rank
+    add("plan", nargs="?", metavar="PLAN.json", help="layouts to check, as in results/plans/")
+    add("--strategies", metavar="A,B", help="strategies to check instead of a plan (default: all)")
+    add(
+        "--out",
+        metavar="FOLDER",
+        help="folder for parity.html and parity.json (default: in output_dir)",
+    )
+    # The parent process passes the jobs to its ranks.
+    add("--jobs", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(seeds=1)
 
 
 def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> int:
-    """Train under every layout, then write the page; 1 if one computes something else."""
+    """Train under every layout, then write the page. Return the exit code: 1 if a layout computes
+    something else."""
     if arguments.jobs is not None and current_process() is not None:
         from distributed_training.tools.parity import ranks
 
@@ -62,11 +68,11 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     if arguments.plan is None and arguments.strategies is None:
         arguments.strategies = ",".join(list_strategies())
     machine = detect_machine()
-    wanted, out = compare.plan_runs(arguments, build, script, USUALLY)
+    runs, out = compare.plan_runs(arguments, build, script, DEFAULTS)
     if arguments.out is None:
-        out = out.with_name(f"parity-x{wanted[0].num_processes}")
-    share_model(wanted, machine)
-    trials = [*references_for(wanted), *layouts_of(wanted)]
+        out = out.with_name(f"parity-x{runs[0].num_processes}")
+    share_model(runs, machine)
+    trials = [*references_for(runs), *layouts_of(runs)]
     if arguments.dry_run:
         for trial in trials:
             print(f"  {' '.join(compare.texts(trial.values))}")
@@ -78,12 +84,12 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
     runs_dir.mkdir()
     for trial in trials:
         trial.values["output_dir"] = str(runs_dir.absolute())
-    say_how_long(trials, build, out)
+    print_prediction(trials, build, out)
     group = partial(train_group, trials=trials, out=out, build=build, script=script)
     try:
         group([trial for trial in trials if not trial.is_layout], can_fork=launch.can_fork(machine))
         if why := trials[0].why or trials[1].why:
-            raise UserError("one process cannot train this", why)
+            raise UserError("One process cannot train this work", why)
         group([trial for trial in trials if trial.is_layout], can_fork=launch.can_fork(machine))
     finally:
         shutil.rmtree(runs_dir, ignore_errors=True)
@@ -96,86 +102,88 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
 
 
 def exit_code(verdicts: Sequence[str]) -> int:
-    """0 if some layout computes the same and none computes something else."""
+    """Return 0 if at least one layout computes the same and none computes something else."""
     return 0 if OK in verdicts and not set(BAD) & set(verdicts) else 1
 
 
-def say_how_long(trials: Sequence[Trial], build: compare.Build, out: Path) -> None:
-    """Print the work and a prediction of its time."""
+def print_prediction(trials: Sequence[Trial], build: compare.Build, out: Path) -> None:
+    """Print the number of layouts and how long the check is predicted to take."""
     layouts = [trial for trial in trials if trial.is_layout]
     processes = layouts[0].num_processes
-    steps = [(build(compare.texts(trial.values)), trial.num_processes) for trial in trials
+    remaining = [(build(compare.texts(trial.values)), trial.num_processes) for trial in trials
              if not trial.verdict]  # fmt: skip
-    seconds = compare.predicted_s(steps, run_s=LAYOUT_S)
-    what = f"{plural(len(layouts), 'layout')} of {plural(processes, 'process')} against one process"
-    print(fold(f"{what}: {duration(seconds)}; output of libraries: {short_path(out)}/log.txt"))
+    seconds = compare.predicted_s(remaining, run_s=LAYOUT_S)
+    text = f"Comparing {plural(len(layouts), 'layout')} of {plural(processes, 'process')} with one "
+    text += f"process: {duration(seconds)}."
+    print(fold(f"{text} The output of libraries is in {short_path(out)}/log.txt."))
     sys.stdout.flush()
 
 
 def train_group(
-    wanted: Sequence[Trial], *, trials: Sequence[Trial], out: Path, build: compare.Build,
+    group_trials: Sequence[Trial], *, trials: Sequence[Trial], out: Path, build: compare.Build,
     script: Path, can_fork: bool,
 ) -> None:  # fmt: skip
-    """Let one group of processes do the `wanted` trials. If a trial ends the group, another group
-    does the remaining ones. Raises KeyboardInterrupt if the groups were told to stop."""
+    """Run `group_trials`, some of all `trials`, in one group of processes. If a trial ends the
+    group, run the remaining ones in a new group. Raises KeyboardInterrupt on Ctrl-C and SIGTERM."""
     jobs_file, results = out / "runs/jobs.json", out / "runs/results.jsonl"
-    count = wanted[0].num_processes
-    what: list[str] | Callable[[], int] = [str(script), *sys.argv[1:], f"--jobs={jobs_file}"]
+    count = group_trials[0].num_processes
+    command: list[str] | Callable[[], int] = [str(script), *sys.argv[1:], f"--jobs={jobs_file}"]
     if can_fork:
         launch.prepare_environment(count)
         ranks = import_ranks(
-            [build(compare.texts(trial.values)) for trial in wanted if not trial.verdict]
+            [build(compare.texts(trial.values)) for trial in group_trials if not trial.verdict]
         )
-        what = partial(ranks.train_all, jobs_file, build)
-    while left := [trial for trial in wanted if not trial.verdict]:
+        command = partial(ranks.train_all, jobs_file, build)
+    while remaining := [trial for trial in group_trials if not trial.verdict]:
         jobs = {
-            "runs": {trial.key: trial.values for trial in left},
-            "names": {trial.key: trial.name for trial in left},
-            "place": [sum(bool(trial.verdict) for trial in trials), len(trials)],
+            "runs": {trial.key: trial.values for trial in remaining},
+            "names": {trial.key: trial.name for trial in remaining},
+            "progress": [sum(bool(trial.verdict) for trial in trials), len(trials)],
             "out": str(out),
         }
         write_json(jobs_file, jobs)
         results.write_text("")
         log = out / "log.txt"
-        place = log.stat().st_size if log.is_file() else 0
-        ended = run_ranks(what, count)
+        log_size = log.stat().st_size if log.is_file() else 0
+        outcome = run_ranks(command, count)
         lines = [json.loads(text) for text in results.read_text().splitlines()]
-        found = {line["key"]: line for line in lines if "key" in line}
-        for trial in left:
-            take(trial, found.get(trial.key))
-        if ended.signum:
+        results_by_key = {line["key"]: line for line in lines if "key" in line}
+        for trial in remaining:
+            set_result(trial, results_by_key.get(trial.key))
+        if outcome.signum:
             raise KeyboardInterrupt
         began = [line["began"] for line in lines if "began" in line]
-        lost = [trial for trial in left if not trial.verdict and trial.key in began]
-        for trial in lost or [trial for trial in left if not trial.verdict]:
+        unfinished = [trial for trial in remaining if not trial.verdict]
+        lost = [trial for trial in unfinished if trial.key in began]
+        for trial in lost or unfinished:
             trial.verdict = "failed"
-            trial.why = ended.reason or first_error(log, place)
+            trial.why = outcome.reason or first_error(log, log_size)
             print(fold(f"{trial.name} failed: {trial.why}"), flush=True)
 
 
 def import_ranks(configs: Sequence[Request]) -> ModuleType:
-    """Import before the fork what each rank would import by itself."""
+    """Import the modules of a rank before the fork, so that the ranks share them."""
     launch.import_worker().use_cpu()
-    importlib.import_module("torch._dynamo")  # which optimizers import
+    importlib.import_module("torch._dynamo")  # optimizers import it
     for config in configs:
         load_strategy(config).traits.load()
     return importlib.import_module("distributed_training.tools.parity.ranks")
 
 
-def take(trial: Trial, line: Mapping[str, object] | None) -> None:
-    """Take over a line of results."""
+def set_result(trial: Trial, line: Mapping[str, object] | None) -> None:
+    """Copy a line of the results into its trial. None is a trial without a result."""
     if line is not None:
         for name in ("verdict", "why", "apart", "seconds", "mesh"):
             setattr(trial, name, line.get(name))
         trial.about = dict(line)
 
 
-def first_error(log: Path, place: int) -> str:
-    """The line after `place` that names the first exception, unless a lost peer caused it; or the
-    last line."""
+def first_error(log: Path, offset: int) -> str:
+    """Return the line after `offset` bytes that names the first exception not caused by a lost
+    peer, or else the last line."""
     with open(log, encoding="utf-8", errors="replace") as file:
-        file.seek(place)
+        file.seek(offset)
         lines = [line.strip() for line in file if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
     causes = [line for line in errors if " peer" not in line]
-    return next(iter([*causes, *errors, *lines[-1:]]), "its processes ended without a message")
+    return next(iter([*causes, *errors, *lines[-1:]]), "Its processes ended without a message.")

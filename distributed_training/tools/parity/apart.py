@@ -1,4 +1,4 @@
-"""Packed records taken apart, each in a row of its own: what packing has to agree with."""
+"""Unpack packed records, one per row, as the reference that packing must agree with."""
 
 import itertools
 from dataclasses import replace
@@ -9,29 +9,29 @@ from distributed_training.data.samples import IGNORE_INDEX, Sampler, Samples, St
 
 
 def rows_of(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndarray:
-    """Return inputs and targets of the documents of packed blocks (`Samples.batch`), each padded to
-    the length of a block: int64 [2, documents, seq_len]."""
+    """Return the inputs and targets of the documents in packed blocks, each padded to the length of
+    a block: int64 [2, documents, seq_len]. `micro_batch` is from `Samples.batch`."""
     inputs, targets, _, ends = micro_batch
     rows = []
     for *block, bounds in zip(inputs, targets, ends, strict=True):
         for start, end in itertools.pairwise([0, *np.unique(bounds).tolist()]):
             row = np.full((2, len(block[0])), IGNORE_INDEX)
             row[0] = padding_id
-            row[:, : end - start] = [part[start:end] for part in block]
+            row[:, : end - start] = [tokens[start:end] for tokens in block]
             rows.append(row)
     return np.stack(rows, axis=1)
 
 
 class OneByOne(Sampler):
-    """A sampler whose steps have the records of packed blocks, each by itself."""
+    """A sampler whose steps have the same records as packed blocks, but one record per row."""
 
     def step_batch(self, samples: Samples, step: int) -> StepBatch:
         batch = Sampler.step_batch(self, samples, step)
-        found = [rows_of(blocks, samples.padding_id) for blocks in batch.micro_batches]
+        unpacked = [rows_of(blocks, samples.padding_id) for blocks in batch.micro_batches]
         size = self.micro_batch_size
-        missing = -sum(rows.shape[1] for rows in found) % size  # of the last micro-batch
-        empty = np.full((2, missing, samples.seq_len), IGNORE_INDEX)
+        num_missing = -sum(rows.shape[1] for rows in unpacked) % size  # in the last micro-batch
+        empty = np.full((2, num_missing, samples.seq_len), IGNORE_INDEX)
         empty[0] = samples.padding_id
-        rows = np.concatenate([*found, empty], axis=1)
+        rows = np.concatenate([*unpacked, empty], axis=1)
         cuts = np.split(rows, rows.shape[1] // size, axis=1)
         return replace(batch, micro_batches=[tuple(cut) for cut in cuts])

@@ -1,4 +1,4 @@
-"""The result of `parity`: on the screen, as a page, and as JSON."""
+"""Show the result of `parity` on the screen, as a page and as JSON."""
 
 import math
 import shlex
@@ -18,27 +18,24 @@ from distributed_training.tools.parity.trials import OK, Trial
 
 
 def summary(trials: Sequence[Trial]) -> list[str]:
-    """The result in a sentence, then a line with the reason of each layout that does not agree."""
+    """Return the result in one sentence, then a line per layout with the reason for its verdict."""
     names: dict[str, list[str]] = {}
     for trial in trials:
         names.setdefault(trial.verdict, []).append(trial.name)
     text = f"{len(names.get(OK, ()))} of {plural(len(trials), 'layout')} agree with one process"
-    for verdict, words in (
+    for verdict, adjective in (
         ("differs", "differing"), ("failed", "failed"), ("skipped", "skipped"),
         ("other work", "not comparable by design"),
     ):  # fmt: skip
-        if found := names.get(verdict):
-            text += f", {len(found)} {words} ({', '.join(found)})"
-    return [f"{text}.", *(f"{trial.name} {in_words(trial)}" for trial in trials if trial.why)]
-
-
-def in_words(trial: Trial) -> str:
-    """Verdict and reason."""
-    return f"{trial.verdict} because {trial.why}" if trial.why else trial.verdict
+        if layouts := names.get(verdict):
+            text += f", {len(layouts)} {adjective} ({', '.join(layouts)})"
+    reasons = [f"{trial.name} {trial.verdict}: {trial.why}" for trial in trials if trial.why]
+    return [f"{text}.", *reasons]
 
 
 def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
-    """parity.json, parity.html, and the table on the screen."""
+    """Write parity.json and parity.html, and print the table. `trials` begins with the two runs of
+    one process."""
     reference, layouts = trials[0].about, trials[2:]
     config = reference["config"]
     heading, *notes = summary(layouts)
@@ -48,16 +45,18 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
         f"{config['max_length']} tokens; {layouts[-1].num_processes} processes on "
         f"{machine.gpu_name or 'CPU'}"
     )
-    least = ", ".join(f"{limit:g} for {what}" for what, limit in LIMITS.items())
+    limits = ", ".join(f"{limit:g} for {quantity}" for quantity, limit in LIMITS.items())
     rule = (
-        "Largest relative difference from one process over all steps and over all tensors of "
-        "weights and of AdamW's state. Tolerance: the larger of a fixed limit "
-        f"({least}) and {SPREADS} times the difference between the two runs of one process."
+        "Largest relative difference from one process, over all steps and all tensors of the "
+        "weights and of AdamW's state. The tolerance is the larger of a fixed limit "
+        f"({limits}) and {SPREADS} times the difference between the two runs of one process."
     )
     columns = {"layout": [trial.name for trial in trials]}
-    for what in LIMITS:
-        sizes = [max(trial.apart.get(what, {}).values(), default=math.inf) for trial in trials]
-        columns[what] = [f"{size:.1e}" if size < math.inf else NOTHING for size in sizes]
+    for quantity in LIMITS:
+        differences = [
+            max(trial.apart.get(quantity, {}).values(), default=math.inf) for trial in trials
+        ]
+        columns[quantity] = [f"{d:.1e}" if d < math.inf else NOTHING for d in differences]
     columns["seconds"] = [f"{trial.seconds:.0f}" for trial in trials]
     columns["verdict"] = [trial.verdict for trial in trials]
     table = Table(title="Differences", about=rule, columns=columns)
@@ -74,14 +73,14 @@ def write_page(out: Path, trials: Sequence[Trial], machine: Machine) -> None:
     section = report.Section(title, notes, [table], heading=model, settings=settings)
     text = report.page("html", "Parity of layouts", heading, [section], source)
     (out / "parity.html").write_text(text, encoding="utf-8")
-    found = [
+    rows = [
         {"name": trial.name, "set": trial.values, "verdict": trial.verdict, "why": trial.why,
          "mesh": trial.mesh, "seconds": trial.seconds, "apart": trial.apart}
         for trial in trials
     ]  # fmt: skip
     about |= {"heading": heading, "rule": rule, "config": config}
     about |= {"machine": machine, "limits": LIMITS, "spreads": SPREADS}
-    write_json(out / "parity.json", {**about, "runs": found})
+    write_json(out / "parity.json", {**about, "runs": rows})
     print(f"\n{report.terminal(section)}\n{textwrap.fill(rule, WIDTH)}")
     print(textwrap.fill(heading, WIDTH))
-    print(f"wrote {short_path(out)}/parity.html and parity.json")
+    print(f"Wrote {short_path(out)}/parity.html and parity.json.")

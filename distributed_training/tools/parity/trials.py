@@ -1,4 +1,4 @@
-"""What `parity` trains: one process twice, packed records one by one, then each layout."""
+"""List the runs of `parity`: one process twice, packed records one by one, then each layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,14 +12,15 @@ from distributed_training.settings.strategies import named_strategy
 from distributed_training.tools import compare
 
 REFERENCE, AGAIN = "reference", "rounding"  # keys and verdicts of the runs of one process
-# The key of one process that has packed records one by one; the verdict where none are packed
+# The key of the run of one process with packed records one by one, and its verdict if no records
+# are packed
 APART, NOT_PACKED = "one by one", "not packed"
-DEQUANTIZED = "dequantized"  # the key of one process whose base is dequantized before training
+DEQUANTIZED = "dequantized"  # key of the run of one process with a base dequantized beforehand
 OK = "ok"
-# Other dropout masks are drawn under every layout.
+# Each layout would draw different dropout masks.
 ALWAYS: compare.Values = {"dropout": 0.0, "resume": None, "checkpoint_every": 2**31}
-# Unless somebody says otherwise; a GPU replays a graph of the last steps.
-USUALLY: compare.Values = {**compare.QUIETLY, "max_steps": 16, "eval_samples": 8}
+# Defaults, which the user can override. 16 steps are enough for a GPU to replay a CUDA graph.
+DEFAULTS: compare.Values = {**compare.QUIETLY, "max_steps": 16, "eval_samples": 8}
 PLAIN: compare.Values = {
     **OPEN, "strategy": "dp", "pipeline_schedule": AUTO, "compile": False, "cuda_graphs": False,
     "gradient_compression": "none",
@@ -28,18 +29,20 @@ PLAIN: compare.Values = {
 
 @dataclass(kw_only=True, slots=True)
 class Trial:
-    """One training of the certificate and its result."""
+    """One training run of the check and its result."""
 
     key: str
     name: str
     values: compare.Values
     num_processes: int
-    verdict: str = ""  # "": not trained yet
+    verdict: str = ""  # empty until the run has a result
     why: str = ""
     apart: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
     mesh: dict[str, int] | None = None
-    about: compare.Values = field(default_factory=dict)  # of the reference: CONFIG and steps
+    about: compare.Values = field(
+        default_factory=dict
+    )  # the whole line of results; has CONFIG and steps
 
     @property
     def is_layout(self) -> bool:
@@ -65,7 +68,7 @@ def share_model(runs: Sequence[compare.Run], machine: Machine) -> None:
 
 
 def layouts_of(runs: Sequence[compare.Run]) -> list[Trial]:
-    """A trial per layout; one that its CONFIG refuses is skipped already."""
+    """Return a trial per layout. Layouts that CONFIG refuses have the verdict "skipped"."""
     return [
         Trial(
             key=f"layout-{number}", name=run.name, values=run.values, why=run.why,
@@ -76,22 +79,25 @@ def layouts_of(runs: Sequence[compare.Run]) -> list[Trial]:
 
 
 def references_for(runs: Sequence[compare.Run]) -> list[Trial]:
-    """One process with the global batch and the work of all layouts, and the same with other
-    micro-batches, and with each packed record in a row of its own."""
+    """Return the trials of one process with the same global batch and work as the layouts: the
+    reference, the same with another micro-batch size, and with one packed record per row."""
     first, config = next((run, run.config) for run in runs if run.config)
-    kept = compare.WORK | USUALLY.keys() | ALWAYS.keys() | {"precision"}
-    plain = {name: value for name, value in first.values.items() if name in kept} | PLAIN
+    shared_keys = compare.WORK | DEFAULTS.keys() | ALWAYS.keys() | {"precision"}
+    shared = {name: value for name, value in first.values.items() if name in shared_keys} | PLAIN
     size = int(config.batch_size)
-    sequences = size * config.grad_accum_steps * first.num_processes
-    other = 1 if size > 1 else first.num_processes
-    found = []
-    wanted = [
-        (REFERENCE, "one process", size), (AGAIN, "again, cut otherwise", other),
+    global_batch_size = size * config.grad_accum_steps * first.num_processes
+    other_size = 1 if size > 1 else first.num_processes
+    references = [
+        (REFERENCE, "one process", size), (AGAIN, "one process, other micro-batches", other_size),
         (APART, "records one by one", size),
     ]  # fmt: skip
     if config.base_dtype == "nf4":
-        wanted.append((DEQUANTIZED, "dequantized base", size))
-    for key, name, micro in wanted:
-        values = plain | {"batch_size": micro, "grad_accum_steps": sequences // micro}
-        found.append(Trial(key=key, name=name, values=values, num_processes=1))
-    return found
+        references.append((DEQUANTIZED, "dequantized base", size))
+    trials = []
+    for key, name, micro_batch_size in references:
+        batch = {
+            "batch_size": micro_batch_size,
+            "grad_accum_steps": global_batch_size // micro_batch_size,
+        }
+        trials.append(Trial(key=key, name=name, values=shared | batch, num_processes=1))
+    return trials
