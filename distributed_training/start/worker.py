@@ -53,7 +53,7 @@ def run(given: Plan | Request, process: Process, startup: Startup) -> int:
             try:
                 code = training.train(given, topology, watch, ask, startup)
             except BaseException as error:  # others may wait in a collective that never completes
-                if watch.place == THE_END and records.has_finished(given.run_dir):
+                if watch.activity == THE_END and records.has_finished(given.run_dir):
                     what = f"{type(error).__name__}: {error}"
                     print(f"note: after the run had finished, {what}", file=sys.stderr, flush=True)
                     os._exit(0)

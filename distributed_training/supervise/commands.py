@@ -1,4 +1,4 @@
-"""Commands that a run prints for its user: to continue it, to use and to improve its model."""
+"""Build the commands that a run prints: to continue it, use its model and train further."""
 
 import os
 import shlex
@@ -13,44 +13,47 @@ from distributed_training.supervise.process import LAUNCHER
 
 
 def to_continue(plan: Plan) -> tuple[str, str]:
-    """Return words that introduce the command that continues this run, and the command."""
+    """Return a sentence that introduces the command that continues this run, and the command."""
     if _has_own_launcher(plan):
-        return "to continue, start it as before and add", f"--resume {short_path(plan.run_dir)}"
-    return "to continue, type", again(plan, resume=short_path(plan.run_dir))
+        sentence = "To continue, start it with the same command and add:"
+        return sentence, f"--resume {short_path(plan.run_dir)}"
+    return "To continue, type:", again(plan, resume=short_path(plan.run_dir))
 
 
 def after_the_end(plan: Plan, record: Record) -> list[str]:
-    """Return three commands for a finished run: try the model, compare the runs, train longer (or,
-    if the run overfitted, keep the best weights)."""
+    """Return commands for a finished run: generate text, compare runs, and train longer. If the run
+    overfitted, the third command keeps the best weights instead."""
     config = plan.config
     script = _script(plan)
-    found = []
+    suggestions = []
     if (plan.run_dir / LAST).is_dir():
         prompt = [] if config.generate is None else ["--prompt", config.generate]
         best = ["--best"] if best_before(record) and record.best else []
         words = ["python", script, "generate", short_path(plan.run_dir), *best, *prompt]
-        found.append(shlex.join(words))
+        suggestions.append(shlex.join(words))
     is_default = plan.output_dir.absolute() == Path(script).absolute().parent / "runs"
     runs = [] if is_default else [short_path(plan.output_dir)]
-    found.append(shlex.join(["python", script, "report", *runs]))
+    suggestions.append(shlex.join(["python", script, "report", *runs]))
     if _has_own_launcher(plan):
-        return found
-    # The command that resumed a run may name nothing but the run.
+        return suggestions
+    # A resumed run takes its settings from its folder, so its command may not contain them.
     is_resumed = plan.requested.resume is not None
     best_row = best_before(record)
     if best_row and best_row["step"]:
-        return found if record.best or is_resumed else [*found, again(plan, keep_best=True)]
+        if record.best or is_resumed:
+            return suggestions
+        return [*suggestions, again(plan, keep_best=True)]
     longer: dict[str, Any] = {"epochs": 2 * config.epochs}
     if config.max_steps > 0:
         longer = {"max_steps": 2 * config.max_steps}
     if is_resumed:
         longer["resume"] = short_path(plan.run_dir)
-    return [*found, again(plan, **longer)]
+    return [*suggestions, again(plan, **longer)]
 
 
 def again(plan: Plan, **changes: Any) -> str:
-    """Return the command that started this run, as it is typed in the current folder, with other
-    values of some keys; a `resume` in it is dropped."""
+    """Return the command that started this run, without `resume` and with other values of some
+    keys, for the current folder."""
     words = shlex.split(plan.command)
     dropped = {name for key in {"resume", *changes} for name in (key, *KEYS[key].aliases)}
     kept = ["python", _script(plan)]
@@ -60,10 +63,10 @@ def again(plan: Plan, **changes: Any) -> str:
         if word.startswith("--") and name.replace("-", "_") in dropped:
             if not equals:
                 next(options)
-        elif word.startswith("--") or name not in dropped:  # not KEY=VALUE after --set
+        elif word.startswith("--") or name not in dropped:  # skips KEY=VALUE after --set
             kept.append(word)
-    typed = [f"--{name}={value}" for name, value in changes.items()]
-    return shlex.join([*kept, *typed])
+    changed = [f"--{name}={value}" for name, value in changes.items()]
+    return shlex.join([*kept, *changed])
 
 
 def _script(plan: Plan) -> str:
@@ -71,5 +74,5 @@ def _script(plan: Plan) -> str:
 
 
 def _has_own_launcher(plan: Plan) -> bool:
-    """Whether torchrun, deepspeed or another launcher started the processes."""
+    """Return whether torchrun, deepspeed or another launcher started the processes."""
     return bool(plan.launchers) or (plan.num_processes > 1 and LAUNCHER not in os.environ)

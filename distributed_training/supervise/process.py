@@ -1,4 +1,4 @@
-"""One process of a run: its number, the phases of its start, its signals. No torch."""
+"""Describe a process of a run: its rank, the phases of its start, its signals. No torch import."""
 
 import contextlib
 import os
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# In the environment of the ranks:
-LAUNCHER = "RANKS_LAUNCHER"  # the number of the process that started them
+# Environment variable of the ranks with the process id of the launcher that started them
+LAUNCHER = "RANKS_LAUNCHER"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """What a launcher told this process. `local_world_size` is 0 until `rendezvous.locate` if the
-    launcher did not tell it."""
+    """The rank of this process, as its launcher numbered it. `local_world_size` is 0 until
+    `rendezvous.locate` if the launcher did not set it."""
 
     rank: int
     world_size: int
@@ -25,25 +25,25 @@ class Process:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all processes of the run are known to be."""
+        """Return whether all processes of the run are known to be on this machine."""
         return self.local_world_size == self.world_size
 
 
 class Startup:
-    """Seconds of each phase from the start of this process to the end of its first step; of a fork
-    after those that it took `before`."""
+    """Seconds of each phase from the start of this process to the end of its first step. A fork
+    continues the phases `before` it."""
 
     def __init__(self, before: Mapping[str, float] | None = None) -> None:
         self.seconds = dict(before or {})
         self._last = time.monotonic()
         if not before:
-            # Whatever the time of day is: since the machine was started
+            # The process has the time of its start in ticks since the machine booted.
             fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
             begun_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
             self._last -= time.clock_gettime(time.CLOCK_BOOTTIME) - begun_s
 
     def end(self, phase: str) -> None:
-        """A phase has ended, and the next begun."""
+        """Note the end of a phase and the beginning of the next."""
         now = time.monotonic()
         self.seconds[phase] = round(now - self._last, 3)
         self._last = now
@@ -51,7 +51,8 @@ class Startup:
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator[None]:
-    """Signals handled so in the block, but for those that are ignored, as SIGHUP under nohup."""
+    """Handle signals with `handlers` in the block, except for ignored ones, such as SIGHUP under
+    nohup."""
     before: dict[signal.Signals, Any] = {}
     for signum, handler in handlers.items():
         if signal.getsignal(signum) != signal.SIG_IGN:
@@ -64,7 +65,7 @@ def handling(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator
 
 
 def numbered(noun: str, numbers: list[int]) -> str:
-    """ "rank 3", "ranks 1, 4", "ranks 8 to 15"."""
+    """Return text such as "rank 3", "ranks 1, 4" or "ranks 8 to 15"."""
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):

@@ -94,12 +94,12 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
         tracker.close(finished)
     if signum:
         saved = plan.config.checkpoint_every != 0
-        what = f"interrupted at step {trainer.step} of {trainer.num_steps}"
+        what = f"Interrupted at step {trainer.step} of {trainer.num_steps}."
         if saved:
-            advice, command = commands.to_continue(plan)
-            display.commands(f"{what}; {advice}", command)
+            sentence, command = commands.to_continue(plan)
+            display.commands(f"{what} {sentence}", command)
         else:
-            display.say(f"{what}; nothing was saved, because checkpoint_every is 0")
+            display.say(f"{what} Nothing was saved, because checkpoint_every=0.")
     engine.close()
     dist.barrier()
     if first:

@@ -40,7 +40,7 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
             r"exit codes \[1, -9\]",  # it is ended as well
         ),
         "hangs": (
-            rf"step 5 hangs for 1\d s: waiting for {rank_1}, in step 5 at ",
+            rf"step 5 has hung for 1\d s: waiting for {rank_1}, in step 5 at ",
             rf"note: step 5 has taken \d+ s: waiting for {rank_1}, in step 5 at ",
         ),
         "fails": ("rank 1: RuntimeError: a fault made on purpose", "Traceback"),
@@ -63,7 +63,7 @@ def test_a_run_whose_folder_is_removed_says_so(tmp_path):
     said = run_case("fault_cases:without_its_folder", values)
     assert "exit codes [1, 1]" in said
     assert f"error: {tmp_path}/" in said
-    assert "was removed or renamed while the run was going on" in said
+    assert "was removed or renamed during the run" in said
     assert said.count("error: ") == 1
     assert "Traceback" not in said
 
@@ -74,7 +74,7 @@ def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
     with running(launcher_command("spawn", values), log) as process:
         wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
         second = script(values, "--num_gpus", "2")
-        assert_refused(second, "is going on", f"process {process.pid} on {platform.node()}")
+        assert_refused(second, "is still in use", f"process {process.pid} on {platform.node()}")
         assert len(run_folders(output_dir)) == 1
         process.kill()  # A process that is not reaped counts as dead.
         begin = time.monotonic()
@@ -100,7 +100,7 @@ def test_ctrl_c_before_training_is_not_what_a_library_makes_of_it(tmp_path):
     values = {**SMALL, "strategy": "dp", "output_dir": tmp_path}
     said = run_case("fault_cases:with_ctrl_c_in_a_library", values, 1)
     assert "exit codes [130]" in said
-    assert "interrupted; nothing was trained" in said
+    assert "Interrupted before the first step." in said
     assert "Traceback" not in said
     assert only_record(tmp_path)["status"] == "interrupted"
 
@@ -183,8 +183,8 @@ def test_a_full_disk_is_said_and_leaves_what_was_saved(how, strategy, disk, requ
     record = only_record(folder)
     (run_dir,) = (path for path in run_folders(folder) if path.is_dir())
     assert record["status"] == "failed"
-    assert "is full; " in record["error"]
-    assert record["error"].endswith("make room, then go on with --resume auto")
+    assert "is full" in record["error"]
+    assert record["error"].endswith("continue with --resume auto")
     assert f"error: {record['error']}" in said
     assert "Traceback" not in said
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000003"]

@@ -35,7 +35,7 @@ def test_two_nodes_train_until_the_cable_is_pulled_and_one_goes_on(nodes, tmp_pa
     values = {**VALUES, "batch_size": 3, "checkpoint_every": 3, "output_dir": tmp_path / "runs"}
     said = run_on(nodes, values, "with_torchrun")
     assert "exit codes [0, -9]" in said
-    silent = "it shows no sign of life for 15 s"
+    silent = "it has shown no sign of life for 15 s"
     assert "error: lost rank 1 on node1 in " in said
     assert f"error: rank 1 on node1 lost rank 0 on node0: {silent}" in said
     assert "note: started again, from step-00000003; the global batch stays 6: " in said

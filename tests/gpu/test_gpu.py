@@ -251,7 +251,7 @@ def test_out_of_memory_is_recorded_and_explained(tmp_path):
     }  # fmt: skip
     result = run_script(values, 1, "--force")  # else it is refused
     assert result.returncode == 1
-    assert "out of GPU memory" in result.stderr
+    assert "Out of GPU memory" in result.stderr
     assert "batch_size=1024" in result.stderr
     assert "Traceback" not in result.stderr
     assert only_record(tmp_path)["status"] == "oom"

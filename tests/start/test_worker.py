@@ -51,9 +51,9 @@ def test_what_needs_less_memory_is_advised_where_it_helps(tmp_path, monkeypatch)
         plan = plan_for(tmp_path, GPU_MACHINE, count, **values)
         text = ending.explain_out_of_memory(plan, cpu_topology(plan), "tried to allocate")
         assert ("strategy=zero3 or fsdp" in text) == divide
-        assert ("; --set loss_chunk_tokens=8192; " in text) == chunk
+        assert ("--set loss_chunk_tokens=8192\n" in text) == chunk
         assert f"--set micro_batch_size={plan.batch.micro_batch_size // 2} " in text
-        assert "on rank 0: tried to allocate\n  1.00 GiB" in text
+        assert "on rank 0: tried to allocate\n  The peak was 1.00 GiB" in text
 
 
 def test_a_cause_on_another_nodes_disk_is_known_here(tmp_path, monkeypatch):

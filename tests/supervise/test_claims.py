@@ -1,4 +1,4 @@
-"""Who has a run's folder."""
+"""Test the lock on a run directory."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.conftest import clean_environment
 from tests.support import refused
 
 IDENTITY = {"strategy": "dp", "seed": 1}
-# A launcher that is killed once a rank of its run has begun.
+# A launcher that the test kills after a rank of its run has started.
 LAUNCHER = """
 import os, pathlib, sys, time
 from distributed_training.supervise import claims
@@ -50,7 +50,7 @@ def claim_as(run_dir, **changes):
 
 
 def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
-    """Also where its launcher was killed, and whatever number that has where one asks."""
+    """The claim outlives a killed launcher."""
     run_dir = tmp_path / "a"
     run_dir.mkdir()
     launcher = subprocess.Popen(
@@ -60,13 +60,13 @@ def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
     rank = int(launcher.stdout.readline())
     launcher.kill()
     launcher.wait()
-    here = f"process {launcher.pid} on {platform.node()} began it"
+    here = f"process {launcher.pid} on {platform.node()} started it"
     for refuse in (
         lambda: claims.refuse_held(run_dir),
         lambda: claims.claim(run_dir, IDENTITY),
         lambda: claims.refuse_doubling(tmp_path, IDENTITY),
     ):
-        with refused("is going on", here, "resume=None"):
+        with refused("is still in use", here, "resume=None"):
             refuse()
     claims.refuse_doubling(tmp_path, {**IDENTITY, "seed": 2})
     os.kill(rank, 9)
@@ -78,7 +78,7 @@ def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
     for _ in range(2):
         claims.claim(run_dir, IDENTITY)
     assert json.loads((run_dir / claims.OWNER_FILE).read_text())["pid"] == os.getpid()
-    claims.refuse_held(run_dir)  # one's own
+    claims.refuse_held(run_dir)  # held by this process
     for _ in range(2):
         claims.release(run_dir)
     assert not claims.is_locked(run_dir)
@@ -89,7 +89,7 @@ def test_who_was_taken_over_meanwhile_stops(tmp_path):
     claims.renew(tmp_path / "a")
     claim_as(tmp_path / "a", hostname="another-host", claimed_at=time.time() + 60)
     claims._seen[tmp_path / "a"] = claims._read(tmp_path / "a").model_copy(update={"pid": 1})
-    with pytest.raises(RunError, match="on another-host has taken the run over"):
+    with pytest.raises(RunError, match="on another-host has taken over the run"):
         claims.renew(tmp_path / "a")
 
 
@@ -106,7 +106,7 @@ def test_of_another_machine_or_without_locks_it_is_renewed_or_nobodys(
     does = {"renewed": claims.renew, "released": claims.release, "silent": lambda _: None}[end]
     timer = threading.Timer(0.3, does, [tmp_path / "a"])
     timer.start()
-    with refused("is going on", "another-host") if end == "renewed" else nullcontext():
+    with refused("is still in use", "another-host") if end == "renewed" else nullcontext():
         claims.refuse_held(tmp_path / "a")
     timer.join()
     (tmp_path / "a" / claims.OWNER_FILE).write_text("{")

@@ -1,4 +1,4 @@
-"""Commands that a run prints for its user."""
+"""Test the commands that a run prints for its user."""
 
 import shlex
 from pathlib import Path

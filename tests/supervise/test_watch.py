@@ -1,4 +1,4 @@
-"""What a process tells the others of where it is."""
+"""Test what processes know about each other, and when they give up."""
 
 import re
 import sys
@@ -13,9 +13,9 @@ from distributed_training.supervise.watch import LOST_S, Watch, who_is_late
 
 @pytest.fixture
 def watch():
-    found = Watch(Process(rank=0, world_size=1, local_rank=0, local_world_size=1))
-    yield found
-    found.end()
+    watch = Watch(Process(rank=0, world_size=1, local_rank=0, local_world_size=1))
+    yield watch
+    watch.end()
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def watch():
         ("torch._ops", True),  # a wait_tensor of tensor parallelism
         ("deepspeed.comm.torch", True),
         ("deepspeed.runtime.swap_tensor.async_swapper", False),
-        # What DeepSpeed wraps its functions in says nothing about them.
+        # The wrapper of all of DeepSpeed's functions does not tell whether they wait.
         ("deepspeed.runtime.zero.partition_parameters > deepspeed.utils.nvtx", True),
         ("deepspeed.ops.adam.cpu_adam > deepspeed.utils.nvtx", False),
         ("__main__", False),
@@ -56,7 +56,7 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
     watch.end()
     watch.world_size, watch._least_s = 2, 60.0
     watch.at("saving step 3")
-    watch._clock += 200  # is no step
+    watch._clock += 200  # not a step
     limits = []
     for seconds in (1, 5, 5, 300):
         watch.at("step", is_step=True)
@@ -68,10 +68,10 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
     assert watch.limit_s == 600
     watch._given_s = 7
     assert watch.limit_s == 7
-    watch._least_s = 600.0  # where steps are compiled
+    watch._least_s = 600.0  # if steps are compiled
     watch.at("step", is_step=True)
     assert watch.limit_s == 7
-    watch._steps_s.clear()  # it is the first
+    watch._steps_s.clear()  # the first step
     assert watch.limit_s == 600
     watch._given_s = 0
     assert watch.limit_s == 0, "never, also while the first step is compiled"
@@ -82,11 +82,11 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
 @pytest.mark.parametrize(
     ("heard_s", "answered_s", "reason"),
     [
-        (LOST_S + 1, 2, "lost rank 0 in starting: it shows no sign of life for 30 s, is frozen"),
-        # Its last sign was read twice before the cable was pulled: the launcher here is cut off
-        # as well, and has to end.
+        (LOST_S + 1, 2, "lost rank 0 in starting: it has shown no sign of life for 30 s and is"),
+        # The last heartbeat was read twice before the cable was pulled. The launcher here is cut
+        # off too, and has to end.
         (LOST_S + 1, LOST_S - 1, ""),
-        (LOST_S + 3, LOST_S + 1, "rank 1 on .* lost rank 0 on node0: it shows no sign of life"),
+        (LOST_S + 3, LOST_S + 1, "rank 1 on .* lost rank 0 on node0: it has shown no sign of life"),
     ],
 )
 def test_a_frozen_rank_0_is_told_from_a_node_cut_off(
@@ -96,14 +96,14 @@ def test_a_frozen_rank_0_is_told_from_a_node_cut_off(
     watch.rank, watch.world_size = 1, 2
     monkeypatch.setenv("MASTER_ADDR", "node0")
     watch._heard, watch._answered = watch._clock - heard_s, watch._clock - answered_s
-    found = [""]
-    monkeypatch.setattr(watch, "_give_up", lambda reason, *_: found.append(reason))
+    reasons = [""]
+    monkeypatch.setattr(watch, "_give_up", lambda reason, *_: reasons.append(reason))
     watch._look_at_others()
-    assert re.match(reason or "$", found[-1])
+    assert re.match(reason or "$", reasons[-1])
 
 
 def test_the_rank_that_is_in_no_collective_is_waited_for():
-    same = {"count": 3, "host": "n", "place": "step 3", "where": "loop.py:126 _update"}
+    same = {"count": 3, "host": "n", "activity": "step 3", "where": "loop.py:126 _update"}
     states = [{**same, "waits": True}, {**same, "waits": False}, {**same, "waits": True}]
-    said = "waiting for rank 1 on n, in step 3 at loop.py:126 _update"
-    assert who_is_late(states) == said
+    text = "waiting for rank 1 on n, in step 3 at loop.py:126 _update"
+    assert who_is_late(states) == text

@@ -86,7 +86,7 @@ class Expected:
 
 KILLED = Expected(("failed",), r"rank {rank}: killed by SIGKILL")
 STOPPED = Expected(("interrupted", "ok"), "", 30, 30)  # what launchers give it to save in
-FULL = Expected(("failed",), "is full; .*make room, then go on with --resume auto")
+FULL = Expected(("failed",), "is full.*--resume auto")
 FAULTS = {
     "killed": KILLED,
     "killed while saving": KILLED,
