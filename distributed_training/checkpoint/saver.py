@@ -1,15 +1,16 @@
-"""Checkpoints: published whole, the last k kept, resumed under any layout. Training does not wait
-until they are written.
+"""Save checkpoints in the background while training continues, and load them under any layout.
 
     <run>/checkpoints/step-00000120/
-        meta.json               step, the work, how it was spread, checksums of itself and others
-        record.json             the run's record as it was then
-        rank-00000.safetensors  the part that a rank held of weights and moments, under the model's
-                                names, and its random numbers' state
+        meta.json               step, work, layout, checksums of all files
+        record.json             the run's record at this step
+        rank-00000.safetensors  one rank's shards of weights and Adam moments, under the model's
+                                names, and the states of its random number generators
 
-Without a shared disk each node has the files of its own ranks, and meta.json. What its ranks hold
-but those of other nodes write is in them, too, under COPY and its name: the node reads that.
-The sampler needs no file: its position is the step. resume.py finds and checks checkpoints."""
+A checkpoint appears under its final name only when it is complete, and the last
+`keep_checkpoints` are kept. Without a shared disk, each node has meta.json and the files of its own
+ranks. These files also hold copies of the shards that its ranks need but ranks of other nodes
+write; a copy has the prefix COPY. The sampler needs no file, because its position is the step.
+resume.py finds and checks checkpoints."""
 
 import shutil
 import socket
@@ -45,36 +46,38 @@ from distributed_training.settings.files import publish, remove_folder
 from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.supervise import claims
 
-ROOM = 1.3  # of what a copy takes, must be free
+MEMORY_MARGIN = 1.3  # a copy is made if this factor of its size is free
 
 
 class Saver:
-    """Saves a run while it trains on: from a copy in host memory, in a thread, one at a time."""
+    """Saves a run during training, in a thread, from a copy in host memory. One save runs at a
+    time."""
 
     def __init__(self, plan: Plan, topology: Topology) -> None:
         self.plan = plan
         self.topology = topology
-        self.memory: HostMemory | None = None  # of the copy; None: there was no room
-        self.step = 0  # of the last save
-        self._copies: list[Part] = []  # in that memory
-        # Where the state itself is in host memory, that may grow scarce.
+        self.memory: HostMemory | None = None  # for the copy; None if it does not fit
+        self.step = 0  # step of the last save
+        self._copies: list[Part] = []  # parts in that memory
+        # Keep the memory between saves, unless the state itself is in host memory.
         self._keeps = topology.device_type == "cuda" and not plan.strategy.steps_on_host
-        # Who makes and removes folders, on a node's disk or for all nodes.
+        # One rank per disk creates and removes folders.
         self._leads = (topology.local_rank if plan.own_disks else topology.rank) == 0
-        self._group: dist.ProcessGroup | None = None  # the thread's own, for its exchanges
+        self._group: dist.ProcessGroup | None = None  # for collectives of the thread
         self._pool = ThreadPoolExecutor(1)
-        self.thread = self._pool.submit(threading.get_ident).result()  # that writes
-        self.ending: Future[Path] | None = None  # of what is being written, for `finish`
+        self.thread = self._pool.submit(threading.get_ident).result()  # the writing thread
+        self.ending: Future[Path] | None = None  # result of the current save, for `finish`
         self._row: dict[str, Any] = {}
 
     def prepare(self, engine: Engine) -> None:
-        """Begin to find memory, once all of the state is there, for the first save. Collective."""
+        """Start to allocate memory for the first save, once the whole state exists. Collective."""
         if self._keeps and self.plan.config.checkpoint_every not in (0, "signal"):
             self._find_memory(self._parts_to_write(engine))
 
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
-        """Begin to write the state, where nothing else is being written: a copy, which later steps
-        do not change; or itself, without `memory` for one: training waits then. Collective."""
+        """Start to write the state. The previous save must have finished. If `memory` has space, a
+        copy is written while training continues. Otherwise the state itself is written, and
+        training must wait. Collective over all processes."""
         began = time.monotonic()
         self.step = step
         writing = self.plan.run_dir / resume.CHECKPOINTS / f".writing-{step:08d}"
@@ -85,7 +88,7 @@ class Saver:
         parts = self._parts_to_write(engine)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        self._copies = []  # of an earlier step, whose memory they would keep
+        self._copies = []  # frees the memory of the previous copy
         self._find_memory(parts)
         if self.memory is not None:
             parts = self._copies = self.memory.copy(parts)
@@ -100,37 +103,37 @@ class Saver:
         self._row["stall_s"] = time.monotonic() - began
 
     def _parts_to_write(self, engine: Engine) -> list[Part]:
-        """What this rank writes of the state. Collective."""
+        """Return the parts of the state that this rank writes. Collective."""
         parts = (*engine.state_parts(), *own_parts(engine, self.topology))
         held = [part for part in parts if all(part.size)]
         copies = _copies_here(held, self.topology) if self.plan.own_disks else []
         return [part for part in held if part.writes] + copies
 
     def _find_memory(self, parts: list[Part]) -> None:
-        """See to memory for a copy of them, where all ranks have room for theirs. Collective."""
+        """Allocate memory for a copy of the parts, if it fits on all ranks. Collective."""
         needed = bytes_to_copy(parts)
         if all(gather(self.memory is not None and len(self.memory.memory) >= needed)):
             return
-        if self.memory is not None:  # freed before more is asked for
+        if self.memory is not None:  # free the old memory before allocating more
             self.memory.finding.join()
             self.memory = None
-        room = available_ram_bytes() > ROOM * needed * self.plan.processes_here
-        # What swaps to the disk has no memory for it.
-        if all(gather(room and not self.plan.strategy.swaps_to_disk)):
+        fits = available_ram_bytes() > MEMORY_MARGIN * needed * self.plan.processes_here
+        # A strategy that swaps to disk has no memory to spare.
+        if all(gather(fits and not self.plan.strategy.swaps_to_disk)):
             self.memory = HostMemory(needed, self.topology.device if self._keeps else None)
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
-        """All weights after `step`, under the model's names, from the copy in host memory; nothing
-        where that does not hold them."""
+        """Return all weights after `step` by the model's names, from the copy in host memory.
+        Return {} if the copy does not hold all of them."""
         if self.step != step or self.topology.world_size > 1:
             return {}
-        found = [part for part in self._copies if part.name.startswith("weight/")]
-        return {part.name.removeprefix("weight/"): part.get().view(part.shape) for part in found}
+        parts = [part for part in self._copies if part.name.startswith("weight/")]
+        return {part.name.removeprefix("weight/"): part.get().view(part.shape) for part in parts}
 
     def finish(self) -> tuple[Path, dict[str, Any]]:
-        """Wait for what is being written: the checkpoint, and its row of the record's `saves`.
-        Raises what failed on any rank: OSError, say, or FloatingPointError where the state is not
-        finite and so was not saved."""
+        """Wait for the current save. Return the checkpoint and its row of the record's `saves`.
+        Raises the error of any rank, such as OSError, or FloatingPointError if the state is not
+        finite and was therefore not saved."""
         assert self.ending is not None
         began = time.monotonic()
         try:
@@ -143,30 +146,31 @@ class Saver:
         return folder, self._row
 
     def _write(self, writing: Path, parts: list[Part], meta: resume.Meta) -> Path:
-        """Write this rank's files; once all are on the disk publish them by one rename a disk, and
-        delete all checkpoints but the last. The new one. Collective in the thread's group."""
+        """Write this rank's file. Once all files are on disk, publish them with one rename per disk
+        and delete old checkpoints. Return the new one. Collective in the thread's group."""
         began = time.monotonic()
-        first = self.topology.rank == 0
+        is_rank_0 = self.topology.rank == 0
         final = writing.with_name(name_of(meta.step))
-        own = writing / resume.file_of(self.topology.rank)
+        file = writing / resume.file_of(self.topology.rank)
         with failing_together(self._group):
-            mine = (socket.gethostname(), *write_parts(own, parts))
-        for rank, (host, size, checksum) in enumerate(gather(mine, self._group)):
+            written = (socket.gethostname(), *write_parts(file, parts))
+        for rank, (host, size, checksum) in enumerate(gather(written, self._group)):
             name = resume.file_of(rank)
             meta.files[name] = size
             meta.checksums[name] = checksum
             if self.plan.own_disks:
                 meta.hosts[name] = host
-        # Rank 0's node comes last and all nodes then drop older ones: what it has, all have.
-        for its_turn in (not first, first):
+        # Rank 0 publishes last, so that every checkpoint of its node exists on all nodes.
+        for has_turn in (not is_rank_0, is_rank_0):
             with failing_together(self._group):
-                if self._leads and its_turn:
+                if self._leads and has_turn:
                     _publish(writing, final, meta)
-        # What is newer was damaged or passed over by whoever resumed here: this run does it again.
+        # Also delete newer checkpoints. They were damaged or not chosen when this run was resumed,
+        # and this run repeats their steps.
         with failing_together(self._group):
-            found = list_checkpoints(self.plan.run_dir) if self._leads else []
-            older = [other for other in found if other <= final]
-            for other in set(found).difference(older[-self.plan.config.keep_checkpoints :]):
+            checkpoints = list_checkpoints(self.plan.run_dir) if self._leads else []
+            older = [other for other in checkpoints if other <= final]
+            for other in set(checkpoints).difference(older[-self.plan.config.keep_checkpoints :]):
                 remove_folder(other)
         self._row |= {"write_s": time.monotonic() - began, "bytes": sum(meta.files.values())}
         return final
@@ -174,9 +178,9 @@ class Saver:
 
 def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
     run_dir = final.parents[1]
-    claims.renew(run_dir)  # raises where it is not this run's any more
+    claims.renew(run_dir)  # raises if another process has claimed the folder
     record = run_dir / RECORD_FILE
-    if record.is_file():  # on rank 0's disk
+    if record.is_file():  # only on the disk of rank 0
         shutil.copy(record, writing)
     resume.write_meta(writing, meta)
     publish(writing, final)
@@ -185,74 +189,84 @@ def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
 def load_checkpoint(
     folder: Path, engine: Engine, plan: Plan, topology: Topology, data_fingerprint: str
 ) -> int:
-    """Restore engine and random numbers from a checkpoint; return the step. Raises UserError, also
-    for one that was made on other tokens than the run would go on with. Collective."""
+    """Restore the engine and the random number generators from a checkpoint. Return its step.
+    Raises UserError if it cannot be loaded or was trained on other tokens or base weights.
+    Collective."""
     meta = resume.read_meta(folder)
     if meta.data_fingerprint != data_fingerprint:
-        what = f"the text is not what {folder} was trained on"
-        why = "a file of the dataset has changed, or this is another Python's embedded corpus"
-        raise UserError(what, why, "restore it, or set resume to None")
+        what = f"The dataset is not the one that {folder} was trained on"
+        why = "its files have changed, or this Python version has another embedded corpus"
+        raise UserError(what, why, "restore the dataset, or set resume to None")
     if meta.base_fingerprint != engine.base_fingerprint:
-        what = f"the adapters of {folder} do not belong to the weights {plan.config.weights}"
-        raise UserError(what, "these have changed", "restore them, or set resume to None")
+        what = f"The adapters of {folder} do not belong to the weights {plan.config.weights}"
+        why = "these weights have changed since"
+        raise UserError(what, why, "restore the weights, or set resume to None")
     try:
         names = resume.files_to_read(folder, meta, plan, topology.rank)
         saved = TensorFiles(folder / name for name in names)
         engine.load(saved, meta.counters)
         if meta.spread == plan.spread:
             load_own(engine, saved, topology)
-        else:  # other ranks draw other masks; never those of the run's first steps again
+        else:  # under another layout, draw masks that the run has not drawn yet
             seed_dropout(plan, topology, meta.step)
-    except Exception as error:  # each library raises its own
-        what = f"checkpoint {folder} cannot be loaded"
+    except Exception as error:  # each library raises its own errors
+        what = f"Checkpoint {folder} cannot be loaded"
         first_line = str(error).partition("\n")[0]
         raise UserError(what, f"{type(error).__name__}: {first_line}", resume.INSTEAD) from error
     return meta.step
 
 
 def _copies_here(held: Iterable[Part], topology: Topology) -> list[Part]:
-    """This rank's share of what the ranks of its node hold and none of them writes, to be written
-    under other names. Collective."""
-    own: dict[str, Part] = {}
-    for part in held:  # both ends of a V hold the tied embedding
+    """Return this rank's share of the parts that ranks of its node hold but none of them writes.
+    These are written under names with the prefix COPY. Collective."""
+    part_by_key: dict[str, Part] = {}
+    for part in held:  # with a zb-v schedule, a rank holds the tied embedding twice
         key = f"{part.name} {part.start} {part.size}"
-        own[key] = part if part.writes else own.get(key, part)
+        part_by_key[key] = part if part.writes else part_by_key.get(key, part)
     node = topology.rank - topology.local_rank
-    ranks = gather((node, {key: part.writes for key, part in own.items()}))
-    here = {rank: found for rank, (its, found) in enumerate(ranks) if its == node}
-    written = {key for found in here.values() for key, writes in found.items() if writes}
-    lacking = dict.fromkeys(key for found in here.values() for key in found if key not in written)
-    mine = []
-    for number, key in enumerate(lacking):
-        holders = [rank for rank, found in here.items() if key in found]
+    ranks = gather((node, {key: part.writes for key, part in part_by_key.items()}))
+    keys_by_rank = {rank: keys for rank, (rank_node, keys) in enumerate(ranks) if rank_node == node}
+    written = {key for keys in keys_by_rank.values() for key, writes in keys.items() if writes}
+    unwritten = dict.fromkeys(
+        key for keys in keys_by_rank.values() for key in keys if key not in written
+    )
+    copies = []
+    for number, key in enumerate(unwritten):
+        holders = [rank for rank, keys in keys_by_rank.items() if key in keys]
         if holders[number % len(holders)] == topology.rank:
-            mine.append(replace(own[key], name=COPY + own[key].name, writes=True))
-    return mine
+            part = part_by_key[key]
+            copies.append(replace(part, name=COPY + part.name, writes=True))
+    return copies
 
 
 def own_parts(engine: Engine, topology: Topology) -> list[Part]:
-    """What only this rank has: its random numbers' state, and what its engine keeps to itself."""
+    """Return the state that only this rank has: its random number generators and engine-private
+    tensors."""
     rank = topology.rank
-    own = {f"own/{rank}/{name}": tensor for name, tensor in engine.own_state().items()}
-    own[f"random/cpu/{rank}"] = torch.get_rng_state()
+    tensors = {f"own/{rank}/{name}": tensor for name, tensor in engine.own_state().items()}
+    tensors[f"random/cpu/{rank}"] = torch.get_rng_state()
     if topology.device_type == "cuda":
-        own[f"random/cuda/{rank}"] = torch.cuda.get_rng_state()
-    return [part_of(name, each, each.shape, (0,) * each.dim()) for name, each in own.items()]
+        tensors[f"random/cuda/{rank}"] = torch.cuda.get_rng_state()
+    return [
+        part_of(name, tensor, tensor.shape, (0,) * tensor.dim()) for name, tensor in tensors.items()
+    ]
 
 
 def load_own(engine: Engine, saved: TensorFiles, topology: Topology) -> None:
-    """The same, into where it was."""
+    """Restore random number generators and engine-private state in place."""
     torch.set_rng_state(saved.whole(f"random/cpu/{topology.rank}"))
     if topology.device_type == "cuda":
         torch.cuda.set_rng_state(saved.whole(f"random/cuda/{topology.rank}"))
-    own = f"own/{topology.rank}/"
-    names = [name for name in saved.stored if name.startswith(own)]
-    engine.load_own({name.removeprefix(own): saved.whole(name) for name in names})
+    prefix = f"own/{topology.rank}/"
+    names = [name for name in saved.stored if name.startswith(prefix)]
+    engine.load_own({name.removeprefix(prefix): saved.whole(name) for name in names})
 
 
 def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
-    """Start the random numbers of dropout, for a run that begins, or goes on, after `step`."""
-    # Ranks that compute the same draw the same masks: those along tp without sequence parallelism,
-    # outside of attention.
-    alike = 1 if plan.config.sequence_parallel else topology.tp
-    torch.manual_seed(plan.config.seed + 1000 + step * topology.world_size + topology.rank // alike)
+    """Seed the dropout of a run that starts or continues after `step`."""
+    # Ranks with the same activations must draw the same masks. Without sequence parallelism these
+    # are the ranks along tp, except in attention.
+    num_equal = 1 if plan.config.sequence_parallel else topology.tp
+    torch.manual_seed(
+        plan.config.seed + 1000 + step * topology.world_size + topology.rank // num_equal
+    )

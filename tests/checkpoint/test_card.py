@@ -1,4 +1,4 @@
-"""The model card says what the record says, and its front matter is what the Hub takes."""
+"""Test that the model card matches the record and that the Hub accepts its front matter."""
 
 import pytest
 from huggingface_hub import ModelCard

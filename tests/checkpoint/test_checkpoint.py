@@ -34,9 +34,9 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class FakeEngine(Engine):
-    """Holds one number."""
+    """An engine whose state is one number."""
 
-    # What saving and loading never ask for.
+    # Saving and loading do not use these methods.
     train_step = eval_step = logits = describe_dtypes = full_state = None
 
     def __init__(self, value=0):
@@ -151,7 +151,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp
         engine.state[3, 1] = poison
         saver = Saver(plan_of(tmp_path, keep=1), TOPOLOGY)
         begin(saver, engine, 2)
-        engine.state.fill_(2)  # what was copied counts
+        engine.state.fill_(2)  # after the copy, so not in the checkpoint
         with pytest.raises(FloatingPointError, match=r"weight/w has .* not finite on rank 0"):
             saver.finish()
         assert list_checkpoints(tmp_path) == [good]
@@ -160,7 +160,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp
 
 
 def test_loading_restores_engine_step_and_random_numbers(tmp_path):
-    """Another layout draws numbers of its own."""
+    """Under another layout, random numbers are new."""
     drawn, other = [], {**SPREAD, "strategy": "fsdp"}
     for step, seed in ((12, 1), (12, 2), (24, 1)):
         torch.manual_seed(seed)
@@ -174,7 +174,7 @@ def test_loading_restores_engine_step_and_random_numbers(tmp_path):
 
 
 def test_what_is_no_tensor_file_is_never_loaded(tmp_path):
-    """A pickle, whose code would run."""
+    """Loading a pickle would execute its code."""
     folder = save(tmp_path, 1)
     (folder / RANK_0).write_bytes(pickle.dumps(Path))
     with refused(str(folder), "cannot be loaded", "remove that folder"):
@@ -182,7 +182,7 @@ def test_what_is_no_tensor_file_is_never_loaded(tmp_path):
 
 
 def test_without_room_for_a_copy_the_state_itself_is_written(tmp_path, monkeypatch):
-    """While training waits."""
+    """Training waits for the save."""
     monkeypatch.setattr(saver_module, "available_ram_bytes", lambda: 100)
     saver = Saver(plan_of(tmp_path), TOPOLOGY)
     begin(saver, FakeEngine(3), 3)
@@ -205,7 +205,7 @@ def test_weights_are_those_of_the_last_save_and_none_without_a_copy(tmp_path, mo
 
 
 def test_one_flipped_bit_is_found_and_a_file_that_is_missing(tmp_path):
-    """In a file that is read in pieces."""
+    """The file is large enough to be read in pieces."""
     engine = FakeEngine()
     engine.state = torch.ones(2**20, 4)
     engine.state_parts = lambda: [part_of("weight/w", engine.state, (2**20, 4), (0, 0))]
@@ -217,7 +217,7 @@ def test_one_flipped_bit_is_found_and_a_file_that_is_missing(tmp_path):
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
-    with refused(str(folder), "is damaged", f"{RANK_0} has other contents", "resume to None"):
+    with refused(str(folder), "is damaged", f"{RANK_0} has changed", "resume to None"):
         check_files(folder, read_meta(folder))
     (folder / RANK_0).unlink()
     with refused("is damaged", f"{RANK_0} is missing"):
@@ -231,19 +231,19 @@ def test_each_flipped_bit_of_a_meta_is_found_and_a_folder_of_another_step(tmp_pa
     for place, bit in itertools.product(range(0, len(whole), 3), range(8)):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
         with contextlib.suppress(UserError):
-            assert read_meta(folder) == meta  # of white space
+            assert read_meta(folder) == meta  # the bit was in white space
     file.write_bytes(whole)
-    with refused("is damaged", "the folder another name"):
+    with refused("is damaged", "the folder was renamed"):
         read_meta(folder.rename(folder.with_name("step-00000041")))
 
 
 def test_what_another_release_or_nobody_wrote_is_refused(tmp_path):
     folder = save(tmp_path, 1)
     edit_meta(folder, format=FORMAT + 1)
-    with refused("of a later release", f"format {FORMAT + 1} instead of {FORMAT}"):
+    with refused("by a later release", f"format {FORMAT + 1}, not {FORMAT}"):
         read_meta(folder)
     for content, *said in (
-        (b'{"format": 3, "step": 1}', str(folder), "of an earlier release", "weights=<run>/hf"),
+        (b'{"format": 3, "step": 1}', str(folder), "by an earlier release", "weights=<run>/hf"),
         (b"[]", f"{folder} is not a checkpoint of this suite", "remove that folder"),
         (b"\xff\xfe\x00", "is not a checkpoint"),
     ):
@@ -286,8 +286,8 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(
     assert "20260103-finished, the newest with a checkpoint, has finished" in said
     make_run(tmp_path, "20260104-other-seed", 6, work={**WORK, "seed": 1})
     (said,) = find_resume("auto", tmp_path)
-    assert "20260104-other-seed, the newest with a checkpoint, is of other work: seed was 1" in said
-    assert f"; to go on with that, --resume {os.path.relpath(tmp_path)}/20260104-other-seed" in said
+    assert "20260104-other-seed, the newest with a checkpoint, did other work: seed was 1" in said
+    assert f"To continue it, add --resume {os.path.relpath(tmp_path)}/20260104-other-seed" in said
     make_run(tmp_path, "20260101-a", 1)
     wanted = make_run(tmp_path, "20260102-b", 3, 4, status="failed")
     make_run(tmp_path, "20260105-without-checkpoint")
@@ -297,15 +297,17 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_work_or_says_why_none(
 
 
 def test_auto_prefers_a_run_of_its_own_strategy(tmp_path):
-    """Otherwise of two strategies that are compared one would go on with the other's run."""
-    (own,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
+    """Otherwise one of two compared strategies would continue the run of the other."""
+    (same_strategy,) = list_checkpoints(make_run(tmp_path, "20260101-a", 1))
     (other,) = list_checkpoints(make_run(tmp_path, "20260102-b", 2))
     edit_meta(other, spread={**SPREAD, "strategy": "dp"})
-    for strategy, expected in {"zero2": own, "dp": other, "fsdp": other}.items():
+    for strategy, expected in {"zero2": same_strategy, "dp": other, "fsdp": other}.items():
         assert find_resume("auto", tmp_path, strategy=strategy) == expected
     with open(other.parents[1] / ".owner.json", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert find_resume("auto", tmp_path, strategy="fsdp") == own, "the other one goes on"
+        assert find_resume("auto", tmp_path, strategy="fsdp") == same_strategy, (
+            "the other run is in use"
+        )
 
 
 def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
@@ -318,7 +320,7 @@ def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
     assert len(told) == 2
     assert f"{second} is not a checkpoint" in told[0]
     assert f"{third} is damaged. {RANK_0} is missing" in told[1]
-    # What was passed over gives way, though it is of a later step.
+    # The skipped checkpoints are deleted, although their steps are later.
     folder = save(run_dir, 15, keep=1)
     assert list_checkpoints(run_dir) == [folder]
 
@@ -334,7 +336,9 @@ def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
         ({**WORK, "new": 1}, "new was None and is 1"),
         ({}, "seed was 42 and is None"),
     ):
-        with refused("is of another run", said, f"type export {os.path.relpath(run_dir)}, then"):
+        with refused(
+            "is a run with other work", said, f"type export {os.path.relpath(run_dir)}, then"
+        ):
             find_resume(str(run_dir), tmp_path, work)
     (run_dir / "hf").mkdir()
     with refused(f"from its weights: --weights {os.path.relpath(run_dir)}/hf"):
@@ -342,7 +346,7 @@ def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
 
 
 def test_files_are_known_by_their_contents(tmp_path):
-    """The run saved its texts as "tokens", and has a folder of weights."""
+    """The saved run has its texts as "tokens", and a folder of weights."""
     work = {**WORK, "dataset": "./a.txt", "tokenizer": "tok", "weights": "w", "model": "m"}
     saved = plan_of(tmp_path / "a", work=work)
     saved.sources = {"weights": "8-1234", "model": "9-5678"}
@@ -372,7 +376,7 @@ def test_a_damaged_record_is_read_from_the_checkpoint(content, tmp_path, caplog)
     assert resume.state_of(folder, read_meta(folder)).started_at == json.loads(whole)["started_at"]
     (folder / "record.json").unlink()
     assert find_resume("auto", tmp_path)
-    assert f"passes over {folder}" in caplog.records[-1].getMessage()
+    assert f"skips {folder}" in caplog.records[-1].getMessage()
     with refused(f"{run_dir}/record.json"):
         find_resume(str(run_dir), tmp_path)
 

@@ -1,4 +1,4 @@
-"""Two nodes that share no disk: two processes, each with another folder for the run's."""
+"""Test two nodes without a shared disk: two processes, each with its own folder for the run."""
 
 import shutil
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def on_two_nodes(folder):
-    """What each rank saw, in a list, once two checkpoints are written and a third one fails."""
+    """Return what each rank saw after two checkpoints and a failed third one."""
     dist.init_process_group("gloo")
     rank, seen = dist.get_rank(), {}
     topology = Topology(
@@ -82,7 +82,7 @@ def on_two_nodes(folder):
 
 
 def find_on(given, output_dir, own_disks=True):
-    """As a process that is alone on the first node."""
+    """Find the checkpoint as a single process on the first node."""
     plan = plan_of(None)
     plan.own_disks = own_disks
     plan.config.resume, plan.output_dir = given, output_dir
@@ -97,7 +97,7 @@ def two_nodes(tmp_path_factory):
 
 
 def test_what_the_first_node_has_all_have(two_nodes):
-    """It publishes last, and the others drop nothing before."""
+    """The first node publishes last, and the others delete old checkpoints only after it."""
     first, second = two_nodes[1]
     assert first["saved"] == second["saved"] == [2]
     assert (first["one failed"], second["one failed"]) == ([2], [2, 3])
@@ -109,8 +109,8 @@ def test_every_rank_is_told_what_is_wrong_on_one_node(two_nodes):
     assert first["nothing"] is None
     for case, words in {
         "one folder": "sees another node's",
-        "missing": "lacks rank-00001.safetensors; written on",
-        "damaged": "is damaged. rank-00001.safetensors has other contents",
+        "missing": "lacks rank-00001.safetensors, which were written without a shared disk on",
+        "damaged": "is damaged. rank-00001.safetensors has changed",
     }.items():
         assert words in first[case] == second[case]
 
@@ -120,12 +120,12 @@ def test_auto_does_not_begin_anew_where_a_node_is_missing(two_nodes, tmp_path):
     run_dir = tmp_path / "20260101-a"
     shutil.copytree(folder / "node0", run_dir)
     for resume in ("auto", str(run_dir)):
-        with refused("record.json of", "the run's first node was"):
+        with refused("record.json of", "it is on the run's first node"):
             find_on(resume, tmp_path)
     started(run_dir).update(status="interrupted")
     for resume in ("auto", str(run_dir)):
         assert find_on(resume, tmp_path).parents[1] == run_dir
-        with pytest.raises(ElsewhereError, match="is not whole"):
+        with pytest.raises(ElsewhereError, match="is not complete"):
             find_on(resume, tmp_path, own_disks=False)
     started(run_dir).update(status="ok")
     assert find_on("auto", tmp_path, own_disks=False) is None

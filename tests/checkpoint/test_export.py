@@ -1,4 +1,4 @@
-"""Sampling, the weights that keep_best keeps, those of checkpoints, and the commands `generate` and
+"""Test sampling, the weights of keep_best and of checkpoints, and the commands `generate` and
 `export`."""
 
 import itertools
@@ -21,7 +21,7 @@ from tests.e2e.support import assert_refused
 from tests.pool import SCRIPT
 from tests.support import refused
 
-# Logits: one row per last token.
+# Row i has the logits after token i.
 TABLE = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
 
 
@@ -77,7 +77,7 @@ def run(folder, strategy, num_processes=2, **changes):
 
 
 def validation_loss(run_dir, folder):
-    """Mean loss of the weights in `folder` over the run's validation samples, in one process."""
+    """Return the mean loss of the weights in `folder` on the run's validation samples."""
     plan = load_plan(run_dir)
     samples = cut_data(plan).validation
     model = plan.model.build(dropout=0.0, seed=0)
@@ -102,12 +102,12 @@ def test_the_best_weights_are_those_of_the_lowest_validation_loss(strategy, tmp_
 
 
 def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
-    """And neither drawing it nor keeping the best weights changes training."""
+    """Generating it and keeping the best weights do not change training."""
     record, out = run(tmp_path / "a", "zero3", max_steps=2, generate="def ", keep_best=True)
     assert record["sample_before"].startswith("def ")
     assert record["sample_before"] != record["sample"]
     assert out.index("sample before training:") < out.index("step      0/2")
-    assert record["best"]["step"] == 2  # from where hf/ comes then
+    assert record["best"]["step"] == 2  # hf/ has these weights
     weights = [Path(record["run_dir"], name, "model.safetensors") for name in ("best", "hf")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     silent, out = run(tmp_path / "silent", "zero3", max_steps=2, generate=None)
@@ -118,7 +118,7 @@ def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run with two checkpoints, and in hf/ the weights of the copy for the last."""
+    """A run with two checkpoints. Its hf/ has the weights of the last one."""
     folder = tmp_path_factory.mktemp("runs")
     changes = {"checkpoint_every": 2, "keep_checkpoints": 2, "max_steps": 4}
     record, _ = run(folder, "dp", 1, **changes, learning_rate=1e-4)
@@ -139,7 +139,7 @@ def test_a_run_answers_a_prompt_and_lines(run_dir):
 
 
 def test_the_text_is_that_of_transformers(run_dir):
-    """The likeliest tokens, from the exported folder."""
+    """Compare the most likely tokens with those of the exported folder."""
     transformers = pytest.importorskip("transformers")
     folder = run_dir / "hf"
     model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
@@ -168,7 +168,7 @@ def command(*words):
 
 
 def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
-    """Here one that was killed after it had saved: its last weights are in hf/ to compare with."""
+    """The run was killed after its last save, so the export must equal its hf/."""
     killed = tmp_path / run_dir.name
     shutil.copytree(run_dir, killed)
     shutil.rmtree(killed / "hf")
@@ -196,7 +196,7 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
 
 
 def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
-    """As PEFT merges them."""
+    """Compare with PEFT's merge."""
     peft = pytest.importorskip("peft")
     import transformers
 
@@ -212,7 +212,7 @@ def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
     for name, weight in merged.state_dict().items():
         torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
     assert_refused(command("export", made / "hf", "--merge"), "merged is there already", "--to")
-    bare = tmp_path / "bare"  # as others publish adapters, without the tokenizer of their base
+    bare = tmp_path / "bare"  # published adapters often lack the tokenizer of their base
     bare.mkdir()
     for file in (made / "hf").glob("adapter_*"):
         shutil.copy(file, bare)
@@ -223,7 +223,7 @@ def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
 
 
 def test_a_finished_run_is_trained_further(run_dir, tmp_path):
-    """With adapters and a constant rate it becomes the run that was longer from the beginning."""
+    """With adapters and a constant rate it equals a run that was longer from the start."""
     base = run_dir / "hf"
     values = {"model": str(base), "weights": str(base), "lora_rank": 4, "learning_rate": 0.01}
     values |= {"lr_schedule": "constant", "warmup_steps": 0}

@@ -60,8 +60,10 @@ def test_each_node_keeps_its_own_part_where_no_disk_is_shared(nodes, tmp_path, u
     together = tmp_path / "together"
     shutil.copytree(folders[0], together, symlinks=True)
     alone = {**values, "batch_size": 6, "output_dir": together, "resume": "auto"}
-    missing = "rank-00001.safetensors, rank-00002.safetensors; written on node1, node2, without"
-    assert_refused(script(alone), "is not whole on", missing, "copy the run's folders of all nodes")
+    missing = "rank-00001.safetensors, rank-00002.safetensors, which were written without"
+    assert_refused(
+        script(alone), "is not complete on", missing, "merge the run's folders of all nodes"
+    )
     for folder in folders[1:]:
         shutil.copytree(folder, together, dirs_exist_ok=True)
     resumed = train(alone)

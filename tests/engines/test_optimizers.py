@@ -1,4 +1,4 @@
-"""AdamW with moments in fewer bits."""
+"""Test AdamW with moments in fewer bits."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def build(name, parameter):
 
 
 def train(name, gradients):
-    """A parameter that has seen all gradients, and its optimizer's state."""
+    """Return a parameter after steps with all gradients, and its optimizer state."""
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, gradients[0].numel()).view(-1, 512))
     optimizer = build(name, parameter)
     for gradient in gradients:
@@ -32,7 +32,7 @@ def normal(seed, *, scale=1.0):
 
 
 def test_bf16_moments_follow_fp32_ones_on_average_even_where_a_step_hardly_changes_them():
-    """Rounded to nearest, the second moment would never shrink again."""
+    """With rounding to nearest, the second moment would never shrink."""
     gradients = [normal(seed) for seed in range(20)] + [normal(0, scale=0.01)] * 700
     exact, state = train("adamw", gradients)
     rounded, moments = train("adamw-bf16", gradients)
@@ -58,7 +58,7 @@ def test_replicas_round_alike_whatever_their_random_generators_do(monkeypatch):
     torch.manual_seed(1)
     first, _ = train("adamw-bf16", [normal(0), normal(1)])
     torch.manual_seed(2)
-    monkeypatch.setattr(optimizers, "CHUNK", 1000)  # and whatever part of a tensor each has
+    monkeypatch.setattr(optimizers, "CHUNK", 1000)  # several chunks per tensor
     second, _ = train("adamw-bf16", [normal(0), normal(1)])
     assert torch.equal(first, second)
 

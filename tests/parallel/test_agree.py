@@ -1,4 +1,4 @@
-"""What ranks agree on before the first step, and that none has to be quick."""
+"""Test what ranks agree on before the first step, and that a slow rank is waited for."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ VALUES = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text())}
 
 
 def plan_on_two_ranks(tmp_path, **of_rank_1):
-    """The plan or error of each rank; threads stand for ranks, and no process group is there."""
+    """Return each rank's plan or error. Threads stand in for ranks, without a process group."""
     store = dist.HashStore()
 
     def plan(rank):
@@ -36,7 +36,7 @@ def plan_on_two_ranks(tmp_path, **of_rank_1):
 
 
 def test_ranks_wait_for_the_text_as_long_as_it_takes(tmp_path, monkeypatch):
-    """Not on a process group's clock, which ends after half an hour: there is none here."""
+    """No process group exists yet, so its limit of half an hour does not apply."""
     waited = threading.Event()
     data = rendezvous.plan_data
     cut = data.cut_data

@@ -1,4 +1,4 @@
-"""The loss over a split vocabulary, on one process that holds all of it, padding included."""
+"""Test the loss over a sharded vocabulary in one process that holds all of it, with padding."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What was written in one cut is read in any other."""
+"""Test that tensors written under one sharding are read under any other."""
 
 import itertools
 import random
@@ -19,11 +19,11 @@ from distributed_training.parallel.tensor_files import (
 
 SHAPE = (11, 6)
 WHOLE = torch.arange(66.0).view(SHAPE)
-PADDED = torch.nn.functional.pad(WHOLE, (0, 0, 0, 5))  # as a vocabulary is
+PADDED = torch.nn.functional.pad(WHOLE, (0, 0, 0, 5))  # padded like a vocabulary
 
 
 def ranges(seed):
-    """Of elements in order, as ZeRO divides, the last one with padding behind."""
+    """Shard elements in order, as ZeRO does, with padding at the end of the last shard."""
     marks = [0, *sorted(random.Random(seed).sample(range(96), 4)), 96]
     return [((low,), PADDED.flatten()[low:high]) for low, high in itertools.pairwise(marks)]
 
@@ -47,7 +47,7 @@ CUTS = {
 
 
 def save(folder, cut):
-    """A file for each part."""
+    """Write a file per part."""
     for number, (start, values) in enumerate(cut):
         part = part_of("w", values, SHAPE, start)
         write_parts(folder / f"rank-{number:05d}.safetensors", [part])

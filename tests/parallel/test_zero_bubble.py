@@ -1,5 +1,5 @@
-"""A backward pass in two parts has the gradients, and the products, of one in one part; weights
-that are rounded once a step have those of a model whose weights are bf16 themselves."""
+"""Test that a split backward pass has the gradients and matrix multiplications of a whole one, and
+that rounding weights once per step equals training a model with bf16 weights."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ from distributed_training.settings.files import ROOT
 
 CPU = torch.device("cpu")
 MODELS = {"gpt2": "gpt2-tiny", "another family": str(ROOT / "tests/models/grouped")}
-TOKENS = 2 * 16  # of a micro-batch
+TOKENS = 2 * 16  # per micro-batch
 
 
 def build(name):
@@ -38,7 +38,8 @@ def micro_batches(count):
 
 
 def in_two_parts(model, batches):
-    """First parts before all second ones, as never in one pass; what the second parts are."""
+    """Run all first parts of backward passes, then all second parts. Return the number of second
+    parts."""
     weights, later = WeightGradients(model, CPU, (1, 1)), []
     for inputs, targets in batches:
         model(inputs, targets).backward()
@@ -54,7 +55,7 @@ def in_one_part(model, batches):
 
 @pytest.mark.parametrize("name", [*MODELS, "bf16"])
 def test_two_parts_give_the_gradients_of_one(name):
-    """In fp32; the weights of bf16 are rounded once a step."""
+    """Gradients are fp32, and bf16 weights are rounded once per step."""
     model, batches = build_bf16() if name == "bf16" else build(name), micro_batches(3)
     expected, dtype = copy.deepcopy(model), model.compute_dtype or torch.float32
     with RoundedWeights(expected, dtype):
@@ -67,14 +68,15 @@ def test_two_parts_give_the_gradients_of_one(name):
 
 
 def test_blocks_share_one_compiled_graph(monkeypatch):
-    """Else the ninth would run as it is: torch compiles a function eight times at most."""
+    """Otherwise the ninth block would run uncompiled, as torch compiles a function at most eight
+    times."""
     size = gpt2.gpt2_size(vocab_size=2048, num_layers=3, num_heads=2, hidden_size=16)
     model = gpt2.build(size, dropout=0.0, seed=0)
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     apply_compile(model, build_config({"compile": True, "loss_chunk_tokens": 0}), ends=False)
     in_two_parts(model, micro_batches(2))
-    assert counter.frame_count == 2  # the blocks', and the loss's
+    assert counter.frame_count == 2  # one graph for the blocks and one for the loss
 
 
 def test_two_parts_take_the_products_of_one():
@@ -98,7 +100,7 @@ def test_two_parts_take_the_products_of_one():
 
 
 def test_a_loss_that_is_kept_holds_no_inputs_of_products():
-    """As a schedule keeps those of all micro-batches until the end of the step."""
+    """A schedule keeps the losses of all micro-batches until the end of the step."""
     model, (batch,) = build("gpt2"), micro_batches(1)
     weights = WeightGradients(model, CPU, (1, 1))
     loss = model(*batch)
@@ -111,7 +113,7 @@ def test_a_loss_that_is_kept_holds_no_inputs_of_products():
 
 
 def summed_gradients(model, batches):
-    """Those of a bf16 copy of the model, each micro-batch's by itself, added up in fp32."""
+    """Return the gradients of a bf16 copy of the model, summed over micro-batches in fp32."""
     rounded = copy.deepcopy(model).to(torch.bfloat16)
     sums = {name: torch.zeros(p.shape) for name, p in rounded.named_parameters()}
     for inputs, targets in batches:
@@ -127,7 +129,7 @@ def test_gradients_are_those_of_rounded_weights_added_up_in_fp32():
     model = build_bf16()
     before, batches = dict(model.named_parameters()), micro_batches(3)
     weights = RoundedWeights(model, torch.bfloat16)
-    for _ in range(2):  # the second time from other weights
+    for _ in range(2):  # the second round starts from other weights
         expected = summed_gradients(model, batches)
         with weights:
             assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

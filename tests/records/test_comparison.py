@@ -1,4 +1,4 @@
-"""Runs side by side: which did the same work, and what the tables say of them."""
+"""Test how runs are grouped by work and what the tables of a comparison show."""
 
 import platform
 import statistics
@@ -20,7 +20,7 @@ SPEEDS = (100_000.0, 140_000.0)
 
 
 def seeded(seed, speed, **changes):
-    """A run with a prediction, two evaluations and a curve that depends on the seed."""
+    """Return a run with a prediction, two evaluations and a curve that depends on the seed."""
     curve = [[step, 4 - step / 10 - seed / 100] for step in range(1, 5)]
     evaluations = [{"step": step, "loss": 3.0 + seed, "perplexity": 20.0} for step in (0, 4)]
     return made_record(
@@ -31,7 +31,7 @@ def seeded(seed, speed, **changes):
 
 @pytest.fixture
 def over_seeds():
-    """Two seeds of one layout, one of two of another, and one that could not run."""
+    """Two seeds of one layout, one of two seeds of another, and one that could not run."""
     runs = [seeded(seed, speed) for seed, speed in enumerate(SPEEDS)]
     layouts = [
         Layout(name="zero2", records=runs, num_runs=2),
@@ -42,7 +42,7 @@ def over_seeds():
 
 
 def rows_of(comparison, title="Results"):
-    """Name -> heading -> cell of one table."""
+    """Return name -> heading -> cell of a table."""
     (table,) = (table for table in comparison.tables() if table.title == title)
     rows = zip(*table.columns.values(), strict=True)
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in rows}
@@ -59,7 +59,7 @@ def test_works_are_the_newest_first_their_runs_the_oldest_and_say_how_they_diffe
     newest, oldest = group_by_work(records)
     assert newest.differs == {"seed": "7", "global_batch_size": "64"}
     assert oldest.differs == {"seed": "42", "global_batch_size": "32"}
-    # What all share stands above, what differs in the names.
+    # Shared settings are above the table, and names contain the different ones.
     assert oldest.title.startswith("model gpt2-medium, processes 4, batch 4 x 512, compile yes, ")
     rows = rows_of(oldest)
     names = ["3 dp, precision bf16", "4 zero2, precision bf16", "1 zero2, precision fp32"]

@@ -32,7 +32,7 @@ def test_summary_says_what_came_out():
     }
 
 
-# A record holds None where the run had NaN; a resumed run reads its beginning from there.
+# A record has None for NaN, and a resumed run reads its first rows from the record.
 NAN = float("nan")
 DIVERGED = [
     {"step": 0, "loss": None, "perplexity": None},

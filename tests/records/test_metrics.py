@@ -1,5 +1,5 @@
-"""Speed and memory by hand; what trackers are sent: TensorBoard's files read back, the others' own
-interfaces recorded."""
+"""Check speed and memory against values computed by hand, and trackers against TensorBoard's files
+and recorded calls of the other packages."""
 
 import math
 import sys
@@ -46,9 +46,9 @@ def test_steps_of_a_clock_that_stands_still_have_no_speed():
     ("name", "peak"),
     [
         ("NVIDIA H100 PCIe", 756e12),
-        # These only begin like a known one.
+        # These names begin with a known name but are other GPUs.
         ("Quadro RTX 6000", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of one
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of a GPU
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )
@@ -66,10 +66,10 @@ def test_timer_leaves_out_what_lies_between_restart_and_mark(monkeypatch):
     timer.mark()  # 1
     timer.mark()  # 3
     assert timer.durations_s() == [1.0, 2.0]
-    timer.restart()  # 100: evaluation took 97
+    timer.restart()  # 100, after an evaluation of 97 s
     timer.mark()
     assert timer.durations_s() == [1.5]
-    timer.mark()  # 103.5: looking at the durations stops no clock
+    timer.mark()  # 103.5, because reading the durations does not stop the clock
     assert timer.durations_s() == [2.0]
 
 
@@ -103,7 +103,7 @@ FINAL = {
 
 
 def track(log_to, folder, step=0):
-    """A short run under this tracker, which goes on after `step`."""
+    """Run a short training run with this tracker, continued after `step`."""
     tracker = build_tracker(log_to, folder, ABOUT, step)
     tracker.log_step(ROW)
     tracker.log_evaluation(EVALUATION, PEAKS)
@@ -134,7 +134,7 @@ def test_tensorboard_shows_the_numbers_in_groups(tmp_path):
 def test_tensorboard_has_each_step_once_where_a_killed_run_goes_on(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first, last in ((0, 10), (5, 12)):  # the checkpoint is of step 5
+    for first, last in ((0, 10), (5, 12)):  # resumes from step 5
         tracker = build_tracker("tensorboard", tmp_path, ABOUT, first)
         for step in range(first + 1, last + 1):
             tracker.log_step({**ROW, "step": step, "loss": float(first)})
@@ -160,8 +160,8 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_packages_are_called_by_their_own_interfaces(name, tmp_path, monkeypatch):
-    """Which are not installed: what is called of them, in order, by the names of keywords. A run
-    that goes on does so in the tracker."""
+    """The packages are not installed. Compare the recorded calls, in order, with their keyword
+    names. A resumed run continues in the tracker."""
     calls = []
 
     def answer(method):

@@ -1,4 +1,4 @@
-"""Plots show the records' figures."""
+"""Test that plots show the figures of the records."""
 
 import itertools
 import math
@@ -18,14 +18,14 @@ def of_runs(*records):
 
 
 def bars(axes):
-    """label -> length of a plot's bars, from the top."""
+    """Return label -> length of a plot's bars, from top to bottom."""
     assert axes.yaxis_inverted()
     names = [text.get_text() for text in axes.get_yticklabels()]
     return dict(zip(names, [bar.get_width() for bar in axes.patches], strict=True))
 
 
 def curves(axes):
-    """label -> (places, losses) of the lines; each layout's validation goes without a label."""
+    """Return label -> (places, losses) of a plot's lines. Validation curves have no label."""
     lines = {
         line.get_label(): line.get_data() for line in axes.get_lines() if len(line.get_xdata())
     }

@@ -1,4 +1,4 @@
-"""`report`, and the page of comparisons: on a terminal, and as HTML read back by a parser."""
+"""Test `report` and the page of comparisons, on a terminal and as HTML that a parser reads."""
 
 import json
 import re
@@ -25,7 +25,8 @@ def write_run(folder, **changes):
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """A folder of three runs, one of which failed, and a link to the newest; one stands beside."""
+    """A folder of three runs, one of which failed, a link to the newest, and a run next to the
+    folder."""
     folder = tmp_path / "runs"
     write_run(folder / "20260101-000001-zero2-x")
     write_run(folder / "20260101-000002-dp-x", strategy__name="dp")
@@ -38,14 +39,14 @@ def runs(tmp_path, monkeypatch):
 
 
 def main(argv, output_dir=Path("runs")):
-    """Type `report` with these words."""
+    """Call `report` with these arguments."""
     script = ROOT / "real_model_example.py"
     program = cli.Program(config={}, script=script, about="", output_dir=output_dir)
     return cli.own_options(cli.report, argv, program)
 
 
 def printed(capsys, *arguments, output_dir=None):
-    """The lines that `report` prints."""
+    """Return the lines that `report` prints."""
     assert main(list(map(str, arguments)), *filter(None, [output_dir])) == 0
     return capsys.readouterr().out.splitlines()
 
@@ -82,7 +83,7 @@ def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
     assert re.findall(r"^(\d. [\w-]+): seed (\d+)", text, re.M) == [
         (f"{number}. gpt2-medium", str(seed)) for number, seed in enumerate((3, 2, 1), 1)
     ]
-    assert text.count("model gpt2-medium, ") == 1  # said once for all
+    assert text.count("model gpt2-medium, ") == 1  # shown once for all runs
     assert "left out: 4 older runs of other work; --all shows them" in text
     assert "loss-3.png," in text
     text = "\n".join(printed(capsys, runs, "--all"))
@@ -91,7 +92,7 @@ def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback(runs):
-    """As under `| head -1`, with more to say than a pipe holds."""
+    """As with `| head -1`, if the output is larger than a pipe's buffer."""
     with subprocess.Popen(
         [sys.executable, ROOT / "real_model_example.py", "report", runs / "latest"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -114,7 +115,7 @@ def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch, capsys)
 
 
 def tables_of(text):
-    """Tables of rows of cells."""
+    """Return the tables as rows of cells."""
     return [
         [re.findall(r"<t[hd][^>]*>\s*(.*?)\s*</t[hd]>", row) for row in table.split("<tr>")[1:]]
         for table in text.split("<table>")[1:]
@@ -132,8 +133,11 @@ def test_the_page_has_the_records_figures_and_asks_no_network():
     text = page("html", "Training runs", "4 runs: runs/<run>...", sections, "left out")
     assert "http" not in text
     settings = re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", text)
-    assert ("precision", "bf16") in settings  # of all runs, once
-    assert settings[-2:] == [("seed", "7"), ("seed", "42")]  # what differs, at each heading
+    assert ("precision", "bf16") in settings  # shared by all runs, shown once
+    assert settings[-2:] == [
+        ("seed", "7"),
+        ("seed", "42"),
+    ]  # different settings, below each heading
     assert len(settings) == len(dict(settings)) + 1
     newest, oldest = tables_of(text)
     assert [dict(zip(oldest[0], row, strict=True)) for row in oldest[1:]] == [

@@ -1,11 +1,11 @@
-"""What the documents, which are checked against their records, do not show."""
+"""Test the parts of tables that no generated document covers."""
 
 from results.lab.pages.columns import COLUMNS, table
 from tests.support import made_record
 
 
 def cells(text):
-    """Rows of a Markdown table as {column: cell}."""
+    """Return the rows of a Markdown table as {column: cell}."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert set("".join(lines[1])) == {"-"}
     return [dict(zip(lines[0], row, strict=True)) for row in lines[2:]]

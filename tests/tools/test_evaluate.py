@@ -1,4 +1,4 @@
-"""Bits per byte, and the command `eval`, against transformers' own loss on the same text."""
+"""Compare bits per byte and the command `eval` with transformers' own loss on the same text."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def model(folder):  # noqa: F811
 
 
 def theirs(model, samples):
-    """(nats, targets) of (ids, whether each is a target), each sample by itself."""
+    """Return (nats, number of targets) of pairs (ids, target mask), one sample at a time."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total, count = 0.0, 0
     for ids, mask in samples:
@@ -42,7 +42,7 @@ def theirs(model, samples):
 
 
 def evaluated(model, file, *options):
-    """The numbers that `eval` prints, by name."""
+    """Return the numbers that `eval` prints, by name."""
     result = heavy_pool().script(["eval", model, "--dataset", file, *options])
     assert_ok(result)
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith("  ")]
@@ -70,7 +70,7 @@ def test_running_text_is_evaluated_to_its_end(model, tmp_path):
     parts = [ids[first : first + LENGTH + 1] for first in range(0, len(ids) - 1, LENGTH)]
     nats, count = theirs(model, [(part, [True] * len(part)) for part in parts])
     assert count == len(ids) - 1
-    # The first token is the beginning mark, which nothing comes before.
+    # The first token is the start token, which is never a target.
     agree(evaluated(model, tmp_path / "a.txt", "--max_length", LENGTH), nats, count, text)
 
 
@@ -85,7 +85,7 @@ def test_of_chats_the_answers_are_evaluated_and_marks_are_no_text(model, tmp_pat
         asked = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)
         start = len(asked["input_ids"])
         samples.append((whole, [place >= start for place in range(len(whole))]))
-    # Packed records count as one by one.
+    # Packed records have the same loss as unpacked ones.
     text = "".join(f"{answer}\n" for answer in answers)
     agree(evaluated(model, tmp_path / "a.jsonl", "--max_length", 60), *theirs(model, samples), text)
 
