@@ -1,4 +1,5 @@
-"""What a person sees of a run, on rank 0: header, progress, summary; pages. No torch import."""
+"""Print the header, progress and summary of a run on rank 0, and fill page templates. No torch
+import."""
 
 import os
 import re
@@ -17,12 +18,12 @@ from distributed_training.settings.errors import printable
 from distributed_training.settings.files import folder_label, plural
 from distributed_training.settings.machine import GIB
 
-MUCH_PADDING = 0.5  # below this share of real tokens, the header says what to set
-WIDTH = 80  # columns of a terminal; the longest line of a run
+MUCH_PADDING = 0.5  # below this share of real tokens, the header suggests other settings
+WIDTH = 80  # columns of the longest line that a run prints
 
 
 class Display:
-    """Progress on a terminal as a bar, elsewhere (a log file) as a line now and then."""
+    """Output of a run. Progress is a bar on a terminal and an occasional line in a log file."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -37,19 +38,19 @@ class Display:
             print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """A choice that was made for the user and why."""
+        """Print a choice that was made for the user, and its reason."""
         self.say(fold(f"note: {printable(text)}", indent=6))
 
     def sample(self, title: str, text: str) -> None:
-        """A generated text; characters that would move the cursor are spaces."""
+        """Print a generated text. Control characters become spaces."""
         self.say(title)
         for line in text.split("\n"):
             shown = "".join(char if char.isprintable() else " " for char in line)
-            for part in textwrap.wrap(shown, WIDTH - 2, drop_whitespace=len(shown) > WIDTH - 2):
-                self.say(f"  {part}")
+            for row in textwrap.wrap(shown, WIDTH - 2, drop_whitespace=len(shown) > WIDTH - 2):
+                self.say(f"  {row}")
 
     def table(self, rows: dict[str, str]) -> None:
-        """Aligned `name  value` lines, long values going on below; none for an empty value."""
+        """Print aligned lines of names and values. Long values are wrapped, empty ones left out."""
         rows = {name: printable(value) for name, value in rows.items() if value}
         width = max(map(len, rows))
         for name, value in rows.items():
@@ -60,31 +61,32 @@ class Display:
             self.say(wrap.fill(value))
 
     def commands(self, title: str, *commands: str) -> None:
-        """A line, then commands to type next, each on lines of its own that can be pasted."""
+        """Print a title, then each command on separate lines that can be pasted."""
         self.say("\n".join([title, *map(pasteable, commands)]))
 
     def start(self, done: int, total: int, compiles: bool) -> None:
         self._total = total
         if compiles:
-            self.say("compiling; this is the first step ...")
+            self.say("Compiling. The first step takes a while ...")
         if self.enabled and sys.stderr.isatty():
             form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format=form)
 
     def progress(self, rows: list[dict[str, Any]], first: int) -> None:
-        """Rows of metrics.jsonl; the run's `first` says nothing of how long others take."""
+        """Show the last of these rows of metrics.jsonl. The run's `first` step does not count for
+        the speed, because it is slower."""
         last = rows[-1]
         step = last["step"]
         warm = [row for row in rows if row["step"] != first]
         seconds = sum(row["step_time_s"] for row in warm or rows)
         text = f"epoch {last['epoch'] + 1}  loss {last['loss']:.4f}  lr {last['learning_rate']:.1e}"
         if seconds <= 0:
-            text += "  no speed: the clock stands still"
+            text += "  speed unknown: the clock does not advance"
         elif warm:
             speed = sum(row["num_tokens"] for row in warm) / seconds
-            left_s = (self._total - step) * seconds / len(warm)
-            left = tqdm.format_interval(round(left_s)).removeprefix("0")
-            text += f"  {speed:,.0f} tok/s  {left} left"
+            remaining_s = (self._total - step) * seconds / len(warm)
+            remaining = tqdm.format_interval(round(remaining_s)).removeprefix("0")
+            text += f"  {speed:,.0f} tok/s  {remaining} left"
         else:
             text += f"  first step {seconds:.1f} s"
         if self._bar is not None:
@@ -101,38 +103,38 @@ class Display:
 
 
 def fold(text: str, width: int = WIDTH, indent: int = 0) -> str:
-    """Text in lines of `width`, those below indented; addresses and paths stay whole."""
+    """Wrap text to `width` with indented continuation lines. Addresses and paths are not broken."""
     return textwrap.fill(
         text, width, subsequent_indent=indent * " ", break_long_words=False, break_on_hyphens=False
     )
 
 
 def pasteable(command: str) -> str:
-    """The command, indented; a long one goes on below after a backslash, an option with its
-    value."""
-    parts: list[str] = []
+    """Return the command, indented. A long command continues on the next line after a backslash,
+    and an option stays together with its value."""
+    arguments: list[str] = []
     for word in map(shlex.quote, shlex.split(command)):
-        is_value = parts and re.fullmatch(r"--\w+", parts[-1]) and not word.startswith("--")
-        if is_value:
-            parts[-1] += f" {word}"
+        follows_option = arguments and re.fullmatch(r"--\w+", arguments[-1])
+        if follows_option and not word.startswith("--"):
+            arguments[-1] += f" {word}"
         else:
-            parts.append(word)
+            arguments.append(word)
     lines = [" "]
-    for part in parts:
-        if len(lines[-1]) + len(part) > WIDTH - 3 and lines[-1].strip():
+    for argument in arguments:
+        if len(lines[-1]) + len(argument) > WIDTH - 3 and lines[-1].strip():
             lines[-1] += " \\"
             lines.append("   ")
-        lines[-1] += f" {part}"
+        lines[-1] += f" {argument}"
     return "\n".join(lines)
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes as GiB text; small amounts as MiB."""
+    """Format bytes in GiB, and small amounts in MiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def duration(seconds: float | None) -> str:
-    """A predicted time, rounded, in words."""
+    """Return a predicted time as rounded text, such as "about 5 minutes"."""
     if seconds is None:
         return "time unknown"
     if seconds < 90:
@@ -142,23 +144,23 @@ def duration(seconds: float | None) -> str:
 
 
 def short_path(path: str | Path) -> str:
-    """From where one stands, unless that lies elsewhere; for printing."""
-    near = os.path.relpath(path)
-    return printable(str(path) if near.startswith("..") else near)
+    """Return the path for printing: relative, if it is below the current folder."""
+    relative = os.path.relpath(path)
+    return printable(str(path) if relative.startswith("..") else relative)
 
 
 def last_part(source: str) -> str:
-    """A dataset or weights by name; a path by its last part."""
+    """Return the name of a dataset or of weights; for a path, its last part."""
     return folder_label(Path(source.rstrip("/"))) or source
 
 
 def in_markdown(text: str) -> str:
-    """Escape characters that Markdown would read as a link, HTML, code or a cell's end."""
+    """Escape characters that Markdown reads as links, HTML, code or ends of cells."""
     return re.sub(r"([\\`*\[\]<>|#!&])", r"\\\1", printable(text))
 
 
 def fill(template: str, **values: Any) -> str:
-    """A template of pages/ with these values, which are escaped where it is HTML."""
+    """Fill a template of pages/ with values. HTML templates escape them."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to import
 
     templates = Environment(
@@ -169,38 +171,38 @@ def fill(template: str, **values: Any) -> str:
 
 
 def header_rows(r: Record) -> dict[str, str]:
-    """The header of a run, from the record it starts with; empty where there is nothing to say."""
+    """Return the header rows of a run from its first record. Rows without content are empty."""
     config = r.config
     data = r.data
     length = config["max_length"]
     tokens = r.batch.global_batch_size * length
     model = f"{config['model']}, {_count(r.num_parameters)} parameters, {config['weights']} weights"
     if config.get("lora_rank"):
-        model += f"; {_count(r.num_learning or 0)} of adapters learn"
+        model += f"; {_count(r.num_learning or 0)} adapter parameters are trained"
     device = r.machine["gpu_name"] or f"CPU ({r.machine['num_cpus']} cores)"
-    split = [f"{axis} {size}" for axis, size in r.mesh.items() if size > 1]
-    axes = f", {' x '.join(split)}" if len(split) > 1 else ""
+    used_axes = [f"{axis} {size}" for axis, size in r.mesh.items() if size > 1]
+    axes = f", {' x '.join(used_axes)}" if len(used_axes) > 1 else ""
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
-    real = data["real_token_share"]
-    filled = "" if real == 1 else f" ({100 * real:.1f}% real)"
-    samples = f"{data['num_train_samples']} samples of {length} tokens{filled}"
+    real_share = data["real_token_share"]
+    real = "" if real_share == 1 else f" ({100 * real_share:.1f}% real)"
+    samples = f"{data['num_train_samples']} samples of {length} tokens{real}"
     validation = data["num_validation_samples"]
     if records := data.get("num_train_records"):
         blocks = data["num_train_samples"]
         samples = f"{records} records in {plural(blocks, 'block')} of {length} tokens "
-        samples += f"({records / blocks:.1f} records per block, {100 * real:.0f}% real)"
+        samples += f"({records / blocks:.1f} records per block, {100 * real_share:.0f}% real)"
         validation = data["num_validation_records"]
     advice = ""
-    if real < MUCH_PADDING:
+    if real_share < MUCH_PADDING:
         fix = "a smaller --max_length" if records else "--pack auto or a smaller --max_length"
-        advice = f"; {fix} pads less"
+        advice = f". For less padding, use {fix}"
     pipeline = ""
     if cut := r.pipeline:
         blocks = ", ".join(map(str, cut["blocks_per_stage"]))
         pipeline = f"{cut['schedule']}, {cut['num_microbatches']} micro-batches per step, "
         pipeline += f"blocks per stage {blocks}"
         if cut["ideal_bubble"] is not None:
-            pipeline += f"; idle {cut['ideal_bubble']:.0%} if stages were equal"
+            pipeline += f"; idle {cut['ideal_bubble']:.0%} with equal stages"
     return {
         "model": model,
         "strategy": f"{r.strategy['name']} x {r.world_size} on {device}{axes}: "
@@ -230,7 +232,7 @@ def _count(number: int) -> str:
 
 
 def _options(r: Record) -> str:
-    """What an algorithm or compression does to the exchange between processes."""
+    """Return the options of the algorithm and of gradient compression, and the bytes sent."""
     kind = r.config.get("gradient_compression", "none")
     words = [] if kind == "none" else [f"{kind} gradients"]
     if key := {"powersgd": "compression_rank", "topk-int8": "compression_k"}.get(kind):
@@ -243,18 +245,19 @@ def _options(r: Record) -> str:
 
 
 def _state(r: Record) -> str:
-    """What a process keeps where, unless that is one place."""
+    """Return the estimated bytes of state on GPU, host and disk, if it is on several of them."""
     sizes = dict(r.estimated_state_bytes)
-    elsewhere = {where: sizes.pop(where, 0) for where in ("host", "disk")}
-    places = {"GPU" if r.machine["gpu_name"] else "CPU": sum(sizes.values()), **elsewhere}
-    found = [f"{gib(size)} on the {where}" for where, size in places.items() if size]
-    return f"{', '.join(found)} of each process, by estimate" if len(found) > 1 else ""
+    offloaded = {location: sizes.pop(location, 0) for location in ("host", "disk")}
+    by_location = {"GPU" if r.machine["gpu_name"] else "CPU": sum(sizes.values()), **offloaded}
+    texts = [f"{gib(size)} on the {location}" for location, size in by_location.items() if size]
+    return f"{', '.join(texts)} per process (estimated)" if len(texts) > 1 else ""
 
 
 def describe_prediction(
     prediction: dict[str, Any] | None, num_steps: int | None, *, on_gpu: bool
 ) -> str:
-    """Memory and RAM per process, time per step and of all steps, and the main bottleneck."""
+    """Describe the predicted memory and RAM per process, the time per step and in total, and the
+    main bottleneck."""
     if prediction is None:
         return ""
     where = "GPU memory" if on_gpu else "tensors"
@@ -262,22 +265,22 @@ def describe_prediction(
     text += "per process"
     seconds = prediction["step_time_s"]
     if seconds is None:
-        return f"{text}; time unknown, as this GPU is not in the planner's table"
+        return f"{text}; time unknown, because this GPU is not in the planner's table"
     least, most = prediction["likely_s"]
     text += f"; {seconds:.3g} s per step (likely {least:.3g} to {most:.3g})"
     if num_steps is not None:
-        text += f", {tqdm.format_interval(round(num_steps * seconds))} in all"
+        text += f", {tqdm.format_interval(round(num_steps * seconds))} in total"
     return f"{text}; bottleneck: {prediction['bound_by']}"
 
 
 def _precision(r: Record) -> str:
     dtypes = {
-        what: text.replace("torch.bfloat", "bf").replace("torch.float", "fp")
-        for what, text in (r.dtypes or {}).items()
+        tensor: dtype.replace("torch.bfloat", "bf").replace("torch.float", "fp")
+        for tensor, dtype in (r.dtypes or {}).items()
     }
-    kinds = {dtypes.get(what) for what in ("arithmetic", "parameters", "gradients", "reduction")}
+    used = {dtypes.get(name) for name in ("arithmetic", "parameters", "gradients", "reduction")}
     text = "{arithmetic} arithmetic; parameters {parameters}; gradients {gradients}"
-    text = "fp32" if kinds == {"fp32"} else text.format(**dtypes)
+    text = "fp32" if used == {"fp32"} else text.format(**dtypes)
     if r.config["compile"]:
         text += "; compiled (the first step takes a while)"
     if r.config.get("cuda_graphs"):
@@ -286,16 +289,17 @@ def _precision(r: Record) -> str:
 
 
 def best_before(r: Record) -> dict[str, Any] | None:
-    """Of a run that overfitted the evaluation with the lowest loss: the last is 1% above it."""
+    """Return the evaluation with the lowest loss, if the run has overfitted: its last loss is over
+    1% higher. Otherwise return None."""
     seen = [row for row in r.evaluations if row["loss"] is not None]
-    if not seen or r.evaluations[-1]["loss"] is None:  # it was not finite
+    if not seen or r.evaluations[-1]["loss"] is None:  # the last loss was not finite
         return None
     best = min(seen, key=itemgetter("loss"))
     return best if seen[-1]["loss"] > 1.01 * best["loss"] else None
 
 
 def summary_rows(r: Record) -> dict[str, str]:
-    """The closing summary of a run, from its record; empty where nothing was measured."""
+    """Return the rows of a run's summary from its record, without values that were not measured."""
     speed = r.performance
     memory = r.memory
     rows = dict[str, str]()
@@ -303,13 +307,13 @@ def summary_rows(r: Record) -> dict[str, str]:
         after = f"after {r.evaluations[-1]['step']} steps"
         for name, digits in (("perplexity", 2), ("bits_per_byte", 4)):
             if name in r.evaluations[-1]:
-                values = [r.evaluations[place].get(name) for place in (0, -1)]
+                values = [r.evaluations[index].get(name) for index in (0, -1)]
                 first, last = ("nan" if x is None else f"{x:.{digits}f}" for x in values)
                 rows[name.replace("_", " ")] = f"{first} before, {last} {after}"
     if (best := best_before(r)) and best["step"]:
-        kept = f"{BEST}/ holds" if r.best else "--keep_best True keeps"
-        what = f"perplexity {best['perplexity']:.2f} after {best['step']} steps"
-        rows["overfitted"] = f"{what}; {kept} that model"
+        text = f"perplexity was {best['perplexity']:.2f} after {best['step']} steps. "
+        advice = f"{BEST}/ has that model." if r.best else "--keep_best True keeps that model."
+        rows["overfitted"] = text + advice
     if speed.get("tokens_per_s"):
         median_ms = 1000 * speed["step_time_s"]["p50"]
         step = f"{median_ms:.1f} ms per step (median of {speed['num_timed_steps']})"
@@ -322,14 +326,14 @@ def summary_rows(r: Record) -> dict[str, str]:
     if not r.machine["gpu_name"]:
         rows["RAM"] += ", tensors and libraries"
     if r.skipped_steps:
-        rows["skipped"] = f"{len(r.skipped_steps)} steps, gradients not finite"
+        steps = plural(len(r.skipped_steps), "step")
+        rows["skipped"] = f"{steps} with gradients that were not finite"
     if wrote := r.profile:
-        where = f"{wrote['traces']} of the run's folder, for ui.perfetto.dev"
+        files = f"{wrote['traces']} of the run's folder, for ui.perfetto.dev"
         if wrote["memory"]:
-            where += f", and {wrote['memory']}, for pytorch.org/memory_viz"
+            files += f", and {wrote['memory']}, for pytorch.org/memory_viz"
         steps = f"steps {wrote['first_step']} to {wrote['last_step']}"
         program = f"python results/lab/overlap.py {short_path(r.run_dir)}"
-        shares = f"{program} says what communication takes of them"
-        rows["profile"] = f"{steps} in {where}; {shares}"
+        rows["profile"] = f"{steps} in {files}. For the share of communication, type: {program}"
     rows["record"] = f"{short_path(r.run_dir)}/record.json"
     return rows

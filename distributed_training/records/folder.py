@@ -1,4 +1,4 @@
-"""Find checkpoints in a run's folder. No torch."""
+"""Find checkpoints in a run's folder. No torch import."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,6 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
 CHECKPOINTS = "checkpoints"
-
 META_FILE = "meta.json"
 
 
@@ -37,6 +36,6 @@ def named_checkpoint(resume: str) -> Path:
     """Return the checkpoint that the key `resume` names. Raises UserError if it has none."""
     checkpoint = newest_checkpoint(Path(resume).resolve())
     if checkpoint is None:
-        fix = "give a folder under runs/ with checkpoints/ in it, or auto, or None"
+        fix = "set resume to a folder under runs/ that has checkpoints/, to auto, or None"
         raise UserError(f"resume={shown(resume)} holds no checkpoint", fix=fix)
     return checkpoint

@@ -1,4 +1,5 @@
-"""Speed and memory of a run, and the program that `log_to` sends them to. Units end names."""
+"""Measure the speed and memory of a run, and send them to the tracker of `log_to`. Names end in
+units."""
 
 import importlib
 import itertools
@@ -25,14 +26,14 @@ TRACKERS_FILE = ".trackers.json"  # in a run's folder: tracker -> the run's id t
 
 
 class StepTimer:
-    """Durations of steps: CUDA events on a GPU (nothing waits for them), a clock on the CPU."""
+    """Durations of steps, from a clock on CPUs and from non-blocking CUDA events on GPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[Any] = []
 
     def restart(self) -> None:
-        """Begin counting now; what happened since the last mark counts for no step."""
+        """Start the next step now. Time since the last mark belongs to no step."""
         self._marks.clear()
         self.mark()
 
@@ -44,7 +45,7 @@ class StepTimer:
         self._marks[-1].record()
 
     def durations_s(self) -> list[float]:
-        """Seconds of each step since they were asked for last; waits for the GPU."""
+        """Return the seconds of each step since the last call. Waits for the GPU."""
         pairs = [*itertools.pairwise(self._marks)]
         self._marks = self._marks[-1:]
         if not self._cuda:
@@ -61,15 +62,18 @@ def summarize_performance(
     world_size: int,
     device_name: str | None,
 ) -> dict[str, Any]:
-    """Percentiles of step time with warm-up (MAX_WARMUP_STEPS, or a third where a run is short)
-    left out, and what follows from the median. `tokens_per_step` are real, of the global batch."""
+    """Return percentiles of the step time, and tokens/s and MFU of the median step, as in the
+    record.
+
+    The first MAX_WARMUP_STEPS, or the first third of a short run, are not counted.
+    `tokens_per_step` is the number of real tokens in a global batch."""
     warmup = min(MAX_WARMUP_STEPS, len(durations_s) // 3)
     timed = np.array([seconds for seconds in durations_s[warmup:] if seconds > 0])
     if len(timed) == 0:
         return {"num_timed_steps": 0, "tokens_per_s": None, "mfu": None}
     tokens_per_s = tokens_per_step / float(np.median(timed))
     gpu = find_gpu(device_name)
-    peak = gpu.flops if gpu else None  # as of a part of a chip (MIG)
+    peak = gpu.flops if gpu else None  # None for unknown GPUs and for parts of a GPU (MIG)
     return {
         "num_warmup_steps": warmup,
         "num_timed_steps": len(timed),
@@ -84,7 +88,7 @@ def summarize_performance(
 
 
 class PeakMemory:
-    """Highest memory while training; evaluation and export are left out."""
+    """Peak memory of training steps, without evaluation and export."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -102,14 +106,14 @@ class PeakMemory:
                 self._peaks[name] = max(self._peaks[name] or 0, counter(self._device))
 
     def as_dict(self) -> dict[str, int | None]:
-        """This rank's peaks; null for a device without a counter."""
+        """Return this rank's peaks in bytes; None for GPU memory on a CPU."""
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {**self._peaks, "peak_host_bytes": host}
 
 
 def disk_bytes() -> dict[str, int]:
-    """Bytes this process has caused to be read from and written to storage, direct I/O (libaio)
-    included, page-cache hits not; empty where the system does not count them."""
+    """Return the bytes that this process has read from and written to storage. They include direct
+    I/O (libaio) and exclude hits in the page cache. Return {} if the system does not count them."""
     try:
         counters = psutil.Process().io_counters()
     except (AttributeError, psutil.Error):
@@ -119,20 +123,20 @@ def disk_bytes() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Receives numbers by step, and at the end those that sum the run up; this one drops them."""
+    """Receiver of numbers per step and of a summary at the end. The base class drops them."""
 
-    send: Callable[..., object] = lambda values, step=None: None  # no step: of the whole run
+    send: Callable[..., object] = lambda values, step=None: None  # no step for the summary
     end: Callable[[], object] = lambda: None
 
     def log_step(self, row: dict[str, Any]) -> None:
-        """A row of metrics.jsonl."""
+        """Send a row of metrics.jsonl."""
         values = {f"train/{name}": row[name] for name in ("loss", "learning_rate", "grad_norm")}
         values["train/perplexity"] = perplexity(row["loss"])
         values |= {f"speed/{name}": row[name] for name in ("tokens_per_s", "step_time_s")}
         self.send({name: x for name, x in values.items() if x is not None}, row["step"])
 
     def log_evaluation(self, row: dict[str, Any], peaks: dict[str, int | None]) -> None:
-        """An entry of the record's `evaluations`, and rank 0's peaks of memory so far."""
+        """Send an entry of the record's `evaluations`, and the peak memory of rank 0 so far."""
         names = ("loss", "perplexity", "bits_per_byte")
         values = {f"eval/{name}": row[name] for name in names if row.get(name) is not None}
         memory = {name.replace("_bytes", "_gib"): size for name, size in peaks.items()}
@@ -140,10 +144,10 @@ class Tracker:
         self.send(values, row["step"])
 
     def close(self, r: Record) -> None:
-        """What sums the run up, as far as it was measured."""
+        """Send the summary of the run and close the tracker."""
         evaluation = r.evaluations[-1] if r.evaluations else {}
         sizes = r.memory.get("peak_reserved_bytes") or r.memory.get("peak_host_bytes")
-        found = {
+        summary = {
             "loss": r.loss_curve[-1][1] if r.loss_curve else None,
             "validation_loss": evaluation.get("loss"),
             "perplexity": evaluation.get("perplexity"),
@@ -151,20 +155,22 @@ class Tracker:
             "tokens_per_s": r.performance.get("tokens_per_s"),
             "peak_memory_gib": sizes and sizes / GIB,
         }
-        self.send({f"final/{name}": value for name, value in found.items() if value is not None})
+        self.send({f"final/{name}": value for name, value in summary.items() if value is not None})
         self.end()
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), without overflow."""
+    """Return exp(loss), without overflow."""
     return math.exp(min(loss, 700.0))
 
 
 def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, Any]:
-    """Return an entry of the record's `evaluations` but for its step. `loss_sum`: nats of all
-    targets. `bits_per_byte` divides it by ln 2 and by the UTF-8 bytes of the text that the targets
-    stand for. Of conversations the targets are the answers and the tokens that end them; special
-    tokens count in the loss, as a model has to predict them, but are no text. None: no text."""
+    """Return an entry of the record's `evaluations`, without its step.
+
+    `loss_sum` is the loss of all targets in nats, and `num_bytes` the UTF-8 bytes of their text.
+    `bits_per_byte` is `loss_sum` / ln 2 / `num_bytes`; None without text. The targets of a
+    conversation are its answers and their end tokens. Special tokens count in the loss, because the
+    model has to predict them, but they are not text."""
     loss = loss_sum / num_targets
     return {
         "loss": loss,
@@ -176,7 +182,7 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, A
 
 
 def describe_evaluation(row: dict[str, Any]) -> str:
-    """ "loss 3.0000  perplexity 20.09  bpb 1.2345"."""
+    """Return text such as "loss 3.0000  perplexity 20.09  bpb 1.2345"."""
     text = f"loss {row['loss']:.4f}  perplexity {row['perplexity']:.2f}"
     bits = row["bits_per_byte"]
     return text if bits is None else f"{text}  bpb {bits:.4f}"
@@ -185,10 +191,11 @@ def describe_evaluation(row: dict[str, Any]) -> str:
 def build_tracker(
     log_to: str | None, run_dir: Path, about: dict[str, Any], step: int = 0
 ) -> Tracker:
-    """The tracker that CONFIG's `log_to` names, told `about` the run: TensorBoard
-    (`tensorboard --logdir runs`), MLflow (MLFLOW_TRACKING_URI says where), wandb
-    (WANDB_MODE=offline applies), trackio (`trackio show`; TRACKIO_SPACE_ID names a Space). A run
-    that goes on after `step` goes on in the tracker, too, by the id in its folder."""
+    """Return the tracker that CONFIG's `log_to` names, with the settings `about` as its config.
+
+    The trackers are TensorBoard (`tensorboard --logdir runs`), MLflow (at MLFLOW_TRACKING_URI),
+    wandb (obeys WANDB_MODE=offline) and trackio (`trackio show`; TRACKIO_SPACE_ID names a Space). A
+    run resumed after `step` continues its tracker's run, whose id is in the run's folder."""
     if log_to is None:
         return Tracker()
     if log_to == "tensorboard":
@@ -196,10 +203,10 @@ def build_tracker(
     module = importlib.import_module(log_to)
     file = run_dir / TRACKERS_FILE
     ids: dict[str, str] = json.loads(file.read_bytes()) if step and file.is_file() else {}
-    begun = log_to in ids
+    is_resumed = log_to in ids
     if log_to == "mlflow":
         module.set_experiment(PROJECT)
-        if begun:
+        if is_resumed:
             module.start_run(run_id=ids[log_to])
         else:
             ids[log_to] = module.start_run(run_name=run_dir.name).info.run_id
@@ -207,14 +214,16 @@ def build_tracker(
         tracker = Tracker(module.log_metrics, module.end_run)
     elif log_to == "wandb":
         ids.setdefault(log_to, uuid.uuid4().hex)
-        own = {"dir": str(run_dir), "id": ids[log_to], "resume": "allow"}
-        module.init(project=PROJECT, name=run_dir.name, config=about, **own)
+        module.init(
+            project=PROJECT, name=run_dir.name, config=about, dir=str(run_dir), id=ids[log_to],
+            resume="allow",
+        )  # fmt: skip
         tracker = Tracker(module.log, module.finish)
-    else:  # trackio has wandb's interface, and knows a run by its name
+    else:  # trackio has the interface of wandb, but identifies a run by its name
         ids.setdefault(log_to, run_dir.name)
         module.init(project=PROJECT, name=ids[log_to], config=about, resume="allow")
         tracker = Tracker(module.log, module.finish)
-    if not begun:
+    if not is_resumed:
         write_json(file, ids)
     return tracker
 
@@ -222,15 +231,15 @@ def build_tracker(
 def _build_tensorboard(run_dir: Path, about: dict[str, Any], step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # Readers drop what an earlier process of the run wrote of later steps.
+    # Readers drop later steps that an earlier process of the run wrote.
     purge = {"purge_step": step + 1} if step else {}
     writer = SummaryWriter(str(run_dir / "tensorboard"), **purge)
-    kinds = (bool, int, float, str)
-    hparams = {k: v if isinstance(v, kinds) else str(v) for k, v in about.items()}
+    accepted = (bool, int, float, str)
+    hparams = {k: v if isinstance(v, accepted) else str(v) for k, v in about.items()}
 
     def send(values: dict[str, float], step: int | None = None) -> None:
         if step is None:
-            writer.add_hparams(hparams, values, run_name=".")  # in the same folder
+            writer.add_hparams(hparams, values, run_name=".")  # write into the same folder
         else:
             for name, value in values.items():
                 writer.add_scalar(name, value, step)

@@ -1,4 +1,4 @@
-"""The JSON record of a run or measurement: its schema, how it is written. No torch import."""
+"""Define the JSON record of a run or measurement, and write it. No torch import."""
 
 import contextlib
 import functools
@@ -24,12 +24,12 @@ from distributed_training.settings.files import ROOT, crc32, load_json, parse_as
 from distributed_training.settings.strategies import MESH_AXES
 
 RECORD_FILE = "record.json"
-LAST = "hf"  # a folder of the run's weights in Hugging Face's format
-BEST = "best"  # the same, of the lowest validation loss
+LAST = "hf"  # folder with the last weights in Hugging Face's format
+BEST = "best"  # folder with the weights of the lowest validation loss
 METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace-rank{}.json.gz"
 MEMORY_FILE = "memory-rank{}.pickle"
-FAULTS_FILE = ".faults"  # a line of JSON for each that a process of the run has noted
+FAULTS_FILE = ".faults"  # one line of JSON for each failure that a process has reported
 LOST = "lost another process"
 # Axis -> size. The earliest records have no tp and pp.
 Mesh = Annotated[dict[str, int], AfterValidator(lambda mesh: dict.fromkeys(MESH_AXES, 1) | mesh)]
@@ -39,15 +39,15 @@ def _has(*names: str) -> AfterValidator:
     """Return a check that an object has these keys."""
 
     def check(values: dict[str, Any]) -> dict[str, Any]:
-        if lacking := [name for name in names if name not in values]:
-            raise ValueError(f"it lacks {lacking[0]}")
+        if missing := [name for name in names if name not in values]:
+            raise ValueError(f"it lacks {missing[0]}")
         return values
 
     return AfterValidator(check)
 
 
 def _are_numbers(values: Any) -> Any:
-    """Check that an object has numbers and None only, at any depth."""
+    """Check that an object contains only numbers and None, at any depth."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, dict | list | tuple):
             _are_numbers(value)
@@ -57,7 +57,7 @@ def _are_numbers(values: Any) -> Any:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and -(2**80) < value < 2**80  # FLOPs and bytes are below
+    return isinstance(value, int) and -(2**80) < value < 2**80  # larger than any FLOPs or bytes
 
 
 _Step = Annotated[int, Field(ge=0, lt=2**53)]
@@ -68,91 +68,92 @@ logger = logging.getLogger(__name__)
 
 
 class History(BaseModel):
-    """What grows while a run trains, and what a resumed run takes over; on each rank with its own
+    """The results that grow during training and that a resumed run continues. Each rank has its own
     seconds of saves and loads."""
 
-    step: _Step = 0  # optimizer steps done
+    step: _Step = 0  # number of finished optimizer steps
     loss_curve: list[tuple[_Step, float | None]] = []  # (step, training loss); None: not finite
-    # step, loss, perplexity, bits_per_byte, num_targets and num_bytes of their text; None: not
-    # finite, or no text. Earlier records have no bytes.
+    # Keys: step, loss, perplexity, bits_per_byte, num_targets and num_bytes of their text. A value
+    # is None if it is not finite or if there is no text. Earlier records have no bytes.
     evaluations: list[_Row] = []
-    epochs: list[_Row] = []  # mean and validation loss of each
-    skipped_steps: list[_Step] = []  # not applied: gradients were not finite, or passed over
-    # Checkpoints: step, stall_s in which training waited, write_s until it was on the disk, bytes.
+    epochs: list[_Row] = []  # mean training loss and validation loss per epoch
+    skipped_steps: list[_Step] = []  # not applied because of non-finite gradients, or left out
+    # Keys: step, stall_s (how long the save blocked training), write_s (until the checkpoint was on
+    # disk), bytes.
     saves: list[_Row] = []
-    loads: list[_Row] = []  # step and load_s, where a run went on from a checkpoint
-    best: _Row | None = None  # with keep_best: the evaluation of what is in best/
-    sample_before: str | None = None  # text of the untrained model; `sample` is the trained one's
+    loads: list[_Row] = []  # step and load_s for each resume
+    best: _Row | None = None  # with keep_best: the evaluation of the weights in best/
+    sample_before: str | None = None  # text of the untrained model; `sample` is of the trained one
 
     def cut(self, step: int) -> None:
-        """Forget what came after `step`."""
+        """Drop the results after `step`."""
         self.step = step
         self.loss_curve = [row for row in self.loss_curve if row[0] <= step]
         for rows in (self.evaluations, self.epochs, self.saves, self.loads):
             rows[:] = [row for row in rows if row["step"] <= step]
         self.skipped_steps = [skipped for skipped in self.skipped_steps if skipped <= step]
-        if self.best and self.best["step"] > step:  # the steps after this one find it again
+        if self.best and self.best["step"] > step:  # the repeated steps find it again
             self.best = None
 
 
 class Record(History):
-    """The record of a run, as far as this code reads it; REAL_MODELS_GUIDE.md describes all."""
+    """The fields of a run's record that this code reads. REAL_MODELS_GUIDE.md describes all."""
 
     model_config = _OPEN
     schema_version: Literal[1, 2]
     status: Literal["running", "ok", "oom", "failed", "interrupted"]
-    error: str | None = None  # why it failed, in a line
-    started_at: str  # UTC, ISO 8601, as is finished_at
+    error: str | None = None  # why the run failed
+    started_at: str  # UTC, ISO 8601, like finished_at
     finished_at: str | None = None
     hostname: str | None = None  # of the process that writes the record
-    pid: int | None = None  # of that process
-    run_dir: str  # empty where the run left no folder
-    # CONFIG as resolved: no "auto" left
+    pid: int | None = None  # of the same process
+    run_dir: str  # empty if the run left no folder
+    # The resolved CONFIG, without "auto"
     config: Annotated[dict[str, Any], _has("model", "dataset", "max_length", "precision")]
-    engine_options: dict[str, Any] = {}  # keys that the strategy's own engine adds
-    config_requested: dict[str, Any] = {}  # as it was asked for
-    from_strategy_defaults: list[str] = []  # CONFIG keys that the strategy decided
-    strategy: Annotated[
-        dict[str, Any], _has("name")
-    ]  # name, as in CONFIG; sharding: what it divides, in words
+    engine_options: dict[str, Any] = {}  # keys that only this strategy's engine has
+    config_requested: dict[str, Any] = {}  # CONFIG as the user wrote it
+    from_strategy_defaults: list[str] = []  # CONFIG keys that the strategy set
+    # name, as in CONFIG; sharding, the state that it shards, as text
+    strategy: Annotated[dict[str, Any], _has("name")]
     work: dict[str, Any]  # equal for runs that can be compared
     world_size: Annotated[int, Field(ge=1)]
     mesh: Mesh = Field(validation_alias=AliasChoices("mesh", "topology"))
-    # schedule, num_microbatches, blocks_per_stage, and ideal_bubble, the idle share with equal
-    # stages; None: no formula is known.
+    # schedule, num_microbatches, blocks_per_stage, and ideal_bubble: the idle share with equal
+    # stages, or None if there is no formula
     pipeline: dict[str, Any] | None = None
-    # first_step and last_step that were traced, names of the files (traces, memory); None: no.
+    # first_step and last_step of the trace, and the names of its files (traces, memory)
     profile: dict[str, Any] | None = None
-    machine: Annotated[
-        dict[str, Any], _has("gpu_name")
-    ]  # of rank 0: gpu_name (None: CPU only), num_gpus, num_cpus
+    # Of rank 0: gpu_name (None without GPUs), num_gpus, num_cpus
+    machine: Annotated[dict[str, Any], _has("gpu_name")]
     num_parameters: int  # of the whole model
-    num_learning: int | None = None  # of them, or of adapters beside them; None: not recorded
-    dtypes: dict[str, str] | None = None  # of what -> format; None until the engine is built
-    estimated_state_bytes: dict[str, int] = {}  # part -> bytes per process
-    # Before the run: peak_bytes, and by component, of the fullest process; step_time_s, None for a
-    # GPU of which nothing is known, tokens_per_s, bound_by, sent_bytes a step by axis.
+    num_learning: int | None = None  # trained parameters, including adapters; None if not recorded
+    dtypes: dict[str, str] | None = None  # tensor -> dtype; None until the engine is built
+    estimated_state_bytes: dict[str, int] = {}  # component -> bytes per process
+    # Made before the run: peak_bytes and memory_bytes (by component) of the fullest process;
+    # step_time_s and tokens_per_s, which are None for an unknown GPU; bound_by; sent_bytes per
+    # step, by axis
     prediction: dict[str, Any] | None = None
     batch: Batch
-    data: dict[str, Any]  # form, numbers of samples, share of real tokens, steps an epoch
+    data: dict[str, Any]  # form, numbers of samples, share of real tokens, steps per epoch
     num_steps: int  # planned
-    startup_s: dict[str, float] = {}  # of rank 0's process, by what it did until the first step
-    # Step time (step_time_s has p10, p50, p90, p99) and what follows from its median; empty
-    # where the run did not get so far.
+    startup_s: dict[str, float] = {}  # seconds of rank 0 by phase, until the first step
+    # From metrics.py: step_time_s (p10, p50, p90, p99), and tokens_per_s and mfu of the median
+    # step; empty if the run did not get so far
     performance: _Numbers = {}
-    # Peaks while training, the highest rank's, and by_rank; None: not measured.
+    # Peaks of training, of the fullest rank and by_rank; None if not measured
     memory: _Numbers = {}
-    loss_seconds: list[float] = []  # of training until each entry of loss_curve, by `compare`
+    loss_seconds: list[float] = []  # training time up to each entry of loss_curve; by `compare`
     disk: dict[str, int] | None = None  # read_bytes, write_bytes of all ranks in num_steps
     bubble: dict[str, Any] | None = None  # idle_share of the pipeline phase, mean over ranks
 
     @property
     def layout_name(self) -> str:
-        """The strategy and, unless that says all, axes, a pipeline's schedule and micro-batches."""
+        """The strategy and, unless it determines them, the axes, the pipeline schedule and the
+        number of micro-batches."""
         axes = self.mesh
         words = [self.strategy["name"]]
-        both = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
-        if both or axes["tp"] > 1 or axes["pp"] > 1:
+        is_hybrid = axes["dp_replicate"] > 1 and axes["dp_shard"] > 1
+        if is_hybrid or axes["tp"] > 1 or axes["pp"] > 1:
             words += [f"{axis}{size}" for axis, size in axes.items() if size > 1]
             if axes["tp"] > 1 and not self.config.get("sequence_parallel", True):
                 words.append("whole-norms")
@@ -165,7 +166,7 @@ class Record(History):
 
 @dataclass
 class RunRecord:
-    """A record that is on disk, whole, after every change."""
+    """A record that is written to disk after every change."""
 
     run_dir: Path
     values: dict[str, Any]
@@ -195,29 +196,29 @@ def start_record(run_dir: Path, /, **values: Any) -> RunRecord:
 
 
 def load_record(path: Path) -> Record:
-    """Read a record from its file or its run's folder; raises UserError for what is none."""
+    """Read a record from its file or its run's folder. Raises UserError for other files."""
     file = path / RECORD_FILE if path.is_dir() else path
-    fix = "give a folder under runs/, or use the commit that the record names"
+    fix = "name a folder under runs/, or use the commit that the record names"
     what = f"{file} is not a run record that this code reads"
     record = parse_as(Record, load_json(file, "record"), what, fix)
-    if path.is_dir():  # which may have been copied or moved since
+    if path.is_dir():  # the folder may have been copied or moved
         return record.model_copy(update={"run_dir": str(path.resolve())})
     return record
 
 
 def has_finished(run_dir: Path) -> bool:
-    """Return whether a run's record says that it has ended well."""
+    """Return whether a run's record has the status "ok"."""
     with contextlib.suppress(OSError, ValueError):
         return bool(json.loads((run_dir / RECORD_FILE).read_bytes())["status"] == "ok")
     return False
 
 
 def is_alive(r: Record) -> bool:
-    """Whether the process of this host that wrote a record still runs."""
-    with contextlib.suppress(psutil.Error, ValueError):  # it has ended; no date or number
+    """Return whether the process that wrote a record still runs on this host."""
+    with contextlib.suppress(psutil.Error, ValueError):  # it has ended, or the record is invalid
         process = psutil.Process(r.pid)
         ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        # A process that began later has only been given the same number.
+        # A process that began later has reused the pid.
         began = datetime.fromisoformat(r.started_at).timestamp()
         return r.pid is not None and not ended and process.create_time() <= began + 1
     return False
@@ -226,68 +227,74 @@ def is_alive(r: Record) -> bool:
 def mark_stopped(
     run_dir: Path, status: str, error: str, *, consequence: bool = False, ago_s: float = 0.0
 ) -> bool:
-    """Note why the run stops, from any rank or the launcher, `ago_s` after it happened, and set the
-    status of a record that rank 0 has not ended itself. The earliest cause counts; what follows
-    from another process's end (`consequence`) only until there is a cause. Whether this is the
-    first cause to be noted."""
+    """Report why the run stops, from any rank or the launcher, and update the status of a record
+    that rank 0 has not finished.
+
+    The cause happened `ago_s` seconds ago, and the earliest cause counts. A `consequence`, such as
+    a lost connection to a failed process, counts only until there is a cause. Return whether this
+    is the first cause to be reported."""
     fault = {
         "at": time.time() - ago_s, "consequence": consequence,
         "said": {"status": status, "error": error, "finished_at": timestamp()},
     }  # fmt: skip
-    with contextlib.suppress(OSError), open(run_dir / FAULTS_FILE, "ab") as file:  # a full disk
+    # The disk may be full.
+    with contextlib.suppress(OSError), open(run_dir / FAULTS_FILE, "ab") as file:
         file.write(to_json(fault) + b"\n")
     record = run_dir / RECORD_FILE
     if record.is_file():
         values = json.loads(record.read_bytes())
-        # One that the record alone has, as a full disk had no room for the note, yields to a cause.
+        # An earlier error may be in the record only, because a full disk had no space for the
+        # fault. A cause replaces it.
         replaces = values["error"] is not None and not consequence
         if values["status"] == "running" or replaces:
             _write_with_cause(run_dir, values, fault)
-    causes = [each for each in _read_faults(run_dir, fault) if not each["consequence"]]
+    causes = [f for f in _read_faults(run_dir, fault) if not f["consequence"]]
     return causes[:1] == [fault]
 
 
 def _read_faults(run_dir: Path, *known: Any) -> list[dict[str, Any]]:
-    """Those in the file, in the order in which they were noted, and `known` ones that it lacks."""
-    found = list[Any]()
-    with contextlib.suppress(OSError, ValueError):  # not there; cut off by a full disk
-        found.extend(map(json.loads, (run_dir / FAULTS_FILE).read_bytes().splitlines()))
-    return found + [fault for fault in known if fault not in found]
+    """Return the faults of the file in the order of their reports, plus `known` ones."""
+    faults = list[Any]()
+    with contextlib.suppress(OSError, ValueError):  # no file, or truncated by a full disk
+        faults.extend(map(json.loads, (run_dir / FAULTS_FILE).read_bytes().splitlines()))
+    return faults + [fault for fault in known if fault not in faults]
 
 
 def _write_with_cause(run_dir: Path, values: dict[str, Any], *known: Any) -> None:
-    """Write a record with what ended the run, as any process noted, unless it ended well after all;
-    once more where that was noted meanwhile. With a `known` fault also where the disk is full."""
+    """Write a record with the cause of the run's end that any process reported, unless the run
+    succeeded. Repeat this if another cause is reported in the meantime. With a `known` fault, write
+    even to a full disk."""
     file = run_dir / RECORD_FILE
     before = None
     while (faults := _read_faults(run_dir, *known)) != before:
-        first = min(faults, key=lambda each: (each["consequence"], each["at"]), default={})
-        whole = values if values["status"] == "ok" else values | first.get("said", {})
+        first = min(faults, key=lambda fault: (fault["consequence"], fault["at"]), default={})
+        record = values if values["status"] == "ok" else values | first.get("said", {})
         try:
-            write_json(file, whole)
+            write_json(file, record)
         except OSError:
             if not known:
                 raise
-            # No room for another file; without indentation it is shorter than it was.
-            with open(file, "r+b") as same:
-                same.write(to_json(whole, inf_nan_mode="null") + b"\n")
-                same.truncate()
+            # The disk has no space for a second file. Without indentation the record is shorter
+            # than the old one, so overwrite that.
+            with open(file, "r+b") as old_record:
+                old_record.write(to_json(record, inf_nan_mode="null") + b"\n")
+                old_record.truncate()
         before = faults
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write a JSON file; NaN and infinities, which JSON does not have, become null."""
+    """Write a JSON file. NaN and infinities become null, because JSON does not have them."""
     _replace(path, to_json(values, indent=2, inf_nan_mode="null") + b"\n")
 
 
 def append_metrics(run_dir: Path, rows: list[dict[str, Any]]) -> None:
-    """Add one JSON line per step; NaN and infinities become null."""
+    """Append one line of JSON per step. NaN and infinities become null."""
     with open(run_dir / METRICS_FILE, "ab") as file:
         file.writelines(to_json(row, inf_nan_mode="null") + b"\n" for row in rows)
 
 
 def truncate_metrics(run_dir: Path, num_steps: int) -> None:
-    """Drop rows past `num_steps`, which a resumed run repeats, and lines that a crash broke."""
+    """Drop rows after `num_steps`, which a resumed run repeats, and lines damaged by a crash."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         return
@@ -297,12 +304,12 @@ def truncate_metrics(run_dir: Path, num_steps: int) -> None:
             if json.loads(line)["step"] <= num_steps:
                 kept.append(line + b"\n")
         except (ValueError, TypeError, KeyError):
-            logger.warning("%s: dropped a line that is not metrics", path)
+            logger.warning("%s: dropped a damaged line", path)
     _replace(path, b"".join(kept))
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that readers see the old one or the new one, never half of it."""
+    """Write a file so that readers see either the old or the new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
     try:
         temporary.write_bytes(content)
@@ -313,7 +320,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def free_path(folder: Path, name: str, suffix: str = "") -> Path:
-    """A path in `folder` that is not taken; the name gets a number where it is."""
+    """Return an unused path in `folder`. If the name is in use, it gets a number."""
     path = folder / f"{name}{suffix}"
     numbers = itertools.count(2)
     while path.exists():
@@ -322,7 +329,7 @@ def free_path(folder: Path, name: str, suffix: str = "") -> Path:
 
 
 def provenance(command: str, *, commit: str | None = None) -> dict[str, Any]:
-    """The head of a measurement's record; `commit`: of this tree, where its .git does not say."""
+    """Return the first entries of a measurement's record. Checkouts without .git need `commit`."""
     return {
         "command": command,
         "made_at": timestamp(),
@@ -332,12 +339,12 @@ def provenance(command: str, *, commit: str | None = None) -> dict[str, Any]:
 
 
 def timestamp() -> str:
-    """Now, UTC, to the second."""
+    """Return the current time in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def git_commit() -> str | None:
-    """Commit of this checkout, with "-dirty" when files differ; None outside a checkout."""
+    """Return this checkout's commit, with "-dirty" if files differ; None outside a checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5)
@@ -347,16 +354,16 @@ def git_commit() -> str | None:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that affect results."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in ("torch", "deepspeed", "transformers", "numpy", "tokenizers"):
         # Native strategies run without DeepSpeed.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 @functools.cache
 def code() -> dict[str, str]:
-    """CRC-32 of each Python file of the package and of the strategies."""
+    """Return the CRC-32 of each Python file of the package and of the strategies."""
     files = [*ROOT.glob("distributed_training/**/*.py"), *ROOT.glob("strategies/*/*.py")]
     return {str(file.relative_to(ROOT)): f"CRC-32 {crc32(file):08x}" for file in sorted(files)}

@@ -1,4 +1,4 @@
-"""What can be said of runs, by heading, and tables of runs that did the same work, side by side."""
+"""Define the columns of result tables, and build tables that compare runs with the same work."""
 
 import platform
 import statistics
@@ -17,24 +17,24 @@ _IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 @dataclass(frozen=True)
 class Number:
-    """A number of each run: in a table, one run's or the mean over several."""
+    """A column of numbers. A cell shows the number of one run, or the mean over several runs."""
 
     value: Value
     show: Callable[[float], str]
     missing: str = NOTHING
-    spread: bool = False  # with the standard deviation, where there are several
+    spread: bool = False  # show the standard deviation over several runs
 
     def values(self, records: Sequence[Record]) -> list[float]:
-        """Of the runs that have it."""
+        """Return the number of each run that has it."""
         return [value for r in records if (value := self.value(r)) is not None]
 
     def __call__(self, *records: Record) -> str:
-        found = self.values(records)
-        if not found:
+        values = self.values(records)
+        if not values:
             return self.missing
-        text = self.show(statistics.fmean(found))
-        if self.spread and len(found) > 1:
-            text += f" ± {self.show(statistics.stdev(found))}"
+        text = self.show(statistics.fmean(values))
+        if self.spread and len(values) > 1:
+            text += f" ± {self.show(statistics.stdev(values))}"
         return text
 
 
@@ -43,12 +43,13 @@ def predicted(name: str) -> Value:
 
 
 def finite(value: float | None) -> float:
-    """What was not finite is None in a record."""
+    """Return NaN for None, which a record has for numbers that are not finite."""
     return float("nan") if value is None else value
 
 
 def _trained(name: str) -> Value:
-    """An entry of the last evaluation; None where there was none since training began."""
+    """Return a function for an entry of the last evaluation. It returns None if there was no
+    evaluation after the first step."""
 
     def value(r: Record) -> float | None:
         last = r.evaluations[-1] if r.evaluations else {"step": 0}
@@ -58,7 +59,7 @@ def _trained(name: str) -> Value:
 
 
 def _peak(r: Record) -> float | None:
-    """Return the bytes of tensors on the fullest GPU; on a CPU the RAM of the fullest process."""
+    """Return the peak bytes of tensors on the fullest GPU or, without GPUs, of RAM per process."""
     on_gpu = r.memory.get("peak_allocated_bytes")
     return r.memory.get("peak_host_bytes") if on_gpu is None else on_gpu
 
@@ -71,7 +72,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f}"
 
 
-# What tells the settings of runs apart, besides the strategy.
+# Columns with the settings of runs, besides the strategy
 SETTINGS: dict[str, Callable[..., str]] = {
     "model": lambda r: last_part(r.config["model"]),
     "processes": lambda r: str(r.world_size),
@@ -84,7 +85,8 @@ MS_A_STEP = Number(
     lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, spread=True
 )
 MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds)
-# GPU memory is what PyTorch's allocator reserved: "allocated" leaves out buffers of CUDA graphs.
+# GPU memory is the memory that PyTorch's allocator reserved. Its "allocated" memory excludes the
+# buffers of CUDA graphs.
 MEASURED = {
     "tokens/s": Number(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, spread=True),
     "ms per step": MS_A_STEP,
@@ -100,7 +102,7 @@ MEASURED = {
     "validation perplexity": Number(_trained("perplexity"), "{:.1f}".format, spread=True),
     "bits per byte": Number(_trained("bits_per_byte"), "{:.4f}".format, spread=True),
 }
-PREDICTED = {  # what -> heading, measured, predicted
+PREDICTED = {  # name -> heading, measured, predicted
     "time": ("ms", MS_A_STEP, MS_PREDICTED),
     "memory": ("peak", Number(_peak, gib), Number(_predicted_peak, gib)),
 }
@@ -108,21 +110,21 @@ PREDICTED = {  # what -> heading, measured, predicted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """One row: a way to do the work and its runs, a seed each, or a run by itself."""
+    """One row: a layout and its runs, one per seed; or a single run."""
 
     name: str
     records: list[Record]
-    num_runs: int = 1  # that are wanted
-    why: str = ""  # there are fewer
+    num_runs: int = 1  # number of requested runs
+    why: str = ""  # why there are fewer records
 
     @property
     def done(self) -> list[Record]:
-        """Runs with results."""
+        """The runs with results."""
         return [r for r in self.records if r.performance]
 
     @property
     def ended(self) -> str:
-        """How, in a word or two."""
+        """The status of the runs, in one or two words."""
         missing = self.num_runs - len(self.records)
         if self.why:
             return "failed"
@@ -131,7 +133,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Columns of words and numbers as text; the first names the rows."""
+    """A table of text. The first column names the rows."""
 
     title: str
     about: str
@@ -143,9 +145,10 @@ class Comparison:
     """Layouts that did the same work."""
 
     layouts: list[Layout]
-    work: str = ""  # what was asked for, in words, where there are no records
-    differs: dict[str, str] = field(default_factory=dict)  # keys of the work, unlike in others'
-    rows: str = "strategy"  # what a row is
+    work: str = ""  # description of the work, if there are no records
+    # Keys of the work with other values than in other comparisons
+    differs: dict[str, str] = field(default_factory=dict)
+    rows: str = "strategy"  # heading of the first column
 
     @property
     def records(self) -> list[Record]:
@@ -157,16 +160,16 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What all runs have in common, by heading."""
+        """The settings that all runs share, by heading."""
         if not self.records:
             return {}
-        found = common_settings(self.records)
-        found["device"] = self.records[0].machine["gpu_name"] or "CPU"
-        return found | self.differs
+        settings = common_settings(self.records)
+        settings["device"] = self.records[0].machine["gpu_name"] or "CPU"
+        return settings | self.differs
 
     @property
     def title(self) -> str:
-        """What all runs have in common, on one line."""
+        """The settings that all runs share, on one line."""
         settings = self.settings
         device = settings.pop("device", "")
         other = [f"{name} {settings.pop(name)}" for name in self.differs]
@@ -176,48 +179,53 @@ class Comparison:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know besides: why runs failed, and whether they can be compared."""
-        found = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
+        """Sentences about failed runs, overfitting, and differences in the work."""
+        notes = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
         for layout in self.layouts:
-            found += [f"{layout.name} {r.status}: {r.error}" for r in layout.records if r.error]
+            notes += [f"{layout.name} {r.status}: {r.error}" for r in layout.records if r.error]
             for r in layout.records:
                 if best := best_before(r):
-                    was = f"was {best['loss']:.3f} after step {best['step']}"
-                    now = f"now {r.evaluations[-1]['loss']:.3f}"
-                    found.append(f"{layout.name} overfitted: its validation loss {was}, {now}")
+                    text = f"{layout.name} overfitted: its validation loss was {best['loss']:.3f} "
+                    text += (
+                        f"after step {best['step']} and {r.evaluations[-1]['loss']:.3f} at the end."
+                    )
+                    notes.append(text)
         works = [record.work for record in self.records]
-        if differ := [key for key in differing(works) if key != "seed"]:
-            found.append(f"The runs did not do the same work: they differ in {', '.join(differ)}.")
-        return found
+        if keys := [key for key in differing(works) if key != "seed"]:
+            notes.append(f"The runs did not do the same work. They differ in {', '.join(keys)}.")
+        return notes
 
     def tables(self) -> list[Table]:
-        """Those that there are figures for."""
-        memory = "The prediction for the fullest process at its peak."
-        sent = "The process that sends most; formulas of strategies/LAWS.md, collectives as rings."
-        found = [
+        """Return the tables that have data."""
+        memory = "Predicted peak memory of the process that uses most."
+        sent = (
+            "Bytes sent by the process that sends most, by the formulas of strategies/LAWS.md for "
+        )
+        sent += "ring collectives."
+        tables = [
             results(self),
             predictions(self),
-            _parts("Memory by component", memory, self, _memory),
-            _parts("Bytes sent per step", sent, self, _sent),
+            _breakdown("Memory by component", memory, self, _memory),
+            _breakdown("Bytes sent per step", sent, self, _sent),
         ]
-        return [table for table in found if len(table.columns) > 1]
+        return [table for table in tables if len(table.columns) > 1]
 
 
 def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values are not equal in all."""
+    """Return the keys that do not have the same value in all runs."""
     keys = dict.fromkeys(key for run in runs for key in run)
     return [key for key in keys if len({repr(run.get(key)) for run in runs}) > 1]
 
 
 def common_settings(records: Sequence[Record]) -> dict[str, str]:
-    """The columns of SETTINGS in which all agree."""
+    """Return the columns of SETTINGS in which all runs have the same value."""
     settings = [{name: cell(r) for name, cell in SETTINGS.items()} for r in records]
     differ = differing(settings)
     return {name: text for name, text in settings[0].items() if name not in differ}
 
 
 def status(r: Record) -> str:
-    """How a run ended and, unless it is finished, where."""
+    """Return the status of a run and, unless it is "ok", the steps that it reached."""
     if r.status == "ok":
         return "ok"
     killed = r.status == "running" and r.hostname == platform.node() and not is_alive(r)
@@ -225,17 +233,17 @@ def status(r: Record) -> str:
 
 
 def group_by_work(records: Sequence[Record]) -> list[Comparison]:
-    """A row a run, by the work they did, that of the newest run first."""
+    """Return a comparison per work, that of the newest run first. Each run has its own row."""
     records = sorted(records, key=lambda r: r.started_at)
-    telling = differing([record.work for record in records])
+    different_keys = differing([record.work for record in records])
     groups: dict[str, list[tuple[str, Record]]] = {}
     for name, r in reversed([*zip(run_names(records), records, strict=True)]):
-        work = repr([r.work.get(key) for key in telling])
+        work = repr([r.work.get(key) for key in different_keys])
         groups.setdefault(work, []).insert(0, (name, r))
-    said = [key for key in telling if key not in _IN_SETTINGS]
-    if len(telling) > 1:  # a hash tells a reader least
-        said = [key for key in said if key != "data_fingerprint"]
-    found = []
+    shown_keys = [key for key in different_keys if key not in _IN_SETTINGS]
+    if len(different_keys) > 1:  # show a hash only if there is no other difference
+        shown_keys = [key for key in shown_keys if key != "data_fingerprint"]
+    comparisons = []
     for group in groups.values():
         common = common_settings([r for _, r in group])
         layouts = []
@@ -244,26 +252,27 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
             words += [f"{key} {cell(r)}" for key, cell in SETTINGS.items() if key not in common]
             layouts.append(Layout(name=", ".join(words), records=[r]))
         first = group[0][1].work
-        differs = {key: last_part(str(first.get(key)))[:12] for key in said}
-        found.append(Comparison(layouts=layouts, differs=differs, rows="run"))
-    return found
+        differs = {key: last_part(str(first.get(key)))[:12] for key in shown_keys}
+        comparisons.append(Comparison(layouts=layouts, differs=differs, rows="run"))
+    return comparisons
 
 
 def run_names(records: Sequence[Record]) -> list[str]:
-    """The first words that tell the runs' folders apart; empty for the only run."""
-    words = [tuple(Path(r.run_dir).name.split("-")) for r in records]
-    different = set(words)
-    if len(different) == 1:
-        return ["" if len(words) == 1 else "-".join(name) for name in words]
-    sizes = range(max(map(len, words)) + 1)
-    told = [len({name[:size] for name in words}) for size in sizes]  # names, by so many words
-    first = told.count(1) - 1
-    last = told.index(len(different))
-    return ["-".join(name[first:last]) for name in words]
+    """Return the shortest part of each run's folder name that distinguishes it, in whole words; ""
+    for a single run."""
+    names = [tuple(Path(r.run_dir).name.split("-")) for r in records]
+    num_names = len(set(names))
+    if num_names == 1:
+        return ["" if len(names) == 1 else "-".join(name) for name in names]
+    sizes = range(max(map(len, names)) + 1)
+    num_prefixes = [len({name[:size] for name in names}) for size in sizes]  # by number of words
+    first = num_prefixes.count(1) - 1  # all names share the words before this one
+    last = num_prefixes.index(num_names)
+    return ["-".join(name[first:last]) for name in names]
 
 
 def results(comparison: Comparison) -> Table:
-    """How fast, how good; every layout has a row, those that failed, too."""
+    """Return the table of speed, memory and losses. Failed layouts also have a row."""
     layouts = comparison.layouts
     columns = {comparison.rows: [layout.name for layout in layouts]}
     for name, number in MEASURED.items():
@@ -273,56 +282,55 @@ def results(comparison: Comparison) -> Table:
         for layout in layouts
     ]
     columns["status"] = [layout.ended for layout in layouts]
-    about = "Median step of each run"
+    about = "Times are of the median step of each run."
     if any(len(layout.records) > 1 for layout in layouts):
-        about += "; mean ± standard deviation over the seeds"
+        about += " Cells have the mean ± standard deviation over the seeds."
     if not any(r.machine["gpu_name"] for r in comparison.records):
-        about += "; peak RAM: the fullest process, tensors and libraries"
-    return _table("Results", f"{about}.", columns)
+        about += " Peak RAM is that of the process that uses most, including libraries."
+    return _table("Results", about, columns)
 
 
 def predictions(comparison: Comparison) -> Table:
-    """What the plan said before each run."""
+    """Return the table that compares the prediction of each plan with its run."""
     records = comparison.records
-    on_gpu = any(r.machine["gpu_name"] for r in records)
-    what = (
-        "what tensors hold on the fullest GPU"
-        if on_gpu
-        else "the RAM of the fullest process, tensors and libraries"
-    )
-    about = f"Memory is {what}. Each prediction was made before its run"
+    memory = "the RAM of the process that uses most, including libraries"
+    if any(r.machine["gpu_name"] for r in records):
+        memory = "the memory of tensors on the fullest GPU"
+    about = f"Memory is {memory}. Each prediction was made before its run."
     layouts = comparison.finished if any(r.prediction for r in records) else []
     columns = {comparison.rows: [layout.name for layout in layouts]}
-    for name, (heading, found, said) in PREDICTED.items():
-        columns[f"{heading} measured"] = [found(*layout.done) for layout in layouts]
-        columns[f"{heading} predicted"] = [said(*layout.done) for layout in layouts]
-        off = [_error(said, found, layout.done) for layout in layouts]
-        columns[f"{heading} off"] = [NOTHING if e is None else f"{e:+.0%}" for e in off]
-        each = [_error(said, found, [r]) for r in records]
-        if errors := [abs(error) for error in each if error is not None]:
-            near = sum(error <= 0.10 for error in errors)
-            median = statistics.median(errors)
-            about += f"; {name}: {near} of {len(errors)} within 10%, median {median:.0%} off"
-    bounds = [{r.prediction["bound_by"] for r in layout.done if r.prediction} for layout in layouts]
-    columns["mostly"] = [", ".join(sorted(each - {None})) or NOTHING for each in bounds]
-    return _table("Prediction and measurement", f"{about}.", columns)
+    for name, (heading, measurement, prediction) in PREDICTED.items():
+        columns[f"{heading} measured"] = [measurement(*layout.done) for layout in layouts]
+        columns[f"{heading} predicted"] = [prediction(*layout.done) for layout in layouts]
+        errors = [_error(prediction, measurement, layout.done) for layout in layouts]
+        columns[f"{heading} off"] = [NOTHING if e is None else f"{e:+.0%}" for e in errors]
+        run_errors = [_error(prediction, measurement, [r]) for r in records]
+        if sizes := [abs(error) for error in run_errors if error is not None]:
+            num_close = sum(size <= 0.10 for size in sizes)
+            about += f" {name.capitalize()}: {num_close} of {len(sizes)} within 10%, "
+            about += f"median error {statistics.median(sizes):.0%}."
+    columns["mostly"] = []
+    for layout in layouts:
+        bottlenecks = {r.prediction["bound_by"] for r in layout.done if r.prediction} - {None}
+        columns["mostly"].append(", ".join(sorted(bottlenecks)) or NOTHING)
+    return _table("Prediction and measurement", about, columns)
 
 
-def _error(said: Number, found: Number, records: Sequence[Record]) -> float | None:
-    """Mean prediction by mean measurement, less one; None where one of them is missing."""
-    expected = said.values(records)
-    measured = found.values(records)
-    if not expected or not measured:
+def _error(prediction: Number, measurement: Number, records: Sequence[Record]) -> float | None:
+    """Return the relative error of the mean prediction; None if a value is missing."""
+    expected = prediction.values(records)
+    actual = measurement.values(records)
+    if not expected or not actual:
         return None
-    return statistics.fmean(expected) / statistics.fmean(measured) - 1
+    return statistics.fmean(expected) / statistics.fmean(actual) - 1
 
 
 def _memory(r: Record) -> dict[str, float]:
     prediction = r.prediction or {}
-    parts = dict(prediction.get("memory_bytes", {}))
-    if parts and not r.machine["gpu_name"]:  # with what Python and the libraries take
-        parts["Python"] = prediction["host_bytes"] - sum(parts.values())
-    return parts
+    components = dict(prediction.get("memory_bytes", {}))
+    if components and not r.machine["gpu_name"]:  # add the memory of Python and libraries
+        components["Python"] = prediction["host_bytes"] - sum(components.values())
+    return components
 
 
 def _sent(r: Record) -> dict[str, float]:
@@ -330,21 +338,21 @@ def _sent(r: Record) -> dict[str, float]:
     return {f"over {axis}": size for axis, size in sent.items()}
 
 
-def _parts(
-    title: str, about: str, comparison: Comparison, parts: Callable[[Record], dict[str, float]]
+def _breakdown(
+    title: str, about: str, comparison: Comparison, bytes_of: Callable[[Record], dict[str, float]]
 ) -> Table:
-    """A row a layout, a column a part (in bytes), and the sum."""
+    """Return a table with a row per layout, a column per component, and the total, in bytes."""
     columns = {comparison.rows: [layout.name for layout in comparison.finished]}
-    sizes = [parts(layout.done[0]) for layout in comparison.finished]
-    names = dict.fromkeys(name for each in sizes for name in each)
-    for each in sizes:
-        each["in all"] = sum(each.values())
-    for name in (*names, "in all"):
-        columns[name] = [gib(size) if (size := each.get(name)) else NOTHING for each in sizes]
+    rows = [bytes_of(layout.done[0]) for layout in comparison.finished]
+    names = dict.fromkeys(name for row in rows for name in row)
+    for row in rows:
+        row["total"] = sum(row.values())
+    for name in (*names, "total"):
+        columns[name] = [gib(size) if (size := row.get(name)) else NOTHING for row in rows]
     return _table(title, about, columns)
 
 
 def _table(title: str, about: str, columns: dict[str, list[str]]) -> Table:
-    """Without the columns that say nothing."""
+    """Return a table without its empty columns."""
     kept = {name: cells for name, cells in columns.items() if {*cells} - {NOTHING}}
     return Table(title=title, about=about, columns=kept)

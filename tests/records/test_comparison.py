@@ -99,7 +99,7 @@ def test_means_and_spreads_are_those_of_the_runs(over_seeds):
     assert [row["status"] for row in rows.values()] == ["ok", "1 of 2 not run yet", "failed"]
     assert over_seeds.notes == ["tp failed: 16 heads <&> 3 processes"]
     over_seeds.layouts[1].records[0].work["global_batch_size"] = 7
-    assert "they differ in global_batch_size" in over_seeds.notes[-1]
+    assert "They differ in global_batch_size" in over_seeds.notes[-1]
 
 
 def test_predictions_stand_beside_what_was_measured(over_seeds):
@@ -108,12 +108,12 @@ def test_predictions_stand_beside_what_was_measured(over_seeds):
         "zero2", "125.0 ± 0.0", "150.0", "+20%", "10.00 GiB", "9.00 GiB", "-10%", "network",
     ]  # fmt: skip
     about = over_seeds.tables()[1].about
-    assert "time: 0 of 3 within 10%, median 20% off; memory: 3 of 3 within 10%" in about
+    assert "Time: 0 of 3 within 10%, median error 20%. Memory: 3 of 3 within 10%" in about
     memory = rows_of(over_seeds, "Memory by component")["zero2"]
-    assert list(memory) == ["strategy", "parameters", "activations", "in all"]
-    assert memory["in all"] == "9.00 GiB"
+    assert list(memory) == ["strategy", "parameters", "activations", "total"]
+    assert memory["total"] == "9.00 GiB"
     assert rows_of(over_seeds, "Bytes sent per step")["dp"] == {
-        "strategy": "dp", "over dp_shard": "3.0 MiB", "in all": "3.0 MiB",
+        "strategy": "dp", "over dp_shard": "3.0 MiB", "total": "3.0 MiB",
     }  # fmt: skip
 
 
@@ -122,11 +122,13 @@ def test_without_a_gpu_memory_is_a_process_s_ram():
     comparison = Comparison(layouts=[Layout(name="dp", records=[on_cpu])])
     row = rows_of(comparison, "Prediction and measurement")["dp"]
     assert (row["peak measured"], row["peak off"]) == ("5.00 GiB", "-80%")
-    assert rows_of(comparison, "Memory by component")["dp"]["in all"] == "1.00 GiB"
+    assert rows_of(comparison, "Memory by component")["dp"]["total"] == "1.00 GiB"
 
 
 def test_an_overfitted_run_is_said_to_be_one():
     seen = [{"step": step, "loss": loss} for step, loss in ((0, 9.0), (20, 3.0), (40, 3.2))]
     (work,) = group_by_work([made_record(evaluations=seen)])
     (note,) = work.notes
-    assert note.endswith("overfitted: its validation loss was 3.000 after step 20, now 3.200")
+    assert note.endswith(
+        "overfitted: its validation loss was 3.000 after step 20 and 3.200 at the end."
+    )

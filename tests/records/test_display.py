@@ -16,7 +16,9 @@ def test_header_says_what_runs():
     assert rows["batch"] == ("global 32 = 4 replicas x 2 micro-batches x 4; 16,384 tokens per step")
     assert "1000 samples of 512 tokens (87.5% real), 200 for validation" in rows["data"]
     sparse = header(data__real_token_share=0.049)["data"]
-    assert sparse.endswith("for validation; --pack auto or a smaller --max_length pads less")
+    assert sparse.endswith(
+        "for validation. For less padding, use --pack auto or a smaller --max_length"
+    )
     assert rows["steps"] == "64 = 32 per epoch; learning rate 5e-05 (cosine, warm-up 10)"
     assert rows["run"] == "runs/x"
     assert rows["pipeline"] == rows["options"] == header()["defaults"] == ""
@@ -44,9 +46,9 @@ def test_summary_of_an_overfitted_run_says_when_it_was_best():
     losses = {0: 7.0, 20: 3.0, 40: 3.2}
     rows = [{"step": s, "loss": loss, "perplexity": 9.0 * loss} for s, loss in losses.items()]
     text = summary_rows(made_record(evaluations=rows))["overfitted"]
-    assert text == "perplexity 27.00 after 20 steps; --keep_best True keeps that model"
+    assert text == "perplexity was 27.00 after 20 steps. --keep_best True keeps that model."
     kept = summary_rows(made_record(evaluations=rows, best=rows[1]))["overfitted"]
-    assert kept == "perplexity 27.00 after 20 steps; best/ holds that model"
+    assert kept == "perplexity was 27.00 after 20 steps. best/ has that model."
     assert "overfitted" not in summary_rows(made_record(evaluations=[rows[1], rows[1]]))
     untrained = [{**rows[1], "step": 0}, rows[2]]
     assert "overfitted" not in summary_rows(made_record(evaluations=untrained))
@@ -59,7 +61,7 @@ def test_summary_says_only_what_was_measured():
     rows = summary_rows(made_record(**no_gpu, skipped_steps=[4, 5, 9], evaluations=DIVERGED))
     assert "GPU memory" not in rows
     assert rows["throughput"] == "131,072 tokens/s, 125.0 ms per step (median of 59)"
-    assert rows["skipped"] == "3 steps, gradients not finite"
+    assert rows["skipped"] == "3 steps with gradients that were not finite"
     assert rows["perplexity"] == "nan before, nan after 64 steps"
 
 
@@ -86,7 +88,7 @@ def test_a_log_file_gets_a_line_now_and_then_and_the_last(capsys, monkeypatch):
         display.progress([row(step) for step in rows], 1)
     display.stop()
     compiling, *lines = capsys.readouterr().out.splitlines()
-    assert compiling.startswith("compiling")
+    assert compiling.startswith("Compiling")
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]
     assert lines[0] == "step      1/100  epoch 1  loss 2.0000  lr 3.0e-03  first step 0.5 s"
     assert lines[1].endswith("loss 2.0000  lr 3.0e-03  2,468 tok/s  0:48 left")

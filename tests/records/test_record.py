@@ -104,7 +104,7 @@ def test_metrics_grow_by_line_and_a_resumed_run_drops_what_it_repeats(tmp_path, 
     truncate_metrics(tmp_path, 2)
     rows = (tmp_path / METRICS_FILE).read_text()
     assert rows == '{"step":1,"loss":2.5}\n{"step":2,"loss":2.0}\n'
-    assert caplog.text.count("dropped a line") == len(broken)
+    assert caplog.text.count("dropped a damaged line") == len(broken)
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
 
 

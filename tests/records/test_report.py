@@ -62,14 +62,14 @@ def test_without_arguments_the_runs_of_config_are_shown_once_each(runs, tmp_path
     assert rows[2][-2:] == ["oom", "3/64"]
     assert "000003 fsdp oom: rank 1 ran out" in lines
     assert max(map(len, lines)) <= 80
-    assert lines[-1] == "wrote report/loss.png, throughput.png"
+    assert lines[-1] == "Wrote report/loss.png, throughput.png."
     assert len(list((tmp_path / "report").iterdir())) == 2
 
 
 def test_a_run_is_counted_once_however_it_is_named(runs, capsys):
     file = runs / "20260101-000001-zero2-x" / RECORD_FILE
     assert len(find_records([runs, runs / "latest", file, runs / ".cache"])) == 3
-    left_out = f"note: {runs / '.cache'} holds no record.json; left out\n"
+    left_out = f"note: {runs / '.cache'} is left out, because it has no record.json.\n"
     assert capsys.readouterr().err == left_out
     (latest,) = find_records([runs / "latest"])
     assert latest.run_dir == str(runs / "20260101-000003-fsdp-x")
@@ -84,11 +84,11 @@ def test_three_tables_are_shown_unless_all_are_asked_for(runs, capsys):
         (f"{number}. gpt2-medium", str(seed)) for number, seed in enumerate((3, 2, 1), 1)
     ]
     assert text.count("model gpt2-medium, ") == 1  # shown once for all runs
-    assert "left out: 4 older runs of other work; --all shows them" in text
+    assert "Not shown: 4 older runs of other work. Add --all" in text
     assert "loss-3.png," in text
     text = "\n".join(printed(capsys, runs, "--all"))
     assert len(re.findall(r"^\d. gpt2-medium: seed", text, re.M)) == 5
-    assert "left out" not in text
+    assert "Not shown" not in text
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback(runs):
@@ -109,7 +109,11 @@ def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch, capsys)
     assert capsys.readouterr().out == "", "refused before the tables are made"
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    for typed, words in (([], "in runs; train first"), (["."], "no run"), (["./x"], "not exist")):
+    for typed, words in (
+        ([], "train first, or type"),
+        (["."], "no run record"),
+        (["./x"], "not exist"),
+    ):
         with refused(words):
             main(typed)
 
