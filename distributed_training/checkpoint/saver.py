@@ -267,6 +267,5 @@ def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
     # Ranks with the same activations must draw the same masks. Without sequence parallelism these
     # are the ranks along tp, except in attention.
     num_equal = 1 if plan.config.sequence_parallel else topology.tp
-    torch.manual_seed(
-        plan.config.seed + 1000 + step * topology.world_size + topology.rank // num_equal
-    )
+    first_seed = plan.config.seed + 1000 + step * topology.world_size
+    torch.manual_seed(first_seed + topology.rank // num_equal)

@@ -1,4 +1,4 @@
-"""torchao's AdamW with moments in 8 bits, which is an optional package."""
+"""AdamW with 8-bit moments from torchao, an optional package."""
 
 import contextlib
 from typing import Any
@@ -10,16 +10,16 @@ from distributed_training.engines.base import ADAM
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
-    """Blocks of 256 values share a scale (Dettmers et al., 2110.02861). Parameters with fewer than
-    4096 values, or with parts of a block, keep fp32 moments."""
+    """AdamW whose moments share a scale per block of 256 values (Dettmers et al., 2110.02861).
+    Parameters with fewer than 4096 values, or with incomplete blocks, have fp32 moments."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, *, compiled: bool) -> None:
         super().__init__(groups, lr, **ADAM)
         self.compiled = compiled
 
     def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
-        """Give a parameter zero moments. torchao would keep the step on the host, where a CUDA
-        graph cannot count it."""
+        """Give a parameter zero moments and a step on its device. torchao keeps the step on the
+        host, where a CUDA graph cannot count it."""
         first, second = (self._new_buffer(parameter, signed) for signed in (True, False))
         self.state[parameter] = {"step": step.clone(), "exp_avg": first, "exp_avg_sq": second}
 
@@ -36,9 +36,11 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
 
 
 def restore(moment: Any, values: torch.Tensor) -> None:
-    """Quantize values that were quantized before, so that they keep their codes, and their scales
-    but for the last bit. The scale is not always the largest value of a block: there is a code for
-    1, but none for -1, and no scale is smaller than 1e-12."""
+    """Quantize values into `moment` that were quantized before. They keep their codes, and their
+    scales except for the last bit.
+
+    The scale is not always the largest magnitude of a block, because there is a code for 1 but none
+    for -1, and because no scale is smaller than 1e-12."""
     blocks = values.view(len(moment.scale), -1)
     scale = blocks.amax(1)
     if moment.signed:

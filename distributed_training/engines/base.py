@@ -1,4 +1,4 @@
-"""What the training loop asks of an engine, and what every engine does alike."""
+"""Define the interface between the training loop and an engine, and the code that engines share."""
 
 import abc
 import contextlib
@@ -19,107 +19,111 @@ from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.tensor_files import Part, TensorFiles
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-# AdamW as every engine builds it; learning rate and weight decay come from CONFIG.
+# AdamW's constants in every engine. The learning rate and weight decay come from CONFIG.
 ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
-MOMENTS = ("exp_avg", "exp_avg_sq")  # its state besides the step, as torch and DeepSpeed name it
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam moments by the names of torch and DeepSpeed
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did."""
+    """The results of one optimizer step."""
 
-    loss_sum: torch.Tensor  # of this rank's token losses, fp32 scalar on the device
-    grad_norm: torch.Tensor | float | None  # before clipping; None where it is not known
-    skipped: torch.Tensor | bool  # because gradients overflowed, and the update was left out
-    # Norms of what this rank holds of each parameter's gradient, [len(Engine.gradient_names)], on
-    # the device; None where the engine does not know them.
+    loss_sum: torch.Tensor  # sum of this rank's token losses, fp32 scalar on the device
+    grad_norm: torch.Tensor | float | None  # global, before clipping; None if unknown
+    skipped: torch.Tensor | bool  # whether the update was skipped, because gradients overflowed
+    # Norm of this rank's shard of each parameter's gradient, [len(Engine.gradient_names)] on the
+    # device; None if the engine does not compute them
     gradients: torch.Tensor | None = None
 
 
 class Engine(abc.ABC):
-    """One strategy at work. Most methods are collective: all ranks call them in the same order."""
+    """A running strategy. Most methods are collective: all ranks call them in the same order."""
 
     topology: Topology
-    optimizer: Any  # torch.optim.Optimizer, or DeepSpeed's around one
-    base_fingerprint = 0  # of the frozen weights that adapters stand beside, if any
-    gradient_names: Sequence[str] = ()  # parameters, in the order of `StepResult.gradients`
+    optimizer: Any  # a torch.optim.Optimizer, or DeepSpeed's wrapper of one
+    base_fingerprint = 0  # fingerprint of the frozen weights below adapters; 0 without adapters
+    gradient_names: Sequence[str] = ()  # parameters in the order of `StepResult.gradients`
 
     @abc.abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Forward, backward and one update over *all* micro-batches of the step. The gradient is
-        that of (sum of token losses of the global batch) / `batch.num_targets`."""
+        """Run the forward and backward passes of *all* micro-batches and one update. The gradient
+        is that of (sum of token losses of the global batch) / `batch.num_targets`."""
 
     @abc.abstractmethod
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
-        """Summed loss of this rank's `Samples.batch`, fp32 scalar, no gradient."""
+        """Return the summed loss of this rank's `Samples.batch`, an fp32 scalar without gradient."""
 
     @abc.abstractmethod
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        """[1, T] -> [1, T, vocab], no gradient; the same on every rank."""
+        """Return the logits [1, T, vocab] of token ids [1, T], without gradients. All ranks pass
+        the same ids and get the same logits."""
 
     def past(self) -> Past | None:
-        """For `logits` to see each token of a text once; None where no rank has the whole model."""
+        """Return a cache with which `logits` sees each token only once; None under tp and pp."""
         return Past() if (self.topology.pp, self.topology.tp) == (1, 1) else None
 
     def set_learning_rate(self, rate: float) -> None:
-        """The rate of the next step."""
+        """Set the learning rate of the next step."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     @abc.abstractmethod
     def describe_dtypes(self) -> dict[str, str]:
-        """dtype of parameters, gradients, optimizer state and reduction."""
+        """Return the dtypes of parameters, gradients, optimizer state and reduction."""
 
     @abc.abstractmethod
     def state_parts(self) -> Iterator[Part]:
-        """What this rank holds of weights and Adam's moments, "exp_avg/<name>", fp32 under the
-        model's names and shapes (the vocabulary without padding). Local."""
+        """Yield this rank's shards of the weights ("weight/<name>") and Adam moments
+        ("exp_avg/<name>") in fp32, under the model's names and shapes without padding of the
+        vocabulary. Not collective."""
 
     @abc.abstractmethod
     def counters(self) -> dict[str, float]:
-        """The rest of the state, the same on every rank: "adam_steps", and for fp16 "loss_scale"
-        and "good_steps", those since the last overflow."""
+        """Return the rest of the state, which is the same on every rank: "adam_steps", and for fp16
+        "loss_scale" and "good_steps", the steps since the last overflow."""
 
     @abc.abstractmethod
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
-        """Restore what `state_parts` and `counters` gave under any engine and layout."""
+        """Restore the `state_parts` and `counters` of a checkpoint of any engine and layout."""
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """fp32 tensors that no other rank has, for going on exactly under the same layout."""
+        """Return fp32 tensors that only this rank has, to resume exactly under the same layout."""
         return {}
 
     def load_own(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
-        """Restore what `own_state` gave on this rank, if anything; after `load`."""
+        """Restore `own_state` of this rank. Called after `load`."""
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
-        """All weights on rank 0's CPU, as `state_parts` names them; None on other ranks."""
+        """Gather all weights on the CPU of rank 0, by their names in the model. Return None on
+        other ranks. Collective over all processes."""
         weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
-        own = [part for part in weights if part.writes and math.prod(part.size)]
-        ranks = gather([(part.name, part.shape, part.start, part.size) for part in own])
+        own_parts = [part for part in weights if part.writes and math.prod(part.size)]
+        ranks = gather([(part.name, part.shape, part.start, part.size) for part in own_parts])
         if dist.get_rank() > 0:
-            for part in own:
+            for part in own_parts:
                 dist.send(part.get().cpu().contiguous(), 0)
             return None
         state: dict[str, torch.Tensor] = {}
         for sender, parts in enumerate(ranks):
             for number, (name, shape, start, size) in enumerate(parts):
-                values = own[number].get() if sender == 0 else torch.empty(size)
+                values = own_parts[number].get() if sender == 0 else torch.empty(size)
                 if sender > 0:
                     dist.recv(values, sender)
-                whole = state.setdefault(name.removeprefix("weight/"), torch.empty(shape))
-                box = whole if len(start) == len(shape) else whole.view(-1)
-                box[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = values
+                tensor = state.setdefault(name.removeprefix("weight/"), torch.empty(shape))
+                # ZeRO's parts are ranges of the flat tensor.
+                target = tensor if len(start) == len(shape) else tensor.view(-1)
+                target[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = values
         return state
 
     def close(self) -> None:
-        """Drop model and optimizer, so that nothing holds the process group."""
+        """Drop the model and the optimizer, so that nothing refers to the process group."""
         for name in list(vars(self)):
             delattr(self, name)
 
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout, and nothing is compiled again for another shape."""
+    """Disable gradients, dropout and compilation, which would compile again for new shapes."""
     module.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield

@@ -1,6 +1,8 @@
-"""DeepSpeed: ZeRO 1, 2 and 3, offload to the host, Infinity; and its pipeline with ZeRO-1.
-The pipeline runs 1F1B. Activations and their gradients, [B, T, D] a micro-batch in the dtype of the
-weights, travel between neighbors; the end stages sum the embedding's gradients once a step."""
+"""Run DeepSpeed's ZeRO 1, 2 and 3, offload to the host and Infinity, and its pipeline with ZeRO-1.
+
+The pipeline runs 1F1B. Neighboring stages send each other activations and their gradients, [B, T,
+D] per micro-batch in the dtype of the weights. The first and the last stage sum the gradients of
+the tied embedding once per step."""
 
 import contextlib
 import io
@@ -33,25 +35,27 @@ from distributed_training.plan.plan import Plan
 
 
 class DeepSpeedEngine(base.Engine):
-    """The same model, AdamW and loss as the native engine, with state where the JSON puts it."""
+    """Trains the same model with the same AdamW and loss as the native engine. The DeepSpeed JSON
+    decides how state is sharded and offloaded."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         private.import_muon()
-        private.leave_out_extensions()  # before the pipeline calls init_distributed
+        private.leave_out_extensions()  # must precede init_distributed, which the pipeline calls
         self.topology = topology
         self.plan = plan
         config = plan.config
         strategy = plan.strategy
         if config.lora_rank:
             apply_lora(model, config, torch.device("cpu"))
-            # ZeRO-3 drops a block's weights once its input has a gradient: so the first's has one.
+            # ZeRO-3 frees a block's weights when its input has a gradient, so the first block's
+            # input needs one too.
             model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         tables = set(model.vocabulary_parameters())
         rows = model.size.vocab_size
         self.copied = tables if model.size.tied else set()
-        self.shapes = {  # before they are divided, and without padding
+        self.shapes = {  # shapes before sharding, without padding
             name: (rows if name in tables else len(parameter), *parameter.shape[1:])
             for parameter, name in names.items()
         }
@@ -59,7 +63,8 @@ class DeepSpeedEngine(base.Engine):
         blocks.apply_chunked_loss(model, config)
         blocks.apply_compile(model, config, ends=False)
         if strategy.zero.stage == 3:
-            # A block's parameters at once: fewer, larger all-gathers, and no hooks to compile.
+            # Gather the parameters of a block together. This means fewer and larger all-gathers,
+            # and no hooks inside compiled blocks.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])
         module = self._build_module(model)
         groups = parameter_groups(module.parameters(), config.weight_decay)
@@ -68,22 +73,25 @@ class DeepSpeedEngine(base.Engine):
             optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
         else:
             optimizer = torch.optim.AdamW(groups, fused=topology.device_type == "cuda", **settings)
-        parts = {"model": module, "optimizer": optimizer, "config": plan.deepspeed_json}
-        quiet = contextlib.redirect_stdout(io.StringIO())  # it prints what it was given
+        quiet = contextlib.redirect_stdout(io.StringIO())  # DeepSpeed prints its arguments
         with contextlib.nullcontext() if config.verbose else quiet:
-            found = deepspeed.initialize(**parts, dist_init_required=False)
-        self.engine, self.optimizer = found[:2]
+            self.engine, self.optimizer, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=optimizer,
+                config=plan.deepspeed_json,
+                dist_init_required=False,
+            )
         self.model = self.engine.module
         self.named = {names[p]: p for p in self.model.parameters() if p.requires_grad}
         if strategy.zero.stage == 3:
-            # The output layer's weight is used outside of the module that holds it.
+            # The weight of the output layer is used outside its module.
             deepspeed.zero.register_external_parameter(self.model, self.model.output_weight)
 
     def _build_module(self, model: Decoder) -> nn.Module:
         return model
 
     def train_step(self, batch: StepBatch) -> base.StepResult:
-        # DeepSpeed divides by the accumulation steps and averages over ranks; undo both.
+        # DeepSpeed divides by the accumulation steps and averages over ranks. Undo both.
         scale = self.plan.batch.num_microbatches * self.topology.dp_size / batch.num_targets
         loss_sum = self._run(batch, scale)
         skipped = not self.engine.was_step_applied()
@@ -91,7 +99,8 @@ class DeepSpeedEngine(base.Engine):
         return base.StepResult(loss_sum, norm, skipped)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
-        """All micro-batches and the update, for `scale` times the loss; this rank's summed loss."""
+        """Run all micro-batches and the update with the gradient of `scale` x loss. Return this
+        rank's summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
         self.engine.train()
         for arrays in batch.micro_batches:
@@ -120,37 +129,41 @@ class DeepSpeedEngine(base.Engine):
         }
 
     def state_parts(self) -> Iterator[Part]:
-        held: dict[int, dict[str, Any]] = {}
+        cache: dict[int, dict[str, Any]] = {}
 
-        def read(group: int) -> dict[str, Any]:  # what lies on disk: once, one group in memory
-            if group not in held:
-                held.clear()
-                held[group] = private.read_zero_group(self.optimizer, group)
-            return held[group]
+        def read(group: int) -> dict[str, Any]:
+            # State on disk is read once, and only one group is in memory.
+            if group not in cache:
+                cache.clear()
+                cache[group] = private.read_zero_group(self.optimizer, group)
+            return cache[group]
 
-        kinds = ("weight", *(base.MOMENTS if self.counters()["adam_steps"] else ()))
+        tensor_names = ("weight", *(base.MOMENTS if self.counters()["adam_steps"] else ()))
         for group in range(len(private.zero_partitions(self.optimizer))):
-            yield from self._parts(group, kinds, read)
+            yield from self._parts(group, tensor_names, read)
 
     def _parts(
-        self, group: int, kinds: Iterable[str], read: Callable[[int], dict[str, Any]]
+        self, group: int, tensor_names: Iterable[str], read: Callable[[int], dict[str, Any]]
     ) -> Iterator[Part]:
-        """This rank's fragments, without padding, of the weights and moments of one group of the
-        optimizer, whose flat tensors `read` gives by kind."""
+        """Yield this rank's shards, without padding, of the weights and Adam moments of one group
+        of the optimizer. `read` returns the flat tensors of a group by name."""
         for name, parameter in self.named.items():
             fragment = private.find_zero_fragment(self.optimizer, parameter)
             if fragment is None or fragment[0] != group:
                 continue
             _, offset, start, count = fragment
             count = max(0, min(count, math.prod(self.shapes[name]) - start))
-            place = slice(offset, offset + count)
-            # The last stage's copy of a tied embedding is the first one's.
+            flat_range = slice(offset, offset + count)
+            # The last stage has a copy of the tied embedding, and the first stage writes it.
             writes = name not in self.copied or self.topology.pp_rank == 0
-            for kind in kinds:
+            for tensor_name in tensor_names:
+
+                def get(tensor_name: str = tensor_name, flat_range: slice = flat_range) -> Any:
+                    return read(group)[tensor_name].detach()[flat_range]
+
                 yield Part(
-                    name=f"{kind}/{name}", shape=self.shapes[name], start=(start,), size=(count,),
-                    get=lambda kind=kind, place=place: read(group)[kind].detach()[place],
-                    writes=writes,
+                    name=f"{tensor_name}/{name}", shape=self.shapes[name], start=(start,),
+                    size=(count,), get=get, writes=writes,
                 )  # fmt: skip
 
     def counters(self) -> dict[str, float]:
@@ -170,16 +183,16 @@ class DeepSpeedEngine(base.Engine):
         steps = int(counters["adam_steps"])
         on_host = self.plan.strategy.steps_on_host
         for group, flat in private.zero_groups_to_write(self.optimizer):
-            # Moments that are there are written to: whoever keeps them on disk knows them.
+            # Write existing moments in place, because the swapper tracks these tensors.
             state = adam.state[flat]
-            held = {"weight": flat}
-            # As the optimizer itself keeps it.
+            tensors = {"weight": flat}
+            # Each optimizer has its own type for the step.
             state["step"] = steps if on_host else torch.tensor(float(steps)).to(flat.device)
             for moment in base.MOMENTS:
                 if moment not in state:
                     state[moment] = torch.zeros_like(flat)
-                held |= {moment: state[moment].zero_()} if steps else {}
-            for part in self._parts(group, held, lambda _, held=held: held):
+                tensors |= {moment: state[moment].zero_()} if steps else {}
+            for part in self._parts(group, tensors, lambda _, tensors=tensors: tensors):
                 part.get().copy_(saved.read(part))
         if scaler.dynamic:
             scaler.cur_scale = counters["loss_scale"]
@@ -195,18 +208,19 @@ class DeepSpeedEngine(base.Engine):
 
 
 def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
-    """A module of the model, which DeepSpeed would otherwise make anew, with the tied weight."""
+    """Return the spec of a module with a tied weight. It keeps the module, which DeepSpeed would
+    otherwise build again."""
     spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=[weight], **options)
     spec.build = lambda log=False: module
     return spec
 
 
 class PipelinedDecoder(private.CutWhereTold, PipelineModule):
-    """This process's stage of a model, which DeepSpeed sees as one list of layers: what precedes
-    the blocks, blocks, last norm, and the output layer's rows, which `head` uses."""
+    """This process's stage of a model. For DeepSpeed a model is one list of layers: the embeddings,
+    the blocks, the final norm, and the rows of the output layer, which `head` uses."""
 
     def __init__(self, model: Decoder, stages: tuple[range, ...], topology: Topology) -> None:
-        """Takes modules over from `model`, which is of no use afterwards. Collective."""
+        """Take the modules from `model`, which cannot be used afterwards. Collective."""
         self.loss = model.loss
         self.project = model.project
         self.vocab_size = model.size.vocab_size
@@ -217,32 +231,33 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
         if model.size.tied and rows.weight.requires_grad:
             layers[0] = _tied_part(start, "token_embedding.weight")
             layers.append(_tied_part(rows, "weight", forward_fn=lambda _rows, x: x))
-        else:  # an output layer that `head` uses has a place among the layers
+        else:  # `head` uses the rows, so their layer does nothing
             layers.append(nn.Identity())
             layers[-1].rows = rows
-        # In a list, as a module it would be a layer's parameter twice; other stages do not keep it.
+        # A list hides the module, whose parameter would otherwise belong to two layers.
         self.rows = [rows] if topology.pp_rank == topology.pp - 1 else []
         self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
         grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
-        # It prints what it was given, and broadcasts the embedding, which is no part of training.
+        # The constructor prints its arguments, and broadcasts the embedding, which needs no
+        # gradient.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(layers, topology=grid, loss_fn=self.head)
-        # (positions, ends) of micro-batches of packed records, in the order in which all stages
-        # compute them. Each process has its own: nothing is sent.
+        # (positions, ends) of the next micro-batches of packed records, in the order in which all
+        # stages compute them. Each process has them, so they are not sent.
         self.to_come = deque[Sequence[torch.Tensor]]()
-        self.documents: Documents | None = None  # of the micro-batch that is computed
+        self.documents: Documents | None = None  # of the current micro-batch
         self.describe = model.describe
         for layer in self.forward_funcs:
             if isinstance(layer, Decoder | Block):
                 layer.register_forward_pre_hook(self._hand_over, with_kwargs=True)
 
     def forward(self, forward_input: torch.Tensor) -> torch.Tensor:
-        """What this stage makes of the next micro-batch."""
+        """Compute this stage for the next micro-batch."""
         self.documents = self.describe(*self.to_come.popleft()) if self.to_come else None
         return super().forward(forward_input)
 
     def _hand_over(self, layer: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
-        """Tell a layer the documents, if records are packed."""
+        """Pass the documents of packed records to a layer."""
         if self.documents is not None and isinstance(layer, Decoder):
             options = {**options, "positions": self.documents.positions}
         elif self.documents is not None:
@@ -298,12 +313,12 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def _evaluate(
         self, ids: torch.Tensor, targets: torch.Tensor | None, *documents: torch.Tensor
     ) -> torch.Tensor | None:
-        """What `head` makes of one batch [B, T], on the last stage; None elsewhere."""
+        """Return the output of `head` for one batch [B, T] on the last stage; None on others."""
         self._expect(ids.shape)
         if documents:
             self.model.to_come.append(documents)
         self.model.scale = 1.0
-        self.engine.total_loss = None  # DeepSpeed adds to it whatever the last batch returned
+        self.engine.total_loss = None  # DeepSpeed adds the output of the last batch to it
         with base.evaluating(self.model):
             outputs = self.engine.eval_batch(
                 iter([(ids, targets)]), reduce_output=None, bcast_loss=False, num_micro_batches=1
@@ -311,7 +326,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return outputs[0] if self.engine.is_last_stage() else None
 
     def _expect(self, shape: torch.Size) -> None:
-        """DeepSpeed tells the next stage the shape of the first batch and then relies on it."""
+        """Announce a new shape of batches. DeepSpeed sends the shape of a batch only once."""
         if shape != self._shape:
             self.engine.reset_activation_shape()
             self._shape = shape

@@ -1,7 +1,8 @@
-"""A whole optimizer step as one CUDA graph: launched once instead of kernel by kernel.
+"""Capture a whole optimizer step as one CUDA graph, which is launched once instead of kernel by
+kernel.
 
-At small batches the host cannot launch kernels as fast as a GPU runs them. A graph holds all of a
-step's work on the GPU: forward, backward, collectives, clipping, optimizer."""
+With small batches the host cannot launch kernels as fast as a GPU runs them. The graph holds the
+forward and backward passes, collectives, clipping and the optimizer."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,13 +12,14 @@ import torch
 
 from distributed_training.parallel.agree import works_everywhere
 
-NUM_EAGER_STEPS = 12  # before a step is captured; DDP arranges its buckets in the first eleven
-# The graph's memory per byte of its tensors at their peak: 28.9 GiB for 23.0 under FSDP at 8B.
+NUM_EAGER_STEPS = 12  # steps before the capture; DDP rebuilds its buckets in the first eleven
+# Memory of a graph per byte of its tensors at their peak. Measured: 28.9 GiB for 23.0 GiB, with
+# FSDP and a model of 8B.
 POOL_SHARE = 1.25
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
-    """Copies of the arrays on `device`, without waiting where it is a GPU."""
+    """Copy the arrays to `device`. Copies to a GPU do not block."""
     tensors = tuple(map(torch.from_numpy, arrays))
     if device.type == "cpu":
         return tensors
@@ -25,10 +27,11 @@ def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, 
 
 
 class StepGraph:
-    """A step that is launched op by op at first, then, where it `captures`, captured and replayed.
-    `step` takes the device's copies of the arrays and returns tensors. Whatever else it reads or
-    writes must stay where it is in memory: parameters, optimizer state, learning rate. It must not
-    wait for the GPU, nor decide anything by what the GPU computes."""
+    """A step that is launched op by op at first and then, if `captures`, captured and replayed.
+
+    `step` takes tensors on the device and returns tensors. Everything else that it reads or writes,
+    such as parameters, optimizer state and learning rate, must keep its address in memory. `step`
+    must not wait for the GPU, and its control flow must not depend on values on the GPU."""
 
     def __init__(
         self, step: Callable[..., tuple[torch.Tensor, ...]], device: torch.device, *, captures: bool
@@ -36,34 +39,34 @@ class StepGraph:
         self.step = step
         self.device = device
         self.captures = captures
-        self.num_steps = 0  # since state was last moved
+        self.num_steps = 0  # steps since the last `forget`
         self.graph: torch.cuda.CUDAGraph | None = None
-        # What the graph reads and writes.
+        # Tensors that the graph reads and writes
         self.inputs: list[torch.Tensor] = []
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         if captures:
-            # Neither capture nor DDP's hooks in it work on the default stream.
+            # Capture, and DDP's hooks during capture, need another stream than the default one.
             torch.cuda.set_stream(torch.cuda.Stream(device))
             self.pool = torch.cuda.MemPool()
 
     def __call__(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """What `step` returns, in memory that the next step leaves alone."""
+        """Run a step and return its results in memory that the next step does not overwrite."""
         tensors = self._upload(arrays)
         if self.captures and self.num_steps == NUM_EAGER_STEPS:
             self._capture(tensors)
         self.num_steps += 1
         if self.graph is None:
             return self.step(*tensors)
-        for given, tensor in zip(self.inputs, tensors, strict=True):
-            given.copy_(tensor)
+        for graph_input, tensor in zip(self.inputs, tensors, strict=True):
+            graph_input.copy_(tensor)
         self.graph.replay()
         return tuple(output.clone() for output in self.outputs)
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[None]:
-        """What runs between two steps may use the graph's memory, which nothing else can. Nothing
-        that it allocates may outlive the next step."""
+        """Let code between two steps allocate in the graph's memory, which is otherwise unused
+        then. Its tensors must not outlive the next step."""
         if self.graph is None:
             yield
         else:
@@ -71,13 +74,13 @@ class StepGraph:
                 yield
 
     def forget(self) -> None:
-        """Capture again: state has moved. Without effect where steps are launched op by op."""
+        """Drop the graph, because state has moved in memory. It is captured again later."""
         if self.graph is not None:
             self.graph = None
             self.num_steps = 0
 
     def _upload(self, arrays: tuple[np.ndarray, ...]) -> tuple[torch.Tensor, ...]:
-        """Copies on the device, made while the step before runs."""
+        """Copy arrays to the device while the previous step runs."""
         with torch.cuda.stream(self.copies):
             tensors = to_device(self.device, *arrays)
         if self.copies is not None:
@@ -89,17 +92,17 @@ class StepGraph:
     def _check_memory(self) -> None:
         """Raise RuntimeError if the GPU has too little free memory for the graph.
 
-        A capture cannot be undone halfway, and during it the allocator cannot return memory to the
-        driver.
+        A capture cannot be undone halfway, and the allocator cannot return memory to the driver
+        during a capture.
         """
         torch.cuda.synchronize(self.device)
         compute = torch.cuda.current_stream(self.device).cuda_stream
         segments = torch.cuda.memory_snapshot()
-        # Communication streams have segments of their own.
-        beside = sum(each["total_size"] for each in segments if each["stream"] != compute)
+        # Communication streams have their own segments.
+        communication = sum(s["total_size"] for s in segments if s["stream"] != compute)
         tensors = torch.cuda.max_memory_allocated(self.device)
         tensors -= torch.cuda.memory_allocated(self.device)
-        needed = int(POOL_SHARE * tensors) + beside
+        needed = int(POOL_SHARE * tensors) + communication
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
         if needed > free:
@@ -107,7 +110,7 @@ class StepGraph:
             raise RuntimeError(f"a CUDA graph of the step would need {sizes}")
 
     def _release(self) -> None:
-        """Give back the memory of a graph that is not captured."""
+        """Free the memory reserved for the graph, and do not try to capture it again."""
         self.captures = False
         self.graph = None
         self.inputs = []
@@ -116,7 +119,7 @@ class StepGraph:
         torch.cuda.empty_cache()
 
     def _capture(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Record a step without running it, on every rank or on none. Collective."""
+        """Capture a step without running it, on every rank or on none. Collective."""
         if not works_everywhere(self._check_memory, "launching op by op"):
             self._release()
             return
@@ -124,7 +127,7 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
 
         def record() -> None:
-            # Other threads, such as NCCL's watchdog, may go on asking how far the GPU has come.
+            # Other threads, such as NCCL's watchdog, may still query events of the GPU.
             with torch.cuda.graph(
                 graph,
                 pool=self.pool.id,

@@ -1,8 +1,9 @@
 """AdamW, with its moments in fp32 or in fewer bits.
 
-In bf16 the second moment cannot follow a mean over 1000 steps if it is rounded to nearest: a step
-shrinks it by a thousandth, and half the distance between two neighbors is two to four thousandths.
-Rounding up or down at random, with probabilities that make the mean exact, lets it move."""
+The second moment is a mean over about 1,000 steps. In bf16 with rounding to nearest it could not
+shrink: a step changes it by a thousandth, and half the distance between two neighbors in bf16 is
+two to four thousandths. Stochastic rounding, up or down with probabilities that make the mean
+exact, solves this."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,14 +15,14 @@ from distributed_training.engines.base import ADAM, MOMENTS
 from distributed_training.parallel.tensor_files import Part
 from distributed_training.settings.config import RunConfig
 
-# Values that are updated at a time, so that an update without torch.compile needs little memory.
+# Number of values per update. A limit saves memory if the update is not compiled.
 CHUNK = 2**24
 
 
 def build_optimizer(
     config: RunConfig, groups: list[dict[str, Any]], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the AdamW that CONFIG names. On a GPU a CUDA graph can hold its step."""
+    """Return the AdamW that CONFIG names. A CUDA graph can capture its step."""
     rate = float(config.learning_rate)
     compiled = bool(config.compile)
     if config.optimizer == "adamw-8bit":
@@ -35,28 +36,28 @@ def build_optimizer(
 
 
 def moment_part(part: Part, moment: torch.Tensor) -> Part:
-    """Return a part of one of AdamW's moments, which is read and written in fp32."""
+    """Return the part of one of AdamW's moments that matches a weight's `part`, in fp32."""
     inside = tuple(map(slice, part.size))
 
     def write(values: torch.Tensor) -> None:
-        whole = torch.zeros(moment.shape, device=moment.device)
-        whole[inside] = values.to(moment.device)
+        padded = torch.zeros(moment.shape, device=moment.device)
+        padded[inside] = values.to(moment.device)
         if hasattr(moment, "codes"):
             from distributed_training.engines.adamw_8bit import restore
 
-            restore(moment, whole)
+            restore(moment, padded)
         else:
-            moment.copy_(whole)
+            moment.copy_(padded)
 
-    # Also of a tensor that is not quantized, it is the fp32 values.
+    # `dequantize` also converts tensors that are not quantized to fp32.
     return replace(part, get=lambda: moment.dequantize()[inside], write=write)
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, all of whose state can be there before the first step."""
+    """torch's AdamW, with a method that creates its state before the first step."""
 
     def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
-        """Give a parameter zero moments after as many steps as `step` says."""
+        """Give a parameter zero moments and the number of steps so far."""
         moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
         self.state[parameter] = {"step": step.clone(), **moments}
 
@@ -64,7 +65,7 @@ class AdamW(torch.optim.AdamW):
 class AdamWBf16(torch.optim.Optimizer):
     """AdamW of fp32 parameters with moments in bf16, rounded stochastically."""
 
-    found_inf: torch.Tensor | None = None  # 1: leave the update out, as in torch's fused AdamW
+    found_inf: torch.Tensor | None = None  # 1 skips the update, as in torch's fused AdamW
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, *, compiled: bool) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.01})
@@ -78,12 +79,12 @@ class AdamWBf16(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if not self.state:
-            step = torch.zeros((), device=held[0].device)
-            for parameter in held:
+            step = torch.zeros((), device=parameters[0].device)
+            for parameter in parameters:
                 self.begin(parameter, step)
-        step = self.state[held[0]]["step"]
+        step = self.state[parameters[0]]["step"]
         skip = None if self.found_inf is None else self.found_inf > 0
         step += 1 if skip is None else ~skip
         beta1, beta2 = ADAM["betas"]
@@ -121,10 +122,10 @@ def _update(
     step: torch.Tensor,
     skip: torch.Tensor | None,
 ) -> None:
-    """AdamW (1711.05101, algorithm 2) on flat tensors, in place; nothing where `skip` is True.
+    """Apply AdamW (1711.05101, algorithm 2) to flat tensors in place, unless `skip` is True.
 
-    The random bits are a hash of the weight, its gradient and the step. So replicas round alike,
-    whatever their random generators do, and so do all layouts.
+    The random bits are a hash of the weight, its gradient and the step. Therefore all replicas and
+    all layouts round in the same way, independent of their random number generators.
     """
     beta1, beta2 = ADAM["betas"]
     first = exp_avg.float().lerp(gradient, 1 - beta1)
@@ -146,7 +147,7 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _round(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Round fp32 to one of the two neighbors in bf16, up with a probability in proportion to the
-    distance from the lower one: bf16 is the upper half of fp32's bits."""
+    """Round fp32 values stochastically to bf16, which has the upper half of the bits of fp32. The
+    probability of rounding up is proportional to the distance from the lower neighbor."""
     raised = values.view(torch.int32) + (bits & 0xFFFF)
     return (raised & -0x10000).view(torch.float32).bfloat16()
