@@ -51,7 +51,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
-        """Return the summed loss of this rank's `Samples.batch`, an fp32 scalar without gradient."""
+        """Return this rank's summed loss of a `Samples.batch`, an fp32 scalar without gradient."""
 
     @abc.abstractmethod
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
