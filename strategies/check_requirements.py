@@ -1,4 +1,5 @@
-"""Exit 0 when this Python has every package of the given requirements files, at their versions."""
+"""Exit with code 0 if this Python has every package of the given requirements files, in the
+required versions."""
 
 import sys
 from importlib import metadata
@@ -11,8 +12,8 @@ except ImportError:
 
 
 def missing(lines: list[str]) -> list[str]:
-    """Lines whose package is absent or has another version."""
-    found = []
+    """Return the lines whose package is not installed or has another version."""
+    unmet = []
     for line in lines:
         line = line.split("#")[0].strip()
         if not line:
@@ -23,11 +24,11 @@ def missing(lines: list[str]) -> list[str]:
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            found.append(f"{line} (not installed)")
+            unmet.append(f"{line} (not installed)")
             continue
         if version not in requirement.specifier:
-            found.append(f"{line} (installed: {version})")
-    return found
+            unmet.append(f"{line} (installed: {version})")
+    return unmet
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ranks tell one another, as JSON: a pickle would be run by whoever reads it."""
+"""Exchange Python values between ranks as JSON, because unpickling executes code."""
 
 import contextlib
 import errno
@@ -16,15 +16,15 @@ import torch.distributed as dist
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import shown
 
-PATIENCE_S = 24 * 3600.0  # of `gather_in`
-_RAISED_ON_ALL = {kind.__name__: kind for kind in (OSError, FloatingPointError, RunError)}
+PATIENCE_S = 24 * 3600.0  # limit of `gather_in`
+_RAISED_ON_ALL = {error.__name__: error for error in (OSError, FloatingPointError, RunError)}
 Ask = Callable[[Any], list[Any]]
 logger = logging.getLogger(__name__)
 
 
 def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank gives, by rank: whatever JSON can say, so that tuples come as lists.
-    `group`: another one of all ranks. Collective."""
+    """Return the values of all ranks, by rank. Values must be JSON, and tuples become lists.
+    `group` is another process group of all ranks. Collective."""
     text = json.dumps(mine).encode()
     longest = torch.tensor(len(text))
     dist.all_reduce(longest, dist.ReduceOp.MAX, group)
@@ -35,24 +35,24 @@ def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def from_rank_0(value: Any) -> Any:
-    """Rank 0's `value`, as `gather` would give it, on all ranks. Collective."""
+    """Return rank 0's `value` on all ranks, as `gather` does. Collective."""
     return gather(value)[0]
 
 
 def gather_in(store: dist.Store, rank: int, world_size: int) -> Ask:
-    """`gather` by way of a store, for when a rank may take longer than process groups wait, as to
-    tokenize. Raises RunError after PATIENCE_S."""
+    """Return a function like `gather` that uses a store. Ranks may take longer than the timeout of
+    a process group, for example to tokenize. It raises RunError after PATIENCE_S."""
     numbers = itertools.count()
 
     def ask(mine: Any) -> list[Any]:
         number = next(numbers)
-        keys = [f"answer {number} of rank {each}" for each in range(world_size)]
+        keys = [f"answer {number} of rank {other}" for other in range(world_size)]
         store.set(keys[rank], json.dumps(mine))
         end = time.monotonic() + PATIENCE_S
         pause = 0.01
         while not store.check(keys):
             if time.monotonic() > end:
-                raise RunError(f"another rank has not answered for {PATIENCE_S / 3600:g} hours")
+                raise RunError(f"Another rank has not answered for {PATIENCE_S / 3600:g} hours")
             time.sleep(pause)
             pause = min(1.0, 1.2 * pause)
         return [json.loads(answer) for answer in store.multi_get(keys)]
@@ -61,22 +61,23 @@ def gather_in(store: dist.Store, rank: int, world_size: int) -> Ask:
 
 
 def check_ranks_agree(mine: Mapping[str, Any], ask: Ask) -> None:
-    """Raise UserError on all where a rank has another value of a name than rank 0. Collective."""
+    """Raise UserError on all ranks if the values of one rank differ from those of rank 0. `mine`
+    has values by name. Collective."""
     ranks = ask((socket.gethostname(), mine))
     host_0, first = ranks[0]
-    for rank, (host, found) in enumerate(ranks):
-        for name in {**first, **found}:
-            if found.get(name) != first.get(name):
+    for rank, (host, values) in enumerate(ranks):
+        for name in {**first, **values}:
+            if values.get(name) != first.get(name):
                 what = f"rank {rank} on {host} has another {name} than rank 0 on {host_0}"
-                why = f"{shown(found.get(name))} instead of {shown(first.get(name))}"
+                why = f"{shown(values.get(name))} instead of {shown(first.get(name))}"
                 fix = "type the same command on every node, with the same code, packages and data"
                 raise UserError(what, why, fix)
 
 
 @contextlib.contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """What fails in the block on some rank is raised on all, the first rank's where several fail:
-    an error of a disk, of numbers that are not finite, or the user's. Collective, as gather."""
+    """Raise an OSError, FloatingPointError or UserError of one rank in the block on all ranks. If
+    several ranks fail, the error of the first one counts. Collective, like `gather`."""
     failure = None
     try:
         yield
@@ -86,20 +87,20 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         failure = ("FloatingPointError", f"{error} on rank {dist.get_rank()}")
     except UserError as error:
         failure = (type(error).__name__, str(error))
-    for found in filter(None, gather(failure, group)):
-        name, *words = found
-        raise _RAISED_ON_ALL.get(name, UserError)(*words)
+    for first_failure in filter(None, gather(failure, group)):
+        name, *arguments = first_failure
+        raise _RAISED_ON_ALL.get(name, UserError)(*arguments)
 
 
 def works_everywhere(attempt: Callable[[], Any], consequence: str) -> bool:
-    """Whether `attempt` raises a RuntimeError on no rank; else each warns of the `consequence` for
-    all. Collective over all processes."""
+    """Return whether `attempt` succeeds on all ranks. If it raises a RuntimeError on one rank, all
+    ranks log the `consequence` as a warning. Collective over all processes."""
     failure = ""
     try:
         attempt()
     except RuntimeError as error:
         failure = str(error).partition("\n")[0]
-    failures = [found for found in gather(failure) if found]
+    failures = [message for message in gather(failure) if message]
     if failures:
         logger.warning("%s: %s", consequence, failures[0])
     return not failures

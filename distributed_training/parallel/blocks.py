@@ -1,4 +1,4 @@
-"""What is done block by block: recomputation in backward, torch.compile, FSDP2's shards."""
+"""Apply activation checkpointing, torch.compile and FSDP2 to each block of a model."""
 
 import functools
 from typing import Any
@@ -25,7 +25,7 @@ def apply_checkpointing(model: Decoder, mode: str, lora_rank: int = 0) -> None:
     "full" saves only the input of a block, [batch, seq_len, hidden]. "selective" also saves the
     outputs of attention and of matrix multiplications, because recomputing the rest (norms,
     activation functions, sums) is cheap. The matrix multiplications of LoRA adapters are cheap too:
-    they are recomputed. Dropout masks are reproduced.
+    they are recomputed. Recomputation draws the same dropout masks.
     """
     if mode == "none":
         return
@@ -52,28 +52,30 @@ def _selective_policy(
 
 
 def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
-    """Compute the loss of `loss_chunk_tokens` tokens at a time, in place. Between apply_tp and
-    apply_compile."""
+    """Compute the loss of `loss_chunk_tokens` tokens at a time, in place. Must be called after
+    apply_tp and before apply_compile."""
     if not config.loss_chunk_tokens or not model.is_last:
         return
     chunked = ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
     if model.loss is summed_cross_entropy:
         model.loss = chunked
-    else:  # apply_tp's
+    else:  # the loss of apply_tp
         model.loss = functools.partial(model.loss, chunked=chunked)
 
 
 def _compile(function: Any) -> Any:
-    """torch.compile, again for each other shape. Left to itself it would then make shapes symbolic,
-    which DTensors cannot be (torch 2.11), and which runs slower."""
+    """Compile a function separately for each shape. By default torch.compile makes shapes symbolic,
+    which is slower and does not work with DTensors (torch 2.11)."""
     return torch.compile(function, dynamic=False)
 
 
 def apply_compile(model: Decoder, config: RunConfig, *, ends: bool) -> None:
-    """Where CONFIG compiles: every block's forward, all of which share one graph, and what follows
-    the last norm, in place. With `ends`, what precedes and follows the blocks, too: not where
-    ZeRO-3's hooks run around embedding and last norm. compile=whole: all up to the last norm as one
-    graph, which fuses what lies between blocks. A loss in chunks has compiled its own part."""
+    """Compile a model in place, if CONFIG asks for it.
+
+    Each block's forward is compiled, and all blocks share one graph; so is the loss, unless it is
+    computed in chunks, which compiles its own part. `ends` also compiles the embedding and the
+    final norm, which is impossible with the hooks of ZeRO-3. compile=whole compiles everything up
+    to the final norm as one graph, which also fuses operations across blocks."""
     if not config.compile:
         return
     chunked = bool(config.loss_chunk_tokens)
@@ -95,11 +97,13 @@ def apply_compile(model: Decoder, config: RunConfig, *, ends: bool) -> None:
 def apply_fsdp(
     model: Decoder, mesh: DeviceMesh, dtype: torch.dtype | None, *, keep_gathered: bool = False
 ) -> None:
-    """Shard each block, then the rest, in place, over one axis, or two: copies of shards (HSDP).
-    Both passes all-gather a block's parameters (in `dtype`; None: fp32) and drop them after use;
-    backward reduce-scatters gradients in fp32 (and all-reduces the shards between copies). The root
-    holds the tied embedding, needed first and last, so it stays gathered; with `keep_gathered` so
-    does every block, for pipeline stages, which run many times."""
+    """Shard each block, then the remaining parameters, in place with FSDP2.
+
+    `mesh` has one axis, or two for HSDP: replicas and shards. Both passes all-gather a block's
+    parameters in `dtype` (None: fp32) and free them after use. The backward pass reduce-scatters
+    gradients in fp32 and, for HSDP, all-reduces the shards. The root module has the tied embedding,
+    which is needed first and last, so it stays gathered. `keep_gathered` keeps blocks gathered, for
+    pipeline stages, which use them for many micro-batches."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
@@ -112,20 +116,20 @@ def apply_fsdp(
 
 
 def reset_shards(model: Decoder) -> None:
-    """Tell FSDP, if it is used, that its shards have been replaced: they were on "meta"."""
+    """Let FSDP notice, if it is used, that new tensors have replaced its shards on "meta"."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module._apply(lambda tensor: tensor, recurse=False)
 
 
 def apply_prefetch(model: Decoder, ahead: int) -> None:
-    """Let each of FSDP's blocks begin to gather the next `ahead` ones, in both passes, in place. 1
-    is what FSDP does by itself; with 0 nothing is computed while a block is gathered."""
+    """Let each FSDP block prefetch the next `ahead` blocks in both passes, in place. FSDP's default
+    is 1; 0 does not overlap the gathering of a block with computation."""
     blocks: list[Any] = list(model.blocks.values())
     if ahead == 0:
         for module in (model, *blocks):
             gather_on_use(module)
     elif ahead > 1:
-        for place, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + ahead])
-            block.set_modules_to_backward_prefetch(blocks[max(0, place - ahead) : place][::-1])
+        for index, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
+            block.set_modules_to_backward_prefetch(blocks[max(0, index - ahead) : index][::-1])

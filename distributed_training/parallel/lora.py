@@ -1,7 +1,7 @@
-"""LoRA (Hu et al., 2106.09685): weights stay as they are, and blocks' matrices W get a trained
-product of two narrow ones beside them: y = W x + (alpha / rank) B A dropout(x).
-A is [rank, in], B [out, rank]. B begins at 0, so that the first step sees the weights of the base.
-"""
+"""Add LoRA adapters (Hu et al., 2106.09685) to the matrices of a model's blocks.
+
+The weights W are frozen, and y = W x + (alpha / rank) B A dropout(x). A is [rank, in], and B is
+[out, rank]. B starts at 0, so that the first step sees the weights of the base."""
 
 import zlib
 
@@ -17,20 +17,25 @@ from distributed_training.settings.config import RunConfig
 
 
 def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[str]:
-    """Freeze a model, or a stage of one that may be split over tp, and put fp32 adapters on
-    `device` beside its blocks' matrices, in place: all of A and own rows of B where a matrix is
-    split by rows, else own columns of A, all of B. They begin as the model's `initial_adapters`, if
-    it has any. Returns names of parameters with gradients to be summed over tp yet."""
+    """Freeze a model, or a stage, and add fp32 adapters on `device` to its blocks' matrices, in
+    place.
+
+    If tp shards a matrix by rows, each rank has all of A and its rows of B; if by columns, its
+    columns of A and all of B. Adapters start as the model's `initial_adapters`, if it has any.
+    Returns the names of parameters whose gradients must be summed over tp."""
     initial = model.initial_adapters
     model.requires_grad_(False)
-    terms = set()
+    tp_partial_names = set()
     targets = model.size.adapted(config.lora_targets)
     for name, linear in list(model.named_modules()):
         if not isinstance(linear, Linear) or name.split(".", 2)[-1] not in targets:
             continue
         weight = linear.weight
-        rows, columns = linear.out_features, linear.in_features  # a quantized weight has others
-        # From the name and the seed alone; rounded like weights that training begins with.
+        rows, columns = (
+            linear.out_features,
+            linear.in_features,
+        )  # not the shape of the weight, which may be quantized
+        # The initial values depend only on the name and the seed, and are rounded like the weights.
         generator = torch.Generator().manual_seed(config.seed * 100_003 + zlib.crc32(name.encode()))
         a = torch.empty(config.lora_rank, columns)
         a.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
@@ -38,54 +43,58 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
         b = initial.get(f"{name}.adapter.b", torch.zeros(rows, config.lora_rank))
         a, b = (x.to(model.compute_dtype or x.dtype).float().to(device) for x in (a, b))
         mask = initial.get(f"{name}.adapter.mask")
-        place = None
+        mask_rank = None
         if isinstance(weight, DTensor):
             mesh = weight.device_mesh
             by_columns = weight.placements[0].is_shard(1)
-            place_a, place_b = (Shard(1), Replicate()) if by_columns else (Replicate(), Shard(0))
-            a = distribute_tensor(a, mesh, [place_a], src_data_rank=None)
-            b = distribute_tensor(b, mesh, [place_b], src_data_rank=None)
+            layout_a, layout_b = Replicate(), Shard(0)
+            if by_columns:
+                layout_a, layout_b = Shard(1), Replicate()
+            a = distribute_tensor(a, mesh, [layout_a], src_data_rank=None)
+            b = distribute_tensor(b, mesh, [layout_b], src_data_rank=None)
             if mask is not None:
-                mask = distribute_tensor(mask, mesh, [place_b], src_data_rank=None).to_local()
-            terms.add(f"{name}.adapter.{'b' if by_columns else 'a'}")
+                mask = distribute_tensor(mask, mesh, [layout_b], src_data_rank=None).to_local()
+            tp_partial_names.add(f"{name}.adapter.{'b' if by_columns else 'a'}")
             if by_columns and config.lora_dropout and not config.sequence_parallel:
-                place = mesh.get_local_rank()
-        linear.adapter = Adapter(a, b, config, place)
+                mask_rank = mesh.get_local_rank()
+        linear.adapter = Adapter(a, b, config, mask_rank)
         if mask is not None:
             linear.adapter.mask = mask.to(device)
-    return terms
+    return tp_partial_names
 
 
 class Adapter(nn.Module):
-    """What is added to the product of one matrix."""
+    """The adapter of one matrix."""
 
-    mask: torch.Tensor | None  # of B, where some of its numbers stay 0
+    mask: torch.Tensor | None  # 0 where a value of B must stay 0
 
     def __init__(
-        self, a: torch.Tensor, b: torch.Tensor, config: RunConfig, place: int | None = None
+        self, a: torch.Tensor, b: torch.Tensor, config: RunConfig, mask_rank: int | None = None
     ) -> None:
-        """`place`: among processes with other columns of the input and the same random numbers."""
+        """`mask_rank` is set if processes with the same random numbers have different columns of
+        the input. They then draw different dropout masks."""
         super().__init__()
         self.a = nn.Parameter(a)
         self.b = nn.Parameter(b)
         self.scale = config.lora_alpha / config.lora_rank
         self.dropout = config.lora_dropout
-        self.place = place
+        self.mask_rank = mask_rank
         self.register_buffer("mask", None, persistent=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The matrix's input [.., in] and product [.., out] -> the sum [.., out]."""
+        """Add the adapter's output for the input x [.., in] to the matrix's output y [.., out]."""
         inputs = x
-        if isinstance(x, DTensor):  # of a whole x each process computes one term of the gradient
-            places = [Partial() if place.is_replicate() else place for place in x.placements]
-            inputs = x.to_local(grad_placements=places)
-        if self.place is None:
+        if isinstance(x, DTensor):
+            # If x is replicated, each process computes one term of its gradient.
+            layouts = [Partial() if layout.is_replicate() else layout for layout in x.placements]
+            inputs = x.to_local(grad_placements=layouts)
+        if self.mask_rank is None:
             inputs = self._drop(inputs)
         else:
-            inputs = with_own_masks(self._drop, self.place, inputs)
-        narrow = F.linear(inputs, local_part(self.a).to(x.dtype)) * self.scale
+            inputs = with_own_masks(self._drop, self.mask_rank, inputs)
+        hidden = F.linear(inputs, local_part(self.a).to(x.dtype)) * self.scale
         b = local_part(self.b).to(x.dtype)
-        added = F.linear(narrow, b if self.mask is None else b * self.mask.to(x.dtype))
+        added = F.linear(hidden, b if self.mask is None else b * self.mask.to(x.dtype))
         if isinstance(y, DTensor):
             added = DTensor.from_local(added, y.device_mesh, y.placements, run_check=False)
         return y + added

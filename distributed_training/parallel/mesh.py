@@ -1,7 +1,7 @@
-"""Which process is which: ranks, the axes of the mesh, the device, the process group.
+"""Define a process's ranks along the axes of the mesh, its device and the process groups.
 
-tp varies fastest with the rank and pp slowest: what communicates most lies closest together, inside
-a node. torch is imported only by the functions that need a process group."""
+tp varies fastest with the rank and pp slowest, so that the processes that communicate most are in
+the same node. Only functions that need a process group import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """This process's place among all of them, with the sizes of the mesh's axes."""
+    """The rank of this process and the sizes of the mesh's axes."""
 
     world_size: int
     rank: int
@@ -37,7 +37,7 @@ class Topology:
 
     @property
     def dp_size(self) -> int:
-        """Processes that work on different samples."""
+        """The number of replicas and shards that work on different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -46,35 +46,37 @@ class Topology:
 
     @property
     def dp_rank(self) -> int:
-        """Place among the processes that work on different samples."""
+        """The rank among the processes that work on different samples."""
         return self.rank // self.tp % self.dp_size
 
     @property
     def pp_rank(self) -> int:
-        """Place along pp; 0 holds the first layers."""
+        """The rank along pp. Rank 0 has the first layers."""
         return self.rank // (self.tp * self.dp_size)
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axis -> size, the slowest first."""
+        """The size of each axis, from the slowest to the fastest."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     def build_mesh(self) -> DeviceMesh:
-        """The axes in use as one DeviceMesh, and dp_shard in any case, which FSDP works over.
-        Collective: makes communicators for each axis that does not span all processes."""
+        """Return a DeviceMesh of the axes in use, and always of dp_shard, which FSDP needs.
+        Collective: creates a communicator for each axis that does not span all processes."""
         from torch.distributed.device_mesh import init_device_mesh
 
         used = {axis: size for axis, size in self.axes.items() if size > 1 or axis == "dp_shard"}
         return init_device_mesh(self.device_type, tuple(used.values()), mesh_dim_names=tuple(used))
 
     def new_pipeline_group(self) -> dist.ProcessGroup:
-        """Another communicator over this process's pipeline, besides the mesh's. Collective."""
+        """Return a second communicator for this process's pipeline. Collective over all ranks."""
         import torch.distributed as dist
 
-        apart = self.world_size // self.pp
-        pipelines = [list(range(first, self.world_size, apart)) for first in range(apart)]
-        own, _ = dist.new_subgroups_by_enumeration(pipelines)
-        return own
+        num_pipelines = self.world_size // self.pp
+        pipelines = [
+            list(range(first, self.world_size, num_pipelines)) for first in range(num_pipelines)
+        ]
+        group, _ = dist.new_subgroups_by_enumeration(pipelines)
+        return group
 
     @property
     def device(self) -> torch.device:
@@ -95,14 +97,14 @@ def limit_channels(*compressions: str) -> None:
 def process_group(
     device: torch.device, store: dist.Store, *, minutes: float = 30
 ) -> Iterator[None]:
-    """The default process group: gloo for CPU tensors, NCCL for CUDA ones. Groups that are made
-    later have torch's own timeouts. The caller has dropped engine and model at the end."""
+    """Open the default process group: gloo for CPU tensors, NCCL for CUDA tensors. Later groups
+    have torch's default timeouts. The caller must drop the engine and the model before the end."""
     import torch
     import torch.distributed as dist
 
     options: dict[str, Any] = {"timeout": timedelta(minutes=minutes), "store": store}
     options |= {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
-    store.set_timeout(options["timeout"])  # which torch only does with a store of its own
+    store.set_timeout(options["timeout"])  # torch does this only for a store that it creates
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
@@ -110,7 +112,7 @@ def process_group(
         dist.init_process_group("gloo", **options)
     try:
         yield
-        # Threads of gloo that outlive the interpreter abort it.
+        # Threads of gloo that outlive the interpreter would abort it.
         gc.collect()
         dist.barrier()
     finally:

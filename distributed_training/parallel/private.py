@@ -1,6 +1,8 @@
-"""What this suite uses of private interfaces of torch and DeepSpeed, with private_pipelining.py.
+"""Wrap the private interfaces of torch and DeepSpeed that this suite uses; private_pipelining.py
+has those of torch's pipelines.
 
-Checked against torch 2.11 and 2.13 and DeepSpeed 0.19.8, which native strategies never import."""
+Checked against torch 2.11 and 2.13, and DeepSpeed 0.19.8. Native strategies never import DeepSpeed.
+"""
 
 import contextlib
 import importlib
@@ -18,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# Operations on lists of tensors, in one kernel launch; torch's own optimizers are made of them.
+# Operations on lists of tensors in one kernel launch, which torch's optimizers also use
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
@@ -34,8 +36,8 @@ if torch.backends.cuda.is_built():  # varlen_attn needs CUDA, and its import tak
     import torch.nn.attention.varlen  # registers the operation
 
     ATTENTION_OPS.append(torch.ops.torch_attn._varlen_attn.default)
-# Collectives that torch.compile can hold in a graph: (tensor, "sum" or "max", group), and
-# (tensor, dimension, group).
+# Collectives that torch.compile can capture, with the arguments (tensor, "sum" or "max", group) and
+# (tensor, dimension, group)
 all_reduce_functional = functional_collectives.all_reduce
 all_gather_functional = functional_collectives.all_gather_tensor
 
@@ -64,20 +66,21 @@ class ComputeStreamReduceScatter(DefaultReduceScatter):
 
 
 def first_index(tensor: DTensor) -> tuple[int, ...]:
-    """Where this process's part of a tensor begins."""
+    """Return the index of the first element of this process's shard in the whole tensor."""
     mesh = tensor.device_mesh
     return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)[1])
 
 
 def gather_on_use(module: Any) -> None:
-    """Let one of FSDP's modules gather its parameters when it is called, on the stream that
-    computes, and no other module's meanwhile."""
+    """Let an FSDP module gather its parameters when it is called, on the compute stream, and
+    prefetch no other module."""
     module._set_unshard_async_op(True)
-    module.set_modules_to_backward_prefetch([module])  # in place of FSDP's own choice
+    module.set_modules_to_backward_prefetch([module])  # overrides FSDP's default
 
 
 class CutWhereTold:
-    """To inherit before DeepSpeed's PipelineModule: stages begin at the layers in `parts`."""
+    """Mixin for DeepSpeed's PipelineModule, before it in the bases. Stages begin at the layers in
+    `parts`."""
 
     parts: list[int]
 
@@ -86,45 +89,48 @@ class CutWhereTold:
 
     def __init__(self, layers: list[Any], **options: Any) -> None:
         super().__init__(layers, **options)  # type: ignore[call-arg]
-        self._layer_specs: list[Any] = []  # let go of the layers of other stages
+        self._layer_specs: list[Any] = []  # free the layers of other stages
 
 
 def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:
-    """Where a ZeRO optimizer keeps this process's range of a parameter's elements in fp32: (number
-    of the flat tensor, offset in it, first element, how many); None where it has none. DeepSpeed's
-    public accessors do not find Adam's moments in any but the first (stages 1, 2)."""
+    """Return where a ZeRO optimizer has this process's fp32 shard of a parameter: (index of the
+    flat tensor, offset in it, first element, number of elements); None without a shard.
+
+    In stages 1 and 2 DeepSpeed's public accessors find Adam moments only in the first flat tensor.
+    """
     if hasattr(parameter, "ds_id"):  # stage 3
         group, offset, count = zero.grad_position[zero.get_param_id(parameter)]
         return group, offset, zero._get_param_partition_rank(parameter) * count, count
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
-    place = mapping.hp_fragment_address
-    return mapping.param_group_index, place.start, mapping.lp_fragment_address.start, place.numel
+    flat = mapping.hp_fragment_address
+    return mapping.param_group_index, flat.start, mapping.lp_fragment_address.start, flat.numel
 
 
 def zero_partitions(zero: Any) -> list[torch.Tensor]:
-    """The flat fp32 weights of this process, each a key of Adam's state; empty while on disk."""
+    """Return the flat fp32 weights of this process, which are the keys of Adam's state. They are
+    empty while on disk."""
     stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
     return zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups
 
 
 def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
-    """ "weight" and Adam's moments of one flat tensor; copies of what lies on disk."""
+    """Return "weight" and the Adam moments of one flat tensor; copies, if they are on disk."""
     swapped = _is_swapped(zero, group)
     if swapped:
         zero._optimizer_states_and_gradient_swap_in(group)
     flat = zero_partitions(zero)[group]
-    held = {"weight": flat, **zero.optimizer.state.get(flat, {})}
+    tensors = {"weight": flat, **zero.optimizer.state.get(flat, {})}
     if swapped:
-        held = {kind: each.clone() for kind, each in held.items() if kind != "step"}
+        tensors = {name: tensor.clone() for name, tensor in tensors.items() if name != "step"}
         zero._release_swap_buffers(group)
-    return held
+    return tensors
 
 
 def zero_groups_to_write(zero: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """The flat weights of each group in memory, to be written, and given a state in Adam; after the
-    last the weights that are trained are those that were written. Collective."""
+    """Yield the flat weights of each group in memory, for the caller to write them and their Adam
+    state. After the last group, the trained weights have the written values. Collective."""
     stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
     if stage_3:
         zero.checkpoint_event_prologue()
@@ -149,16 +155,16 @@ def _is_swapped(zero: Any, group: int) -> bool:
 
 
 def restore_cpu_adam_powers(adam: Any, steps: int, betas: tuple[float, float], eps: float) -> None:
-    """Repeat a loaded DeepSpeedCPUAdam's steps on nothing: its C++ object multiplies beta ** step
-    up in fp32, and pow rounds otherwise."""
-    nothing = [torch.zeros(0) for _ in range(4)]
+    """Repeat the steps of a loaded DeepSpeedCPUAdam on empty tensors. Its C++ object computes beta
+    ** step by repeated multiplication in fp32, which rounds differently from pow."""
+    empty = [torch.zeros(0) for _ in range(4)]
     for step in range(1, steps + 1):
-        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *nothing)
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *empty)
 
 
 def share_memory(group: dist.ProcessGroup) -> None:
-    """Let processes of one machine read each other's GPU memory, as overlap_products needs it.
-    RuntimeError where the GPUs cannot. Collective over `group`."""
+    """Let processes of one machine read each other's GPU memory, which overlap_products needs.
+    Raises RuntimeError if the GPUs cannot. Collective over `group`."""
     name = group.group_name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -167,29 +173,31 @@ def share_memory(group: dist.ProcessGroup) -> None:
 
 
 def overlap_products(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """What is compiled inside gathers and sums in parts, while a product computes others."""
+    """Let code that is compiled in the block gather and reduce in chunks, while matrix
+    multiplications compute other chunks."""
     if not enabled:
         return contextlib.nullcontext()
-    from torch._inductor import config as inductor_config  # takes long to import
+    from torch._inductor import config as inductor_config  # slow to import
 
     logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp").setLevel(logging.ERROR)
     return inductor_config.patch(_micro_pipeline_tp=True)
 
 
 def record_memory_history() -> None:
-    """From now on remember who allocates and frees memory of the GPU; the last 100,000 of it."""
+    """Start to record allocations and frees of GPU memory; the last 100,000 are kept."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
 
 
 def dump_memory_history(path: Path) -> None:
-    """Write that, with what is allocated, for pytorch.org/memory_viz, and remember no more."""
+    """Write the recorded history for pytorch.org/memory_viz, and stop recording."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def import_muon() -> None:
-    """Let DeepSpeed have its Muon uncompiled. Every ZeRO optimizer imports it, nothing here trains
-    with it, and its decorators would import torch's compiler, which takes seconds."""
+    """Import DeepSpeed's Muon optimizer without compiling it. Every ZeRO optimizer imports this
+    module. Nothing here uses it, but its decorators would import torch's compiler, which takes
+    seconds."""
     compile_function = torch.compile
     torch.compile = lambda function: function
     try:
@@ -199,15 +207,16 @@ def import_muon() -> None:
 
 
 def forget_pipeline_grid() -> None:
-    """Else DeepSpeed would give the next engine of this process the grid of the last one."""
+    """Drop DeepSpeed's process grid, which the next engine would otherwise reuse."""
     import deepspeed
 
     deepspeed.utils.groups.mpu = None
 
 
 def leave_out_extensions() -> None:
-    """Of what DeepSpeed builds if it can, all there is so far: an all-reduce between CPUs, for its
-    inference alone, that takes a compiler 40 s and more, and 66 MiB of /dev/shm a process."""
+    """Skip DeepSpeed's shared-memory all-reduce between CPUs, the only extension that it builds
+    when it can. Only its inference uses it, and it needs 40 s to compile and 66 MiB of /dev/shm per
+    process."""
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__ = {}  # made where it is missing, by running compilers
+    deepspeed.ops.__compatible_ops__ = {}  # otherwise found by running compilers

@@ -1,4 +1,5 @@
-"""What private.py is for torch's pipelines, whose import takes 0.4 s: only pipeline.py has it."""
+"""Wrap the private interfaces of torch's pipelines. Their import takes 0.4 s, so only pipeline.py
+imports this file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +13,8 @@ from distributed_training.predict.simulate import expect_spans
 
 
 class TwoWayStage(PipelineStage):
-    """A PipelineStage whose edges use two communicators in turns: over one, NCCL would let a
-    receive that waits for the stage before hold up what is ready for the stage after."""
+    """A PipelineStage that uses two communicators for alternate edges. With a single one, NCCL
+    would let a receive from the previous stage block a send to the next stage that is ready."""
 
     other: dist.ProcessGroup
 
@@ -34,21 +35,21 @@ class TwoWayStage(PipelineStage):
         return self._over(self.stage_index - 1, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Nothing with ourselves (where a V turns): torch 2.11 sends it, and gloo fails."""
+        """Leave out messages to this process itself, at the turn of a V. torch 2.11 sends them, and
+        gloo fails."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
 
 class GivenOrder(schedules._PipelineScheduleRuntime):
-    """Processes that work in planned orders, of forward passes and halves of backward ones. If the
-    orders were made for durations, messages are sent and awaited in the order in which they are
-    expected: torch's own assumes equal durations, and a receive that comes too early holds up what
-    is ready.
-    """
+    """Schedule that follows the planned orders of forward passes and halves of backward passes. If
+    the orders were planned for measured durations, messages follow the order of their expected
+    times. torch's own order assumes equal durations, and a receive that comes too early would block
+    operations that are ready."""
 
     def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
         super().__init__(stages, **options)
         self.pipeline_order = {
-            rank: [schedules._Action(stage, _COMPUTING[kind], n) for kind, stage, n in order]
+            rank: [schedules._Action(stage, _COMPUTING[name], n) for name, stage, n in order]
             for rank, order in enumerate(find_orders(plan))
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
@@ -62,8 +63,9 @@ class GivenOrder(schedules._PipelineScheduleRuntime):
 
 _Type = schedules._ComputationType
 _COMPUTING = {"F": _Type.FORWARD, "I": _Type.BACKWARD_INPUT, "W": _Type.BACKWARD_WEIGHT}
-_KINDS = {kind: name for name, kind in _COMPUTING.items()}
-# (what makes a message, by how many stages before the one that the action names)
+_OPERATIONS = {action_type: name for name, action_type in _COMPUTING.items()}
+# Message -> (operation that produces it, number of stages from that operation to the action's
+# stage)
 _MESSAGES = {
     _Type.SEND_F: ("F", 0), _Type.RECV_F: ("F", 1), _Type.SEND_B: ("I", 0), _Type.RECV_B: ("I", -1),
 }  # fmt: skip
@@ -72,21 +74,22 @@ _MESSAGES = {
 def _in_order_of_messages(
     actions: list[schedules._Action], spans: Mapping[Operation, tuple[float, float]]
 ) -> list[schedules._Action]:
-    """Each message before what its process does when it is made, and after what makes it."""
+    """Return the actions with each message moved behind the operation that produces it and before
+    the operation that its process runs at that time."""
     messages = []
     for action in actions:
         if action.computation_type in _MESSAGES:
-            kind, before = _MESSAGES[action.computation_type]
-            maker = (kind, action.stage_index - before, action.microbatch_index)
-            messages.append((spans[maker][1], maker, action))
+            operation, distance = _MESSAGES[action.computation_type]
+            producer = (operation, action.stage_index - distance, action.microbatch_index)
+            messages.append((spans[producer][1], producer, action))
     messages.sort(key=lambda message: message[:2], reverse=True)
-    found = []
+    ordered = []
     for action in actions:
-        if action.computation_type in _KINDS:
-            doing = _KINDS[action.computation_type], action.stage_index, action.microbatch_index
-            begin, end = spans[doing]
+        if action.computation_type in _OPERATIONS:
+            name = _OPERATIONS[action.computation_type]
+            begin, end = spans[name, action.stage_index, action.microbatch_index]
             while messages and (messages[-1][0] < end or messages[-1][0] <= begin):
-                found.append(messages.pop()[2])
+                ordered.append(messages.pop()[2])
         if action.computation_type not in _MESSAGES:
-            found.append(action)
-    return found + [message[2] for message in reversed(messages)]
+            ordered.append(action)
+    return ordered + [message[2] for message in reversed(messages)]

@@ -1,9 +1,11 @@
-"""Tensor parallelism: every layer's matrices split over processes (Megatron-LM, 1909.08053).
-Letters as in decoder.py; R processes. A `column` matrix is split by rows (heads, or hidden units of
-an MLP), the `row` matrix after it by columns (each product is one term of a sum). With sequence
-parallelism (2205.05198) what lies between, norms, residuals and dropout, is split, by samples where
-R divides them, else along the tokens: an all-gather precedes attention and MLP, a reduce-scatter
-follows. Without, all compute all of it; one all-reduce follows. The loss is split by vocabulary."""
+"""Shard the matrices of every layer over processes: tensor parallelism (Megatron-LM, 1909.08053).
+
+Letters are as in decoder.py, with R processes. A `column` matrix is sharded by rows (heads, or
+hidden units of an MLP), and the `row` matrix after it by columns, so that each process computes one
+term of a sum. With sequence parallelism (2205.05198), norms, residuals and dropout are sharded by
+samples if R divides their number, otherwise along the tokens. An all-gather precedes attention and
+MLP, and a reduce-scatter follows. Without it, all processes compute the same norms and residuals,
+and one all-reduce follows. The loss is sharded by vocabulary."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,10 +33,11 @@ from distributed_training.parallel.private import all_gather_functional, all_red
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[str]:
-    """Split a model, or a stage of one, over the one-axis `mesh`, in place: parameters become
-    DTensors, and between split layers tensors are local, of `parts` of the samples and tokens.
-    Returns the names of parameters that each process uses on its own tokens: their gradients are
-    still to be summed over `mesh` (gradients.add_up)."""
+    """Shard a model, or a stage, over the one-axis `mesh`, in place.
+
+    Parameters become DTensors. Between sharded layers, tensors are local, with samples and tokens
+    split into `parts`. Returns the names of parameters that each process applies to its own tokens.
+    Their gradients must be summed over `mesh` (gradients.add_up)."""
     sequence_parallel = max(parts) > 1
     between: Placement = Shard(0 if parts[0] > 1 else 1) if sequence_parallel else Replicate()
     styles: dict[Role, parallel.ParallelStyle] = {
@@ -51,7 +54,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
             _pad_rows(model.get_submodule(name), mesh.size())
     parallel.parallelize_module(model, mesh, {name: styles[role] for name, role in roles.items()})
     if model.dropout and not sequence_parallel:
-        for block in model.blocks.values():  # dropout masks of attention belong to heads
+        for block in model.blocks.values():  # each head has its own dropout mask
             block.attention = partial(with_own_masks, block.attention, mesh.get_local_rank())
     if model.is_last:
         model.loss = partial(_split_loss, mesh, between)
@@ -68,17 +71,20 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
 
 @dataclass
 class _Layer(parallel.ParallelStyle):
-    """Parameters of which each process holds all, for the tokens that it has (were DTensor not told
-    that these are all, it would sum gradients one by one, each micro-batch, in bf16). With `dim`
-    the weight is split, and each output is one term of a sum: a matrix by columns, a table by rows.
-    Each adds the bias to what it has of the sum, so that nothing comes between product and sum, and
-    both may be one. torch's RowwiseParallel may return what is still on its way: a compiled block
-    cannot take that, as the gradient of its input would miss a step."""
+    """A layer with replicated parameters or, with `dim`, a weight that is sharded along `dim`.
 
-    given: Placement = field(default_factory=Replicate)  # of the input
-    between: Placement = field(default_factory=Replicate)  # of the output
+    A sharded layer (a matrix by columns, or an embedding by rows) computes one term of a sum. Each
+    process adds the bias after the sum, so that the matrix multiplication and the sum can be fused.
+    Without this class DTensor would sum the gradients of replicated parameters one at a time, per
+    micro-batch and in bf16. torch's RowwiseParallel can return a tensor that is still being
+    communicated. A compiled block cannot use such a tensor: the gradient of its input would be
+    incomplete."""
+
+    given: Placement = field(default_factory=Replicate)  # layout of the input
+    between: Placement = field(default_factory=Replicate)  # layout of the output
     dim: int | None = None
-    # The input is positions: counted from the process's first token, [T / R], or of all, [B, T].
+    # For inputs that are positions: the parts of (samples, tokens) that each process has. They are
+    # [T / R], counted from the process's first token, or [B, T] for all tokens.
     parts: tuple[int, int] = (1, 1)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -102,7 +108,7 @@ class _Layer(parallel.ParallelStyle):
 
 
 def _own_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.Tensor:
-    """The positions of a process's own `parts` of samples and tokens."""
+    """Return the positions of this process's samples and tokens, of all `parts` of them."""
     for dim, count in enumerate(parts):
         if count > 1 and x.dim() == 2:
             x = x.chunk(count, dim)[rank]
@@ -112,23 +118,23 @@ def _own_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.
 
 
 def _pad_rows(table: Any, multiple: int) -> None:
-    """Append zero rows until `multiple` divides their number; they are padding like the others."""
-    missing = -table.num_embeddings % multiple
-    if missing:
-        table.weight = nn.Parameter(F.pad(table.weight.detach(), (0, 0, 0, missing)))
-        table.num_embeddings += missing
+    """Append zero rows to an embedding until `multiple` divides the number of rows."""
+    num_missing = -table.num_embeddings % multiple
+    if num_missing:
+        table.weight = nn.Parameter(F.pad(table.weight.detach(), (0, 0, 0, num_missing)))
+        table.num_embeddings += num_missing
 
 
 def _gather_tokens(x: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.Tensor:
-    """All tokens on every process; gradients of what each makes of them are added up."""
-    whole = DTensor.from_local(x, mesh, [layout]).redistribute(placements=[Replicate()])
-    return whole.to_local(grad_placements=[Partial()])
+    """Gather all tokens on every process. The backward pass sums the gradients of the processes."""
+    gathered = DTensor.from_local(x, mesh, [layout]).redistribute(placements=[Replicate()])
+    return gathered.to_local(grad_placements=[Partial()])
 
 
 def _split_projection(
     mesh: DeviceMesh, layout: Placement, x: torch.Tensor, weight: DTensor, vocab_size: int
 ) -> torch.Tensor:
-    """Logits [B, T, V] on every process, for generation."""
+    """Return the logits [B, T, V] on every process, for generation."""
     local = F.linear(_gather_tokens(x, mesh, layout), weight.to_local())
     return DTensor.from_local(local, mesh, [Shard(2)]).full_tensor()[..., :vocab_size]
 
@@ -142,7 +148,8 @@ def _split_loss(
     vocab_size: int,
     chunked: ChunkedCrossEntropy | None = None,
 ) -> torch.Tensor:
-    """As decoder.summed_cross_entropy, with output rows that are split; in chunks if given."""
+    """Compute decoder.summed_cross_entropy with sharded output rows, in chunks if `chunked` is
+    given."""
     rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
     group = mesh.get_group()
@@ -154,45 +161,46 @@ def _split_loss(
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Cross entropies of [N, P / R] logits (tokens from `first` on) summed over N targets, the same
-    on every process. 2 all-reduces of fp32 over `group`: of each target's maximum, and of its sum
-    of exponentials and its own logit."""
+    """Summed cross entropy of N targets from this process's logits [N, P / R], which begin at token
+    `first`. The result is the same on every process. Two fp32 all-reduces over `group` compute each
+    target's maximum, and its sum of exponentials and logit."""
 
     @staticmethod
     def forward(ctx, logits, targets, first, vocab_size, group):  # type: ignore[no-untyped-def]
         columns = torch.arange(logits.shape[1], device=logits.device)
         x = logits.float().masked_fill(first + columns >= vocab_size, -torch.inf)
-        # A process may hold nothing but padding.
+        # All logits of a process may be padding.
         top = x.max(dim=1).values.clamp(min=torch.finfo(torch.float32).min)
         top = all_reduce_functional(top, "max", group)
         exponentials = (x - top[:, None]).exp()
         local = targets - first
-        mine = (local >= 0) & (local < x.shape[1])
-        local = torch.where(mine, local, 0)
-        own = torch.where(mine, x.gather(1, local[:, None])[:, 0] - top, 0.0)
-        sums = torch.stack([exponentials.sum(dim=1), own])
-        total, own = all_reduce_functional(sums, "sum", group).unbind(0)
+        is_local = (local >= 0) & (local < x.shape[1])
+        local = torch.where(is_local, local, 0)
+        target_logits = torch.where(is_local, x.gather(1, local[:, None])[:, 0] - top, 0.0)
+        sums = torch.stack([exponentials.sum(dim=1), target_logits])
+        total, target_logits = all_reduce_functional(sums, "sum", group).unbind(0)
         loss_mask = targets != IGNORE_INDEX
-        ctx.save_for_backward(exponentials / total[:, None], local, mine & loss_mask, loss_mask)
+        ctx.save_for_backward(exponentials / total[:, None], local, is_local & loss_mask, loss_mask)
         ctx.dtype = logits.dtype
-        return torch.where(loss_mask, total.log() - own, 0.0).sum()
+        return torch.where(loss_mask, total.log() - target_logits, 0.0).sum()
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        probabilities, local, mine, loss_mask = ctx.saved_tensors
+        probabilities, local, is_local, loss_mask = ctx.saved_tensors
         grad_logits = probabilities * loss_mask[:, None]
-        grad_logits = grad_logits.scatter_add(1, local[:, None], -mine[:, None].float())
+        grad_logits = grad_logits.scatter_add(1, local[:, None], -is_local[:, None].float())
         return (grad_logits * gradient).to(ctx.dtype), None, None, None, None
 
 
 split_cross_entropy = _SplitCrossEntropy.apply
 
 
-def with_own_masks(function: Any, place: int, x: torch.Tensor, *more: Any) -> torch.Tensor:
-    """`function` of x, whose dropout differs between processes, which have different heads, or
-    columns; recomputation restores the common generator, and so the seed."""
+def with_own_masks(function: Any, rank: int, x: torch.Tensor, *more: Any) -> torch.Tensor:
+    """Call `function` with x and with dropout masks that differ by `rank`, because ranks have
+    different heads or columns. Recomputation restores the common generator, and thereby the seed.
+    """
     seed = int(torch.randint(2**62, ()))
     devices = [x.device] if x.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(seed + place)
+        torch.manual_seed(seed + rank)
         return function(x, *more)

@@ -1,6 +1,7 @@
-"""Tensors in files of many processes: each writes the parts that it holds; any layout reads them.
-Files are in safetensors' format, so that reading runs no code. A part is a box of its tensor, or a
-range of the tensor's elements in order, as ZeRO divides; the header says where it belongs."""
+"""Store sharded tensors: each process writes its parts to a file, and any layout can read them.
+
+Files have the safetensors format, so that reading them executes no code. A part is a box of its
+tensor or, under ZeRO, a range of the flat tensor. The header of the file has its position."""
 
 import itertools
 import json
@@ -24,22 +25,22 @@ from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
 
-COPY = "copy of "  # begins the name of a part that other nodes' files have under its own
+COPY = "copy of "  # prefix of parts that the files of another node have under their own names
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one process holds of a tensor."""
+    """The part of a tensor that one process has."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor, without padding
-    start: tuple[int, ...]  # of the box; one number for more dimensions: a range of elements
+    start: tuple[int, ...]  # first index of a box; a single number for a range of the flat tensor
     size: tuple[int, ...]
-    get: Callable[[], torch.Tensor]  # of `size`; writing to it changes the state
-    writes: bool = True  # False: another process holds the same and writes it
+    get: Callable[[], torch.Tensor]  # of shape `size`; writing to it changes the state
+    writes: bool = True  # False if another process writes the same part
     dtype: torch.dtype = torch.float32
-    write: Callable[[torch.Tensor], None] | None = None  # if what `get` returns is a copy
+    write: Callable[[torch.Tensor], None] | None = None  # needed if `get` returns a copy
 
 
 def part_of(
@@ -50,7 +51,7 @@ def part_of(
     *,
     writes: bool = True,
 ) -> Part:
-    """The part that `tensor` is, from `start` on; what lies beyond `shape` is padding."""
+    """Return `tensor`, without padding, as a part of a tensor of `shape` that begins at `start`."""
     limits = shape if len(start) == len(shape) else (math.prod(shape),)
     size = tuple(
         max(0, min(length, limit - first))
@@ -64,33 +65,35 @@ def part_of(
 
 
 def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the part that this process has of a parameter, in its memory, and where it begins."""
+    """Return this process's shard of a parameter, sharing its memory, and its first index."""
     is_split = isinstance(parameter, DTensor)
     start = first_index(parameter) if is_split else (0,) * parameter.dim()
     return local_part(parameter.detach()), start
 
 
 def place_of(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ...], int, int]:
-    """(where this process's part begins, its place among those with the same, their number)."""
+    """Return the first index of this process's shard, the rank of this process among those with the
+    same shard, and their number."""
     _, start = locate_local(parameter)
-    divided = set[str]()
+    sharded_axes = set[str]()
     if isinstance(parameter, DTensor):
         axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-        divided = {axis for axis, layout in axes if not layout.is_replicate()}
+        sharded_axes = {axis for axis, layout in axes if not layout.is_replicate()}
     replica, shard = divmod(topology.dp_rank, topology.dp_shard)
-    place = 0
-    copies = 1
-    for axis, along in {"dp_replicate": replica, "dp_shard": shard, "tp": topology.tp_rank}.items():
-        if axis not in divided:
-            place = place * topology.axes[axis] + along
-            copies = copies * topology.axes[axis]
-    return start, place, copies
+    copy_rank = 0
+    num_copies = 1
+    ranks = {"dp_replicate": replica, "dp_shard": shard, "tp": topology.tp_rank}
+    for axis, axis_rank in ranks.items():
+        if axis not in sharded_axes:
+            copy_rank = copy_rank * topology.axes[axis] + axis_rank
+            num_copies = num_copies * topology.axes[axis]
+    return start, copy_rank, num_copies
 
 
 def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
-    """Write those parts that are this process's to write, one in memory at a time; return the
-    file's bytes and its CRC-32 once it is on the disk. Raises FloatingPointError at the first part
-    that is not finite."""
+    """Write the parts with `writes`, with one of them in memory at a time. Return the size of the
+    file in bytes and its CRC-32 once it is on disk. Raises FloatingPointError if a part is not
+    finite."""
     parts = [part for part in parts if part.writes and math.prod(part.size)]
     ends = itertools.accumulate(map(_bytes_of, parts), initial=0)
     header: dict[str, Any] = {
@@ -104,16 +107,16 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
     numbers = (_finite(part).numpy().data.cast("B") for part in parts)
     syncing = Future[None]()
     syncing.set_result(None)
-    # Adding up and waiting for the disk take as long as writing: beside it.
+    # The checksum and fdatasync take as long as writing, so they run in other threads.
     with open(path, "wb") as file, ThreadPoolExecutor(2) as pool:
         for data in itertools.chain([struct.pack("<Q", len(text)) + text], numbers):
-            summing = pool.submit(zlib.crc32, data, checksum)
+            checksum_future = pool.submit(zlib.crc32, data, checksum)
             file.write(data)
             if syncing.done():
                 syncing.result()
                 syncing = pool.submit(os.fdatasync, file.fileno())
-            checksum = summing.result()
-            del data, summing  # or the part would stay in memory beside the next one
+            checksum = checksum_future.result()
+            del data, checksum_future  # otherwise the part stays in memory next to the next one
         syncing.result()
         file.flush()
         os.fsync(file.fileno())
@@ -121,19 +124,20 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
 
 
 def _finite(part: Part) -> torch.Tensor:
-    """Its numbers on the CPU."""
+    """Return the values of a part on the CPU. Raises FloatingPointError if they are not finite."""
     numbers = part.get().cpu().contiguous()
-    if not all(map(math.isfinite, numbers.aminmax())):  # which NaN comes through
+    if not all(map(math.isfinite, numbers.aminmax())):  # NaN propagates to both
         raise FloatingPointError(f"{part.name} has numbers that are not finite")
     return numbers
 
 
 class HostMemory:
-    """Memory for copies of parts, which training goes on beside: found and page-locked in a thread,
-    as this takes seconds, and kept from one copy to the next."""
+    """Host memory for copies of parts, so that training can continue. Allocating and page-locking
+    it takes seconds, so a thread does that, and the memory is reused."""
 
     def __init__(self, num_bytes: int, gpu: torch.device | None = None) -> None:
-        """Page-locked for a GPU, where the driver does that: copies go at the link's speed."""
+        """Page-lock the memory for a GPU, if the driver can, which makes copies as fast as the
+        link."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.page_locked = False
         self.finding = threading.Thread(target=self._find, args=(gpu,), daemon=True)
@@ -142,8 +146,8 @@ class HostMemory:
     def _find(self, gpu: torch.device | None) -> None:
         if gpu is None:
             return
-        torch.cuda.set_device(gpu)  # a thread's own choice; else the driver would open the first
-        self.memory.zero_()  # the kernel hands out pages as they are first written to
+        torch.cuda.set_device(gpu)  # each thread must do this, or the driver opens GPU 0
+        self.memory.zero_()  # makes the kernel allocate the pages
         address = self.memory.data_ptr()
         runtime = torch.cuda.cudart()
         code = runtime.cudaHostRegister(address, self.memory.nbytes, 0)
@@ -152,19 +156,20 @@ class HostMemory:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def copy(self, parts: Iterable[Part]) -> list[Part]:
-        """The parts as they are now, in place of those that were copied here before."""
+        """Copy the parts and return the copies. Earlier copies are overwritten."""
         self.finding.join()
         copies: list[Part] = []
         first = 0
-        # On a GPU they neither wait for what training launches meanwhile nor hold it up.
+        # With its own stream, a copy neither waits for later kernels nor delays them.
         stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for part in parts:
-                here = self.memory[first : first + _bytes_of(part)].view(part.dtype).view(part.size)
-                here.copy_(part.get(), non_blocking=self.page_locked)
-                copies.append(replace(part, get=here.detach))
+                data = self.memory[first : first + _bytes_of(part)]
+                target = data.view(part.dtype).view(part.size)
+                target.copy_(part.get(), non_blocking=self.page_locked)
+                copies.append(replace(part, get=target.detach))
                 first += _bytes_held(part)
         if stream is not None:
             stream.synchronize()
@@ -172,7 +177,7 @@ class HostMemory:
 
 
 def bytes_to_copy(parts: Iterable[Part]) -> int:
-    """How much of HostMemory they take."""
+    """Return the bytes of HostMemory that copies of the parts need."""
     return sum(map(_bytes_held, parts))
 
 
@@ -181,7 +186,7 @@ def _bytes_of(part: Part) -> int:
 
 
 def _bytes_held(part: Part) -> int:
-    return -(-_bytes_of(part) // 64) * 64  # so that each begins where any type may
+    return -(-_bytes_of(part) // 64) * 64  # aligned for every dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +206,8 @@ class _Stored:
             return opened.get_slice(self.name)[box or slice(None)]
 
     def copy_into(self, box: torch.Tensor, start: Sequence[int]) -> int:
-        """Fill in what this part has of a box (or range), which begins at `start`; how much."""
+        """Copy the intersection with a box or range that begins at `start` into `box`. Return the
+        number of copied values."""
         here = []
         there = []
         for a, n, b, m in zip(start, box.shape, self.start, self.size, strict=True):
@@ -217,7 +223,7 @@ class _Stored:
 
 
 class TensorFiles:
-    """The tensors in some files, of which any part can be read."""
+    """The tensors of several files. Any part of them can be read."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.stored: dict[str, list[_Stored]] = {}
@@ -229,8 +235,8 @@ class TensorFiles:
                     self.stored.setdefault(name, []).append(stored)
 
     def read(self, part: Part) -> torch.Tensor:
-        """This part's values, [size], on the CPU; only what it needs is read. Raises ValueError
-        where a tensor is missing, incomplete or of another shape."""
+        """Read a part and return its values, [size], on the CPU. Only the needed bytes are read.
+        Raises ValueError if the tensor is missing, incomplete or of another shape."""
         stored = self.stored.get(part.name, [])
         start = part.start
         size = part.size
@@ -243,7 +249,7 @@ class TensorFiles:
         is_box = len(start) == len(part.shape)
         if is_box and all(len(found.start) == len(start) for found in stored):
             return self._fill(part, size, start)
-        # Else whole rows, which boxes and ranges have in common.
+        # Otherwise read whole rows, which are both boxes and ranges.
         others = part.shape[1:]
         width = 1 if is_box else math.prod(others)
         first = start[0] // width
@@ -255,12 +261,13 @@ class TensorFiles:
         return rows.flatten()[start[0] - first * width :][: size[0]]
 
     def whole(self, name: str) -> torch.Tensor:
-        """All of a tensor, on the CPU."""
+        """Read a whole tensor to the CPU."""
         shape = self.stored[name][0].shape
         return self.read(part_of(name, torch.empty(shape, device="meta"), shape, (0,) * len(shape)))
 
     def _fill(self, part: Part, size: tuple[int, ...], start: tuple[int, ...]) -> torch.Tensor:
-        """A box of the part's tensor: whole rows, where files hold ranges."""
+        """Read a box of the part's tensor. If files have ranges, the box must consist of whole
+        rows."""
         box = torch.empty(size, dtype=part.dtype)
         filled = 0
         for found in self.stored.get(part.name, []):
@@ -269,5 +276,5 @@ class TensorFiles:
             else:
                 filled += found.copy_into(box.view(-1), (start[0] * math.prod(part.shape[1:]),))
         if filled != box.numel():
-            raise ValueError(f"{filled} of {box.numel()} numbers of {part.name} are there")
+            raise ValueError(f"only {filled} of {box.numel()} values of {part.name} were found")
         return box

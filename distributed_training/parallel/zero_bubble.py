@@ -1,9 +1,10 @@
-"""A backward pass in two parts, the second of which fills a pipeline's idle time (2401.10241).
+"""Split the backward pass in two parts. The second one fills idle time of a pipeline (2401.10241).
 
-The first part gives the gradients that the stage before waits for, the second those of the blocks'
-matrices. Autograd cannot stop in the middle of a compiled block. So matrices take no part in it:
-next to each product x W^T goes a tap, whose gradient is that of the product, dY. Both x and dY are
-kept until the second part computes dW = dY^T x. Together the two parts do what one does."""
+The first part computes the gradients that the previous stage waits for, the second one those of the
+blocks' matrices. Autograd cannot stop in the middle of a compiled block, so it does not see the
+matrices. Instead, each product x W^T gets a tap: an extra input whose gradient is that of the
+product, dY. The second part computes dW = dY^T x from the saved x and dY. Together the two parts
+compute the same as a whole backward pass."""
 
 import functools
 from collections.abc import Callable
@@ -20,21 +21,22 @@ Products = list[tuple[Linear, torch.Tensor, torch.Tensor]]  # (layer, x [.., in]
 
 
 class WeightGradients:
-    """The matrices of one stage's blocks, whose gradients autograd leaves out from now on."""
+    """Gradients of the matrices of one stage's blocks, which autograd no longer computes."""
 
     def __init__(self, stage: Decoder, device: torch.device, tp_parts: tuple[int, int]) -> None:
-        """A block's Linears take all `tp_parts` (Plan) of what the block itself takes one of."""
+        """`tp_parts` (see Plan): sequence parallelism splits a block's input, but not the inputs of
+        its Linears, into this number of parts."""
         self.tp_parts = tp_parts
         self.pending: Products = []
         dtype = stage.compute_dtype or torch.float32
         self.start = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
         for block in stage.blocks.values():
             linears: list[Any] = [
-                each
-                for each in block.modules()
-                if isinstance(each, Linear) and each.weight.requires_grad
+                module
+                for module in block.modules()
+                if isinstance(module, Linear) and module.weight.requires_grad
             ]
-            if not linears:  # frozen: what adapters learn autograd computes with the first part
+            if not linears:  # frozen; autograd computes the gradients of adapters in the first part
                 continue
             for linear in linears:
                 linear.tap = linear.seen = None
@@ -42,7 +44,7 @@ class WeightGradients:
             block.forward = functools.partial(self._forward, linears, block.forward)
 
     def take(self) -> Callable[[], None]:
-        """The second part of the backward passes since the last call, to be run once."""
+        """Return a function for the second part of the backward passes since the last call."""
         products = self.pending
         self.pending = []
         return functools.partial(_add_weight_gradients, products)
@@ -57,8 +59,8 @@ class WeightGradients:
         if not torch.is_grad_enabled():
             return forward(x, **options)
         samples, tokens = self.tp_parts
-        whole = (x.shape[0] * samples, x.shape[1] * tokens)
-        shapes = [(*whole, local_part(linear.weight).shape[0]) for linear in linears]
+        batch_shape = (x.shape[0] * samples, x.shape[1] * tokens)
+        shapes = [(*batch_shape, local_part(linear.weight).shape[0]) for linear in linears]
         inputs: list[torch.Tensor] = []
 
         def keep(gradients: tuple[torch.Tensor, ...]) -> None:
@@ -75,7 +77,8 @@ class WeightGradients:
 
 
 def _product_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """A Linear's product that notes its input and gives its output's gradient to a tap, if any."""
+    """Compute the output of a Linear. If it has a tap, save the input, and pass the gradient of the
+    output to the tap."""
     if linear.tap is None:
         return linear.product(x)
     assert linear.seen is None, "a block calls each of its Linears once"
@@ -83,14 +86,14 @@ def _product_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
     y = F.linear(x, linear.weight.detach().to(x.dtype), linear.own_bias(x.dtype))
     if not isinstance(y, DTensor):
         return _Tapped.apply(y, linear.tap)
-    # The gradient of a sum is that of each of its terms.
-    grad_placements = [Replicate() if place.is_partial() else place for place in y.placements]
+    # The gradient of a sum is also the gradient of each of its terms.
+    grad_placements = [Replicate() if layout.is_partial() else layout for layout in y.placements]
     tapped = _Tapped.apply(y.to_local(grad_placements=grad_placements), linear.tap)
     return DTensor.from_local(tapped, y.device_mesh, y.placements, run_check=False)
 
 
 class _Tapped(torch.autograd.Function):
-    """y as it is; its gradient is also the tap's."""
+    """Return y unchanged. The tap gets the same gradient as y."""
 
     @staticmethod
     def forward(ctx, y, tap):  # type: ignore[no-untyped-def]
@@ -102,7 +105,8 @@ class _Tapped(torch.autograd.Function):
 
 
 class _Taps(torch.autograd.Function):
-    """Taps of `shapes`, which take no memory; backward hands all their gradients to `keep`."""
+    """Create taps of `shapes`, which need no memory. The backward pass gives their gradients to
+    `keep`."""
 
     @staticmethod
     def forward(ctx, start, shapes, keep):  # type: ignore[no-untyped-def]
@@ -111,7 +115,7 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        # The last stage's losses, and with them this node, live until the end of the step.
+        # Drop the reference: the losses keep this node alive until the end of the step.
         keep = ctx.keep
         ctx.keep = None
         keep(gradients)
@@ -120,7 +124,7 @@ class _Taps(torch.autograd.Function):
 
 @torch.no_grad()
 def _add_weight_gradients(products: Products) -> None:
-    """Add this process's parts of them to .grad, in fp32 as autograd and FSDP do it."""
+    """Add this process's shards of the weight gradients to .grad, in fp32 like FSDP."""
     for linear, x, dy in products:
         weight: Any = linear.weight
         if weight.grad is None:

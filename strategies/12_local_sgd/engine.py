@@ -1,4 +1,4 @@
-"""What local SGD can do, and the keys that it adds to CONFIG. No torch import."""
+"""Declare the traits of local SGD and the keys that it adds to CONFIG. No torch import."""
 
 from typing import Annotated
 
@@ -11,28 +11,35 @@ TRAITS = Traits(build="local_sgd.py:LocalSGD", axes=("dp_replicate",), packs_rec
 
 
 class OPTIONS(Options):
-    """Local SGD by default; DiLoCo with an outer rate of 0.7 and an outer momentum of 0.9."""
+    """The default is local SGD. DiLoCo has an outer rate of 0.7 and an outer momentum of 0.9."""
 
     local_steps: Annotated[int, Field(ge=1, le=2**20)] = key(
-        8, work=True, help="steps that each replica takes by itself before all of them meet"
+        8,
+        work=True,
+        help="number of steps that each replica takes alone between two synchronizations",
     )
     outer_lr: Annotated[float, Field(ge=0.001, le=10)] = key(
-        1.0, work=True, help="rate of the step towards the replicas' mean; 1: the mean itself"
+        1.0,
+        work=True,
+        help="rate of the outer step towards the mean of the replicas; 1 uses the mean itself",
     )
     outer_momentum: Annotated[float, Field(ge=0, le=0.999)] = key(
-        0.0, work=True, help="Nesterov momentum of that step; DiLoCo: 0.9 with outer_lr 0.7"
+        0.0,
+        work=True,
+        help="Nesterov momentum of the outer step. DiLoCo uses 0.9 with outer_lr 0.7",
     )
 
     @property
     def averages(self) -> bool:
-        """Whether the replicas' mean is taken as it is."""
+        """Whether replicas continue from their mean, without an outer optimizer."""
         return self.outer_lr == 1 and self.outer_momentum == 0
 
     def steps_between_exchanges(self) -> int | None:
         return self.local_steps
 
     def bytes_a_parameter(self) -> int:
-        """fp32 weights of the last meeting, and the outer momentum."""
+        """Return the bytes per parameter of the fp32 weights of the last synchronization and of the
+        outer momentum."""
         if self.averages:
             return 0
         return 8 if self.outer_momentum else 4

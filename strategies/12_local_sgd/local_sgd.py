@@ -1,8 +1,8 @@
-"""Local SGD (Stich, 1805.09767) and DiLoCo (Douillard et al., 2311.08105) over AdamW.
+"""Train with local SGD (Stich, 1805.09767) or DiLoCo (Douillard et al., 2311.08105) over AdamW.
 
-Each replica takes `local_steps` steps with its own gradients, then all of them meet. Local SGD goes
-on from the mean of their weights. DiLoCo takes one Nesterov step from the weights of the last
-meeting towards that mean. AdamW's moments stay each replica's own.
+Each replica takes `local_steps` steps with its own gradients, then all replicas synchronize. Local
+SGD continues from the mean of their weights. DiLoCo takes a Nesterov step from the weights of the
+last synchronization towards this mean. Each replica keeps its own Adam moments.
 """
 
 from collections.abc import Iterator
@@ -24,29 +24,29 @@ from distributed_training.settings.strategies import strategy_options
 
 
 class LocalSGD(NativeEngine):
-    """Replicas that part for `local_steps` steps; what others see is always their mean."""
+    """Replicas that diverge for `local_steps` steps. Evaluations and checkpoints see their mean."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         super().__init__(model, plan, topology)
         options: Any = strategy_options(plan.strategy.name)(**plan.engine_options)
         self.options = options
-        # Clipping and Adam are not linear: with one local step only the mean of the *gradients*
-        # gives what dp computes, and then the weights never part.
+        # Clipping and Adam are not linear. With one local step, only the mean of the *gradients*
+        # computes the same as dp, and the weights stay equal.
         self.averages_gradients = options.local_steps == 1 and options.averages
-        self.since = 0  # steps since the replicas met
-        self.own: list[torch.Tensor] = []  # weights, while the mean is in their place
+        self.since = 0  # steps since the last synchronization
+        self.saved: list[torch.Tensor] = []  # this replica's weights while the mean replaces them
         self.outer: torch.optim.SGD | None = None
         if not options.averages:
             self._begin_outer()
 
     def _begin_outer(self) -> None:
-        """Take the weights for those of the last meeting, and remember no momentum."""
+        """Start the outer optimizer from the current weights, without momentum."""
         momentum = self.options.outer_momentum
         self.starts = [parameter.detach().clone() for parameter in self.parameters]
         self.outer = torch.optim.SGD(
             self.starts, self.options.outer_lr, momentum, nesterov=momentum > 0
         )
-        if momentum:  # as after a first step, for load_own
+        if momentum:  # `load_own` needs the state that exists after a first step
             for start in self.starts:
                 self.outer.state[start]["momentum_buffer"] = torch.zeros_like(start)
 
@@ -54,7 +54,7 @@ class LocalSGD(NativeEngine):
         return part  # no DDP: the backward pass exchanges nothing
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        self._take_own()
+        self._restore_own()
         return super().train_step(batch)
 
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,11 +64,11 @@ class LocalSGD(NativeEngine):
         norms = super().update()
         self.since = (self.since + 1) % self.options.local_steps
         if self.since == 0 and not self.averages_gradients:
-            self._meet()
+            self._synchronize()
         return norms
 
     @torch.no_grad()
-    def _meet(self) -> None:
+    def _synchronize(self) -> None:
         average(self.parameters)
         if self.outer is not None:
             for start, mean in zip(self.starts, self.parameters, strict=True):
@@ -87,37 +87,39 @@ class LocalSGD(NativeEngine):
         return super().logits(input_ids, past)
 
     def _take_mean(self) -> None:
-        """Between two meetings: put the replicas' mean in the place of the weights."""
-        if self.since and not self.own:
-            self.own = [parameter.detach().clone() for parameter in self.parameters]
+        """Replace the weights with the mean of the replicas, between two synchronizations."""
+        if self.since and not self.saved:
+            self.saved = [parameter.detach().clone() for parameter in self.parameters]
             average(self.parameters)
 
     @torch.no_grad()
-    def _take_own(self) -> None:
-        if self.own:
-            for parameter, own in zip(self.parameters, self.own, strict=True):
-                parameter.copy_(own)
-            self.own = []
+    def _restore_own(self) -> None:
+        if self.saved:
+            for parameter, saved in zip(self.parameters, self.saved, strict=True):
+                parameter.copy_(saved)
+            self.saved = []
 
     def state_parts(self) -> Iterator[Part]:
         self._take_mean()
         return super().state_parts()
 
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
-        """The replicas begin together, at the saved mean; `load_own` knows better where it can."""
+        """Start all replicas at the saved mean. `load_own` may then restore their own weights."""
         super().load(saved, counters)
         self.since = 0
-        self.own = []
+        self.saved = []
         if self.outer is not None:
             self._begin_outer()
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Each replica's own weights and moments, how far it is (in fp16 one may have left out a
-        step, and has a loss scale of its own), and what the outer step remembers."""
+        """Return this replica's weights, Adam moments and counters, and the state of the outer
+        step. Counters differ between replicas in fp16, which can skip steps and changes the loss
+        scale."""
         if self.averages_gradients:
             return {}
-        own = self.counters()
-        counts = [self.since, own["adam_steps"], own["loss_scale"], own["good_steps"]]
+        counters = self.counters()
+        names = ("adam_steps", "loss_scale", "good_steps")
+        counts = [self.since, *(counters[name] for name in names)]
         state = {"counts": torch.tensor(counts, dtype=torch.float32)}
         for name, tensors in self._own_tensors().items():
             state |= {f"{name}/{number}": tensor for number, tensor in enumerate(tensors)}
@@ -131,19 +133,19 @@ class LocalSGD(NativeEngine):
         self.since = int(since)
         self.loss_scale.fill_(loss_scale)
         self._good_steps.fill_(good_steps)
-        for held in self.optimizer.state.values():
-            held["step"].fill_(adam_steps)
+        for adam_state in self.optimizer.state.values():
+            adam_state["step"].fill_(adam_steps)
         for name, tensors in self._own_tensors().items():
             for number, tensor in enumerate(tensors):
-                if f"{name}/{number}" in state:  # no moments where no step was taken yet
+                if f"{name}/{number}" in state:  # there are no moments before the first step
                     tensor.copy_(state[f"{name}/{number}"])
 
     def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """What no other rank has, by kind; moments only after the first step."""
-        found = {"weight": self.own or list(self.parameters)}
+        """Return the tensors of this replica by name; Adam moments only after the first step."""
+        tensors = {"weight": self.saved or list(self.parameters)}
         adam = [self.optimizer.state.get(self.local[p], {}) for p in self.parameters]
-        found |= {name: [held[name] for held in adam] for name in MOMENTS if name in adam[0]}
+        tensors |= {name: [state[name] for state in adam] for name in MOMENTS if name in adam[0]}
         if self.outer is not None:
-            momenta = [held["momentum_buffer"] for held in self.outer.state.values()]
-            found |= {"start": self.starts, "momentum": momenta}
-        return found
+            momenta = [state["momentum_buffer"] for state in self.outer.state.values()]
+            tensors |= {"start": self.starts, "momentum": momenta}
+        return tensors
