@@ -1,4 +1,4 @@
-"""PyTorch's own parallelism around our model, along any axes of the mesh."""
+"""Train a model with PyTorch's own parallelism along any axes of the mesh."""
 
 import contextlib
 import time
@@ -33,13 +33,13 @@ from distributed_training.parallel.tensor_files import (
 )
 from distributed_training.plan.plan import Plan
 
-# fp16's dynamic loss scale; DeepSpeed's configuration says the same. It halves at every overflow.
+# fp16's dynamic loss scale, as in DeepSpeed's configuration. An overflow halves it.
 INITIAL_LOSS_SCALE = 2.0**16
-LOSS_SCALE_WINDOW = 1000  # steps without overflow before it doubles
+LOSS_SCALE_WINDOW = 1000  # steps without overflow before the loss scale doubles
 
 
 class NativeEngine(base.Engine):
-    """Composes the mechanisms of parallel/, imported where used, in one order and steps AdamW."""
+    """Applies the mechanisms of parallel/ in a fixed order and runs AdamW."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         config = plan.config
@@ -47,29 +47,32 @@ class NativeEngine(base.Engine):
         self.config = config
         self.topology = topology
         self.compute_dtype = model.compute_dtype
-        # DDP works over the default group, as it does in everybody's script.
+        # DDP uses the default process group, so pure replication needs no mesh.
         mesh = None if plan.only_copies else topology.build_mesh()
 
         on_gpu = topology.device_type == "cuda"
         self.step = StepGraph(self._step, topology.device, captures=bool(config.cuda_graphs))
         stages = {
-            index: model.stage(own)
-            for index, own in enumerate(plan.layout.stages)
+            index: model.stage(blocks_of_stage)
+            for index, blocks_of_stage in enumerate(plan.layout.stages)
             if plan.layout.ranks[index] == topology.pp_rank
         }
-        # Under their indices: with zb-v both ends of the model lie here, each with an embedding.
+        # Keys are stage indices. With zb-v, rank 0 has the first and the last stage, each with an
+        # embedding.
         self.parts = nn.ModuleDict({str(index): part for index, part in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
         self.overlaps = bool(config.async_tp) and works_everywhere(
             partial(share_memory, self.tp_group), "async_tp is off"
         )
-        self.terms: list[nn.Parameter] = []  # their gradients are summed over tp
+        # Parameters whose gradients must be summed over tp
+        self.tp_partial_params: list[nn.Parameter] = []
         self.remembered: dict[str, Any] = {}  # what compressing gradients has lost so far
-        modules = [self._spread(part, mesh) for part in stages.values()]
-        self.module = modules[0]  # the whole model, where there is no pipeline
-        # Those that learn. Now: after an evaluation these are FSDP's gathered, rounded copies.
+        modules = [self._parallelize(part, mesh) for part in stages.values()]
+        self.module = modules[0]  # the whole model, if there is no pipeline
+        # Trained parameters of each stage. They are captured here, because after an evaluation
+        # FSDP's modules have gathered and rounded copies.
         self.named = [
-            (part, [each for each in part.named_parameters() if each[1].requires_grad])
+            (part, [(name, p) for name, p in part.named_parameters() if p.requires_grad])
             for part in stages.values()
         ]
         self.parameters = [parameter for _, named in self.named for _, parameter in named]
@@ -82,53 +85,56 @@ class NativeEngine(base.Engine):
             self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
-        # AdamW and clipping work element by element, for which this process's parts will do.
-        self.local = {each: nn.Parameter(local_part(each.detach())) for each in self.parameters}
+        # AdamW and clipping are element-wise, so they work on local shards.
+        self.local = {p: nn.Parameter(local_part(p.detach())) for p in self.parameters}
         groups = parameter_groups(self.local.values(), config.weight_decay)
         rate = float(config.learning_rate)
         self.optimizer: Any = build_optimizer(config, groups, topology.device)
-        # A graph, and what is compiled, read the rate of each step from memory.
+        # A CUDA graph and compiled code read the learning rate of each step from memory.
         is_read = on_gpu or config.optimizer != "adamw"
         self.rate = torch.tensor(rate, device=topology.device) if is_read else None
-        # The optimizer can skip an update on the GPU, so the host need not wait for the norm.
+        # If the optimizer can skip an update on the GPU, the host does not wait for the norm.
         self.skips_on_gpu = on_gpu and config.optimizer != "adamw-8bit"
         self.scale = torch.zeros((), device=topology.device)
         self.set_learning_rate(rate)
         self.fp16 = self.compute_dtype is torch.float16
-        # fp32 scalars where a graph reads and writes them.
+        # fp32 scalars at fixed addresses, which a CUDA graph reads and writes
         first = INITIAL_LOSS_SCALE if self.fp16 else 1.0
         self.loss_scale = torch.tensor(first, device=topology.device)
         self._good_steps = torch.zeros((), device=topology.device)
 
-    def _spread(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:
-        """The order of composition: tp, checkpointing, compile, then the data-parallel axes."""
+    def _parallelize(self, part: Decoder, mesh: DeviceMesh | None) -> nn.Module:
+        """Apply tp, LoRA, checkpointing, compile and the data-parallel axes, in this order."""
         topology = self.topology
         config = self.config
-        terms: set[str] = set()
+        tp_partial_names: set[str] = set()
         if part.fill is None:
             part.to(topology.device)
         if topology.tp > 1:
             from distributed_training.parallel.tensor import apply_tp
 
-            terms = apply_tp(part, mesh["tp"], self.plan.tp_parts)
+            tp_partial_names = apply_tp(part, mesh["tp"], self.plan.tp_parts)
         if config.lora_rank:
             from distributed_training.parallel.lora import apply_lora
 
-            terms = apply_lora(part, config, topology.device)
+            tp_partial_names = apply_lora(part, config, topology.device)
         blocks.apply_checkpointing(part, config.activation_checkpointing, config.lora_rank)
         blocks.apply_chunked_loss(part, config)
         blocks.apply_compile(part, config, ends=topology.tp == 1)
         if self.plan.uses_fsdp:
-            # Copies are shards of size 1 where layers are split, too: DDP knows whole models only.
+            # With tp or pp, replication also uses FSDP, with shards of size 1: DDP needs whole
+            # models.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
             blocks.apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
             blocks.apply_prefetch(part, config.fsdp_prefetch)
-        if part.fill is not None:  # this rank's parts, of which no more than that is read or made
+        if part.fill is not None:  # read or draw only the values of this rank's shards
             part.fill(part, device=topology.device, locate=locate_local)
             blocks.reset_shards(part)
         if self.plan.uses_ddp:
             return self.replicate(part)
-        self.terms += [p for name, p in part.named_parameters() if name in terms]
+        self.tp_partial_params += [
+            p for name, p in part.named_parameters() if name in tp_partial_names
+        ]
         return part
 
     def replicate(self, part: Decoder) -> nn.Module:
@@ -160,23 +166,23 @@ class NativeEngine(base.Engine):
             time.sleep(0.3)  # the watchdog looks every 0.1 s
 
     def set_learning_rate(self, rate: float) -> None:
-        if self.rate is not None:  # in a captured step, too
+        if self.rate is not None:  # a captured step also reads this tensor
             self.rate.fill_(rate)
         super().set_learning_rate(rate if self.rate is None else self.rate)
 
     def train_step(self, batch: StepBatch) -> base.StepResult:
-        # Backward averages over dp ranks; the loss is a mean over the global batch's real tokens.
+        # The backward pass averages over dp ranks, but the loss is the mean over all real tokens.
         torch.mul(self.loss_scale, self.topology.dp_size / batch.num_targets, out=self.scale)
         self.parts.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
-        with overlap_products(self.overlaps):  # compiled with the first step
-            loss_sum, norm, each = self.step(*arrays)
-        skipped = norm.isfinite().logical_not() if self.fp16 else False
-        return base.StepResult(loss_sum, norm, skipped, each)
+        with overlap_products(self.overlaps):  # has an effect when the first step compiles
+            loss_sum, grad_norm, param_grad_norms = self.step(*arrays)
+        skipped = grad_norm.isfinite().logical_not() if self.fp16 else False
+        return base.StepResult(loss_sum, grad_norm, skipped, param_grad_norms)
 
     def _step(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """This rank's summed loss, and the norms that `global_norm` finds, of one optimizer step
-        over the tensors of `Samples.batch` for m micro-batches, [m, B, ...] each."""
+        """Run one optimizer step on the tensors of `Samples.batch` for m micro-batches, [m, B, ...]
+        each. Return this rank's summed loss and the norms of `global_norm`."""
         if self.pipeline is None:
             loss_sum = self._accumulate(*tensors)
         else:
@@ -184,40 +190,44 @@ class NativeEngine(base.Engine):
                 flat = [tensor.flatten(0, 1) for tensor in tensors]
                 loss_sum = self.pipeline.forward_backward(self.scale, *flat)
         gradients.match_layouts(self.parameters)
-        if self.terms:
-            gradients.add_up([local_part(each.grad) for each in self.terms], self.tp_group)
+        if self.tp_partial_params:
+            partial_grads = [local_part(parameter.grad) for parameter in self.tp_partial_params]
+            gradients.add_up(partial_grads, self.tp_group)
         if self.pipeline is not None:
             self.pipeline.add_tied_gradients()
-        # Processes along tp see the same samples: one of them reports, here as in eval_step.
-        own_sum = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
-        return own_sum, *self.update()
+        # Ranks along tp see the same samples, so only the first one reports a loss.
+        reported = loss_sum if self.topology.tp_rank == 0 else torch.zeros_like(loss_sum)
+        return reported, *self.update()
 
     def _accumulate(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Forward and backward of one micro-batch after the other; their summed loss."""
+        """Run the forward and backward passes of all micro-batches. Return their summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
         for index, micro_batch in enumerate(zip(*tensors, strict=True), start=1):
-            last = index == len(tensors[0])
-            # DDP averages once a step. FSDP reduce-scatters every micro-batch, and adds up the
-            # shards of copies once a step.
+            is_last = index == len(tensors[0])
+            # DDP averages once per step. FSDP reduce-scatters every micro-batch, and all-reduces
+            # the shards of replicas once per step.
             if isinstance(self.module, FSDPModule):
-                self.module.set_requires_all_reduce(last)
+                self.module.set_requires_all_reduce(is_last)
             elif isinstance(self.module, DistributedDataParallel):
-                self.module.require_backward_grad_sync = last
+                self.module.require_backward_grad_sync = is_last
             loss = self.module(*micro_batch)
             (loss * self.scale).backward()
             loss_sum += loss.detach()
         return loss_sum
 
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unscale, clip, step (not where fp16 gradients overflowed or, with on_nonfinite=skip, are
-        not finite); the norms before clipping."""
+        """Unscale and clip the gradients and run AdamW. Skip the update if fp16 gradients
+        overflowed or, with on_nonfinite=skip, if they are not finite. Return the norms before
+        clipping."""
         for parameter, local in self.local.items():
             local.grad = local_part(parameter.grad)
         if self.fp16:
             foreach_mul_([local.grad for local in self.local.values()], 1.0 / self.loss_scale)
-        twice = self.pipeline.counted_twice() if self.pipeline is not None else set()
-        norm, each = gradients.global_norm(self.parameters, self.topology, twice)
-        overflow = norm.isfinite().logical_not()
+        counted_elsewhere = self.pipeline.counted_twice() if self.pipeline is not None else set()
+        grad_norm, param_grad_norms = gradients.global_norm(
+            self.parameters, self.topology, counted_elsewhere
+        )
+        overflow = grad_norm.isfinite().logical_not()
         step = True
         if self.fp16 or self.config.on_nonfinite == "skip":
             if self.skips_on_gpu:
@@ -226,16 +236,18 @@ class NativeEngine(base.Engine):
                 step = not overflow
         if step:
             if self.config.max_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(self.local.values(), self.config.max_grad_norm, norm)
+                nn.utils.clip_grads_with_norm_(
+                    self.local.values(), self.config.max_grad_norm, grad_norm
+                )
             if self.topology.device_type == "cuda" and not self.optimizer.state:
-                # Otherwise Adam's moments settle in parts of segments that held activations.
+                # Otherwise the Adam moments fragment memory segments of activations.
                 torch.cuda.empty_cache()
             self.optimizer.step()
         for parameter in (*self.parameters, *self.local.values()):
             parameter.grad = None
         if self.fp16:
             self._scale_loss(overflow)
-        return norm, each
+        return grad_norm, param_grad_norms
 
     def _scale_loss(self, overflow: torch.Tensor) -> None:
         """Set the loss scale for the next step."""
@@ -256,7 +268,7 @@ class NativeEngine(base.Engine):
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         batch, length = input_ids.shape
         samples, tokens = self.plan.tp_parts
-        # Attention is causal: padding changes nothing before it.
+        # Attention is causal, so padding does not change the logits before it.
         ids = F.pad(input_ids, (0, -length % tokens, 0, -batch % samples)).to(self.topology.device)
         with base.evaluating(self.parts):
             logits = self._forward(ids) if past is None else self._forward(ids, past=past)
@@ -265,10 +277,10 @@ class NativeEngine(base.Engine):
         return logits[:batch, :length]
 
     def _forward(self, *tensors: torch.Tensor, **options: Past) -> torch.Tensor | None:
-        """None but on the last stage."""
+        """Run the forward pass. Return the output, or None on ranks without the last stage."""
         run = self.module if self.pipeline is None else self.pipeline.relay
         output = run(*tensors, **options)
-        # A replayed step gathers parameters itself, and leaves what is gathered here out of date.
+        # Free gathered parameters. A replayed step gathers its own and would not update these.
         for module in self.parts.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -288,20 +300,20 @@ class NativeEngine(base.Engine):
     def state_parts(self) -> Iterator[Part]:
         for stage, named in self.named:
             tables = stage.vocabulary_parameters()
-            # The last stage's copy of a tied embedding is the first one's.
+            # The first stage writes the tied embedding, so the last stage does not write its copy.
             copied = tables if stage.size.tied and not stage.is_first else ()
             for number, (name, parameter) in enumerate(named):
                 rows = stage.size.vocab_size if name in tables else parameter.shape[0]
-                start, place, copies = place_of(parameter, self.topology)
-                writes = name not in copied and number % copies == place
-                held = {"weight": parameter, **self.optimizer.state.get(self.local[parameter], {})}
-                for kind in ("weight", *base.MOMENTS):
-                    if kind not in held:
-                        continue
-                    shape = (rows, *parameter.shape[1:])
-                    local = local_part(parameter)
-                    part = part_of(f"{kind}/{name}", local, shape, start, writes=writes)
-                    yield part if kind == "weight" else moment_part(part, held[kind])
+                start, copy_rank, num_copies = place_of(parameter, self.topology)
+                writes = name not in copied and number % num_copies == copy_rank
+                adam_state = self.optimizer.state.get(self.local[parameter], {})
+                shape = (rows, *parameter.shape[1:])
+                local = local_part(parameter)
+                yield part_of(f"weight/{name}", local, shape, start, writes=writes)
+                for moment in base.MOMENTS:
+                    if moment in adam_state:
+                        part = part_of(f"{moment}/{name}", local, shape, start, writes=writes)
+                        yield moment_part(part, adam_state[moment])
 
     def counters(self) -> dict[str, float]:
         steps = self.optimizer.state.get(self.local[self.parameters[0]], {}).get("step", 0)
@@ -310,7 +322,7 @@ class NativeEngine(base.Engine):
 
     @torch.no_grad()
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
-        self.optimizer.state.clear()  # there is none before the first step
+        self.optimizer.state.clear()  # a checkpoint before the first step has no Adam state
         if counters["adam_steps"]:
             step = torch.tensor(float(counters["adam_steps"]), device=self.topology.device)
             for local in self.local.values():

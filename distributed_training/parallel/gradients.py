@@ -31,12 +31,12 @@ Kept = dict[str, dict[int, torch.Tensor]]  # by attribute and bucket
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """This process's part of a DTensor, sharing its memory; any other tensor as it is."""
+    """Return this process's shard of a DTensor, sharing its memory. Return other tensors as is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def match_layouts(parameters: list[Any]) -> None:
-    """Bring each gradient to its parameter's layout."""
+    """Redistribute each gradient to the layout of its parameter."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
@@ -47,7 +47,7 @@ def match_layouts(parameters: list[Any]) -> None:
 def add_up(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, divisor: int = 1
 ) -> None:
-    """Replace each tensor by its sum over `group` divided by `divisor`, in one all-reduce."""
+    """Replace each tensor with its sum over `group` divided by `divisor`, in one all-reduce."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     flat /= divisor
@@ -56,7 +56,7 @@ def add_up(
 
 
 def average(tensors: Sequence[torch.Tensor]) -> None:
-    """Replace each tensor by its mean over all processes, in one all-reduce."""
+    """Replace each tensor with its mean over all processes, in one all-reduce."""
     add_up(tensors, divisor=dist.get_world_size())
 
 
@@ -64,30 +64,31 @@ def average(tensors: Sequence[torch.Tensor]) -> None:
 def global_norm(
     parameters: list[nn.Parameter], topology: Topology, counted_elsewhere: Collection[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """2-norm of all gradients of the model, fp32 scalar, the same on every rank; and the norms of
-    what this rank holds of each parameter's, [number of parameters], for whoever looks for a fault.
-    Every rank adds the squares of what it holds, divided by the number of ranks of its stage that
-    hold the same; one all-reduce of a scalar, unless all ranks hold everything."""
+    """Return the 2-norm of all gradients of the model, an fp32 scalar that is equal on all ranks,
+    and the norm of this rank's shard of each gradient, [number of parameters].
+
+    Every rank adds the squares of its shards, divided by the number of ranks of its stage with the
+    same shard. This needs one all-reduce of a scalar, unless every rank has all gradients."""
     norms = foreach_norm([local_part(parameter.grad) for parameter in parameters])
-    each = torch.stack(norms)
+    param_grad_norms = torch.stack(norms)
     if topology.world_size == topology.dp_replicate:
-        return torch.linalg.vector_norm(each), each
-    per_stage = topology.world_size // topology.pp
+        return torch.linalg.vector_norm(param_grad_norms), param_grad_norms
+    ranks_per_stage = topology.world_size // topology.pp
     shares = [
-        0.0 if parameter in counted_elsewhere else _num_parts(parameter.grad) / per_stage
+        0.0 if parameter in counted_elsewhere else _num_shards(parameter.grad) / ranks_per_stage
         for parameter in parameters
     ]
     total = torch.stack(foreach_mul(foreach_mul(norms, norms), shares)).sum()
     dist.all_reduce(total)
-    return total.sqrt(), each
+    return total.sqrt(), param_grad_norms
 
 
-def _num_parts(gradient: Any) -> int:
-    """How many ranks of a stage hold different ones."""
+def _num_shards(gradient: Any) -> int:
+    """Return the number of different shards of a gradient in a stage."""
     if not isinstance(gradient, DTensor):
         return 1
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-    return math.prod(size for size, place in sizes if not place.is_replicate())
+    return math.prod(size for size, layout in sizes if not layout.is_replicate())
 
 
 def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ TRAITS = Traits(build="Forgetful", axes=("tp",), packs_records=True)
 class Forgetful(NativeEngine):
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.terms = []
+        self.tp_partial_params = []
 """
 
 
