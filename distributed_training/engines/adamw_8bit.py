@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments from torchao, an optional package."""
+"""AdamW with 8-bit Adam moments from torchao, an optional package."""
 
 import contextlib
 from typing import Any
@@ -10,16 +10,16 @@ from distributed_training.engines.base import ADAM
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
-    """AdamW whose moments share a scale per block of 256 values (Dettmers et al., 2110.02861).
-    Parameters with fewer than 4096 values, or with incomplete blocks, have fp32 moments."""
+    """AdamW whose Adam moments share a scale per block of 256 values (Dettmers et al., 2110.02861).
+    Parameters with fewer than 4096 values, or with incomplete blocks, have fp32 Adam moments."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, *, compiled: bool) -> None:
         super().__init__(groups, lr, **ADAM)
         self.compiled = compiled
 
     def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
-        """Give a parameter zero moments and a step on its device. torchao keeps the step on the
-        host, where a CUDA graph cannot count it."""
+        """Give a parameter zero Adam moments and a step on its device. torchao keeps the step on
+        the host, where a CUDA graph cannot count it."""
         first, second = (self._new_buffer(parameter, signed) for signed in (True, False))
         self.state[parameter] = {"step": step.clone(), "exp_avg": first, "exp_avg_sq": second}
 

@@ -183,7 +183,7 @@ class DeepSpeedEngine(base.Engine):
         steps = int(counters["adam_steps"])
         on_host = self.plan.strategy.steps_on_host
         for group, flat in private.zero_groups_to_write(self.optimizer):
-            # Write existing moments in place, because the swapper tracks these tensors.
+            # Write existing Adam moments in place, because the swapper tracks these tensors.
             state = adam.state[flat]
             tensors = {"weight": flat}
             # Each optimizer has its own type for the step.

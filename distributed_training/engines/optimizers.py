@@ -1,4 +1,4 @@
-"""AdamW, with its moments in fp32 or in fewer bits.
+"""Build AdamW, with Adam moments in fp32 or in fewer bits.
 
 The second moment is a mean over about 1,000 steps. In bf16 with rounding to nearest it could not
 shrink: a step changes it by a thousandth, and half the distance between two neighbors in bf16 is
@@ -57,13 +57,13 @@ class AdamW(torch.optim.AdamW):
     """torch's AdamW, with a method that creates its state before the first step."""
 
     def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
-        """Give a parameter zero moments and the number of steps so far."""
+        """Give a parameter zero Adam moments and the number of steps so far."""
         moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
         self.state[parameter] = {"step": step.clone(), **moments}
 
 
 class AdamWBf16(torch.optim.Optimizer):
-    """AdamW of fp32 parameters with moments in bf16, rounded stochastically."""
+    """AdamW of fp32 parameters with Adam moments in bf16, rounded stochastically."""
 
     found_inf: torch.Tensor | None = None  # 1 skips the update, as in torch's fused AdamW
 
@@ -73,7 +73,7 @@ class AdamWBf16(torch.optim.Optimizer):
         self.update = torch.compile(_update, dynamic=True) if compiled else _update
 
     def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
-        """Give a parameter zero moments; `step` is shared by all parameters."""
+        """Give a parameter zero Adam moments; `step` is shared by all parameters."""
         moments = {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in MOMENTS}
         self.state[parameter] = {"step": step, **moments}
 
@@ -102,7 +102,7 @@ class AdamWBf16(torch.optim.Optimizer):
                     self.update(*chunk, **scalars)
 
     def _chunks(self, parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield pieces of a parameter, its gradient and moments, each [at most CHUNK]."""
+        """Yield pieces of a parameter, its gradient and Adam moments, each [at most CHUNK]."""
         if parameter.grad is None or parameter.numel() == 0:
             return
         moments = (self.state[parameter][key].view(-1) for key in MOMENTS)

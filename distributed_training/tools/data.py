@@ -1,4 +1,4 @@
-"""What is trained on: the first samples, the part in the loss marked, and what is left out."""
+"""Show the training data: the first samples, with the part in the loss marked, and its counts."""
 
 import argparse
 import json
@@ -26,14 +26,16 @@ from distributed_training.settings.strategies import named_strategy
 
 _COLORS = ("\033[32m", "\033[0m")
 _QUOTES = ("«", "»")
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # they could rewrite a terminal
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)  # control characters, which could rewrite a terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `data` beside CONFIG's keys."""
-    shown = "samples to show (default 3)"
+    """Add the options of `data`, which come in addition to CONFIG's keys."""
+    shown = "number of samples to show (default: 3)"
     parser.add_argument("--show", metavar="N", type=at_least(0), default=3, help=shown)
-    parser.add_argument("--json", action="store_true", help="samples and counts, for programs")
+    parser.add_argument("--json", action="store_true", help="print samples and counts as JSON")
 
 
 def run(
@@ -57,7 +59,7 @@ def run(
     counts["special_tokens"] = tokenizer.facts.special
     shown = list(report.read_samples(folder, config, arguments.show))
     if arguments.json:
-        found = [
+        documents = [
             {
                 "ids": ids.tolist(),
                 "loss_mask": mask.tolist(),
@@ -65,7 +67,7 @@ def run(
             }
             for ids, mask in shown
         ]
-        print(json.dumps({"samples": found, "counts": counts}, indent=1))
+        print(json.dumps({"samples": documents, "counts": counts}, indent=1))
         return 0
     marks = _COLORS if sys.stdout.isatty() else _QUOTES
     for number, (ids, mask) in enumerate(shown, 1):
@@ -78,15 +80,14 @@ def run(
 
 
 def _marked(tokenizer: Tokenizer, ids: list[int], mask: list[bool], marks: tuple[str, str]) -> str:
-    """The text of a sample, with marks around each part that is in the loss."""
+    """Return the text of a sample with marks around each part that is in the loss."""
     text = ""
     first = 0
     for last in range(1, len(ids) + 1):
         if last == len(ids) or mask[last] != mask[first]:
-            part = _CONTROLS.sub(
-                lambda found: ascii(found[0])[1:-1], tokenizer.decode(ids[first:last], special=True)
-            )
-            text += f"{marks[0]}{part}{marks[1]}" if mask[first] else part
+            decoded = tokenizer.decode(ids[first:last], special=True)
+            span = _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], decoded)
+            text += f"{marks[0]}{span}{marks[1]}" if mask[first] else span
             first = last
     return text
 
@@ -97,7 +98,7 @@ def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     special = ", ".join(f"{name} {token}" for name, token in counts["special_tokens"].items())
     return [
         ("records", f"{counts['records']:,} read, {counts['used']:,} used"),
-        ("left out", "; ".join(left_out) or "none"),
+        ("left out", ", ".join(left_out) or "none"),
         ("samples", f"{counts['samples']:,}, {counts['cut']:,} of them cut at {config.max_length}"),
         ("tokens per record", tokens),
         ("in the loss", f"{100 * counts['loss_share']:.1f}% of the tokens"),

@@ -31,7 +31,7 @@ class OPTIONS(Options):
 
     @property
     def averages(self) -> bool:
-        """Whether replicas continue from their mean, without an outer optimizer."""
+        """True if replicas continue from their mean, without an outer optimizer."""
         return self.outer_lr == 1 and self.outer_momentum == 0
 
     def steps_between_exchanges(self) -> int | None:

@@ -137,7 +137,7 @@ class LocalSGD(NativeEngine):
             adam_state["step"].fill_(adam_steps)
         for name, tensors in self._own_tensors().items():
             for number, tensor in enumerate(tensors):
-                if f"{name}/{number}" in state:  # there are no moments before the first step
+                if f"{name}/{number}" in state:  # there are no Adam moments before the first step
                     tensor.copy_(state[f"{name}/{number}"])
 
     def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
