@@ -147,8 +147,7 @@ def at_checkpoint(plan: Plan) -> Plan:
     )
     changed_keys = [key for key in saved if saved[key] != now.get(key)]
     if before != after:
-        change = f"-> resuming {after}: resharding; the folder keeps its name"
-        notes.append(f"saved {before} {change}")
+        notes.append(f"saved {before} -> resuming {after}: resharding. The folder keeps its name.")
     elif changed_keys:
         key = changed_keys[0]
         change = f"{key} {saved[key]} -> resuming with {now.get(key)}"

@@ -16,6 +16,7 @@ NUM_EAGER_STEPS = 12  # steps before the capture; DDP rebuilds its buckets in th
 # Memory of a graph per byte of its tensors at their peak. Measured: 28.9 GiB for 23.0 GiB, with
 # FSDP and a model of 8B.
 POOL_SHARE = 1.25
+LAUNCHING = "The step is launched op by op instead of as one CUDA graph"
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
@@ -120,7 +121,7 @@ class StepGraph:
 
     def _capture(self, tensors: Sequence[torch.Tensor]) -> None:
         """Capture a step without running it, on every rank or on none. Collective."""
-        if not works_everywhere(self._check_memory, "launching op by op"):
+        if not works_everywhere(self._check_memory, LAUNCHING):
             self._release()
             return
         self.inputs = [t.clone() for t in tensors]
@@ -136,7 +137,7 @@ class StepGraph:
             ):
                 self.outputs = self.step(*self.inputs)
 
-        if works_everywhere(record, "launching op by op"):
+        if works_everywhere(record, LAUNCHING):
             self.graph = graph
         else:
             del graph

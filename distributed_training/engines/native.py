@@ -62,7 +62,7 @@ class NativeEngine(base.Engine):
         self.parts = nn.ModuleDict({str(index): part for index, part in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
         self.overlaps = bool(config.async_tp) and works_everywhere(
-            partial(share_memory, self.tp_group), "async_tp is off"
+            partial(share_memory, self.tp_group), "async_tp has no effect"
         )
         # Parameters whose gradients must be summed over tp
         self.tp_partial_params: list[nn.Parameter] = []

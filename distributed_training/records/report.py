@@ -200,7 +200,7 @@ def in_words(settings: Mapping[str, str]) -> str:
 
 
 def page(form: str, title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
-    """Return a page with settings that all sections share at its top. `form` is "md", whose plots
+    """Return a page. Settings that all sections share are at its top. `form` is "md", whose plots
     are separate files, or "html", a single file without scripts or network access."""
     shared = shared_settings(sections)
 

@@ -110,7 +110,7 @@ PREDICTED = {  # name -> heading, measured, predicted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """One row: a layout and its runs, one per seed; or a single run."""
+    """A row: a layout with one run per seed, or a single run."""
 
     name: str
     records: list[Record]

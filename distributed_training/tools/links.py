@@ -50,7 +50,7 @@ FIX = "Exclude its host, or look for other programs there with top, nvidia-smi a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """This process of the group that measures, and its device."""
+    """A group of processes that measure, as this process sees it."""
 
     process: Process
     device: torch.device
