@@ -59,7 +59,7 @@ def test_ranks_wait_for_the_text_as_long_as_it_takes(tmp_path, monkeypatch):
 
 def test_a_rank_that_never_answers_ends_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(agree, "PATIENCE_S", 0.1)
-    with pytest.raises(agree.RunError, match="another rank has not answered"):
+    with pytest.raises(agree.RunError, match="Another rank has not answered"):
         agree.gather_in(dist.HashStore(), 0, 2)("here")
 
 

@@ -88,9 +88,9 @@ def test_missing_and_foreign_tensors_are_not_read(tmp_path):
     save(tmp_path, boxes(0))
     kept = [path for path in sorted(tmp_path.iterdir()) if path.name != "rank-00001.safetensors"]
     saved = TensorFiles(kept)
-    with pytest.raises(ValueError, match="of 66 numbers of w"):
+    with pytest.raises(ValueError, match="of 66 values of w"):
         saved.whole("w")
-    with pytest.raises(ValueError, match="0 of 66 numbers of other"):
+    with pytest.raises(ValueError, match="0 of 66 values of other"):
         saved.read(part_of("other", WHOLE, SHAPE, (0, 0)))
     with pytest.raises(ValueError, match=r"\[11, 6\] instead of \[6, 11\]"):
         saved.read(part_of("w", WHOLE.t(), SHAPE[::-1], (0, 0)))
