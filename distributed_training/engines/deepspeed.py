@@ -265,7 +265,8 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
         return arguments, options
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """DeepSpeed's loss function: `scale` times the summed loss, or logits [B, T, V]."""
+        """Return `scale` x the summed loss, or the logits [B, T, V] without targets. DeepSpeed
+        calls this as its loss function."""
         weight = self.rows[0].weight
         if targets is None:
             return self.project(x, weight, self.vocab_size)
