@@ -383,5 +383,5 @@ def test_a_damaged_record_is_read_from_the_checkpoint(content, tmp_path, caplog)
 
 def test_other_tokens_are_refused(tmp_path):
     folder = save(tmp_path, 1)
-    with refused(str(folder), "is not what", "resume to None"):
+    with refused(str(folder), "is not the one that", "resume to None"):
         load(folder, tokens="other tokens")
