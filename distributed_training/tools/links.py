@@ -140,7 +140,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float
     return latency_s, 1 / s_per_byte if s_per_byte else math.inf, error
 
 
-def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the fit and the points of each operation, from the entries of `time_group`.
 
     Each point has both bandwidths and `ring_s`: the time of the messages in a ring, at the measured
@@ -202,7 +202,7 @@ def draw(groups: dict[str, Any], path: Path) -> None:
 def main(options: argparse.Namespace) -> int:
     """Measure every group of the mesh, and write and print the results on rank 0. Return the exit
     code. Collective over all processes."""
-    groups = {}  # axis -> its size and the `summarise` of its slowest group
+    groups = {}  # axis -> its size and the `summarize` of its slowest group
     with open_group(options.seconds) as group:
         process = group.process
         device_type = group.device.type
@@ -220,7 +220,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"Measuring {num_figures} times: {duration(seconds)}.", flush=True)
         for axis, axis_members in members.items():
             entries = time_group(group, axis_members, sizes, TURNS)
-            groups[axis] = {"members": entries[0]["members"], "operations": summarise(entries)}
+            groups[axis] = {"members": entries[0]["members"], "operations": summarize(entries)}
     if process.rank > 0:
         return 0
     backend = "nccl" if device_type == "cuda" else "gloo"
