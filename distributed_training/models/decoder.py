@@ -47,14 +47,17 @@ _ROLES: dict[str, Role] = {
 
 
 class Linear(nn.Linear):
-    """nn.Linear that computes in the dtype of its input. fp32 weights are rounded at use, and their
-    gradients are fp32, so that every strategy has the same arithmetic. A block must call each of
-    its Linears once, with [B, T, features]; parallel/zero_bubble.py relies on it."""
+    """nn.Linear that computes in the dtype of its input.
 
-    adds_bias = True  # False under row-parallel tp: the bias is added after the reduce
-    # A function of (layer, x) that replaces the product. All layers have the same function, because
-    # torch.compile shares the graph of a block only among blocks that call the same functions.
-    forward_override: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    fp32 weights are rounded when they are used, and their gradients arrive in fp32, so that all
+    strategies compute the same. A block must call each of its linear layers exactly once, with
+    [B, T, features], because parallel/zero_bubble.py relies on that."""
+
+    # False under row-parallel tp, where the bias is added after the sum over processes
+    adds_bias = True
+    # Function of (layer, x) that replaces `product`. All layers use the same function, because
+    # torch.compile shares one graph only between blocks that call the same functions.
+    product_override: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, *shape: Any, **options: Any) -> None:
         super().__init__(*shape, **options)
@@ -62,7 +65,8 @@ class Linear(nn.Linear):
         self.adapter: nn.Module | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.product(x) if self.forward_override is None else self.forward_override(self, x)
+        override = self.product_override
+        y = self.product(x) if override is None else override(self, x)
         return y if self.adapter is None else self.adapter(x, y)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class WeightGradients:
                 continue
             for linear in linears:
                 linear.tap = linear.seen = None
-                linear.forward_override = _product_with_tap
+                linear.product_override = _product_with_tap
             block.forward = functools.partial(self._forward, linears, block.forward)
 
     def take(self) -> Callable[[], None]:
