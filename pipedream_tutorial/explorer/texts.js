@@ -90,7 +90,7 @@ function showLegend(panes, chosen) {
     [chosen.path, "path", "framed: the critical path"],
     [chosen.arrows, "quiet", "thin arrow: a message"],
     [true, "ink", "thick frame: the operation in focus"],
-    [true, "accent", "framed, with an arrow: the operation that it waits for; dashed arrow: the operation that waits for it"],
+    [true, "accent", "framed, with an arrow: its inputs; dashed arrow: the users of its result"],
   ];
   const items = entries.filter(([on]) => on).map(([, color, text]) => {
     const swatch = el("span", { className: color ? "swatch" : "" });
