@@ -408,7 +408,7 @@ class Trainer:
         if encoded is None:
             return None
         prompt, eos_ids = encoded
-        # Sequence parallelism pads the window to a multiple of its axis, and padding needs positions.
+        # Sequence parallelism pads the window to a multiple of its axis. Padding needs positions.
         context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
         # Rank 0 chooses each token. All ranks must follow to the end of the text, because sharded
         # engines gather parameters.
