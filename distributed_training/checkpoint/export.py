@@ -1,4 +1,4 @@
-"""What a trained model leaves: its text, folders in Hugging Face's format, their cards, the Hub."""
+"""Generate text, write folders in Hugging Face's format with model cards, and upload them."""
 
 import json
 import shlex
@@ -25,8 +25,9 @@ from distributed_training.records.record import BEST, RECORD_FILE, Record, load_
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import load_json, plural, publish
 
-LENGTHS = 64  # of texts that a model sees are multiples of this
-# Without cuDNN's, which plans anew for every length: each token of a growing text has another.
+LENGTHS = 64  # texts are padded to multiples of this length
+# Without cuDNN, which makes a new plan for each length, and a growing text has a new length per
+# token
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CARD = "README.md"
 GENERATION_CONFIG = "generation_config.json"
@@ -50,17 +51,19 @@ def continuation(
     past: Past | None = None,
     agree: Callable[[torch.Tensor], None] = lambda choice: None,
 ) -> Iterator[int]:
-    """Ids after `prompt_ids`, up to `num_tokens` or one of `eos_ids`, of the `top_k` likeliest.
-    `logits` takes ids [1, T], T at most `context`, and gives [1, T, V]; where it can go on from a
-    `past`, each token passes through it once, as long as all fit. `agree` makes a choice, int64
-    [1], the same on every rank. A temperature of 0 takes the likeliest."""
+    """Yield ids that continue `prompt_ids`, sampled from the `top_k` most likely tokens, until one
+    of `eos_ids` or for `num_tokens`. A temperature of 0 always chooses the most likely token.
+
+    `logits` maps ids [1, T], with T at most `context`, to [1, T, V]. With a cache `past`, it sees
+    each token once while all tokens fit in the context. `agree` makes a choice, int64 [1], equal on
+    all ranks. Raises UserError if logits are not finite."""
     generator = torch.Generator().manual_seed(seed)
     ids = prompt_ids or [eos_ids[0]]
     for _ in range(num_tokens):
         if len(ids) > context:
             past = None
         seen = ids[past.length :] if past else ids[-context:]
-        # Few lengths, for which kernels are chosen once.
+        # With few different lengths, kernels are chosen only a few times.
         padding = 0 if past else min(-len(seen) % LENGTHS, context - len(seen))
         with sdpa_kernel(ATTENTION):
             padded = torch.tensor([seen + [eos_ids[0]] * padding])
@@ -68,7 +71,7 @@ def continuation(
         values, candidates = torch.topk(last, min(top_k, len(last)))
         if not values[0].isfinite():
             why = "its weights are damaged, or its adapters too large"
-            raise UserError("the model's logits are not finite", why, "eval shows its loss")
+            raise UserError("The model's logits are not finite", why, "check its loss with eval")
         if temperature:
             weights = ((values - values[0]) / max(temperature, 1e-6)).softmax(0)
         else:
@@ -82,7 +85,7 @@ def continuation(
 
 
 def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
-    """What is written while training or its end goes on."""
+    """Call `write` in a thread while training continues. Return its future."""
     pool = ThreadPoolExecutor(1)
     written = pool.submit(write, *arguments)
     pool.shutdown(wait=False)
@@ -90,7 +93,7 @@ def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
 
 
 def copy_folder(made: Path, folder: Path) -> None:
-    """Write `made` once more, as `folder`, all of it or nothing."""
+    """Copy the folder `made` to `folder`, which appears only when the copy is complete."""
     with writing(folder) as unfinished:
         shutil.copytree(made, unfinished)
 
@@ -105,9 +108,9 @@ def write_folder(
     *,
     merge: bool = False,
 ) -> None:
-    """Write what a run has learnt, under the model's names, as `folder`, all of it or nothing.
-    Adapters alone, unless they are to `merge` or nobody else has the weights beside them. Raises
-    RunError, and leaves an older one, where a number is not finite."""
+    """Write the trained weights `state`, by the model's names, to `folder`, which appears only when
+    it is complete. A LoRA run writes only its adapters, unless `merge` is set or the base has
+    random weights. Raises RunError, and keeps an older folder, if a value is not finite."""
     config = plan.config
     if config.lora_rank:
         for name, values in state.items():
@@ -138,8 +141,8 @@ def save_whole(
     folder: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Write a whole model with its tokenizer as `folder`, all of it or nothing. One of its tensors
-    is in memory at a time."""
+    """Write a whole model and its tokenizer to `folder`, which appears only when it is complete.
+    One tensor is in memory at a time."""
     with writing(folder) as unfinished:
         trained.save(unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype)
         write_generation_config(unfinished, tokenizer, chat, base)
@@ -148,7 +151,7 @@ def save_whole(
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """Give a folder to write to, which becomes `folder` at the end."""
+    """Yield a temporary folder to write to, and rename it to `folder` at the end."""
     unfinished = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -161,12 +164,12 @@ def writing(folder: Path) -> Iterator[Path]:
 def write_generation_config(
     folder: Path, tokenizer: Tokenizer, chat: bool, base: Path | None
 ) -> None:
-    """Write generation_config.json, by which others stop generating where we do. What the `base`
-    model's says about sampling stays."""
+    """Write generation_config.json with our end tokens, so that other programs stop generation at
+    the same tokens. Keeps the sampling settings of the `base` model."""
     document: dict[str, Any] = {}
     if base is not None and (base / GENERATION_CONFIG).is_file():
         document = load_json(base / GENERATION_CONFIG, "model")
-    # Made from config.json, transformers may make it again from there, without what is added below.
+    # With this mark, transformers may generate the file again from config.json, without our tokens.
     document.pop("_from_model_config", None)
     ends = document.get("eos_token_id", [])
     ends = ends if isinstance(ends, list) else [ends]
@@ -176,11 +179,11 @@ def write_generation_config(
 
 
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
-    """Write README.md of `folder`, a run's hf/ or best/; `repo_id`: where on the Hub it will be."""
+    """Write README.md for `folder`, a run's hf/ or best/. `repo_id` is its name on the Hub."""
     from huggingface_hub import ModelCardData  # slow to import
 
     published = r.config["weights"] == "pretrained"
-    front = ModelCardData(  # without license and language where they are not known
+    front = ModelCardData(  # without license and language if they are unknown
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=find_model(r.config["model"]).hub_id if published else None,
@@ -190,13 +193,13 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
     best = ""
     if folder.name == BEST and r.best is not None:
         steps = r.best["step"]
-        best = ", of the lowest validation loss"
+        best = ", which had the lowest validation loss"
     losses = [
         (entry["step"], entry["loss"], entry["perplexity"], entry.get("bits_per_byte"))
         for entry in r.evaluations
         if entry["step"] in (0, steps)
     ]
-    # Paths are nobody's business.
+    # The card must not contain paths of this machine.
     settings = [(key, in_markdown(last_part(str(value)))) for key, value in r.work.items()]
     text = fill(
         "card.md.jinja", r=r, repo_id=repo_id,
@@ -214,7 +217,8 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
 
 
 def push_folder(folder: Path, repo_id: str) -> str:
-    """Upload `folder` as the model `repo_id`; its address. UserError where that is refused."""
+    """Upload `folder` as the model `repo_id` and return its address. Raises UserError if the Hub
+    refuses it."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
@@ -225,11 +229,11 @@ def push_folder(folder: Path, repo_id: str) -> str:
     try:
         address = str(api.create_repo(repo_id, exist_ok=True))
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Trained model")
-    except Exception as error:  # those of whichever HTTP client the library uses
+    except Exception as error:  # depends on the HTTP client of the library
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         status = getattr(getattr(error, "response", None), "status_code", None)
         fix = f"type: python real_model_example.py push {short_path(folder)} {repo_id}"
         if status in (401, 403):
-            fix = f"log in with a token that may write there, hf auth login, then {fix}"
+            fix = f"log in with a token that may write there (hf auth login), then {fix}"
         raise UserError(f"{short_path(folder)} was not pushed", why, fix) from None
     return address

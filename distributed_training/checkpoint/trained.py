@@ -1,4 +1,4 @@
-"""The weights that a run has trained, read tensor by tensor: to be computed with, or written."""
+"""Read the weights that a run has trained, tensor by tensor, to load or to export them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import build_config
 from distributed_training.settings.machine import available_ram_bytes
 
-WEIGHT = "weight/"  # begins the names of weights in checkpoints
+WEIGHT = "weight/"  # prefix of weights in checkpoints
 
 
 class Saved(Mapping[str, torch.Tensor]):
-    """The weights in a checkpoint, under the model's names, each read when it is looked up."""
+    """The weights of a checkpoint by the model's names. Each is read when it is accessed."""
 
     def __init__(self, files: TensorFiles) -> None:
         self.files = files
@@ -37,17 +37,17 @@ class Saved(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """The weights of a model, none of which is in memory but adapters."""
+    """The weights of a model. Only adapters are in memory."""
 
     spec: ModelSpec
-    weights: Source  # of a whole model, or of the base that `adapters` were trained beside
+    weights: Source  # of a whole model, or of the base of `adapters`
     adapters: peft.Adapters | None = None
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
         """Build the model on `device`. With a `dtype` it is stored and computed in it, and a
         quantized base stays quantized. Without one it is computed in fp32, and if fp32 weights
         would take more than a quarter of the available RAM, each is stored in the dtype of its
-        file. Adapters stay beside the weights."""
+        file. Adapters are not merged."""
         with torch.device("meta"):
             model = self.spec.build(dropout=0.0, seed=0)
         weights, fingerprint = self._watched(model)
@@ -74,7 +74,7 @@ class Trained:
         return model.eval().requires_grad_(False)
 
     def save(self, folder: Path, *, eos_token_id: int, dtype: torch.dtype) -> None:
-        """Write the whole model, adapters merged, as `ModelSpec.save` does."""
+        """Write the whole model with merged adapters, as `ModelSpec.save` does."""
         with torch.device("meta"):
             outline = self.spec.build(dropout=0.0, seed=0)
         weights, fingerprint = self._watched(outline)
@@ -93,14 +93,14 @@ class Trained:
 
 
 def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: int) -> Trained:
-    """Return what a run has trained: `state`, under the model's names."""
+    """Return the trained weights of a run from `state`, by the model's names."""
     config = plan.config
     spec = plan.model
     if not config.lora_rank:
         return Trained(spec=spec, weights=lambda name, box: state[name][box])
     if plan.weights_dir is not None:
         base = spec.weights_source(plan.weights_dir)
-    else:  # drawn as they were drawn when training began
+    else:  # draw the same values as at the start of training
         with torch.device("meta"):
             outline = spec.build(dropout=0.0, seed=config.seed)
         hashed = plan.machine.num_gpus > 0
@@ -110,6 +110,6 @@ def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: 
 
 
 def trained_folder(spec: ModelSpec, folder: Path, base: Path) -> Trained:
-    """Return the weights in `folder`, or if it holds adapters, those and their `base`."""
+    """Return the weights in `folder`; if it has adapters, the adapters and their `base`."""
     adapters = peft.read_folder(spec, folder) if base != folder else None
     return Trained(spec=spec, weights=spec.weights_source(base), adapters=adapters)

@@ -1,4 +1,4 @@
-"""What is done with a run's model afterwards: generate, evaluate, export, push."""
+"""Use the model of a finished run: generate, evaluate, export and push."""
 
 import argparse
 import importlib.util
@@ -36,16 +36,18 @@ from distributed_training.settings.config import RunConfig, build_config, with_v
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path, require_writable
 
-MERGED_NF4 = "the base was in NF4: the model has its dequantized weights, plus the adapters"
-MERGED = "merged"  # in a run's folder, the whole model of a LoRA run
-TOKENS_AT_ONCE = 2048  # that are evaluated: their logits are in memory
-MAX_LENGTH = 1024  # of samples of a model that no run is known of
+MERGED_NF4 = "The base was in NF4, so the model has its dequantized weights plus the adapters."
+MERGED = "merged"  # folder of a LoRA run with the whole model
+TOKENS_AT_ONCE = 2048  # evaluated at a time, because their logits are in memory
+MAX_LENGTH = 1024  # length of samples for a model without a run
 _LM_EVAL = "pip install 'lm-eval[hf]'"
 
 
 def find_weights(given: str, kind: str) -> tuple[ModelSpec, Path]:
-    """(model, folder of weights and tokenizer) of a run, its last or best, of such a folder, or of
-    a model that is published under this name."""
+    """Return the model and the folder with its weights and tokenizer.
+
+    `given` is a run, whose `kind` ("hf" or "best") is used, a folder of weights, or the name of a
+    published model. Raises UserError for anything else."""
     folder = given_path(given).resolve()
     run, kind = (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, kind)
     if not (run / PLAN_FILE).is_file():
@@ -58,19 +60,19 @@ def find_weights(given: str, kind: str) -> tuple[ModelSpec, Path]:
                 command = f"hf download {spec.hub_id}"
                 raise hub.cannot_fetch("model", given, error, command) from None
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
-        fix = "give a run's folder, such as runs/latest, or its hf/"
+        fix = "name a run's folder, such as runs/latest, or its hf/"
         raise UserError(f"{given} {what}", fix=fix)
     if not (run / kind).is_dir():
         why, fix = {
             LAST: ("a run exports its model at its end", "--resume auto, with export=True"),
-            BEST: ("a run keeps its best weights with keep_best=True only", "--keep_best true"),
+            BEST: ("a run keeps its best weights only with keep_best=True", "--keep_best true"),
         }[kind]
         raise UserError(f"{given} has no {kind}/", why, f"train with {fix}")
     return load_plan(run).model, run / kind
 
 
 def _published(name: str) -> ModelSpec | None:
-    """Return the model of this name, if it can be one."""
+    """Return the model with this name. Return None if the name looks like a path."""
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         return None
     try:
@@ -82,12 +84,12 @@ def _published(name: str) -> ModelSpec | None:
 
 
 def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
-    """Return `folder`, or if it holds adapters without a tokenizer the folder of their base's;
-    without a tokenizer of a published model, `spec`, the folder of its."""
+    """Return the folder of the tokenizer: `folder` itself, that of the base if `folder` has
+    adapters without a tokenizer, or that of the published model `spec`."""
     if hub.has_tokenizer(folder) or not is_adapter(folder):
         if spec is not None and spec.hub_id and not hub.has_tokenizer(folder):
-            asked = build_config({}, overrides=[f"model={spec.hub_id}"])
-            return choose_tokenizer(asked, asked, spec, asked.weights, [])[1]
+            config = build_config({}, overrides=[f"model={spec.hub_id}"])
+            return choose_tokenizer(config, config, spec, config.weights, [])[1]
         return folder
     base = base_folder(folder)
     name = read_adapters(folder).base_model_name_or_path
@@ -95,8 +97,8 @@ def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
 
 
 def find_trained(given: str, kind: str) -> tuple[Trained, Tokenizer, bool]:
-    """(weights, tokenizer, whether it was trained on conversations) of a run; its newest
-    checkpoint's if it has no hf/ yet."""
+    """Return the weights and the tokenizer of a run, and whether it was trained on conversations. A
+    run without hf/ has the weights of its newest checkpoint."""
     checkpoint = newest_checkpoint(given_path(given).resolve())
     if checkpoint is None or kind == BEST or (checkpoint.parents[1] / LAST).is_dir():
         spec, folder = find_weights(given, kind)
@@ -106,7 +108,7 @@ def find_trained(given: str, kind: str) -> tuple[Trained, Tokenizer, bool]:
         if (folder.parent / RECORD_FILE).is_file():
             chat = tokenizer.talks(load_record(folder.parent).data.get("form"))
         return trained, tokenizer, chat
-    print(f"no {LAST}/ yet: reading {short_path(checkpoint)}", file=sys.stderr)
+    print(f"The run has no {LAST}/ yet. Reading {short_path(checkpoint)}.", file=sys.stderr)
     plan, record, meta, state = read_checkpoint(checkpoint)
     tokenizer = Tokenizer(plan.tokenizer_dir)
     trained = trained_by(plan, state, meta.base_fingerprint)
@@ -114,7 +116,8 @@ def find_trained(given: str, kind: str) -> tuple[Trained, Tokenizer, bool]:
 
 
 def load(trained: Trained) -> tuple[Decoder, torch.device]:
-    """Load a model on this machine's first GPU, in bf16 if it has that, or on the CPU."""
+    """Load a model to the first GPU, in bf16 if the GPU supports it, or to the CPU. Return the
+    model and its device."""
     if not torch.cuda.is_available():
         device = torch.device("cpu")
         return trained.load(device), device
@@ -124,62 +127,63 @@ def load(trained: Trained) -> tuple[Decoder, torch.device]:
 
 
 def generate(asked: argparse.Namespace) -> int:
-    """Print what the model of a run makes of the prompt, or of each line of standard input."""
+    """Print text that the model of a run generates from the prompt, or from each line of standard
+    input. Return the exit code."""
     trained, tokenizer, chat = find_trained(asked.run, BEST if asked.best else LAST)
     model, device = load(trained)
-    said = list[Message]()
+    dialog = list[Message]()
     mark = "> " if sys.stdin.isatty() else ""
     if asked.prompt is None and mark:
-        print(f"Type {'a question' if chat else 'the beginning of a text'}; Ctrl-D ends.")
+        print(f"Type {'a question' if chat else 'the beginning of a text'}. Press Ctrl-D to end.")
 
     @torch.inference_mode()
     def logits(ids: torch.Tensor, past: Past | None) -> torch.Tensor:
         return model(ids.to(device), past=past)
 
-    while asked.prompt is None or not said:
+    while asked.prompt is None or not dialog:
         try:
             text = input(mark) if asked.prompt is None else asked.prompt
         except EOFError:
             break
-        said.append({"role": "user", "content": text})
+        dialog.append({"role": "user", "content": text})
         ids = export.continuation(
-            logits, tokenizer.ask(said) if chat else tokenizer.begin(text),
+            logits, tokenizer.ask(dialog) if chat else tokenizer.begin(text),
             num_tokens=asked.num_tokens, context=model.size.num_positions, seed=asked.seed,
             past=Past(), top_k=asked.top_k, temperature=asked.temperature,
             eos_ids=tokenizer.ends_of(chat=chat),
         )  # fmt: skip
         answer = ""
         print(f"{ASSISTANT}:" if chat else text, end="")
-        for part in _decoded(tokenizer, ids):
-            print(part, end="", flush=True)
-            answer += part
+        for piece in _decoded(tokenizer, ids):
+            print(piece, end="", flush=True)
+            answer += piece
         print()
-        said.append({"role": ASSISTANT, "content": answer.strip()})  # a dialog goes on
+        dialog.append({"role": ASSISTANT, "content": answer.strip()})
     return 0
 
 
 def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """The text of the ids, piece by piece, each as soon as its characters are whole."""
+    """Yield the text of the ids in pieces, each as soon as its characters are complete."""
     known = list[int]()
-    said = ""
+    printed = ""
     for token in ids:
         known.append(token)
         text = tokenizer.decode(known)
-        if not text.endswith("\ufffd"):  # a character whose bytes are not all there yet
-            yield text[len(said) :]
-            said = text
-    yield tokenizer.decode(known)[len(said) :]
+        if not text.endswith("\ufffd"):  # stands for a character with missing bytes
+            yield text[len(printed) :]
+            printed = text
+    yield tokenizer.decode(known)[len(printed) :]
 
 
 def evaluate(asked: argparse.Namespace) -> int:
-    """Print loss, perplexity and bits per byte of a model on a dataset, or on the samples that
-    validated its run; then what lm-eval says of it, if tasks are asked for."""
+    """Print loss, perplexity and bits per byte of a model on a dataset, or on the validation
+    samples of its run, and the results of lm-eval for the requested tasks. Return the exit code."""
     plan = _plan_of(asked.run)
     kind = BEST if asked.best else LAST
     if asked.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval", fix=f"type: {_LM_EVAL}")
     if asked.dataset is None and plan is None and not asked.tasks:
-        what = f"{asked.run} is no run of this suite, which would say what to evaluate it on"
+        what = f"{asked.run} is not a run, so it has no validation samples"
         raise UserError(what, fix="name a text or records with --dataset")
     if asked.dataset is not None or plan is not None:
         _evaluate(asked, plan, kind)
@@ -189,33 +193,33 @@ def evaluate(asked: argparse.Namespace) -> int:
 def _evaluate(asked: argparse.Namespace, plan: Plan | None, kind: str) -> None:
     trained, tokenizer, _ = find_trained(asked.run, kind)
     size = trained.spec.size
-    most = size.num_positions
-    default = build_config({"max_length": min(MAX_LENGTH, most)})
+    default = build_config({"max_length": min(MAX_LENGTH, size.num_positions)})
     config = plan.config if plan else default
     config = with_values(config, max_length=asked.max_length or config.max_length)
-    if config.max_length > most:
-        what = f"--max_length {config.max_length} is more than the model's {most} positions"
-        raise UserError(what, fix=f"set it to {most} or less")
+    if config.max_length > size.num_positions:
+        what = f"--max_length {config.max_length} is more than the model's "
+        what += f"{size.num_positions} positions"
+        raise UserError(what, fix=f"set it to {size.num_positions} or less")
     display = Display(enabled=True)
     if asked.dataset is None:
         assert plan is not None
         data = cut_data(replace(plan, config=config))
         samples, bytes_of = data.validation, data.bytes_of
-        what = f"the samples of {config.validation_dataset or config.dataset} that validated"
+        text = f"the validation samples of {config.validation_dataset or config.dataset}"
     else:
         notes = list[str]()
         columns = asked.columns or config.columns
         dataset = choose_dataset(asked.dataset, notes)
         config = with_values(config, dataset=dataset, columns=columns)
-        samples, bytes_of, found = _samples_of(config, tokenizer, size.vocab_size)
-        what = f"{config.dataset}{found[0]}"
-        for note in [*notes, *found[1:]]:
+        samples, bytes_of, split, more_notes = _samples_of(config, tokenizer, size.vocab_size)
+        text = f"{config.dataset}{split}"
+        for note in [*notes, *more_notes]:
             display.note(note)
     model, device = load(trained)
     row = measure(model, samples, bytes_of, device)
     names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
     precision = names.get(model.compute_dtype, "fp32")
-    display.say(f"evaluated {asked.run} on {what}, {precision}")
+    display.say(f"Evaluated {asked.run} on {text} in {precision}.")
     rows = {
         "loss": f"{row['loss']:.4f} nats per token",
         "perplexity": f"{row['perplexity']:.2f}",
@@ -236,9 +240,9 @@ def _plan_of(given: str) -> Plan | None:
 
 def _samples_of(
     config: RunConfig, tokenizer: Tokenizer, rows: int
-) -> tuple[Samples, np.ndarray, list[str]]:
-    """Return all of a dataset, or its validation split if it has one, as samples; the bytes of each
-    token; which split that is, and what was left out or cut."""
+) -> tuple[Samples, np.ndarray, str, list[str]]:
+    """Return the samples of a dataset, or of its validation split if it has one; the bytes of each
+    token; text that names the split; and notes about records that are left out or cut."""
     corpus = read_corpus(config.dataset, None, config.columns)
     split = "validation" if "validation" in corpus else "train"
     only = {"train": corpus[split]}
@@ -246,17 +250,17 @@ def _samples_of(
     samples = all_samples(folder, config, padding_id=tokenizer.eos_id, with_tail=True)
     if len(samples) == 0:
         what = f"dataset={config.dataset!r} has nothing to evaluate"
-        raise UserError(what, "it has no tokens to predict", "give a longer text or more records")
+        raise UserError(what, "it has no tokens to predict", "use a longer text or more records")
     notes = report.describe(report.summarize(folder, config), config.max_length)
     which = ", its validation split" if split == "validation" else ""
-    return samples, load_bytes(folder), [which, *notes]
+    return samples, load_bytes(folder), which, notes
 
 
 @torch.inference_mode()
 def measure(
     model: Decoder, samples: Samples, bytes_of: np.ndarray, device: torch.device
 ) -> dict[str, float]:
-    """Return an evaluation of a whole model, as the record has it, on its device."""
+    """Evaluate a whole model on its device. Return an entry of the record's `evaluations`."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     at_once = max(1, TOKENS_AT_ONCE // samples.seq_len)
     batches = range(0, len(samples), at_once)
@@ -268,11 +272,11 @@ def measure(
 
 
 def _evaluate_tasks(given: str, kind: str, names: str) -> int:
-    """Print what lm-eval measures of a folder in Hugging Face's format."""
+    """Print the results of lm-eval for a folder in Hugging Face's format. Return the exit code."""
     try:
         import lm_eval
         from lm_eval.utils import make_table
-    except ImportError as error:  # one of its own dependencies
+    except ImportError as error:  # one of its dependencies is missing
         raise UserError("lm-eval cannot be imported", str(error), f"type: {_LM_EVAL}") from None
     spec, folder = find_weights(given, kind)
     base = base_folder(folder)
@@ -282,21 +286,23 @@ def _evaluate_tasks(given: str, kind: str, names: str) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tasks = [name.strip() for name in names.split(",")]
     try:
-        found = lm_eval.simple_evaluate(
+        results = lm_eval.simple_evaluate(
             model="hf", model_args=arguments, tasks=tasks, device=device, batch_size=8
         )
-    except Exception as error:  # of lm-eval, its tasks, the datasets they need
+    except Exception as error:  # from lm-eval, its tasks or their datasets
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        fix = "type lm_eval ls tasks for the names; a task's dataset is downloaded once"
+        fix = "tasks download their dataset once; for the names of tasks, type: lm_eval ls tasks"
         raise UserError(f"lm-eval cannot evaluate {names}", why, fix) from None
-    print(make_table(found))
+    print(make_table(results))
     return 0
 
 
 def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False) -> int:
-    """Write a checkpoint's weights, or those of a run's newest one, to `to` (None: its hf/, or
-    merged/ if that exists); with `merge`, write the whole model instead of adapters, which may also
-    come from hf/."""
+    """Write the weights of a checkpoint, or of a run's newest one, to the folder `to`. Return the
+    exit code.
+
+    The default of `to` is the run's hf/, or merged/ if hf/ exists. `merge` writes the whole model
+    instead of adapters, which may also come from hf/."""
     run = given_path(given).resolve()
     checkpoint = newest_checkpoint(run)
     exported = run if run.name == LAST else run / LAST
@@ -304,7 +310,7 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
         return merge_exported(exported, to)
     if checkpoint is None:
         what = "holds no checkpoint" if given_path(given).exists() else "does not exist"
-        fix = "give a run's folder, such as runs/latest, or a folder of its checkpoints/"
+        fix = "name a run's folder, such as runs/latest, or a folder of its checkpoints/"
         raise UserError(f"{given} {what}", fix=fix)
     folder = checkpoint.parents[1] / LAST
     if merge and folder.exists():
@@ -318,12 +324,13 @@ def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False)
     export.write_card(folder, record.model_copy(update={"step": meta.step}))
     if merge and plan.config.base_dtype == "nf4":
         print(f"note: {MERGED_NF4}")
-    print(f"exported {short_path(folder)} (Hugging Face's format, after step {meta.step})")
+    print(f"Exported {short_path(folder)} in Hugging Face's format, after step {meta.step}.")
     return 0
 
 
 def merge_exported(exported: Path, to: str | None) -> int:
-    """Write the whole model of a run's exported adapters to `to`, or merged/ of the run."""
+    """Write the whole model of a run's exported adapters to `to`, or to merged/ of the run. Return
+    the exit code."""
     folder = exported.with_name(MERGED) if to is None else Path(to).expanduser()
     _require_new(folder)
     trained, tokenizer, chat = find_trained(str(exported), LAST)
@@ -334,20 +341,20 @@ def merge_exported(exported: Path, to: str | None) -> int:
         export.write_card(folder, load_record(exported.parent))
     if peft.is_rounded(exported):
         print(f"note: {MERGED_NF4}")
-    print(f"exported {short_path(folder)} (Hugging Face's format, adapters merged)")
+    print(f"Exported {short_path(folder)} in Hugging Face's format, with merged adapters.")
     return 0
 
 
 def _require_new(folder: Path) -> None:
-    """Raise UserError if a folder exists, or cannot be made."""
+    """Raise UserError if a folder exists or cannot be created."""
     fix = "name another folder with --to"
     if folder.exists():
-        raise UserError(f"{folder} is there already", fix=fix)
+        raise UserError(f"{folder} already exists", fix=fix)
     require_writable(folder, fix)
 
 
 def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, Saved]:
-    """Plan and record of its run, its meta.json, and its weights, under the model's names."""
+    """Return the plan and the record of a checkpoint's run, its meta.json and its weights."""
     meta = resume.read_meta(checkpoint)
     saved = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
     run_dir = checkpoint.parents[1]
@@ -355,10 +362,12 @@ def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, Saved]
 
 
 def push(given: str, repo_id: str, *, best: bool) -> int:
-    """Upload the last or the best weights of a run, or a folder of them; the exit code."""
+    """Upload the last or best weights of a run, or a folder of weights. Return the exit code."""
     check_push(repo_id)
     _, folder = find_weights(given, BEST if best else LAST)
     if (folder.parent / RECORD_FILE).is_file():
-        require_writable(folder, "push a copy of that folder", export.CARD)  # it names the Hub
+        require_writable(
+            folder, "push a copy of that folder", export.CARD
+        )  # the card gets the name on the Hub
     print(f"pushed {export.push_folder(folder, repo_id)}")
     return 0

@@ -47,7 +47,7 @@ def test_the_best_weights_have_their_own_losses(card):
     evaluations = [{"step": step, "loss": 3.0, "perplexity": 20.0} for step in (0, 20, 64)]
     changes = {"best": best, "evaluations": [*evaluations, best]}
     text = card("best", **changes).text
-    assert "The weights after step 40, of the lowest validation loss." in text
+    assert "The weights after step 40, which had the lowest validation loss." in text
     rows = [line.split()[1] for line in text.splitlines() if line.startswith("|  ")]
     assert [row for row in rows if row.isdecimal()] == ["0", "40"]
     assert "The weights after step 64." in card(**changes).text

@@ -180,11 +180,11 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
     result = command("export", killed)
     assert_ok(result)
     assert command(*words).stdout == from_checkpoint.stdout
-    assert result.stdout.startswith("exported ")
-    assert "/hf (Hugging Face's format, after step 4)" in result.stdout
+    assert result.stdout.startswith("Exported ")
+    assert "/hf in Hugging Face's format, after step 4." in result.stdout
     for file in (run_dir / "hf").iterdir():
         assert (killed / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
-    assert_refused(command("export", killed), "hf is there already", "--to")
+    assert_refused(command("export", killed), "hf already exists", "--to")
     older = killed / "checkpoints" / "step-00000002"
     assert_ok(command("export", older, "--to", tmp_path / "older"))
     assert "after step 2" in (tmp_path / "older" / "README.md").read_text()
@@ -211,7 +211,7 @@ def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
     ours = transformers.AutoModelForCausalLM.from_pretrained(made / "merged").state_dict()
     for name, weight in merged.state_dict().items():
         torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
-    assert_refused(command("export", made / "hf", "--merge"), "merged is there already", "--to")
+    assert_refused(command("export", made / "hf", "--merge"), "merged already exists", "--to")
     bare = tmp_path / "bare"  # published adapters often lack the tokenizer of their base
     bare.mkdir()
     for file in (made / "hf").glob("adapter_*"):
