@@ -229,10 +229,11 @@ class TensorFiles:
         self.stored: dict[str, list[_Stored]] = {}
         for path in paths:
             with safe_open(path, "pt") as file:
-                for name, place in json.loads(file.metadata()["places"]).items():
+                for name, position in json.loads(file.metadata()["places"]).items():
                     size = tuple(file.get_slice(name).get_shape())
-                    stored = _Stored(tuple(place["shape"]), tuple(place["start"]), size, path, name)
-                    self.stored.setdefault(name, []).append(stored)
+                    shape, start = tuple(position["shape"]), tuple(position["start"])
+                    stored_part = _Stored(shape, start, size, path, name)
+                    self.stored.setdefault(name, []).append(stored_part)
 
     def read(self, part: Part) -> torch.Tensor:
         """Read a part and return its values, [size], on the CPU. Only the needed bytes are read.
@@ -240,14 +241,14 @@ class TensorFiles:
         stored = self.stored.get(part.name, [])
         start = part.start
         size = part.size
-        for found in (*stored, *self.stored.get(COPY + part.name, ())):
-            if found.shape != part.shape:
-                expected = f"{list(found.shape)} instead of {list(part.shape)}"
+        for stored_part in (*stored, *self.stored.get(COPY + part.name, ())):
+            if stored_part.shape != part.shape:
+                expected = f"{list(stored_part.shape)} instead of {list(part.shape)}"
                 raise ValueError(f"{part.name} has the shape {expected}")
-            if found.start == start and found.size == size:
-                return found.read()
+            if stored_part.start == start and stored_part.size == size:
+                return stored_part.read()
         is_box = len(start) == len(part.shape)
-        if is_box and all(len(found.start) == len(start) for found in stored):
+        if is_box and all(len(stored_part.start) == len(start) for stored_part in stored):
             return self._fill(part, size, start)
         # Otherwise read whole rows, which are both boxes and ranges.
         others = part.shape[1:]
@@ -270,11 +271,13 @@ class TensorFiles:
         rows."""
         box = torch.empty(size, dtype=part.dtype)
         filled = 0
-        for found in self.stored.get(part.name, []):
-            if len(found.start) == len(start):
-                filled += found.copy_into(box, start)
+        for stored_part in self.stored.get(part.name, []):
+            if len(stored_part.start) == len(start):
+                filled += stored_part.copy_into(box, start)
             else:
-                filled += found.copy_into(box.view(-1), (start[0] * math.prod(part.shape[1:]),))
+                filled += stored_part.copy_into(
+                    box.view(-1), (start[0] * math.prod(part.shape[1:]),)
+                )
         if filled != box.numel():
             raise ValueError(f"only {filled} of {box.numel()} values of {part.name} were found")
         return box
