@@ -59,7 +59,7 @@ class Fraction {
   }
 }
 
-// {tick, counts of ticks}: a tick is the longest time of which each of `times` is a multiple.
+// {tick, counts of ticks}: a tick is the longest time that divides each of `times`.
 function inTicks(times) {
   const scale = times.reduce((all, { d }) => (all * d) / gcd(all, d), 1n);
   const wholes = times.map(({ n, d }) => (n * scale) / d);
