@@ -1,5 +1,5 @@
-"""The command line: one parser, from the same description of every key as CONFIG itself. A command
-is an entry of COMMANDS. No torch import before training begins."""
+"""The command line. A command is an entry of COMMANDS: a function that adds its options to a parser
+and returns what to do with them. No torch import before training begins."""
 
 import argparse
 import importlib
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +41,22 @@ OWN_OPTIONS = (
 )  # fmt: skip
 DRY_RUN = ("--dry-run", "--dry_run")
 MODEL_NAMES = ("model", *KEYS["model"].aliases)
-Add = Callable[..., argparse.Action]  # of a parser
 Act = Callable[[argparse.Namespace], int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """The script that a command runs for."""
+    """The script whose command line is read."""
 
     config: Mapping[str, Any]
     script: Path
     about: str
     output_dir: Path  # CONFIG's
+    argv: tuple[str, ...] = ()  # the command line after the command
 
 
 class AddOverride(argparse.Action):
-    """Keep an option of a key as `key=value`, in the order of the command line."""
+    """Collect the options of keys as `key=value`, in the order of the command line."""
 
     def __call__(self, _: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         assert option is not None
@@ -65,7 +64,7 @@ class AddOverride(argparse.Action):
 
 
 def about_key(key: Key, *more: str) -> str:
-    """A key's help, then in brackets the words of which it takes one, and `more`."""
+    """Return a key's help, followed by its choices and `more` in brackets."""
     words = list(more)
     if key.name == "strategy":  # the strategies are folders
         words.insert(0, ", ".join(strategies.list_strategies()))
@@ -74,24 +73,10 @@ def about_key(key: Key, *more: str) -> str:
     return f"{key.help} ({'; '.join(words)})" if words else key.help
 
 
-def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Namespace:
-    """`preset`, `overrides` (`key=value` texts, in the order of the command line), `num_gpus`,
-    `dry_run`, and the options of `own`, a module of tools/; each name of a key is an option."""
-    name = program.script.name
-    others = [f"{name} {other} --help" for other in COMMANDS if other != "train"]
-    parser = Parser(
-        prog=name,
-        description=program.about,
-        usage="\n       ".join([f"{name} [train] [--KEY VALUE ...] [--preset NAME]", *others]),
-        epilog=f"Other launchers work, too: deepspeed --num_gpus=N {name}",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
-    )
-    if own is not None:
-        command = own.__name__.rpartition(".")[2]
-        parser.usage = f"{name} {command} [OPTIONS] [--KEY VALUE ...]"
-        parser.description = own.__doc__.partition("\n")[0]
-        own.add_options(parser)
+def add_keys(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each name of each key, and the options that say how a run is started."""
     parser.set_defaults(overrides=[])
+    parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
     add("--preset", metavar="NAME", help="a file of configs/presets/, or a path; over CONFIG")
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", dest="overrides",
@@ -107,10 +92,7 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
     add("--force", action="store_true", help="run what is predicted not to fit")
     strict = "fail if data, weights or tokenizer are missing, instead of using the ones shipped"
     add("--strict", action="store_true", help=strict)
-    keys = dict(KEYS)
-    for strategy in strategies.list_strategies():  # an engine in a strategy's folder may add some
-        keys |= read_keys(strategies.strategy_options(strategy))
-    for title, members in itertools.groupby(keys.values(), attrgetter("group")):
+    for title, members in itertools.groupby(all_keys().values(), lambda key: key.group):
         group = parser.add_argument_group(title)
         for key in members:
             text = about_key(key, f"default {key.default!r}").replace("%", "%%")
@@ -119,86 +101,107 @@ def parse(argv: Sequence[str], program: Program, own: Any = None) -> argparse.Na
                     f"--{option}", action=AddOverride, dest="overrides", metavar="",
                     help=text if option == key.name else argparse.SUPPRESS,
                 )  # fmt: skip
+
+
+def all_keys() -> dict[str, Key]:
+    """Return CONFIG's keys, then the keys that engines in the strategies' folders add."""
+    keys = dict(KEYS)
+    for strategy in strategies.list_strategies():
+        keys |= read_keys(strategies.strategy_options(strategy))
+    return keys
+
+
+def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line. `overrides` are the `key=value` texts in their order. Raises
+    UserError for an option that the parser does not have."""
     # --batch-size=8 is --batch_size=8
     dashed = re.compile(r"^--[\w-]+(?==|\Z)")
     argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]
     arguments, unknown = parser.parse_known_args(argv)
+    overrides = getattr(arguments, "overrides", None)
     if unknown:
         word = unknown[0].lstrip("-").partition("=")[0]
-        is_option = unknown[0].startswith("--")
-        hint = nearest_key(word, keys.values(), OWN_OPTIONS) if is_option else None
-        fix = f"did you mean --{hint}?" if hint else "see --help"
-        fix = (foreign_key(word) if is_option else None) or fix
+        fix = "see --help"
+        if overrides is not None and unknown[0].startswith("--"):
+            hint = nearest_key(word, all_keys().values(), OWN_OPTIONS)
+            fix = foreign_key(word) or (f"did you mean --{hint}?" if hint else fix)
         raise UserError(f"{shown(unknown[0])} is not an option", fix=fix)
-    pairs = (text.partition("=") for text in arguments.overrides)
-    name_families(value for key, _, value in pairs if key.strip() in MODEL_NAMES)
-    if arguments.cluster is not None and arguments.num_gpus is not None:
+    pairs = (text.partition("=") for text in overrides or ())
+    models = [value for key, _, value in pairs if key.strip() in MODEL_NAMES]
+    name_families([*models, getattr(arguments, "model", None)])
+    if overrides is not None and arguments.cluster is not None and arguments.num_gpus is not None:
         raise UserError("--cluster says how many GPUs there are", fix="leave out --num_gpus")
     return arguments
 
 
 def configure(arguments: argparse.Namespace, program: Program, overrides: Sequence[str]) -> Request:
-    """CONFIG, preset and `key=value` texts merged."""
+    """Merge CONFIG, the preset and `key=value` texts."""
     config = build_config(
         program.config, preset=arguments.preset, overrides=overrides,
         defaults=strategies.strategy_defaults, options=strategies.strategy_options,
+        force=arguments.force, strict=arguments.strict,
     )  # fmt: skip
     refuse_unnamed_family(config.model)
-    return config.model_copy(update={"force": arguments.force, "strict": arguments.strict})
-
-
-def over_config(name: str, argv: Sequence[str], program: Program) -> int:
-    """A command that takes CONFIG's keys beside its own options: a module of tools/."""
-    own = _load(f"tools.{name}")
-    arguments = parse(argv, program, own)
-    if name != "plan" and (arguments.cluster is not None or arguments.gpu is not None):
-        option = "--cluster" if arguments.cluster is not None else "--gpu"
-        raise UserError(f"{option} only plans, and {name} trains", fix="leave it out, or type plan")
-    return own.run(arguments, partial(configure, arguments, program), program.script)
+    return config
 
 
 def _load(module: str) -> Any:
-    """A module that only its command needs."""
+    """Import a module that only its command needs."""
     return importlib.import_module(f"distributed_training.{module}")
 
 
-def train(argv: Sequence[str], program: Program) -> int:
+def train(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Train: CONFIG, preset and command line become a plan and the plan's processes."""
-    if launch.PLANNED in argv:
-        return launch.start_planned()
-    arguments = parse(argv, program)
-    for name in ("cluster", "gpu"):
-        if getattr(arguments, name) is not None and not arguments.dry_run:
-            raise UserError(f"--{name} only plans", fix="add --dry-run, or type plan")
-    own: set[str] = {*DRY_RUN}
-    for name, value in (("--cluster", arguments.cluster), ("--gpu", arguments.gpu)):
-        own |= {name, f"{name}={value}"} | ({value} if value else set())
-    words = [text for text in argv if text not in own]
-    config = configure(arguments, program, arguments.overrides)
-    return launch.start(config, program.script, words, arguments)
+    name = program.script.name
+    others = [f"{name} {other} --help" for other in COMMANDS if other != "train"]
+    parser.usage = "\n       ".join([f"{name} [train] [--KEY VALUE ...] [--preset NAME]", *others])
+    parser.description = program.about
+    parser.epilog = f"Other launchers work too: deepspeed --num_gpus=N {name}"
+    add_keys(parser)
+
+    def act(arguments: argparse.Namespace) -> int:
+        left_out = {*DRY_RUN}  # of the launch command that a dry run prints
+        for option in ("cluster", "gpu"):
+            value = getattr(arguments, option)
+            if value is None:
+                continue
+            if not arguments.dry_run:
+                raise UserError(f"--{option} only plans", fix="add --dry-run, or type plan")
+            left_out |= {f"--{option}", f"--{option}={value}", value}
+        words = [word for word in program.argv if word not in left_out]
+        config = configure(arguments, program, arguments.overrides)
+        return launch.start(config, program.script, words, arguments)
+
+    return act
 
 
-def own_options(
-    command: Callable[[Add, Program], Act], argv: Sequence[str], program: Program
-) -> int:
-    """A command without CONFIG's keys: `command` adds its options and says what to do with them."""
-    parser = Parser(
-        prog=f"{program.script.name} {command.__name__.rstrip('_')}", description=command.__doc__
-    )
-    act = command(parser.add_argument, program)
-    arguments = parser.parse_args(argv)
-    name_families([getattr(arguments, "model", None)])
-    return act(arguments)
+def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> Act:
+    """Build a command of tools/ that takes CONFIG's keys beside its own options."""
+    tool = _load(f"tools.{name}")
+    parser.usage = f"{program.script.name} {name} [OPTIONS] [--KEY VALUE ...]"
+    parser.description = tool.__doc__.partition("\n")[0]
+    tool.add_options(parser)
+    add_keys(parser)
+
+    def act(arguments: argparse.Namespace) -> int:
+        for option in ("cluster", "gpu"):
+            if name != "plan" and getattr(arguments, option) is not None:
+                fix = "leave it out, or type plan"
+                raise UserError(f"--{option} only plans, and {name} trains", fix=fix)
+        return tool.run(arguments, partial(configure, arguments, program), program.script)
+
+    return act
 
 
-def add_model(add: Add) -> None:
-    """The option of commands that read a run, whose model may be code of the user's own."""
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that read a run, whose model may be code of the user's own."""
     family = "folder of the model family, if the run's model is code of your own"
-    add("--model", metavar="FOLDER", help=family)
+    parser.add_argument("--model", metavar="FOLDER", help=family)
 
 
-def report(add: Add, program: Program) -> Act:
-    """Tables and plots from run records."""
+def report(parser: argparse.ArgumentParser, program: Program) -> Act:
+    """Make tables and plots from run records."""
+    add = parser.add_argument
     add("paths", nargs="*", type=Path, help="runs, folders of runs, or records")
     add("--all", action="store_true", help="every kind of work, not only the newest")
     add("--plots", type=Path, default=Path("report"), help="folder for the plots")
@@ -206,8 +209,9 @@ def report(add: Add, program: Program) -> Act:
     return lambda a: _load("records.report").main(a, program.output_dir)
 
 
-def doctor(add: Add, program: Program) -> Act:
-    """What this machine has and lacks for training; --nodes: the links between processes."""
+def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
+    """Check this machine for training. With --nodes, measure the links between processes."""
+    add = parser.add_argument
     add("--nodes", action="store_true", help="measure the links between processes instead")
     add("--num_gpus", metavar="N", help="with --nodes: start N processes; under torchrun, none")
 
@@ -219,11 +223,12 @@ def doctor(add: Add, program: Program) -> Act:
     return act
 
 
-def links(add: Add, program: Program) -> Act:
-    """How fast processes talk to each other: six operations over every group of the mesh."""
+def links(parser: argparse.ArgumentParser, program: Program) -> Act:
+    """Measure communication between processes: six operations over every group of the mesh."""
+    add = parser.add_argument
     add("--num_gpus", metavar="N", help="processes (default: all, one per GPU, or 2 without GPUs)")
     for axis in ("pp", "dp_shard", "tp"):
-        size = f"processes along {axis}; what is left is dp_replicate"
+        size = f"processes along {axis}; the remaining ones are dp_replicate"
         add(f"--{axis}", metavar="N", type=int, default=1, help=size)
     largest = "largest tensor; 1024 on GPUs, 16 without"
     add("--largest", metavar="MIB", type=at_least(1), help=largest)
@@ -242,8 +247,8 @@ def links(add: Add, program: Program) -> Act:
 
 
 def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]) -> int:
-    """Do `work` as one of this command's processes, or start them, as many as there can be here
-    unless `num_gpus` says otherwise; the exit code."""
+    """Do `work` if this is one of the command's processes. Otherwise start `num_gpus` processes, by
+    default as many as possible. Return the exit code."""
     if current_process() is not None:
         return work()
     count = launch.requested_processes(num_gpus or "all", detect_machine(), {})
@@ -253,25 +258,32 @@ def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]
     return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
 
 
-def generate(add: Add, program: Program) -> Act:
-    """Text from a trained model."""
+def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
+    """Generate text with a trained model."""
+    add = parser.add_argument
     add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
-    add_model(add)
-    add("--prompt", help="what the text begins with; without it, each line that you type")
+    add_model(parser)
+    add("--prompt", help="beginning of the text; without it, each line that you type")
     add("--best", action="store_true", help="the weights that keep_best kept, not the last")
     length = "length of the text (default 100)"
     add("--num_tokens", "--max_new_tokens", type=at_least(1), default=100, help=length)
-    likeliest = "0: always the likeliest (default 0.7)"
+    likeliest = "0: always the most likely token (default 0.7)"
     add("--temperature", type=at_least(0.0), default=0.7, help=likeliest)
-    add("--top_k", type=at_least(1), default=40, help="choose among so many tokens (default 40)")
+    add(
+        "--top_k",
+        type=at_least(1),
+        default=40,
+        help="sample from this many most likely tokens (default 40)",
+    )
     add("--seed", type=int, default=42, help="another seed, another text (default 42)")
     return lambda a: _load("tools.models").generate(a)
 
 
-def eval_(add: Add, program: Program) -> Act:
-    """Loss, perplexity and bits per byte of a model on a dataset; --tasks: what lm-eval says."""
+def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
+    """Evaluate a model on a dataset: loss, perplexity, bits per byte. With --tasks, run lm-eval."""
+    add = parser.add_argument
     add("run", help="a run's folder, such as runs/latest, its hf/, adapters, or a model")
-    add_model(add)
+    add_model(parser)
     dataset = "text or records to evaluate on, or their validation split if they have one; "
     add("--dataset", metavar="D", help=f"{dataset}default: the samples that validated the run")
     add(
@@ -284,59 +296,73 @@ def eval_(add: Add, program: Program) -> Act:
     return lambda a: _load("tools.models").evaluate(a)
 
 
-def export(add: Add, program: Program) -> Act:
-    """A checkpoint's weights in Hugging Face's format; the run may have been interrupted."""
+def export(parser: argparse.ArgumentParser, program: Program) -> Act:
+    """Export a checkpoint's weights in Hugging Face's format, also of an interrupted run."""
+    add = parser.add_argument
     add("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
-    add_model(add)
+    add_model(parser)
     add("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
     merge = "of a run with lora_rank: the whole model instead of the adapters"
     add("--merge", action="store_true", help=merge)
     return lambda a: _load("tools.models").export_checkpoint(a.run, a.to, merge=a.merge)
 
 
-def push(add: Add, program: Program) -> Act:
-    """A run's model to the Hub."""
+def push(parser: argparse.ArgumentParser, program: Program) -> Act:
+    """Upload a run's model to the Hub."""
+    add = parser.add_argument
     add("run", help="a run's folder, such as runs/latest, or its hf/")
     add("name", help="user/name on the Hub")
-    add_model(add)
+    add_model(parser)
     add("--best", action="store_true", help="the weights that keep_best kept")
     return lambda a: _load("tools.models").push(a.run, a.name, best=a.best)
 
 
-def calibrate(add: Add, program: Program) -> Act:
-    """What `plan --calibrate` runs in its processes."""
+def calibrate(parser: argparse.ArgumentParser, program: Program) -> Act:
+    """Measure this machine. `plan --calibrate` runs this in its processes."""
+    add = parser.add_argument
     add("file", type=Path, help="where the JSON goes")
     return lambda a: _load("tools.calibrate").main(a.file)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str], Program], int]] = {
+COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
     "train": train,
-    **{name: partial(over_config, name) for name in ("plan", "compare", "parity", "data")},
-    **{
-        command.__name__.rstrip("_"): partial(own_options, command)
-        for command in (report, doctor, generate, eval_, export, push, links, calibrate)
-    },
-}
+    **{name: partial(with_keys, name) for name in ("plan", "compare", "parity", "data")},
+    "report": report, "doctor": doctor, "generate": generate, "eval": eval_, "export": export,
+    "push": push, "links": links, "calibrate": calibrate,
+}  # fmt: skip
+
+
+def run_command(name: str, program: Program) -> int:
+    """Parse the options of a command and do what it says; return the exit code."""
+    if name == "train" and launch.PLANNED in program.argv:
+        return launch.start_planned()
+    parser = Parser(prog=program.script.name)
+    commands = parser.add_subparsers(parser_class=Parser)
+    command = COMMANDS[name]
+    about = str(command.__doc__).partition("\n")[0]
+    act = command(commands.add_parser(name, description=about), program)
+    return act(read_options(parser, [name, *program.argv]))
 
 
 def main(config: Mapping[str, Any], about: str, script: str) -> int:
-    """Run the command that the command line names; `about` is the script's docstring."""
+    """Run the command that the command line names. `about` is the script's docstring."""
     file = Path(script).resolve()
-    # CONFIG's folders are relative to the script, those of the command line to where one stands.
+    # CONFIG's folders are relative to the script, the command line's to the current folder.
     names = [name for name in KEYS["output_dir"].aliases if name in config]
     folder = names[0] if names else "output_dir"
     output_dir = file.parent / str(config.get(folder, "runs"))
     config = {**config, folder: str(output_dir)}
     about = about.splitlines()[0]
-    program = Program(config=config, script=file, about=about, output_dir=output_dir)
     name_families(config.get(name) for name in MODEL_NAMES)
     fill_closed()
     replace_unwritable()
-    # transformers and PEFT import torchao if it is installed. It then names the kernels that this
-    # machine lacks, and what torch deprecates.
+    # transformers and PEFT import torchao if it is installed. It prints the kernels that this
+    # machine lacks, and deprecations of torch.
     for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides how processes end
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # if it is ignored, exit codes of processes are lost
     name = "train"
     argv = sys.argv[1:]
     if argv and not argv[0].startswith("-"):
@@ -359,6 +385,9 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
             fix = did_you_mean(name, COMMANDS, "see --help")
             raise UserError(f"{shown(name)} is not a command", why, fix)
         use_private_caches()
-        return COMMANDS[name](argv, program)
+        program = Program(
+            config=config, script=file, about=about, output_dir=output_dir, argv=tuple(argv)
+        )
+        return run_command(name, program)
 
     return exit_code(act, trains=name == "train")

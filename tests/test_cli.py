@@ -11,6 +11,7 @@ import real_model_example
 from distributed_training import cli
 from distributed_training.plan.plan import Plan
 from distributed_training.settings.config import KEYS
+from distributed_training.settings.keys import Parser
 from distributed_training.settings.strategies import list_strategies
 from distributed_training.start import launch
 from distributed_training.supervise.process import Process
@@ -19,11 +20,16 @@ from tests.settings.test_config import OTHER
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_text
 
 SCRIPT = Path(real_model_example.__file__).resolve()
-PROGRAM = cli.Program(config={}, script=SCRIPT, about="about", output_dir=SCRIPT.parent)
+
+
+def parse(argv):
+    parser = Parser()
+    cli.add_keys(parser)
+    return cli.read_options(parser, argv)
 
 
 def overrides(*argv):
-    return cli.parse([str(word) for word in argv], PROGRAM).overrides
+    return parse([str(word) for word in argv]).overrides
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -56,7 +62,7 @@ def test_the_command_lines_order_is_kept():
 )
 def test_unknown_options_are_refused_with_the_nearest(argv, words):
     with refused(*words):
-        cli.parse(argv, PROGRAM)
+        parse(argv)
 
 
 def test_foreign_options_are_none_of_ours_and_their_advice_can_be_typed():
@@ -170,8 +176,15 @@ def command(monkeypatch, *argv):
 
 
 def test_commands(monkeypatch, capsys):
-    monkeypatch.setitem(cli.COMMANDS, "echo", lambda argv, program: [*argv, program.script])
-    assert command(monkeypatch, "echo", "a", "--b") == ["a", "--b", SCRIPT]
+    def echo(parser, program):
+        parser.add_argument("words", nargs="*")
+        return lambda arguments: [*arguments.words, program.script]
+
+    monkeypatch.setitem(cli.COMMANDS, "echo", echo)
+    assert command(monkeypatch, "echo", "a") == ["a", SCRIPT]
+    with pytest.raises(SystemExit):
+        command(monkeypatch, "echo", "--help")
+    assert command(monkeypatch, "echo", "a", "--b") == 2
     monkeypatch.setattr(launch, "start", lambda config, _, typed, __: (config.seed, typed))
     assert command(monkeypatch, "train", "--seed", "5") == (5, ["--seed", "5"])
     monkeypatch.setattr(

@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +31,7 @@ from distributed_training.supervise import claims
 
 CHECKSUM = "checksum"  # key in meta.json; the checksum of the other values
 FORMAT = 5
+MOVED_KEYS = {"compression_rank", "compression_k"}  # to an engine's own, from every run's work
 INSTEAD = "remove that folder to use the checkpoint before it, or set resume to None"
 TOGETHER = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order, or "
@@ -133,12 +133,11 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
     return names
 
 
-def at_checkpoint(plan: Plan) -> Plan:
-    """Return the plan with the checkpoint that `resume` asks for, if there is one."""
-    notes: list[str] = []
+def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
+    """Return the checkpoint that `resume` asks for, or None."""
     resumed = find_resume(plan, notes)
     if resumed is None:
-        return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
+        return None
     checkpoint, meta = resumed
     saved = meta.spread
     now = plan.spread
@@ -152,8 +151,7 @@ def at_checkpoint(plan: Plan) -> Plan:
         key = changed_keys[0]
         change = f"{key} {saved[key]} -> resuming with {now.get(key)}"
         notes.append(f"saved {before} with {change}: resharding")
-    notes = [*plan.notes, *notes]
-    return replace(plan, run_dir=checkpoint.parents[1], checkpoint=checkpoint, notes=tuple(notes))
+    return checkpoint
 
 
 def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
@@ -283,7 +281,9 @@ def _typed_longer(meta: Meta, plan: Plan) -> set[str]:
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     # Runs of earlier releases lack the keys that were added since.
     work = plan.work
-    saved = {name: key.default for name, key in KEYS.items() if name in work} | meta.work
+    saved = {name: key.default for name, key in KEYS.items() if name in work}
+    gone = MOVED_KEYS - work.keys()
+    saved |= {name: value for name, value in meta.work.items() if name not in gone}
     before = meta.spread.get("strategy")
     now = plan.strategy.name
     differences = list[str]()

@@ -66,7 +66,6 @@ class NativeEngine(base.Engine):
         )
         # Parameters whose gradients must be summed over tp
         self.tp_partial_params: list[nn.Parameter] = []
-        self.remembered: dict[str, Any] = {}  # what compressing gradients has lost so far
         modules = [self._parallelize(part, mesh) for part in stages.values()]
         self.module = modules[0]  # the whole model, if there is no pipeline
         # Trained parameters of each stage. They are captured here, because after an evaluation
@@ -138,20 +137,25 @@ class NativeEngine(base.Engine):
         return part
 
     def replicate(self, part: Decoder) -> nn.Module:
-        """Backward averages gradients over all ranks, in fp32 buckets unless compressed."""
-        bucket_mib = gradients.bucket_mib(self.config, self.topology.device_type)
+        """Let the backward pass average gradients over all ranks, in buckets of fp32 or bf16."""
+        module = self.build_ddp(part, self.config.bucket_cap_mb)
+        if self.config.gradient_compression == "bf16":
+            module.register_comm_hook(None, gradients.bf16_hook)
+        return module
+
+    def build_ddp(self, part: Decoder, bucket_mib: float | None) -> DistributedDataParallel:
+        """Return `part` under DDP, whose buckets are arranged, so that a hook may follow."""
         module = DistributedDataParallel(
             part, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib
         )
         self._arrange_buckets(module)
-        self.remembered = gradients.apply_compression(module, self.config)
         return module
 
     def _arrange_buckets(self, module: DistributedDataParallel) -> None:
-        """One pass of which nothing is kept: DDP fills its buckets in the order of gradients in the
-        first, and what compression, which follows, loses is kept by bucket. Torch may hold the
-        first buckets through the next pass (its watchdog lets go of what NCCL was given): now there
-        are no moments yet, and the peak stays what later steps need."""
+        """Run a pass whose gradients are dropped. DDP fills its buckets in the order in which
+        gradients come in the first pass, and compression keeps errors by bucket. Torch may hold the
+        first buckets through the next pass, until its watchdog releases what NCCL was given. There
+        is no optimizer state yet, so the peak stays that of later steps."""
         shape = (self.plan.batch.micro_batch_size, self.config.max_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
         documents = []
@@ -333,16 +337,3 @@ class NativeEngine(base.Engine):
         self.loss_scale.fill_(counters["loss_scale"])
         self._good_steps.fill_(counters["good_steps"])
         self.step.forget()
-
-    def own_state(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{name}/{bucket}": tensor
-            for name, kept in self.remembered.items()
-            for bucket, tensor in kept.items()
-        }
-
-    def load_own(self, state: dict[str, torch.Tensor]) -> None:
-        for key, tensor in state.items():
-            name, _, bucket = key.partition("/")
-            if name in self.remembered:  # earlier releases kept powersgd's number of steps
-                self.remembered[name][int(bucket)] = tensor.to(self.topology.device)

@@ -1,12 +1,6 @@
-"""Gradients: their sums and norms over processes, and DDP's hooks, which send them smaller.
+"""Sums and norms of gradients over processes, and DDP's hook that sends them in bf16.
 
-torch has hooks for bf16 and PowerSGD (Vogels et al., 1905.13727). Top-k with int8 is ours: each
-process sends of each of P equal parts of a bucket the k values of largest magnitude as they are and
-the others as multiples of one scale in 8 bits, to the process that averages that part, and gets the
-averages of all parts back in the same form. What is lost is added to the next gradient, on both
-ways (error feedback, Karimireddy et al., 1901.09847).
-
-DDP reads the hooks' annotations, which must not be text."""
+DDP reads the hook's annotations, which must not be text."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -16,18 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import foreach_mul, foreach_norm
-from distributed_training.predict.traffic import num_exact
-from distributed_training.settings.config import RunConfig
-
-LEVELS = 127
-POWERSGD_KEEPS = ("error_dict", "p_memory_dict", "q_memory_dict")
-Kept = dict[str, dict[int, torch.Tensor]]  # by attribute and bucket
 
 
 def local_part(tensor: Any) -> torch.Tensor:
@@ -91,92 +77,6 @@ def _num_shards(gradient: Any) -> int:
     return math.prod(size for size, layout in sizes if not layout.is_replicate())
 
 
-def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
-    """fp32 rows [R, n] as bytes [R, 8 num_exact + 4 + n]: of each row the exact values, their
-    places, the scale of the rest, the rest."""
-    places = x.abs().topk(num_exact, dim=1).indices
-    exact = x.gather(1, places)
-    rest = x.scatter(1, places, 0.0)
-    scale = rest.abs().amax(1, keepdim=True) / LEVELS
-    small = (rest / scale.where(scale > 0, 1.0)).round().to(torch.int8)
-    parts = (exact, places.to(torch.int32), scale, small)
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
-
-
-def decompress(message: torch.Tensor, num_exact: int) -> torch.Tensor:
-    """The rows, as near as `compress` kept them."""
-    sizes = [4 * num_exact, 4 * num_exact, 4, message.shape[1] - 8 * num_exact - 4]
-    whole = torch.contiguous_format
-    parts = [part.clone(memory_format=whole) for part in message.split(sizes, dim=1)]
-    exact = parts[0].view(torch.float32)
-    scale = parts[2].view(torch.float32)
-    places = parts[1].view(torch.int32).long()
-    return (parts[3].view(torch.int8) * scale).scatter(1, places, exact)
-
-
-def topk_int8_hook(
-    state: tuple[float, Kept], bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """The mean of a bucket's gradients over all processes, nearly. `state`: the share of the values
-    that are sent as they are, and what was lost so far. Two collectives over all processes."""
-    share, kept = state
-    flat = bucket.buffer()
-    index = bucket.index()
-    count = dist.get_world_size()
-    part = -(-flat.numel() // count)
-    k = num_exact(part, share)
-    padded = torch.nn.functional.pad(flat, (0, count * part - flat.numel()))
-    own = padded.view(count, part) + kept["lost"].get(index, 0.0)
-    message = compress(own, k)
-    kept["lost"][index] = own - decompress(message, k)
-    received = torch.empty_like(message)
-    # On GPUs the answer is worked out on another stream: what outlives it is never allocated there.
-    lost = kept["lost_of_means"].setdefault(index, own.new_zeros(1, part))
-    sent = dist.all_to_all_single(received, message, async_op=True)
-
-    def answer(arrived: Any) -> torch.Tensor:
-        arrived.value()  # raises what failed
-        mean = decompress(received, k).mean(0, keepdim=True) + lost
-        reply = compress(mean, k)
-        lost.copy_(mean - decompress(reply, k))
-        replies = torch.empty_like(message)
-        dist.all_gather_into_tensor(replies, reply)
-        return flat.copy_(decompress(replies, k).flatten()[: flat.numel()])
-
-    return sent.get_future().then(answer)
-
-
 def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's, under a name that DDP does not refuse on CPUs."""
     return bf16_compress_hook(state, bucket)
-
-
-def apply_compression(module: DistributedDataParallel, config: RunConfig) -> Kept:
-    """Let `module`, whose buckets are arranged, exchange gradients as CONFIG says; what the hook
-    remembers, and a resumed run needs to go on exactly."""
-    kind = config.gradient_compression
-    if kind == "bf16":
-        module.register_comm_hook(None, bf16_hook)
-    elif kind == "powersgd":
-        state = PowerSGDState(
-            None,
-            config.compression_rank,
-            start_powerSGD_iter=2,  # no earlier, as torch arranges buckets in the first: done here
-            orthogonalization_epsilon=1e-8,  # else a column of zeros divides by zero
-        )
-        state.iter = state.start_powerSGD_iter
-        module.register_comm_hook(state, powerSGD_hook)
-        return {name: getattr(state, name) for name in POWERSGD_KEEPS}
-    elif kind == "topk-int8" and config.compression_k < 1:  # else nothing would be lost, nor saved
-        kept: Kept = {"lost": {}, "lost_of_means": {}}
-        module.register_comm_hook((config.compression_k, kept), topk_int8_hook)
-        return kept
-    return {}
-
-
-def bucket_mib(config: RunConfig, device_type: str) -> float | None:
-    """How large DistributedDataParallel's buckets are."""
-    # gloo matches collectives by their order, and a hook starts its second one whenever the first
-    # is done, which with several buckets is at another time on each process: one holds all.
-    one = config.gradient_compression in ("powersgd", "topk-int8") and device_type == "cpu"
-    return 2**20 if one else config.bucket_cap_mb

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from distributed_training.plan.schedules import P2P_CHANNELS
-from distributed_training.settings.strategies import MESH_AXES
+from distributed_training.settings.strategies import MESH_AXES, sends_all_to_all
 
 if TYPE_CHECKING:
     import torch
@@ -86,10 +86,10 @@ class Topology:
         return torch.device("cuda", self.local_rank) if on_gpu else torch.device("cpu")
 
 
-def limit_channels(*compressions: str) -> None:
-    """Let NCCL use few channels for messages, unless these `gradient_compression`s exchange all to
-    all; the environment's NCCL_MAX_P2P_NCHANNELS counts more."""
-    if "topk-int8" not in compressions:
+def limit_channels(*strategies: str) -> None:
+    """Let NCCL use few channels for messages, unless one of these strategies sends messages from
+    all processes to all. NCCL_MAX_P2P_NCHANNELS in the environment takes precedence."""
+    if not any(map(sends_all_to_all, strategies)):
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(P2P_CHANNELS))
 
 

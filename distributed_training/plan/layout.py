@@ -1,4 +1,5 @@
-"""The stages of a pipeline, the cut of a batch, and the words for a mesh. No torch."""
+"""Stages of a pipeline, the division of a batch into micro-batches, and names of meshes. No
+torch."""
 
 import itertools
 from collections.abc import Mapping
@@ -11,39 +12,39 @@ from distributed_training.settings.files import plural
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The stages of a pipeline; one stage with all blocks where there is none."""
+    """Stages of a pipeline. Without a pipeline, one stage has all blocks."""
 
     blocks_per_stage: tuple[int, ...]  # blocks of each stage, in the model's order
-    ranks: tuple[int, ...]  # place along pp that holds each stage
+    ranks: tuple[int, ...]  # pipeline rank that holds each stage
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """Numbers of the blocks of each stage."""
+        """Block numbers of each stage."""
         ends = itertools.accumulate(self.blocks_per_stage, initial=0)
         return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 class Batch(BaseModel):
-    """How the sequences of one optimizer step are cut. A field's other name is version 1's."""
+    """Division of the sequences of one optimizer step. Aliases are the field names of version 1."""
 
     model_config = ConfigDict(extra="allow", frozen=True)  # unknown keys are kept
-    global_batch_size: int  # sequences per step: the product of the other three
+    global_batch_size: int  # sequences per step, the product of the other three
     micro_batch_size: int  # sequences of one replica in one forward pass
     num_microbatches: int = Field(  # micro-batches of one replica in a step
         validation_alias=AliasChoices("num_microbatches", "grad_accum_steps")
     )
-    num_replicas: int = Field(  # replicas that see different data: dp_replicate x dp_shard
+    num_replicas: int = Field(  # replicas with different data, dp_replicate x dp_shard
         validation_alias=AliasChoices("num_replicas", "dp_size")
     )
 
     def describe(self) -> str:
-        """ "global 32 = 1 replica x 8 micro-batches x 4"."""
+        """Format the batch, such as "global 32 = 1 replica x 8 micro-batches x 4"."""
         replicas = plural(self.num_replicas, "replica")
         cuts = plural(self.num_microbatches, "micro-batch")
         return f"global {self.global_batch_size} = {replicas} x {cuts} x {self.micro_batch_size}"
 
 
 def show_axes(axes: Mapping[str, int]) -> str:
-    """ "dp_shard 2 x tp 2"; axes of size 1 are left out unless all are."""
+    """Format a mesh, such as "dp_shard 2 x tp 2". Axes of size 1 are omitted unless all are 1."""
     shown = {axis: size for axis, size in axes.items() if size != 1}
     return " x ".join(f"{axis} {size}" for axis, size in (shown or dict(axes)).items())

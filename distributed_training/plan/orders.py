@@ -10,7 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import FoundOrders
 from distributed_training.plan.zb_v import build_words, mid_durations
 
@@ -19,7 +19,7 @@ Operation = tuple[str, int, int]
 Order = tuple[Operation, ...]  # of one process
 
 
-def find_orders(plan: Plan) -> tuple[Order, ...]:
+def find_orders(plan: Draft) -> tuple[Order, ...]:
     """Return the order of each pipeline rank: the schedule's, or the one stored in the plan."""
     if plan.orders is not None:
         return tuple(map(read_order, plan.orders.by_place))

@@ -1,5 +1,6 @@
-"""A run, planned once (planner/make_plan.py): everything that will happen, as plain data in
-<run>/plan.json. A dry run prints it, every process reads it, the record repeats it. No torch."""
+"""The plan of a run: every decision about it, as plain data in <run>/plan.json. It is made once
+(planner/make_plan.py). A dry run prints it, every process reads it, and the record repeats it. No
+torch."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -22,15 +23,16 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """How records are packed into blocks."""
+    """Facts about records that are packed into blocks."""
 
-    max_documents: int  # of the training block that has most, and one for padding
-    mean_length: float  # tokens of the document that a token is in, on average
+    max_documents: int  # most in a training block, plus one for padding
+    mean_length: float  # of the document that a token is in, on average, in tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """A run that has passed every check which needs no process group."""
+class Draft:
+    """The part of a plan that follows from CONFIG and the machine, before any file is read. It is
+    all that predictions need."""
 
     requested: Request  # as merged from CONFIG, preset and --set; `config` has no "auto"
     config: RunConfig
@@ -38,38 +40,22 @@ class Plan:
     model: ModelSpec
     machine: Machine
     num_processes: int
-    processes_here: int  # those on this machine
+    processes_here: int  # processes on this machine
     mesh: dict[str, int]  # sizes of the axes, the slowest with the rank first
     batch: Batch
     layout: Layout
     only_copies: bool  # each process holds the whole model
     uses_ddp: bool  # whole copies are averaged: by PyTorch's DDP, or an engine's own way
-    uses_fsdp: bool  # state is divided over dp_shard, or copies of parts averaged, by its FSDP
+    uses_fsdp: bool  # state is sharded over dp_shard, or copies of parts are averaged, by FSDP
     output_dir: Path
     run_dir: Path  # this run's folder; before `reserve_run_dir` only a name
     offload_dir: Path | None  # this run's own, for state that is kept on disk; None without such
     from_defaults: tuple[str, ...]  # keys left open that the strategy's defaults decided
     engine_options: dict[str, Any]  # values of the keys that the strategy's own engine adds
     steps_between_exchanges: int | None = None  # of that engine (settings/keys.py: Options)
-    engine_bytes_per_parameter: int = 0  # of state that the strategy's own engine adds
-    notes: tuple[str, ...]  # choices that were made for the user and why, one sentence each
-    command: str = ""  # as typed, but for a launcher's words; known to `reserve_run_dir`
-    deepspeed_json: dict[str, Any] | None = None
-    tokenizer_dir: Path = Path()
-    weights_dir: Path | None = None  # Hugging Face folder of the initial weights; None: random
-    adapters_dir: Path | None = None  # PEFT folder with the adapters that training continues
-    checkpoint: Path | None = None  # where to resume from; None to start afresh
-    cache: str | None = None  # name of the samples' folder in the token cache; None as below
-    # Key -> what tells the files that `weights` and `model` name from others, wherever they are
-    sources: dict[str, str] = field(default_factory=dict)
-    data_fingerprint: str = ""  # of the samples (data/samples.py); "" as below
-    # Memory and time of a step before it ran (predict/predict.py); None in a draft
-    prediction: dict[str, Any] | None = None
-    # Agents of torchrun that started the processes: what one of them starts again goes on.
-    launchers: list[str] = field(default_factory=list)
+    engine_bytes_per_parameter: float = 0  # of state that the strategy's own engine adds
     orders: FoundOrders | None = None  # if they depend on durations (plan/orders.py)
-    num_steps: int | None = None  # of the optimizer; None where the text was not cut for the plan
-    packing: Packing | None = None  # of records; None as above, and where they are not packed
+    packing: Packing | None = None  # of records; None if they are not packed, or not read yet
 
     @property
     def size(self) -> ModelSize:
@@ -77,19 +63,19 @@ class Plan:
 
     @property
     def attended(self) -> int:
-        """Tokens of the text that a token is in: of a sample, or on average of a packed record."""
+        """Length of the text that a token attends to: a sample, or on average a packed record."""
         return round(self.packing.mean_length) if self.packing else self.config.max_length
 
     @property
     def work(self) -> dict[str, Any]:
-        """What must agree before two runs may be compared."""
+        """Values of keys that must agree before two runs may be compared."""
         names = {name for name, key in KEYS.items() if key.work}.union(self.strategy.work_options)
         work = {name: value for name, value in self.settings.items() if name in names}
         return {**work, "global_batch_size": self.batch.global_batch_size}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values under CONFIG's keys as decided, then the engine's own options."""
+        """Decided values under CONFIG's keys, then the engine's own options."""
         return self.config.to_user_words() | self.engine_options
 
     @property
@@ -98,9 +84,9 @@ class Plan:
 
     @property
     def tp_parts(self) -> tuple[int, int]:
-        """How many parts of a micro-batch's samples, and of each sample's tokens, processes along
-        tp have between layers that are split. Samples are contiguous in memory: what is gathered
-        from whole ones need not be copied into place."""
+        """Number of parts that samples of a micro-batch, and tokens of each sample, are divided
+        into over tp between split layers. Samples are contiguous in memory, so whole samples
+        need no copy after they are gathered."""
         if not self.config.sequence_parallel:
             return 1, 1
         tp = self.mesh["tp"]
@@ -108,12 +94,12 @@ class Plan:
 
     @property
     def own_disks(self) -> bool:
-        """Whether each node keeps the files of its own processes."""
+        """True if each node keeps the files of its own processes."""
         return not self.config.shared_disk and self.num_processes > self.processes_here
 
     @property
     def spread(self) -> dict[str, Any]:
-        """How the work is spread: where a checkpoint agrees, a run resumes bit for bit."""
+        """Layout of the run. If a checkpoint has the same one, a run resumes bit for bit."""
         return {
             "strategy": self.strategy.name,
             "num_processes": self.num_processes,
@@ -124,12 +110,34 @@ class Plan:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan(Draft):
+    """A run that has passed every check which needs no process group."""
+
+    notes: tuple[str, ...]  # choices that were made for the user and why, one sentence each
+    command: str = ""  # as typed, without a launcher's words; known to `reserve_run_dir`
+    deepspeed_json: dict[str, Any] | None = None
+    tokenizer_dir: Path
+    weights_dir: Path | None  # Hugging Face folder of the initial weights; None: random
+    adapters_dir: Path | None  # PEFT folder with the adapters that training continues
+    checkpoint: Path | None = None  # where to resume from; None to start afresh
+    cache: str | None = None  # name of the samples' folder in the token cache; None as below
+    # Key -> what tells the files that `weights` and `model` name from others, wherever they are
+    sources: dict[str, str] = field(default_factory=dict)
+    data_fingerprint: str = ""  # of the samples (data/samples.py); "" as below
+    # Memory and time of a step before it ran (predict/predict.py)
+    prediction: dict[str, Any] | None = None
+    # Agents of torchrun that started the processes: a run that one of them started is continued.
+    launchers: list[str] = field(default_factory=list)
+    num_steps: int | None = None  # of the optimizer; None if the text was not cut for the plan
+
+
 PLAN_AS_JSON = TypeAdapter(Plan)
 
 
 def _as_today(text: bytes) -> bytes:
-    """Return plan.json as this release writes it: earlier ones left out the model's shape, and had
-    the engine's options, and who had set which key, beside CONFIG's keys."""
+    """Return plan.json as this release writes it. Earlier releases left out the model's shape, had
+    keys that are gone, and had the engine's options beside CONFIG's keys."""
     document = parse_json(text.decode())
     if "model" not in document:
         spec = find_model(document["config"]["model"])
@@ -138,17 +146,17 @@ def _as_today(text: bytes) -> bytes:
     if "from_defaults" in config:
         document |= {key: config[key] for key in ("from_defaults", "engine_options")}
         document["strategy"]["work_options"] = config["engine_work"]
-        asked = document["requested"]
-        asked["set_by"] = dict.fromkeys(config["typed"], "command line")
-        asked["preset"] = "an earlier preset" if asked["has_preset"] else None
-        document["config"] = {name: config[name] for name in KEYS if name in config}
-        fields = Request.model_fields
-        document["requested"] = {name: asked[name] for name in fields if name in asked}
+        request = document["requested"]
+        request["set_by"] = dict.fromkeys(config["typed"], "command line")
+        request["preset"] = "an earlier preset" if request["has_preset"] else None
+    for name, model in (("config", RunConfig), ("requested", Request)):
+        values = document[name]
+        document[name] = {key: values[key] for key in model.model_fields if key in values}
     return json.dumps(document).encode()
 
 
 def load_plan(run_dir: Path) -> Plan:
-    """The plan that the launching process wrote for this run; UserError where it is damaged."""
+    """Read the plan that the launching process wrote. Raises UserError if it is damaged."""
     file = run_dir / PLAN_FILE
     try:
         # A run's folder may have been copied or moved.

@@ -1,5 +1,5 @@
-"""What a pipeline's schedules need and idle, by the rules of torch.distributed.pipelining and the
-formulas of pipedream_tutorial's closed_forms.py. No torch.
+"""Requirements and idle shares of pipeline schedules, by the rules of torch.distributed.pipelining
+and the formulas of pipedream_tutorial's closed_forms.py. No torch.
 
 p is the number of processes along the pipeline, m the micro-batches of a step."""
 
@@ -7,47 +7,47 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-# A receive occupies as many SMs while it waits. With NCCL's own choice matrix products that would
-# fill all of a GPU take up to 1.8 times as long beside it (results/channels.json).
+# A receive occupies this many SMs while it waits. With NCCL's own choice, matrix multiplications
+# that fill a GPU take up to 1.8 times as long beside it (results/channels.json).
 P2P_CHANNELS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What one pipeline schedule needs and costs."""
+    """Requirements and costs of one pipeline schedule."""
 
-    # (p, m) -> idle share of a step if all stages took equally long and a backward pass twice a
-    # forward one; None where there is no formula
+    # (p, m) -> idle share of a step if all stages take equally long and a backward pass takes twice
+    # as long as a forward pass; None without a formula
     bubble: Callable[[int, int], float | None]
-    # (p, m) -> micro-batches whose activations the fullest process keeps, of its whole part of
-    # the model
+    # (p, m) -> number of micro-batches whose activations the fullest rank keeps
     kept: Callable[[int, int], float]
     stages_per_rank: int = 1  # or 2
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
     splits_backward: bool = False  # gradients of inputs and of weights at different times
-    timed: bool = False  # an order for what this model's operations take (orders.py)
-    searched: bool = False  # which takes a second or two to find
+    timed: bool = False  # its order depends on durations (orders.py)
+    searched: bool = False  # its order is searched for, which takes 1 to 2 s
     # Whether m micro-batches can be run over p processes
     takes: Callable[[int, int], bool] = lambda p, m: True
 
     def ranks(self, p: int) -> tuple[int, ...]:
-        """The process that holds each stage, in the model's order."""
+        """Return the pipeline rank of each stage, in the model's order."""
         once = tuple(range(p))
         again = once[::-1] if self.v_shaped else once
         return once + again if self.stages_per_rank == 2 else once
 
     def counts(self, p: int, num_sequences: int) -> list[int]:
-        """Numbers of equal micro-batches that `num_sequences` can be cut into, ascending."""
+        """Return the numbers of micro-batches that `num_sequences` can be divided into,
+        ascending."""
         return [m for m in divisors(num_sequences) if self.takes(p, m)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundOrders:
-    """What was found for a pipeline, and the durations in seconds that it was found for."""
+    """Orders found for a pipeline, and the durations in seconds that they were found for."""
 
-    by_place: tuple[str, ...]  # what each process along pp does, as orders.py writes it
+    by_place: tuple[str, ...]  # order of each pipeline rank, as orders.py writes it
     stage_s: tuple[tuple[float, float, float], ...]  # of each stage's F, I and W
-    message_s: float  # until what one process made is on the next
+    message_s: float  # until a result has reached the next rank
 
 
 def _share(idle: int, busy: int) -> float:
@@ -79,18 +79,18 @@ SCHEDULES: dict[str, Schedule] = {
         timed=True,
     ),
 }
-# Where operations take equally long, no order is shorter than zb-v's.
+# If all operations take equally long, no order is shorter than zb-v's.
 SCHEDULES["zb-auto"] = replace(SCHEDULES["zb-v"], kept=lambda p, m: min(p + 1, m), searched=True)
-# Without a pipeline micro-batches follow each other.
+# Without a pipeline, one micro-batch follows the other.
 NO_PIPELINE = Schedule(bubble=lambda p, m: 0.0, kept=lambda p, m: 1)
 
 
 def find_schedule(name: str, mesh: Mapping[str, int]) -> Schedule:
-    """The schedule of that name where the mesh has a pipeline."""
+    """Return the schedule of that name, or NO_PIPELINE if the mesh has no pipeline."""
     return SCHEDULES[name] if mesh["pp"] > 1 else NO_PIPELINE
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

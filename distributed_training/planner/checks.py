@@ -1,4 +1,4 @@
-"""Refuse runs that are known to fail, before processes start or weights load. No torch."""
+"""Refuse runs that are known to fail, before processes start or weights are loaded. No torch."""
 
 import importlib.util
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from distributed_training.data.hub import check_push
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 from distributed_training.planner.rank import what_fits
 from distributed_training.predict.predict import Cluster, Prediction
 from distributed_training.records.display import gib
@@ -43,7 +43,7 @@ def check_run(prediction: Prediction, cluster: Cluster) -> None:
         check_push(plan.config.push)
 
 
-def check_packages(plan: Plan) -> None:
+def check_packages(plan: Draft) -> None:
     """Raise UserError if a package that the strategy or CONFIG needs is not installed."""
     tracker = plan.config.log_to
     strategy = f"strategy={plan.strategy.name!r}"
@@ -62,7 +62,7 @@ def check_packages(plan: Plan) -> None:
             raise UserError(what, fix=f"pip install {source}")
 
 
-def check_gpus(plan: Plan) -> None:
+def check_gpus(plan: Draft) -> None:
     """Raise UserError for more processes than GPUs. A machine without GPUs takes any number."""
     gpus = plan.machine.num_gpus
     here = plan.processes_here
@@ -72,7 +72,7 @@ def check_gpus(plan: Plan) -> None:
         raise UserError(what, "one process drives one GPU", f"use --num_gpus {gpus}")
 
 
-def check_swapping(plan: Plan) -> None:
+def check_swapping(plan: Draft) -> None:
     """Raise UserError if DeepSpeed would overwrite swapped parameters that are in use."""
     # On a CPU "device memory" is the swap buffer itself, and DeepSpeed reuses it too early:
     # gradients came out wrong. Parts below its 1 MiB threshold, as all of gpt2-tiny's, never swap.
@@ -85,9 +85,9 @@ def check_swapping(plan: Plan) -> None:
         raise UserError(what, why, "set model to gpt2-tiny for a smoke test")
 
 
-def check_memory(prediction: Prediction, suggest: Callable[[Plan], list[str]]) -> None:
-    """GPU, but for `--force`, and host have the least that a step is likely to need; `suggest` says
-    what to set instead of a plan that does not fit its GPUs."""
+def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) -> None:
+    """Raise UserError if a step needs more memory than the GPU (except with `--force`) or the host
+    has. `suggest` returns settings that would fit the GPUs."""
     plan = prediction.plan
     memory = prediction.memory
     machine = plan.machine
@@ -97,7 +97,7 @@ def check_memory(prediction: Prediction, suggest: Callable[[Plan], list[str]]) -
         what = f"{plan.config.model} under {plan.strategy.name} needs {needs}"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
         others = suggest(plan) or ["use more GPUs, or a smaller model"]
-        raise UserError(what, why, "; or ".join([*others, "--force tries all the same"]))
+        raise UserError(what, why, "; or ".join([*others, "--force tries anyway"]))
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:
         what = f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM"
@@ -105,7 +105,7 @@ def check_memory(prediction: Prediction, suggest: Callable[[Plan], list[str]]) -
         raise UserError(what, why, "use a smaller model or fewer processes")
 
 
-def check_disk(plan: Plan) -> None:
+def check_disk(plan: Draft) -> None:
     """Raise UserError if the disk is too small for checkpoints, export and offloaded state."""
     config = plan.config
     count = plan.size.num_learning(config.lora_rank, config.lora_targets)
@@ -130,18 +130,18 @@ def check_disk(plan: Plan) -> None:
             raise UserError(what, fix=fix)
 
 
-def check_extensions(plan: Plan) -> None:
+def check_extensions(plan: Draft) -> None:
     """Raise UserError if a DeepSpeed extension cannot be built: no compiler, no libaio, or a lock
     that a killed build left."""
     extensions = built_extensions(plan.strategy)
     compiler = os.environ.get("CXX", "c++")
-    asked = f"strategy={plan.strategy.name!r}"
+    strategy = f"strategy={plan.strategy.name!r}"
     if extensions and shutil.which(compiler) is None:
-        what = f"{asked} builds a C++ extension and there is no {compiler}"
+        what = f"{strategy} builds a C++ extension and there is no {compiler}"
         raise UserError(what, fix="apt-get install g++, or take one that needs none: dp, fsdp")
     if "async_io" in extensions and not has_libaio():
         fix = "apt-get install libaio-dev or, without root, bash strategies/6_zero_infinity/run.sh"
-        raise UserError(f"{asked} needs libaio, and the compiler does not find it", fix=fix)
+        raise UserError(f"{strategy} needs libaio, and the compiler does not find it", fix=fix)
     for name in extensions:
         refuse_stale_lock(name)
 
@@ -165,8 +165,8 @@ def has_libaio() -> bool:
 
 
 def refuse_stale_lock(name: str) -> None:
-    """A build of this extension that was killed leaves a file `lock` that every later run waits
-    for, in its folder of torch's cache, one per Python and CUDA version."""
+    """Raise UserError if a killed build of an extension left its `lock` file, for which every later
+    run would wait. The file is in torch's cache, in a folder per Python and CUDA version."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     version = sysconfig.get_python_version().replace(".", "")
     cache = Path.home() / ".cache" / "torch_extensions"

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from distributed_training.models import HUB, find_model
 from distributed_training.plan.orders import time_orders
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES, FoundOrders
 from distributed_training.planner import layouts
 from distributed_training.planner.data import continue_adapters
@@ -32,8 +32,9 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import Machine, known_gpu
 from distributed_training.settings.strategies import Strategy, load_strategy, strategy_options
 
-WORDS = "words"  # the preset for a small text and no GPU, but for these keys
-KEPT = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
+WORDS_PRESET = "words"  # for a small text without a GPU
+# Keys that this preset does not set here
+PRESET_KEEPS = {"dataset", "model", "strategy", "generate", "compile", "weights", "tokenizer"}
 CPU_EVAL_SAMPLES = 50  # of 512 tokens: half a second on two cores
 MIN_LOSS_CHUNK = 1024  # tokens; matrix multiplications of fewer are slower
 LOSS_CHUNK_COST = 0.01  # of a step's time, at most
@@ -47,9 +48,9 @@ def choose_model(
     strategy: Strategy | None,
     notes: list[str],
 ) -> Request:
-    """Choose the model if it is "auto". For a text of the user's on a CPU, choose the training
-    settings as well. Adapters that training continues set their own keys. `strategy` is None if
-    the planner is to choose it."""
+    """Choose the model if it is "auto", and on a CPU the training settings for a text of the
+    user's. Adapters that training continues set their own keys. `strategy` is None if the
+    planner is to choose it."""
     config = continue_adapters(config, notes)
     if config.model != AUTO:
         return config
@@ -63,14 +64,13 @@ def choose_model(
     if num_stages > find_model(model).size.num_layers:
         model = "gpt2-tiny-4-blocks"
     notes.append(f"no GPU found: training {model} on the CPU (a smoke test, not a result)")
-    closed = KEPT.union(config.set_by)
+    closed = PRESET_KEEPS.union(config.set_by)
     decided: dict[str, Any] = {}
     if config.preset is None and Path(config.dataset).exists():
-        decided = {key: v for key, v in load_preset(WORDS).items() if key not in closed}
-        notes.append(
-            f"what you left open is as in --preset {WORDS}, which makes words of a small text: "
-            + ", ".join(f"{key} {value}" for key, value in decided.items())
-        )
+        decided = {key: v for key, v in load_preset(WORDS_PRESET).items() if key not in closed}
+        values = ", ".join(f"{key} {value}" for key, value in decided.items())
+        preset = f"--preset {WORDS_PRESET}, which makes words of a small text"
+        notes.append(f"what you left open is as in {preset}: {values}")
     elif config.preset is None and "eval_samples" not in closed:
         decided = {"eval_samples": CPU_EVAL_SAMPLES}
     return with_values(config, model=model, **decided)
@@ -92,10 +92,10 @@ def lay_out(
     mesh: dict[str, int] | None = None,
     requested: Request | None = None,
     notes: list[str] | None = None,
-) -> Plan:
+) -> Draft:
     """Return a draft for a CONFIG whose model, strategy and batch size are known. `strategy` is the
-    one that CONFIG names, if it has been read, and `mesh` replaces its mesh; `requested` is CONFIG
-    before these were decided. Raises UserError if the number of processes does not fit the mesh, or
+    one that CONFIG names, if it has been read, and `mesh` replaces its mesh. `requested` is CONFIG
+    before these were decided. Raises UserError if the number of processes does not fit the mesh or
     a setting does not work with it."""
     notes = [] if notes is None else notes
     machine = cluster.machine
@@ -105,23 +105,25 @@ def lay_out(
     model = find_model(given.model)
     document = fill_sizes(strategy.document, model.size.hidden_size)
     strategy = replace(strategy, document=document)
-    asked = Candidate(config=given, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
+    candidate = Candidate(config=given, strategy=strategy, model=model, mesh=mesh or strategy.mesh)
     if mesh is None:
-        mesh = layouts.fill_mesh(asked, num_processes)
-    asked = replace(asked, mesh=mesh)
+        mesh = layouts.fill_mesh(candidate, num_processes)
+    candidate = replace(candidate, mesh=mesh)
     precision = _choose_precision(given, machine)
-    _check_pairs(asked, precision)
-    layout = layouts.build_layout(asked)
-    batch = layouts.cut_batch(asked)
+    _check_pairs(candidate, precision)
+    options = strategy_options(strategy.name)(**given.engine_options)
+    options.check(precision, model.size.hidden_size)
+    layout = layouts.build_layout(candidate)
+    batch = layouts.cut_batch(candidate)
     decided = given.key_values | {"precision": precision}
     if given.base_dtype == AUTO:
         decided["base_dtype"] = None
     if given.pipeline_schedule == AUTO:
         decided["pipeline_schedule"] = strategy.schedule(given)
-    decided |= _choose_switches(asked, machine, notes)
+    decided |= _choose_switches(candidate, machine, notes)
     decided |= batch.model_dump(include=set(layouts.OPEN_BATCH))
     if given.loss_chunk_tokens == AUTO:
-        chunk = _choose_loss_chunk(asked, machine, precision, batch.micro_batch_size)
+        chunk = _choose_loss_chunk(candidate, machine, precision, batch.micro_batch_size)
         decided["loss_chunk_tokens"] = chunk
     config = validate(RunConfig, decided, KEYS)
     tp = mesh["tp"]
@@ -130,17 +132,16 @@ def lay_out(
             f"tp={tp} reaches across machines, so every layer waits for the network four times: "
             f"give tp a divisor of {processes_here} and the rest to another axis"
         )
-    options = strategy_options(strategy.name)(**given.engine_options)
     output_dir = Path(config.output_dir)
     began = time.strftime("%Y%m%d-%H%M%S")
     run_dir = output_dir / f"{began}-{strategy.name}-{model.label}-x{num_processes}"
     offload_dir = None
     if strategy.swaps_to_disk:
-        place = Path(config.offload_dir or output_dir / ".offload").absolute()
-        offload_dir = place / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"  # no other run's
+        parent = Path(config.offload_dir or output_dir / ".offload").absolute()
+        offload_dir = parent / f"{run_dir.name}-{uuid.uuid4().hex[:8]}"  # no other run's
     only_copies = mesh["dp_replicate"] == num_processes
     averages = not strategy.traits.rounds_weights and batch.num_replicas > 1
-    plan = Plan(
+    draft = Draft(
         requested=requested or given,
         config=config,
         strategy=strategy,
@@ -160,17 +161,16 @@ def lay_out(
         from_defaults=tuple(key for key, who in given.set_by.items() if who == "strategy"),
         engine_options=given.engine_options,
         steps_between_exchanges=options.steps_between_exchanges(),
-        engine_bytes_per_parameter=options.bytes_a_parameter(),
-        notes=tuple(notes),
+        engine_bytes_per_parameter=options.bytes_per_parameter(batch.num_replicas),
     )
     length = config.max_length
-    if length % plan.tp_parts[1]:
+    if length % draft.tp_parts[1]:
         size = batch.micro_batch_size
         what = f"neither max_length={length} nor a micro-batch of {size} is a multiple of tp={tp}"
         why = "sequence_parallel deals out samples or tokens evenly"
         fix = f"set max_length to {length // tp * tp or tp} or sequence_parallel to False"
         raise UserError(what, why, fix)
-    return replace(plan, orders=_time_orders(plan, cluster)) if plan.schedule.timed else plan
+    return replace(draft, orders=_time_orders(draft, cluster)) if draft.schedule.timed else draft
 
 
 def _choose_precision(config: RunConfig, machine: Machine) -> str:
@@ -193,7 +193,6 @@ def _check_pairs(candidate: Candidate, precision: str) -> None:
     _check_model(candidate)
     _check_strategy(candidate, precision)
     _check_base(candidate, precision)
-    _check_compression(candidate, precision)
     _check_loss_chunks(candidate, precision)
 
 
@@ -209,19 +208,15 @@ def _check_model(candidate: Candidate) -> None:
     if config.max_length > size.num_positions:
         why = f"it has {size.num_positions} positions"
         _refuse(candidate, "max_length", named, why, f"set it to {size.num_positions} or less")
-    if config.gradient_compression == "powersgd" and config.compression_rank > size.hidden_size:
-        why = f"its matrices have {size.hidden_size} columns or rows"
-        fix = f"set it to {min(32, size.hidden_size)} or less"
-        _refuse(candidate, "compression_rank", named, why, fix)
 
 
 def _check_strategy(candidate: Candidate, precision: str) -> None:
     config = candidate.config
     strategy = candidate.strategy
     here = f"strategy={config.strategy!r}"
-    asked = strategy.mesh
+    named_mesh = strategy.mesh
     mesh = candidate.mesh
-    in_use = {axis for axis in mesh if (asked[axis], mesh[axis]) != (1, 1)}
+    in_use = {axis for axis in mesh if (named_mesh[axis], mesh[axis]) != (1, 1)}
     with_torch = strategy.traits.averages_with_torch
     in_ddp = with_torch and in_use <= {"dp_replicate"}
     in_fsdp = with_torch and "dp_shard" in in_use and "pp" not in in_use
@@ -272,24 +267,6 @@ def _check_base(candidate: Candidate, precision: str) -> None:
         _refuse(candidate, key, f"model={config.model!r}", why, "set it to None")
 
 
-def _check_compression(candidate: Candidate, precision: str) -> None:
-    """Refuse settings that do not go with a compression that adds its errors to later gradients."""
-    config = candidate.config
-    key = "gradient_compression"
-    if config.gradient_compression not in ("powersgd", "topk-int8"):
-        return
-    stays = "what is not finite would stay in what is added to later gradients"
-    if config.bucket_cap_mb is not None:
-        other = f"{key}={config.gradient_compression!r}"
-        why = "it takes a single bucket on CPUs"
-        _refuse(candidate, "bucket_cap_mb", other, why, "set it to None")
-    if precision == "fp16":
-        _refuse(candidate, key, "precision='fp16'", stays, "set precision to bf16")
-    if config.on_nonfinite == "skip":
-        fix = "set on_nonfinite to rollback or stop"
-        _refuse(candidate, key, "on_nonfinite='skip'", stays, fix)
-
-
 def _check_loss_chunks(candidate: Candidate, precision: str) -> None:
     if candidate.config.loss_chunk_tokens not in (0, AUTO) and precision == "fp16":
         why = "gradients would be computed before they are scaled"
@@ -321,7 +298,7 @@ def _choose_loss_chunk(
 
 
 def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -> dict[str, Any]:
-    """Decide whether blocks are compiled, whether exchanges along tp overlap matrix
+    """Decide whether blocks are compiled, whether communication along tp overlaps matrix
     multiplications, and whether a step is one CUDA graph."""
     config = candidate.config
     on_gpu = machine.num_gpus > 0
@@ -343,15 +320,15 @@ def _choose_switches(candidate: Candidate, machine: Machine, notes: list[str]) -
 
 
 def _decide_switch(config: RunConfig, key: str, able: bool, obstacle: str) -> Any:
-    """Return the key's value; "auto" becomes whether the machine is `able` to and nothing is in
-    the way. Raises UserError if the user asked for it and there is an obstacle."""
-    asked = getattr(config, key)
-    if asked == AUTO:
+    """Return the key's value. "auto" becomes True if the machine is `able` and there is no
+    obstacle. Raises UserError if the user asked for it and there is an obstacle."""
+    value = getattr(config, key)
+    if value == AUTO:
         return able and not obstacle
-    if asked and obstacle:
-        what = f"{key}={asked!r} does not work with {obstacle}"
+    if value and obstacle:
+        what = f"{key}={value!r} does not work with {obstacle}"
         raise UserError(what, fix=f"set {key} to auto or False")
-    return asked
+    return value
 
 
 def _drops(config: RunConfig) -> bool:
@@ -359,7 +336,7 @@ def _drops(config: RunConfig) -> bool:
 
 
 def _compile_obstacle(candidate: Candidate) -> str:
-    """Return why compiled blocks would be wrong or fail; "" if they would not."""
+    """Return why compiled blocks would be wrong or fail, or ""."""
     config = candidate.config
     strategy = candidate.strategy
     named = f"strategy={config.strategy!r}"
@@ -395,7 +372,7 @@ def _async_tp_obstacle(candidate: Candidate, machine: Machine, compiled: Any) ->
 
 
 def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
-    """Return why a step cannot be one CUDA graph, which cannot ask the host anything."""
+    """Return why a step cannot be one CUDA graph, or "". A graph cannot wait for the host."""
     config = candidate.config
     recomputes = config.activation_checkpointing != "none"
     skips = config.on_nonfinite == "skip" or _choose_precision(config, machine) == "fp16"
@@ -410,9 +387,9 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
     return "a CPU" if machine.num_gpus == 0 else ""
 
 
-def _time_orders(plan: Plan, cluster: Cluster) -> FoundOrders:
-    """Order a pipeline's operations by their durations at the cluster's rates, or an H200's if it
-    has none. The plan stores them: ranks with different orders of messages would deadlock."""
+def _time_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
+    """Order a pipeline's operations by their durations at the cluster's rates, or at an H200's
+    if it has none. The plan stores the orders: ranks with different orders would deadlock."""
     work = Work(plan, cluster.rates or rates_of(known_gpu("H200")))
     costs = {key: float(cost.sum()) for key, cost in work.operations().items()}
     blocks = plan.layout.blocks_per_stage

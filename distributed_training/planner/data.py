@@ -1,7 +1,7 @@
 """Find tokenizer, weights and text, and fit the plan to the text. No torch."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +12,7 @@ from distributed_training.data.cache import is_whole, read_meta, token_cache, to
 from distributed_training.data.corpus import (
     EMBEDDED,
     WIKITEXT,
+    Corpus,
     find_unread,
     is_hub_name,
     read_corpus,
@@ -27,7 +28,7 @@ from distributed_training.models.adapters import (
 )
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.gpt2 import HUB_IDS
-from distributed_training.plan.plan import Packing, Plan
+from distributed_training.plan.plan import Draft, Packing, Plan
 from distributed_training.settings.config import AUTO, Request, RunConfig, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import sample_file
@@ -36,17 +37,38 @@ QUICKLY_CUT = 4_000_000  # bytes
 MAX_SPARE_ROWS = 128  # that embeddings have beyond their tokenizer's tokens
 
 
-def find_sources(plan: Plan, notes: list[str]) -> Plan:
-    """Return the plan with its sources and its learning rate. Raises UserError if a file or a
-    name on the Hub that CONFIG gives is missing."""
-    config = plan.config
-    spec = plan.model
-    asked = plan.requested
-    source, weights_dir = _choose_weights(config, asked, spec, notes)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """The files that a run reads, and the keys that depend on them."""
+
+    decided: dict[str, Any]  # values of keys
+    model: ModelSpec
+    tokenizer_dir: Path
+    weights_dir: Path | None
+    adapters_dir: Path | None
+    identities: dict[str, str]  # `Plan.sources`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """The keys and counts that depend on the samples."""
+
+    decided: dict[str, Any] = field(default_factory=dict)  # values of keys
+    packing: Packing | None = None
+    num_steps: int | None = None
+
+
+def find_sources(draft: Draft, notes: list[str]) -> Sources:
+    """Find model, weights, tokenizer and dataset, and choose the learning rate. Raises UserError if
+    a file or a name on the Hub that CONFIG gives is missing."""
+    config = draft.config
+    spec = draft.model
+    request = draft.requested
+    source, weights_dir = _choose_weights(config, request, spec, notes)
     adapters_dir = Path(source).resolve() if is_adapter(Path(source)) else None
     if weights_dir is not None:
         spec.check_weights(weights_dir)
-    tokenizer, tokenizer_dir = choose_tokenizer(config, asked, spec, source, notes)
+    tokenizer, tokenizer_dir = choose_tokenizer(config, request, spec, source, notes)
     opened = Tokenizer(tokenizer_dir)
     if tokenizer == EMBEDDED and weights_dir is not None:
         _check_embedded(opened, weights_dir, spec)
@@ -54,7 +76,7 @@ def find_sources(plan: Plan, notes: list[str]) -> Plan:
         opened.facts.check_rows(spec.size.vocab_size, config.model)
     if config.lora_rank and weights_dir is None:
         notes.append("adapters beside random weights learn little; lora_rank=0 trains the weights")
-    dataset = choose_dataset(config.dataset, notes, strict=asked.strict)
+    dataset = choose_dataset(config.dataset, notes, strict=request.strict)
     rate = config.learning_rate
     if rate == AUTO:
         rate = 3e-4
@@ -64,7 +86,9 @@ def find_sources(plan: Plan, notes: list[str]) -> Plan:
             rate = 5e-5
         elif config.model.startswith("gpt2-tiny"):
             rate = 3e-3
-    decided = {"tokenizer": tokenizer, "weights": source, "dataset": dataset}
+    decided: dict[str, Any] = {
+        "learning_rate": rate, "tokenizer": tokenizer, "weights": source, "dataset": dataset
+    }  # fmt: skip
     if config.export_dtype == AUTO:
         stored = "float32" if weights_dir is None else weights.stored_dtype(weights_dir)
         decided["export_dtype"] = {"bfloat16": "bf16", "float16": "fp16"}.get(stored, "fp32")
@@ -78,14 +102,13 @@ def find_sources(plan: Plan, notes: list[str]) -> Plan:
         sources["model"] = sample_file(spec.weights_dir / "config.json")
     if adapters_dir is not None:
         sources["adapters"] = sample_file(adapters_dir / ADAPTER_WEIGHTS)
-    return replace(
-        plan,
-        config=with_values(config, learning_rate=rate, **decided),
+    return Sources(
+        decided=decided,
         model=spec,
-        sources=sources,
-        adapters_dir=adapters_dir,
         tokenizer_dir=tokenizer_dir,
         weights_dir=weights_dir,
+        adapters_dir=adapters_dir,
+        identities=sources,
     )
 
 
@@ -115,9 +138,9 @@ def continue_adapters(config: Request, notes: list[str]) -> Request:
         "lora_targets": (targets, targets),
     }
     for key, (shown_value, value) in theirs.items():
-        asked = getattr(config, key)
-        if config.is_set(key) and asked not in (shown_value, value):
-            what = f"{key}={asked!r} does not go with the adapters in {folder}"
+        given = getattr(config, key)
+        if config.is_set(key) and given not in (shown_value, value):
+            what = f"{key}={given!r} does not go with the adapters in {folder}"
             fix = "leave it out, or merge the adapters with PEFT and train new ones"
             raise UserError(what, f"theirs is {shown_value!r}", fix)
         decided[key] = value
@@ -132,51 +155,58 @@ def continue_adapters(config: Request, notes: list[str]) -> Request:
     return with_values(config, **decided)
 
 
-def peek_data(plan: Plan) -> Data | None:
-    """Return the same as `cut_data` without writing to the cache; None if it would take long."""
-    config = plan.config
-    named = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
+def peek_data(draft: Draft, sources: Sources) -> Data | None:
+    """Return the same as `read_data` without writing to the cache; None if it would take long."""
+    config = draft.config
+    dataset = sources.decided["dataset"]
+    named = {"dataset": dataset, "validation_dataset": config.validation_dataset}
     on_hub = {key: name for key, name in named.items() if name and is_hub_name(name)}
     for key, name in on_hub.items():
         hub.ask_for_dataset(key, name, download=False)
     if on_hub:
         return None
-    corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
+    corpus = read_corpus(dataset, config.validation_dataset, config.columns)
     if sum(source.num_bytes for source in corpus.values()) > QUICKLY_CUT:
         return None
     with TemporaryDirectory() as cache_dir:
-        tokenizer = Tokenizer(plan.tokenizer_dir)
-        rows = plan.model.size.vocab_size
-        folder = tokenize(corpus, tokenizer, config, Path(cache_dir), rows=rows)
-        return _cut(folder, tokenizer, plan, find_unread(config.dataset, corpus))
+        return _tokenize(draft, dataset, sources.tokenizer_dir, Path(cache_dir), corpus)
+
+
+def read_data(draft: Draft, sources: Sources) -> Data:
+    """Return the samples. If their text is not in the token cache, tokenize it."""
+    return _tokenize(draft, sources.decided["dataset"], sources.tokenizer_dir, token_cache())
 
 
 def cut_data(plan: Plan) -> Data:
-    """Return the samples from the token cache. If they are not in the cache, tokenize the text."""
-    config = plan.config
-    tokenizer = Tokenizer(plan.tokenizer_dir)
-    cache_dir = token_cache()
-    unread = list[str]()
-    if plan.cache and is_whole(cache_dir / plan.cache):
-        folder = cache_dir / plan.cache
+    """Return the samples of a plan, from the token cache if it has them."""
+    folder = token_cache() / (plan.cache or "")
+    if plan.cache and is_whole(folder):
+        tokenizer = Tokenizer(plan.tokenizer_dir)
         tokenizer.recall(read_meta(folder)["tokenizer"])
-    else:
-        corpus = read_corpus(config.dataset, config.validation_dataset, config.columns)
-        rows = plan.model.size.vocab_size
-        folder = tokenize(corpus, tokenizer, config, cache_dir, rows=rows)
-        unread = find_unread(config.dataset, corpus)
-    return _cut(folder, tokenizer, plan, unread)
+        return _cut(folder, tokenizer, plan, [])
+    return _tokenize(plan, plan.config.dataset, plan.tokenizer_dir, token_cache())
 
 
-def _cut(folder: Path, tokenizer: Tokenizer, plan: Plan, unread: list[str]) -> Data:
-    can_pack = plan.strategy.traits.packs_records and plan.size.packs
-    data = cut_samples(folder, tokenizer, plan.config, can_pack=can_pack)
-    return replace(data, counts={**report.summarize(folder, plan.config), "unread": unread})
+def _tokenize(
+    draft: Draft, dataset: str, tokenizer_dir: Path, cache_dir: Path, corpus: Corpus | None = None
+) -> Data:
+    config = draft.config
+    tokenizer = Tokenizer(tokenizer_dir)
+    if corpus is None:
+        corpus = read_corpus(dataset, config.validation_dataset, config.columns)
+    folder = tokenize(corpus, tokenizer, config, cache_dir, rows=draft.model.size.vocab_size)
+    return _cut(folder, tokenizer, draft, find_unread(dataset, corpus))
 
 
-def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:
-    """Set the number of samples and of steps, and limit the warm-up to the steps."""
-    config = plan.config
+def _cut(folder: Path, tokenizer: Tokenizer, draft: Draft, unread: list[str]) -> Data:
+    can_pack = draft.strategy.traits.packs_records and draft.size.packs
+    data = cut_samples(folder, tokenizer, draft.config, can_pack=can_pack)
+    return replace(data, counts={**report.summarize(folder, draft.config), "unread": unread})
+
+
+def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
+    """Decide the number of samples and of steps, and limit the warm-up to the steps."""
+    config = draft.config
     train = data.train
     num_parts = len(train.starts)
     if config.num_samples == AUTO and num_parts < AUTO_SAMPLES:
@@ -187,14 +217,14 @@ def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:
         mean_length = float(lengths @ lengths / lengths.sum())
         packing = Packing(max_documents=train.max_documents, mean_length=mean_length)
     if not data.packs and config.pack == AUTO:
-        whose = f"the engine of {config.strategy}" if plan.size.packs else plan.model.label
+        whose = f"the engine of {config.strategy}" if draft.size.packs else draft.model.label
         notes.append(f"records are padded: {whose} does not keep packed ones apart")
     notes += report.headline(data.counts)
     notes += report.describe(data.counts, config.max_length)
-    steps_per_epoch = math.ceil(len(train) / plan.batch.global_batch_size)
+    steps_per_epoch = math.ceil(len(train) / draft.batch.global_batch_size)
     num_steps = config.epochs * steps_per_epoch
     # choose_model's max_steps is a limit: 60 epochs of a small text end earlier.
-    is_limit = not plan.requested.is_set("max_steps")
+    is_limit = not draft.requested.is_set("max_steps")
     if config.max_steps > num_steps and not is_limit:
         passes = math.ceil(config.max_steps / steps_per_epoch)
         note = f"max_steps={config.max_steps} repeats the data: it takes {passes} passes instead "
@@ -208,16 +238,10 @@ def fit_to_data(plan: Plan, data: Data, notes: list[str]) -> Plan:
     if warmup_steps >= num_steps:
         warmup_steps = num_steps // 2
         notes.append(f"warm-up is {warmup_steps} of {num_steps} steps, not {config.warmup_steps}")
-    decided = {"num_samples": num_parts} if config.num_samples == AUTO else {}
-    config = with_values(config, warmup_steps=warmup_steps, pack=data.packs, **decided)
-    return replace(
-        plan,
-        config=config,
-        cache=data.cache,
-        data_fingerprint=data.fingerprint,
-        num_steps=num_steps,
-        packing=packing,
-    )
+    decided = {"warmup_steps": warmup_steps, "pack": data.packs}
+    if config.num_samples == AUTO:
+        decided["num_samples"] = num_parts
+    return Fit(decided=decided, packing=packing, num_steps=num_steps)
 
 
 def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> str:
@@ -237,7 +261,7 @@ def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> s
 
 
 def _choose_weights(
-    config: RunConfig, asked: Request, spec: ModelSpec, notes: list[str]
+    config: RunConfig, request: Request, spec: ModelSpec, notes: list[str]
 ) -> tuple[str, Path | None]:
     """Return the value of the key `weights` and their folder. Weights are random only if the user
     says so, or named no model that has any; UserError if those that are named are not available."""
@@ -267,7 +291,7 @@ def _choose_weights(
             raise UserError(what, fix=from_scratch)
         notes.append(f"weights are random: {model} is not published")
         return "random", None
-    must_be_there = weights_key == "pretrained" or asked.is_set("model") or asked.strict
+    must_be_there = weights_key == "pretrained" or request.is_set("model") or request.strict
     if config.tokenizer == EMBEDDED:
         why = f"the published weights of {model} need their own tokenizer"
         if must_be_there:
@@ -301,7 +325,7 @@ def _folders_beside(source: str, spec: ModelSpec) -> tuple[list[Path], bool]:
 
 
 def choose_tokenizer(
-    config: RunConfig, asked: Request, spec: ModelSpec, source: str, notes: list[str]
+    config: RunConfig, request: Request, spec: ModelSpec, source: str, notes: list[str]
 ) -> tuple[str, Path]:
     """Return the value of the key `tokenizer` and its folder. The weights that `source` names have
     a tokenizer beside them: only a tokenizer that the user names takes its place."""
@@ -336,8 +360,8 @@ def choose_tokenizer(
     try:
         return repo_id, fetch()
     except OSError as error:
-        is_needed = source != "random" and (source != AUTO or asked.is_set("model"))
-        if named != AUTO or is_needed or asked.strict:
+        is_needed = source != "random" and (source != AUTO or request.is_set("model"))
+        if named != AUTO or is_needed or request.strict:
             raise hub.cannot_fetch("tokenizer", repo_id, error, command) from None
         whose = "GPT-2" if repo_id == "gpt2" else repo_id
         note = f"{whose}'s tokenizer is not available ({error}): using the small one that is "

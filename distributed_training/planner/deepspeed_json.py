@@ -1,15 +1,15 @@
-"""A strategy's DeepSpeed JSON, filled in from CONFIG; refused where they disagree. No torch."""
+"""Fill in a strategy's DeepSpeed JSON from CONFIG, and refuse it if they disagree. No torch."""
 
 import copy
 from typing import Any
 
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 from distributed_training.planner.deepspeed_sections import ask_deepspeed, check_sections
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import shown
 
-# What every strategy's AdamW has; values that a JSON may repeat.
+# Settings of AdamW under every strategy, which a JSON may repeat.
 OPTIMIZER: dict[str, tuple[Any, ...]] = {
     "betas": ([0.9, 0.999],),
     "eps": (1e-8,),
@@ -24,9 +24,9 @@ FP16 = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def fill_deepspeed_json(plan: Plan, notes: list[str]) -> dict[str, Any]:
-    """The strategy's JSON with CONFIG's values for "auto"; UserError where it has others, or what
-    this suite does not run as written."""
+def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
+    """Return the strategy's JSON with CONFIG's values in place of "auto". Raises UserError if the
+    JSON has other values, or sections that this suite does not run as written."""
     config = plan.config
     batch = plan.batch
     document = copy.deepcopy(dict(plan.strategy.document))
@@ -76,11 +76,12 @@ def fill_deepspeed_json(plan: Plan, notes: list[str]) -> dict[str, Any]:
         raise UserError(f"{source}: scheduler is not for the JSON", why, fix)
     if config.precision == "fp16":
         scale = document["fp16"] = {**FP16, **document["fp16"]}
-        own = [f"fp16.{name}={scale[name]}" for name in FP16 if scale[name] != FP16[name]]
-        own += [f"fp16.loss_scale={scale['loss_scale']}"] if scale.get("loss_scale") else []
-        if own:
-            said = f"{', '.join(own)} in {source.name}: this run may skip other steps than "
-            notes.append(f"{said}other strategies do")
+        changed = [f"fp16.{name}={scale[name]}" for name in FP16 if scale[name] != FP16[name]]
+        if scale.get("loss_scale"):
+            changed.append(f"fp16.loss_scale={scale['loss_scale']}")
+        if changed:
+            what = f"{', '.join(changed)} in {source.name}"
+            notes.append(f"{what}: this run may skip other steps than other strategies do")
     zero = document.get("zero_optimization", {})
     if zero.get("stage") == 3:  # its own linear layer is slower when blocks are compiled
         zero.setdefault("memory_efficient_linear", False)
@@ -99,7 +100,7 @@ def fill_deepspeed_json(plan: Plan, notes: list[str]) -> dict[str, Any]:
 
 
 def _same(written: object, value: object) -> bool:
-    """Open, or equal, and not just because Python counts True as 1."""
+    """Return whether a value is "auto" or equal, without taking True for 1."""
     alike = isinstance(written, bool) == isinstance(value, bool)
     return written == AUTO or (alike and written == value)
 
@@ -107,4 +108,7 @@ def _same(written: object, value: object) -> bool:
 def _auto_paths(node: Any, path: str = "") -> list[str]:
     if not isinstance(node, dict):
         return [path.lstrip(".")] if node == AUTO else []
-    return [found for key, value in node.items() for found in _auto_paths(value, f"{path}.{key}")]
+    paths = []
+    for key, value in node.items():
+        paths += _auto_paths(value, f"{path}.{key}")
+    return paths

@@ -1,9 +1,10 @@
-"""Which parts of a user's DeepSpeed JSON run as written, and which are refused. No torch import.
+"""Decide which sections of a user's DeepSpeed JSON are passed on and which are refused. No torch
+import.
 
-A section that DeepSpeed acts on without changing the arithmetic is passed on. One that would change
-the arithmetic, memory or speed behind the record's back is refused, as is one that nobody acts on:
-each is a key of CONFIG, or nothing here. DeepSpeed's own classes check unusual values, in a child
-process, because importing them takes seconds."""
+A section that DeepSpeed acts on without changing results is passed on. A section that would
+change results, memory or speed without being recorded is refused, and so is a section that
+nothing acts on. DeepSpeed's own classes check unusual values, in a child process, because
+importing them takes seconds."""
 
 import json
 import subprocess
@@ -38,7 +39,7 @@ CHANGING = {
     "progressive_layer_drop", "quantize_training", "sparse_attention", "weight_quantization",
     "use_data_before_expert_parallelism",
 }  # fmt: skip
-# Values that change nothing; others would change sums, batches or what is sent.
+# Values that change nothing. Others would change sums, batches or communication.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "communication_data_type": (None,),
     "seq_parallel_communication_data_type": (None, "fp32"),
@@ -52,7 +53,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "managed_gradient_accumulation": (True,),
     "vocabulary_size": (None,),
 }
-# What DeepSpeed prints, times or reads from disks with.
+# Settings of what DeepSpeed prints, times or reads from disks.
 PASSED_ON = {
     "aio", "comms_logger", "disable_python_gc", "dump_state", "log_level", "memory_breakdown",
     "steps_per_print", "timers", "wall_clock_breakdown", "zero_allow_untested_optimizer",

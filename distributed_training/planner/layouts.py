@@ -24,22 +24,22 @@ from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import MESH_AXES, Strategy
 
-Settings = dict[str, Any]  # CONFIG key -> value, to be put over what was asked
+Settings = dict[str, Any]  # CONFIG key -> value, to override what the user asked for
 OPEN_BATCH: Settings = {"micro_batch_size": AUTO, "num_microbatches": AUTO}
 # With these values a layout is refused for its axes alone.
-HARMLESS: Settings = {
+RELAXED_SETTINGS: Settings = {
     "sequence_parallel": False,
     "activation_checkpointing": "none",
     "pipeline_cut": None,
     **OPEN_BATCH,
 }
-# With these fsdp takes any number of processes.
+# With these fsdp works with any number of processes.
 OPEN: Settings = dict.fromkeys((*MESH_AXES, "pipeline_cut", "deepspeed_config")) | OPEN_BATCH
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """CONFIG under a strategy over one mesh, which is to be laid out or refused."""
+    """CONFIG under a strategy and one mesh, to be laid out or refused."""
 
     config: RunConfig
     strategy: Strategy
@@ -52,7 +52,8 @@ class Candidate:
 
 
 def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
-    """The strategy's mesh with the axis that is -1 filled in; UserError where that cannot be."""
+    """Return the strategy's mesh with the axis of size -1 filled in. Raises UserError if the mesh
+    does not fit the processes or the model."""
     strategy = candidate.strategy
     axes = dict(strategy.mesh)
     fixed, open_axis = _split_mesh(strategy)
@@ -68,9 +69,9 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
             raise UserError(what, f"that of {os.path.relpath(strategy.source)} needs {number}")
         _check_divisible(replace(candidate, mesh=axes))
     except UserError as error:
-        found = nearest_layouts(candidate, world_size)[:3]
-        fix = "set " + "; or ".join(map(show_settings, found))
-        if not found:
+        alternatives = nearest_layouts(candidate, world_size)[:3]
+        fix = "set " + "; or ".join(map(show_settings, alternatives))
+        if not alternatives:
             given = show_settings(_changes(candidate.config, OPEN))
             fix = f"take fsdp with {given}" if given else "take fsdp"
         raise UserError(str(error), fix=fix) from None
@@ -78,35 +79,38 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
 
 
 def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
-    """Settings each of which makes a layout of `world_size` processes under the strategy, those
-    nearest to its mesh first: fewest settings, then the sum of the ratios' logarithms."""
-    asked = dict(candidate.strategy.mesh)
+    """Return settings that each make a layout of `world_size` processes under the strategy, nearest
+    to its mesh first: fewest settings, then smallest sum of the logarithms of the ratios."""
+    target = dict(candidate.strategy.mesh)
     fixed, open_axis = _split_mesh(candidate.strategy)
     if open_axis:
-        asked[open_axis] = max(1, world_size // fixed)
-    # An open data-parallel axis takes what is left without being told.
-    told = ["pp", "tp", *(axis for axis in ("dp_replicate", "dp_shard") if axis != open_axis)]
-    found = []
+        target[open_axis] = max(1, world_size // fixed)
+    # An open data-parallel axis gets the remaining processes by itself.
+    set_axes = ["pp", "tp", *(axis for axis in ("dp_replicate", "dp_shard") if axis != open_axis)]
+    ranked = []
     for axes in all_meshes(candidate.strategy, world_size):
         needed = _needed_settings(replace(candidate, mesh=axes))
         if needed is not None:
-            settings = {axis: axes[axis] for axis in told if axes[axis] != asked[axis]} | needed
-            distance = sum(abs(math.log(axes[axis] / asked[axis])) for axis in told)
-            # Of two as near, the one with whole copies: rounded, so that equal sums are equal.
-            found.append(((len(settings), round(distance, 6), axes["dp_shard"]), settings))
-    return [settings for _, settings in sorted(found, key=lambda pair: pair[0])]
+            settings = {axis: axes[axis] for axis in set_axes if axes[axis] != target[axis]}
+            settings |= needed
+            distance = sum(abs(math.log(axes[axis] / target[axis])) for axis in set_axes)
+            # Of two at the same distance, the one with whole copies comes first. Distances are
+            # rounded, so that equal sums are equal.
+            ranked.append(((len(settings), round(distance, 6), axes["dp_shard"]), settings))
+    return [settings for _, settings in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def show_settings(settings: Mapping[str, Any]) -> str:
-    """ "tp=1 dp_shard=4", as `--set` reads them."""
+    """Format settings as `--set` reads them, such as "tp=1 dp_shard=4"."""
     return " ".join(f"{key}={str(value).lower()}" for key, value in settings.items())
 
 
 def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
-    """All meshes of so many processes: of the strategy's own axes and data-parallel ones."""
+    """Yield all meshes of `world_size` processes over the strategy's axes and the data-parallel
+    axes."""
     can = strategy.traits.axes
     free: set[str] = {axis for axis in ("pp", "tp") if axis in strategy.named_axes}
-    # Without its only such axis a strategy would be another one.
+    # Without its only axis of this kind, a strategy would be another strategy.
     alone = free if len(free) == 1 and world_size > 1 else ()
     kept = [axis for axis in alone if strategy.mesh[axis] != 1]
     free |= {"dp_replicate"}.intersection(can)
@@ -120,19 +124,20 @@ def all_meshes(strategy: Strategy, world_size: int) -> Iterator[dict[str, int]]:
 
 
 def _split_mesh(strategy: Strategy) -> tuple[int, str | None]:
-    """The product of the sizes that the mesh gives, and the axis that it leaves open."""
+    """Return the product of the sizes that the mesh gives, and the axis that it leaves open."""
     open_axis = next((axis for axis, size in strategy.mesh.items() if size == -1), None)
     return math.prod(size for size in strategy.mesh.values() if size != -1), open_axis
 
 
 def _changes(config: RunConfig, wanted: Settings) -> Settings:
-    """Those of `wanted` that CONFIG has otherwise."""
+    """Return the members of `wanted` that differ from CONFIG."""
     return {key: value for key, value in wanted.items() if getattr(config, key) != value}
 
 
 def _needed_settings(candidate: Candidate) -> Settings | None:
-    """What of HARMLESS this layout needs: nothing, one of them or all; None where nothing helps."""
-    changes = _changes(candidate.config, HARMLESS)
+    """Return the members of RELAXED_SETTINGS that this layout needs: none, one or all. None: it is
+    refused even with all of them."""
+    changes = _changes(candidate.config, RELAXED_SETTINGS)
     for settings in ({}, *({key: value} for key, value in changes.items()), changes):
         tried = replace(candidate, config=candidate.config.model_copy(update=settings))
         with contextlib.suppress(UserError):
@@ -143,7 +148,8 @@ def _needed_settings(candidate: Candidate) -> Settings | None:
 
 
 def build_layout(candidate: Candidate) -> Layout:
-    """Cut the model for a mesh; UserError where that, or a setting of CONFIG, cannot be."""
+    """Partition the model for a mesh. Raises UserError if it cannot be, or if a setting of CONFIG
+    does not work with it."""
     _check_divisible(candidate)
     config = candidate.config
     size = candidate.model.size
@@ -175,7 +181,7 @@ def build_layout(candidate: Candidate) -> Layout:
 
 
 def _check_divisible(candidate: Candidate) -> None:
-    """Raises UserError where the model cannot be divided over the mesh."""
+    """Raise UserError if the model cannot be divided over the mesh."""
     size = candidate.model.size
     label = candidate.model.label
     pp = candidate.mesh["pp"]
@@ -189,10 +195,10 @@ def _check_divisible(candidate: Candidate) -> None:
         if (parts or tp) % tp:
             raise UserError(f"tp={tp} does not divide {named}", why)
     _check_splits(candidate)
-    each = candidate.schedule.stages_per_rank
-    if pp * each > size.num_layers:
-        what = f"pp={pp} needs {pp * each} stages but {label} has {size.num_layers} blocks"
-        raise UserError(what, f"its pipeline schedule has {each} a process")
+    per_rank = candidate.schedule.stages_per_rank
+    if pp * per_rank > size.num_layers:
+        what = f"pp={pp} needs {pp * per_rank} stages but {label} has {size.num_layers} blocks"
+        raise UserError(what, f"its pipeline schedule has {per_rank} per process")
 
 
 def _check_splits(candidate: Candidate) -> None:
@@ -209,47 +215,48 @@ def _check_splits(candidate: Candidate) -> None:
 
 
 def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:
-    """Blocks of each stage, at least one, so that the costliest process costs least.
+    """Return the number of blocks of each stage, at least one, that minimizes the largest cost of a
+    process.
 
-    `ranks`: the process along pp that holds each stage, one or two a process. The cost is FLOPs a
-    token; the output layer counts, looking embeddings up does not. Of two stages of a process the
-    one that comes later in the model gets the odd block, in a V the earlier one: the simulator of
-    pipedream_tutorial found these the shorter."""
-    # Products of a token with a block's matrices, with the output layer's.
+    `ranks`: the pipeline rank of each stage, one or two stages per process. The cost is FLOPs per
+    token. It includes the output layer, but not the lookup of embeddings. If a process with two
+    stages has an odd number of blocks, the stage that is later in the model gets one more, or in a
+    V the earlier one. The simulator of pipedream_tutorial found these splits to be shorter."""
+    # Multiplications per token in a block and in the output layer
     block = sum(map(math.prod, size.block_matrices)) + 2 * size.attention_width * seq_len
     head = size.padded_vocab_size * size.hidden_size
     pp = max(ranks) + 1
-    each = len(ranks) // pp
+    per_rank = len(ranks) // pp
     last = ranks[-1]
-    totals = [each] * pp
-    costs = [each * block] * pp
+    totals = [per_rank] * pp
+    costs = [per_rank * block] * pp
     costs[last] += head
     for _ in range(size.num_layers - len(ranks)):
-        # On a tie to the process with the output layer: others have less to do.
+        # On a tie, the process with the output layer gets the block, as others have less to do.
         rank = min(range(pp), key=lambda rank: (costs[rank], rank != last))
         totals[rank] += 1
         costs[rank] += block
-    if each == 1:
+    if per_rank == 1:
         return totals
     v_shaped = ranks[pp] == pp - 1
     first = [-(-total // 2) if v_shaped else total // 2 for total in totals]
-    # The stage with the output layer is to cost what the other one of its process does.
+    # The stage with the output layer should cost as much as the other stage of its process.
     first[last] = totals[last] - max(1, (totals[last] * block - head) // (2 * block))
     second = [total - blocks for total, blocks in zip(totals, first, strict=True)]
     return first + (second[::-1] if v_shaped else second)
 
 
 def cut_batch(candidate: Candidate) -> Batch:
-    """The batch of one step, cut as CONFIG says or, where CONFIG says "auto", by one rule.
+    """Divide the batch of one step into micro-batches as CONFIG says or, for "auto", by one rule.
 
-    The rule: the fewest micro-batches that the schedule takes, of which there are at least 2 x pp,
-    and whose activations need no more memory than `batch_size` sequences do under dp. Where the
-    batch does not allow both, memory counts first."""
+    The rule chooses the fewest micro-batches that the schedule accepts, at least 2 x pp, whose
+    activations need no more memory than `batch_size` sequences under dp. If the batch does not
+    allow both, the memory condition takes precedence."""
     config = candidate.config
     pp = candidate.mesh["pp"]
     num_replicas = candidate.mesh["dp_replicate"] * candidate.mesh["dp_shard"]
-    of_each = int(config.batch_size) * config.grad_accum_steps
-    global_batch_size = of_each * math.prod(candidate.mesh.values())
+    per_process = int(config.batch_size) * config.grad_accum_steps
+    global_batch_size = per_process * math.prod(candidate.mesh.values())
     sequences = global_batch_size // num_replicas  # tp x pp divides it, so nothing is rounded
     possible = candidate.schedule.counts(pp, sequences)
     counts = [
@@ -260,8 +267,8 @@ def cut_batch(candidate: Candidate) -> Batch:
     ]
     if not counts:
         raise _refusal(candidate, possible, sequences)
-    # Of the 16 values that a block keeps (predict/memory.py), 4 lie between the split layers, where
-    # only sequence parallelism divides them.
+    # A block keeps 16 values per hidden unit (predict/memory.py). 4 of them are between the split
+    # layers, where only sequence parallelism shards them.
     tp = candidate.mesh["tp"]
     share = 1 / tp if config.sequence_parallel else (4 + 12 / tp) / 16
 
@@ -282,15 +289,16 @@ def cut_batch(candidate: Candidate) -> Batch:
 
 
 def _refusal(candidate: Candidate, counts: Sequence[int], sequences: int) -> UserError:
-    """What does not fit, and the nearest cuts that do: there always is one, into single ones."""
+    """Return the error for a division that does not fit, with the nearest ones that do. Single
+    sequences always fit."""
     config = candidate.config
     pp = candidate.mesh["pp"]
     keys = ("micro_batch_size", "num_microbatches")
-    asked = {key: getattr(config, key) for key in keys if getattr(config, key) != AUTO}
-    wanted = asked.get("num_microbatches") or sequences / asked["micro_batch_size"]
+    given = {key: getattr(config, key) for key in keys if getattr(config, key) != AUTO}
+    wanted = given.get("num_microbatches") or sequences / given["micro_batch_size"]
     nearest = sorted(counts, key=lambda count: abs(math.log(count / wanted)))[:3]
     cuts = [f"micro_batch_size={sequences // n} num_microbatches={n}" for n in sorted(nearest)]
-    what = f"{' with '.join(f'{key}={value}' for key, value in asked.items())} does not fit: a "
+    what = f"{' with '.join(f'{key}={value}' for key, value in given.items())} does not fit: a "
     what += f"replica has {sequences} sequences per step (batch_size {config.batch_size} x "
     what += f"grad_accum_steps {config.grad_accum_steps} x its processes)"
     why = "micro_batch_size x num_microbatches must be that number"

@@ -6,10 +6,10 @@ from typing import Any
 
 from distributed_training.data.cache import token_cache
 from distributed_training.data.samples import Data
-from distributed_training.plan.plan import Plan, load_plan
+from distributed_training.plan.plan import Draft, Plan, load_plan
 from distributed_training.planner.checks import check_run
 from distributed_training.planner.choose import choose_model, lay_out
-from distributed_training.planner.data import find_sources, fit_to_data
+from distributed_training.planner.data import Fit, Sources, find_sources, fit_to_data
 from distributed_training.planner.deepspeed_json import fill_deepspeed_json
 from distributed_training.planner.rank import choose_spread
 from distributed_training.predict.predict import Cluster, predict
@@ -23,34 +23,44 @@ from distributed_training.settings.strategies import defaults_for, named_strateg
 def make_plan(
     request: Request,
     cluster: Cluster,
-    cut: Callable[[Plan], Data | None] = lambda plan: None,
+    read: Callable[[Draft, Sources], Data | None] = lambda draft, sources: None,
     *,
     below_bytes: int | None = None,
 ) -> Plan:
     """Decide and check everything about a run. Downloads come after the checks of this machine.
 
-    `cut` returns the run's samples, or None if they are not wanted. "auto" chooses a layout that is
-    predicted to need less memory than `below_bytes`. Raises UserError at the first obstacle."""
+    `read` returns the run's samples, or None if they are not wanted. "auto" chooses a layout that
+    is predicted to need less memory than `below_bytes`. Raises UserError at the first obstacle."""
     notes: list[str] = []
-    asked = take_over(request, cluster.num_processes, notes)
-    draft = draft_plan(asked, cluster, notes, below_bytes)
-    prediction = predict(draft, cluster.rates)
-    check_run(prediction, cluster)
-    plan = find_sources(draft, notes)
+    request = take_over(request, cluster.num_processes, notes)
+    draft = draft_plan(request, cluster, notes, below_bytes)
+    check_run(predict(draft, cluster.rates), cluster)
+    sources = find_sources(draft, notes)
     known = {path.name for path in token_cache().glob("*")}
-    data = cut(plan)
-    if data is not None:
-        plan = fit_to_data(plan, data, notes)
-    if plan.cache in known or plan.packing is not None:
-        prediction = predict(plan, cluster.rates, tokenised=plan.cache in known)
+    data = read(draft, sources)
+    fit = Fit() if data is None else fit_to_data(draft, data, notes)
+    config = with_values(draft.config, **sources.decided, **fit.decided)
+    draft = replace(draft, config=config, model=sources.model, packing=fit.packing)
+    tokenised = data is not None and data.cache in known
+    prediction = predict(draft, cluster.rates, tokenised=tokenised)
     deepspeed_json = None
-    if plan.strategy.traits.takes_json:
-        deepspeed_json = fill_deepspeed_json(plan, notes)
+    if draft.strategy.traits.takes_json:
+        deepspeed_json = fill_deepspeed_json(draft, notes)
     if prediction.room in ("tight", "unlikely"):
         most = prediction.memory.likely_bytes[1] / GIB
         notes.append(f"memory is tight: similar runs have needed up to {most:.1f} GiB per GPU")
-    return replace(
-        plan, deepspeed_json=deepspeed_json, prediction=prediction.as_record(), notes=tuple(notes)
+    return Plan(
+        **{name: getattr(draft, name) for name in Draft.__dataclass_fields__},
+        deepspeed_json=deepspeed_json,
+        tokenizer_dir=sources.tokenizer_dir,
+        weights_dir=sources.weights_dir,
+        adapters_dir=sources.adapters_dir,
+        sources=sources.identities,
+        cache=data.cache if data else None,
+        data_fingerprint=data.fingerprint if data else "",
+        num_steps=fit.num_steps,
+        prediction=prediction.as_record(),
+        notes=tuple(notes),
     )
 
 
@@ -59,7 +69,7 @@ def draft_plan(
     cluster: Cluster,
     notes: list[str] | None = None,
     below_bytes: int | None = None,
-) -> Plan:
+) -> Draft:
     """Decide what follows from CONFIG and the machine: model, strategy, mesh, batch and switches.
     The only check is that the layout exists."""
     notes = [] if notes is None else notes
@@ -83,14 +93,15 @@ def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
     open_keys = ["strategy", *before.work, "checkpoint_every"]
     open_keys = [name for name in open_keys if not config.is_set(name)]
     words = config.to_user_words()
-    asked = before.requested.to_user_words()
-    own = [f"{name}={decided[name]!r}" for name in open_keys if words.get(name) != asked.get(name)]
-    if own:
-        notes.append(f"as in the run: {', '.join(own)}")
+    asked_before = before.requested.to_user_words()
+    changed = [name for name in open_keys if words.get(name) != asked_before.get(name)]
+    if changed:
+        values = ", ".join(f"{name}={decided[name]!r}" for name in changed)
+        notes.append(f"as in the run: {values}")
     taken: dict[str, Any] = {name: decided[name] for name in open_keys if name in KEYS}
     if config.is_set("dataset"):  # from which these were decided, unless they were asked for
         of_data: dict[str, Any] = {
-            name: asked[name] for name in ("num_samples", "pack") if name in taken
+            name: asked_before[name] for name in ("num_samples", "pack") if name in taken
         }
         if decided["num_samples"] == -1:  # all: as asked for, or as without a GPU
             of_data.pop("num_samples", None)
@@ -108,19 +119,19 @@ def take_over(config: Request, num_processes: int, notes: list[str]) -> Request:
 
 
 def share_batch(config: Request, before: Plan, num_processes: int, notes: list[str]) -> Request:
-    """Return CONFIG with the global batch of the run before, cut for `num_processes`. Raises
+    """Return CONFIG with the global batch of an earlier run, divided over `num_processes`. Raises
     UserError if they cannot share it evenly."""
     size = before.batch.global_batch_size
-    each, odd = divmod(size, num_processes)
-    if odd:
+    per_process, remainder = divmod(size, num_processes)
+    if remainder:
         what = f"{num_processes} processes cannot share the global batch of {size} evenly"
         why = f"{before.run_dir} has it, of {before.num_processes} processes"
         raise UserError(what, why, "start a divisor of it")
-    asked = before.config.batch_size if config.batch_size == AUTO else config.batch_size
-    if int(asked) * config.grad_accum_steps == each:
+    wanted = before.config.batch_size if config.batch_size == AUTO else config.batch_size
+    if int(wanted) * config.grad_accum_steps == per_process:
         return config
-    most = max(n for n in range(1, int(asked) + 1) if each % n == 0)
-    batch = {"batch_size": most, "grad_accum_steps": each // most}
+    most = max(n for n in range(1, int(wanted) + 1) if per_process % n == 0)
+    batch = {"batch_size": most, "grad_accum_steps": per_process // most}
     config = with_values(config, **batch, micro_batch_size=AUTO, num_microbatches=AUTO)
     cut = " x ".join(f"{key} {value}" for key, value in batch.items())
     notes.append(f"the global batch stays {size}: {cut} x {num_processes}")

@@ -14,17 +14,13 @@ from distributed_training.plan.orders import (
 from distributed_training.plan.schedules import SCHEDULES, FoundOrders
 from distributed_training.predict.simulate import by_operation, flow, length_of, simulate
 
-# Of the search for `zb-auto`, by trial on durations of gpt2-medium over 4 H200s (3f6f234), p 2 to 8
-# and m 1 to 32.
-CHANGES = 150  # tried for each operation
-
-SIMULATED = 5_000_000  # operations in all at most: a second or two
-
-FARTHEST = 6  # places by which one is moved
-
-ALONE = 0.3  # share of changes that move one, rather than as many in the next periods
-
-HEAT = 0.16  # of a mean operation, by which the first changes may make a step longer
+# Parameters of the search for `zb-auto`, fitted on durations of gpt2-medium over 4 H200s (3f6f234),
+# p 2 to 8 and m 1 to 32.
+CHANGES = 150  # changes tried per operation
+SIMULATED = 5_000_000  # most operations simulated in total, which takes 1 to 2 s
+FARTHEST = 6  # most positions by which an operation is moved
+ALONE = 0.3  # share of changes that move one operation, not one in each of several periods
+HEAT = 0.16  # mean operations by which the first changes may make a step longer
 
 
 def fixed_zb_v(p: int, m: int) -> tuple[Order, ...]:
@@ -115,9 +111,9 @@ def search_orders(
         by = int((2 * draw() - 1) * (FARTHEST + 1))
         periods = 1 if draw() < ALONE else 1 + int(draw() * m)
         new = old.copy()
-        for place in range(at, len(old), period)[:periods]:
-            if 0 <= place + by < len(new):
-                new.insert(place + by, new.pop(place))
+        for index in range(at, len(old), period)[:periods]:
+            if 0 <= index + by < len(new):
+                new.insert(index + by, new.pop(index))
         held = None if new == old else held_by(new)
         if held is None or held > room[rank]:
             continue

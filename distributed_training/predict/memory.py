@@ -1,14 +1,14 @@
-"""Memory of one process by component: what a step holds at its fullest moment. No torch import.
+"""Estimate the peak memory of one process by component. No torch import.
 
-Model state goes by bytes a parameter. A block's activations are counted in values of the
-arithmetic's width for each token and unit of hidden size, tensor by tensor as the model
-(models/*/model.py) and torch.compile keep them."""
+Model state is counted in bytes per parameter. Activations of a block are counted in values of the
+compute dtype per token and hidden unit, tensor by tensor, as the model (models/*/model.py) and
+torch.compile keep them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distributed_training.plan.orders import find_orders
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 from distributed_training.predict.rates import FITTED
 from distributed_training.predict.traffic import Formulas, formulas_by_place
 from distributed_training.settings.strategies import Strategy
@@ -16,19 +16,19 @@ from distributed_training.settings.strategies import Strategy
 STATE = ("parameters", "gradients", "optimizer")
 OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's devices -> `estimate_state`'s
 COMPONENTS = (*STATE, "copies", "buffers", "activations", "logits")
-# Bytes per parameter of AdamW's moments. torchao's have an fp32 scale for every 256 values.
+# Bytes per parameter of Adam moments. torchao's have an fp32 scale per 256 values.
 MOMENT_BYTES = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256)}
-SPLIT_LOGIT_BYTES = 2  # a logit, of a micro-batch whose W is still to come
+SPLIT_LOGIT_BYTES = 2  # per logit of a micro-batch whose W has not run
 EAGER_CHUNK = 17  # bytes per logit of one chunk that loss_and_gradient allocates, uncompiled
-STATISTICS_BYTES = 2 * 2 * 4  # mean and deviation of two norms, fp32, a token and block
+STATISTICS_BYTES = 2 * 2 * 4  # fp32 mean and deviation of two norms, per token and block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Peak bytes of the processes along pp, those of each place being alike."""
+    """Peak bytes of the processes of each pipeline rank."""
 
-    by_place: list[dict[str, int]]  # component -> bytes when all of them together are most
-    likely_bytes: list[int]  # from the least to the most that a GPU is likely to have to have
+    by_place: list[dict[str, int]]  # component -> bytes at the moment of the largest sum
+    likely_bytes: list[int]  # least and most that a GPU is likely to need
     context_bytes: int  # outside of the allocator, on a GPU
     host_bytes: int  # RAM of one process
     disk_bytes: int  # files of one process
@@ -40,17 +40,18 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """What the fullest process's tensors hold."""
+        """Bytes of tensors in the fullest process."""
         return sum(self.fullest.values())
 
     @property
     def needed_bytes(self) -> int:
-        """What a GPU must have for it."""
+        """Bytes that a GPU must have."""
         return self.peak_bytes + self.context_bytes
 
 
-def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
-    """Peaks by component of a plan's processes; `tokenised`: the samples are there already."""
+def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
+    """Estimate the peak of a plan's processes by component. `tokenised`: the token cache has the
+    samples."""
     by_place = [Held(plan, place).peak() for place in range(plan.mesh["pp"])]
     peak = max(map(_total, by_place))
     context = 0
@@ -62,7 +63,7 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     state = estimate_state(plan)
     fitted = FITTED.process_bytes
     on_host = state["host"] + (fitted.cuda if plan.machine.num_gpus else fitted.cpu)
-    on_host += 2 * plan.strategy.swap_buffer_values  # two bytes each, in fp32 runs, too
+    on_host += 2 * plan.strategy.swap_buffer_values  # two bytes each, also in fp32 runs
     if plan.strategy.traits.package or plan.mesh["tp"] > 1:
         on_host += fitted.libraries
     if plan.num_processes == 1 and not tokenised:
@@ -86,55 +87,55 @@ def estimate_memory(plan: Plan, *, tokenised: bool = False) -> MemoryEstimate:
     )
 
 
-def estimate_state(plan: Plan) -> dict[str, int]:
-    """Bytes of model state of the process that holds most of the model: of each of STATE on the
-    device, of "host" and "disk" what offload keeps there."""
+def estimate_state(plan: Draft) -> dict[str, int]:
+    """Return the bytes of model state of the process that holds most of the model: each of STATE on
+    the device, and offloaded state on "host" and "disk"."""
     return _state_of(max(formulas_by_place(plan), key=lambda process: process.parameters))
 
 
-def estimate_copy(plan: Plan) -> int:
-    """Bytes that a process copies for a checkpoint: weights and moments in fp32, which all that
-    hold the same divide, and what each process has for itself."""
+def estimate_copy(plan: Draft) -> int:
+    """Return the bytes that a process copies for a checkpoint: its share of fp32 weights and Adam
+    moments, and its own state."""
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
     held = max(process.learning for process in formulas_by_place(plan))
-    each = 12 / plan.batch.num_replicas + _own_bytes(plan)
-    if plan.steps_between_exchanges is not None:  # no two replicas hold the same
-        each += 12
-    return round(held * each)
+    per_parameter = 12 / plan.batch.num_replicas + plan.engine_bytes_per_parameter
+    if plan.steps_between_exchanges is not None:  # replicas differ
+        per_parameter += 12
+    return round(held * per_parameter)
 
 
 def bytes_a_parameter(
     strategy: Strategy, precision: str, mesh: Mapping[str, int], optimizer: str = "adamw"
 ) -> dict[str, float]:
-    """As `estimate_state`, of a parameter of a process's part of the model under tp and pp.
+    """Return the bytes of `estimate_state` per parameter of a process's part under tp and pp.
 
     With rounded weights (ZeRO paper, section 3.1): parameters 2, gradients 2, fp32 master copy and
     both Adam moments 12 bytes per parameter. Otherwise fp32 parameters (4), gradients (4) and
-    optimizer state (8, or fewer). Stages of a pipeline also count what they gather, or round, for
-    all micro-batches of a step."""
+    optimizer state (8, or fewer). Stages of a pipeline also count the parameters that they
+    gather, or round, for all micro-batches of a step."""
     width = 4 if precision == "fp32" else 2
     shards = mesh["dp_shard"]
     stage = strategy.zero.stage
-    each = {"parameters": 4 / shards, "gradients": 4 / shards}
-    each["optimizer"] = MOMENT_BYTES[optimizer] / shards
+    per_parameter = {"parameters": 4 / shards, "gradients": 4 / shards}
+    per_parameter["optimizer"] = MOMENT_BYTES[optimizer] / shards
     if strategy.traits.rounds_weights:
-        each["parameters"] = width / (shards if stage >= 3 else 1)
-        each["gradients"] = width / (shards if stage >= 2 else 1)
-        each["optimizer"] = 12 / (shards if stage >= 1 else 1)
+        per_parameter["parameters"] = width / (shards if stage >= 3 else 1)
+        per_parameter["gradients"] = width / (shards if stage >= 2 else 1)
+        per_parameter["optimizer"] = 12 / (shards if stage >= 1 else 1)
     elif mesh["pp"] > 1:
         if mesh["dp_replicate"] * shards > 1 or precision != "fp32":
-            each["parameters"] += width
-        each["gradients"] = 4
-    each |= {"host": 0, "disk": 0}
+            per_parameter["parameters"] += width
+        per_parameter["gradients"] = 4
+    per_parameter |= {"host": 0, "disk": 0}
     for what, part in (("optimizer", "optimizer"), ("param", "parameters")):
-        if place := OFFLOADED.get(strategy.offload[what]):
-            each[place] += each[part]
-            each[part] = 0
+        if device := OFFLOADED.get(strategy.offload[what]):
+            per_parameter[device] += per_parameter[part]
+            per_parameter[part] = 0
     if strategy.steps_on_host:  # gradients wait in RAM, in fp32, for the optimizer step
-        each["host"] += 4 / shards
-        each["gradients"] = 0
-    return each
+        per_parameter["host"] += 4 / shards
+        per_parameter["gradients"] = 0
+    return per_parameter
 
 
 def _total(parts: Mapping[str, float]) -> float:
@@ -143,9 +144,11 @@ def _total(parts: Mapping[str, float]) -> float:
 
 def _state_of(process: Formulas) -> dict[str, int]:
     plan = process.plan
-    each = bytes_a_parameter(plan.strategy, plan.config.precision, plan.mesh, plan.config.optimizer)
-    each["optimizer"] += _own_bytes(plan)
-    parts = {part: size * process.learning for part, size in each.items()}
+    per_parameter = bytes_a_parameter(
+        plan.strategy, plan.config.precision, plan.mesh, plan.config.optimizer
+    )
+    per_parameter["optimizer"] += plan.engine_bytes_per_parameter
+    parts = {part: size * process.learning for part, size in per_parameter.items()}
     if process.frozen:
         divided = plan.uses_fsdp or plan.strategy.zero.stage == 3
         copies = 1 / process.shards if divided else 1
@@ -156,17 +159,11 @@ def _state_of(process: Formulas) -> dict[str, int]:
     return {part: round(size) for part, size in parts.items()}
 
 
-def _own_bytes(plan: Plan) -> float:
-    """Bytes a parameter that a process's engine keeps, or compression for the next gradients."""
-    errors = {"powersgd": 4, "topk-int8": 4 + 4 / plan.mesh["dp_replicate"]}
-    return plan.engine_bytes_per_parameter + errors.get(plan.config.gradient_compression, 0)
-
-
 class Held(Formulas):
-    """What the process at one place along pp holds."""
+    """Memory of the process at one pipeline rank."""
 
     def peak(self) -> dict[str, int]:
-        """The fuller of two moments: inside forward and backward, and in the optimizer step."""
+        """Return the larger of two peaks: in forward and backward, and in the optimizer step."""
         fullest = max(self._while_computing(), self._at_the_update(), key=_total)
         return {name: round(size) for name, size in fullest.items()}
 
@@ -174,7 +171,7 @@ class Held(Formulas):
         parts = self._state()
         blocks, logits = self._activations()
         zero = self.strategy.zero
-        # Those that stay are in DDP's buckets, in ZeRO-3's flat buffer, or of micro-batches before.
+        # Gradients stay in DDP's buckets, in ZeRO-3's flat buffer, or from earlier micro-batches.
         if not self.has_buckets and zero.stage != 3 and self.micro_batches == 1:
             parts["gradients"] = 0
         if zero.stage in (1, 2) and self.pp == 1:
@@ -197,7 +194,7 @@ class Held(Formulas):
         return parts | {"activations": blocks, "logits": logits}
 
     def _at_the_update(self) -> dict[str, float]:
-        """All gradients and what the update itself needs."""
+        """Return the state, all gradients and the buffers of the update."""
         parts = self._state()
         if not self.strategy.traits.rounds_weights:
             if self.size.tied and not self.frozen:  # a second gradient is added to the first
@@ -211,7 +208,7 @@ class Held(Formulas):
         return parts
 
     def _state(self) -> dict[str, float]:
-        """Parameters, gradients, optimizer state, their copies and the buffers that stay."""
+        """Return parameters, gradients, optimizer state, their copies and permanent buffers."""
         config = self.config
         state = _state_of(self)
         parts: dict[str, float] = {part: state.get(part, 0) for part in COMPONENTS}
@@ -251,7 +248,7 @@ class Held(Formulas):
         return parts
 
     def block_bytes(self, checkpointing: str) -> float:
-        """What one block keeps of one micro-batch for its backward pass."""
+        """Return the bytes that one block keeps of one micro-batch for its backward pass."""
         between = self.between
         if checkpointing == "full":
             return self.hidden * between
@@ -273,7 +270,7 @@ class Held(Formulas):
         return self.hidden * values + self.tokens * statistics
 
     def _logits(self) -> tuple[float, float, float]:
-        """Bytes (kept from forward to backward pass, at the worst moment, until a W to come).
+        """Return the bytes of logits: kept from forward to backward, at the peak, and until W.
 
         The compiled loss keeps logits and writes their gradient over them. Eagerly log_softmax
         keeps its fp32 result, and its backward pass holds two more of that size. Over tp the
@@ -302,10 +299,10 @@ class Held(Formulas):
         return kept, kept + beside, 0
 
     def _activations(self) -> tuple[float, float]:
-        """(of blocks, of logits) at the fullest moment, following the process's own order."""
+        """Return the bytes (of blocks, of logits) at the peak of the process's order."""
         blocks = self.plan.layout.blocks_per_stage
         mode = self.config.activation_checkpointing
-        each = self.block_bytes(mode)
+        per_block = self.block_bytes(mode)
         kept, worst, waiting = self._logits()
         # From I to W. Compiled: every matrix's input and the gradient of its output
         # (parallel/zero_bubble.py), together as large as the activations that they replace; over tp
@@ -332,7 +329,7 @@ class Held(Formulas):
             during = (held, held_logits)
             # Without inputs to find gradients for, the first stage's W does all, if not compiled.
             later = pending if stage or compiled else 0.0
-            of_block = {"F": each, "B": -each, "I": later, "W": -each - later}
+            of_block = {"F": per_block, "B": -per_block, "I": later, "W": -per_block - later}
             held += blocks[stage] * of_block[action]
             if last:
                 held_logits += of_logits[action]

@@ -1,11 +1,11 @@
-"""On which machines a plan is to run, what it needs there, how long it takes. No torch import."""
+"""Predict memory and time of a plan on a cluster. No torch import."""
 
 import re
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 from distributed_training.predict.memory import MemoryEstimate, estimate_memory
 from distributed_training.predict.rates import FITTED, Rates, cpu_rates, measured_rates, rates_of
 from distributed_training.predict.speed import StepTime, estimate_step
@@ -17,31 +17,31 @@ from distributed_training.settings.machine import GIB, Machine, find_gpu, known_
 _FORM = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)(?:\s*x\s*|\s+|$))?(.*)", re.IGNORECASE)
 MOST_PROCESSES = 2**16
 RECORDED = (9, 0)  # the compute capability of the GPUs that the records are of
-# Whether there is room for the most memory that is likely, for what is predicted, only for the
-# least that is likely, or for none of them.
+# Which estimate of memory fits: the most that is likely ("yes"), the predicted one ("tight"), only
+# the least that is likely ("unlikely"), or none ("no").
 Room = Literal["yes", "tight", "unlikely", "no"]
 ROOMS: tuple[Room, ...] = get_args(Room)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """The processes that a plan is for, on nodes that are alike."""
+    """The processes of a plan on identical nodes."""
 
     num_processes: int
     processes_a_node: int
     machine: Machine  # one node
-    rates: Rates | None  # None: a GPU of which nothing is known
+    rates: Rates | None  # None: an unknown GPU
     name: str
     is_here: bool  # whether this machine is one of the nodes
 
 
 def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
-    """`nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4"; or "2x8" of the described
-    `gpu`. Raises UserError for what does not parse and for an unknown GPU."""
-    found = _FORM.fullmatch(text.strip())
-    assert found is not None  # every part is optional
-    numbers = [int(part) for part in found.groups()[:2] if part]
-    name = found[3]
+    """Parse `nodes x GPUs x kind`, such as "2x8xH100-80GB", "8xH200" or "L4", or "2x8" of a given
+    `gpu`. Raises UserError if it does not parse and for an unknown GPU."""
+    match = _FORM.fullmatch(text.strip())
+    assert match is not None  # every part is optional
+    numbers = [int(part) for part in match.groups()[:2] if part]
+    name = match[3]
     if 0 in numbers or name.isdecimal() or bool(name) == (gpu is not None):
         what = f"--cluster {shown(text)} is not nodes x GPUs x kind, or with --gpu, nodes x GPUs"
         raise UserError(what, fix="write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu")
@@ -55,7 +55,7 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
         gpu_name=kind.name,
         gpu_memory_bytes=int(kind.memory_gib * GIB),
         compute_capability=kind.compute_capability,
-        ram_bytes=sys.maxsize,  # nobody asked
+        ram_bytes=sys.maxsize,  # not known
         num_cpus=8 * here,
         power_w=kind.power_w,
     )
@@ -73,7 +73,8 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
 def this_machine(
     machine: Machine, num_processes: int, processes_here: int, gpu: str | None = None
 ) -> Cluster:
-    """The machine at hand, and others like it; `gpu` describes GPUs that the table lacks."""
+    """Return a cluster of this machine and others like it. `gpu` describes GPUs that the table
+    lacks."""
     rates = None
     if machine.num_gpus == 0:
         name = f"{plural(num_processes, 'process')} on {machine.num_cpus} cores"
@@ -81,9 +82,9 @@ def this_machine(
         rates = measured_rates(f"cpu-x{processes_here}", guess)
     else:
         name = f"{num_processes} x {machine.gpu_name}"
-        found = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
-        if found is not None:
-            limited = limited_to(found, machine.power_w)
+        known = find_gpu(machine.gpu_name) if gpu is None else known_gpu(gpu)
+        if known is not None:
+            limited = limited_to(known, machine.power_w)
             rates = measured_rates(str(machine.gpu_name), rates_of(limited))
     return Cluster(
         num_processes=num_processes,
@@ -97,22 +98,22 @@ def this_machine(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """A plan, its memory and, for a GPU of which rates are known, time."""
+    """The predicted memory of a plan and, if the GPU's rates are known, time."""
 
-    plan: Plan
+    plan: Draft
     rates: Rates | None
     memory: MemoryEstimate
     step: StepTime | None
 
     @property
     def room(self) -> Room:
-        """Whether the fullest process has room, and the host for what it holds."""
+        """Estimate that still fits into GPU and host memory, for the fullest process."""
         on_host = self.memory.host_bytes * self.plan.processes_here
         return self.room_on_gpu if on_host <= self.plan.machine.ram_bytes else "no"
 
     @property
     def room_on_gpu(self) -> Room:
-        """Whether the fullest GPU has room; without GPUs there is none to be filled."""
+        """Estimate that still fits into the fullest GPU. "yes" without GPUs."""
         machine = self.plan.machine
         least, most = self.memory.likely_bytes
         if machine.num_gpus == 0 or most <= machine.gpu_memory_bytes:
@@ -123,17 +124,18 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether it may be tried."""
+        """True if the run may be started."""
         return self.room != "no"
 
     @property
     def order(self) -> tuple[int, float]:
-        """What fits first, then what may, each by time; in the strategies' order without that."""
+        """Sort key: layouts that fit first, then by time. Without times, the order is kept."""
         return (ROOMS.index(self.room), self.step.seconds if self.step else 0.0)
 
     @property
     def kind(self) -> str:
-        """What a step's time depends on, by which FITTED.likely_s tells its likely error."""
+        """Kind of the main bottleneck of a step, the key of its typical error in
+        FITTED.likely_s."""
         rates = self.rates
         if self.step is None or rates is None:
             return "unknown"
@@ -148,7 +150,7 @@ class Prediction:
 
     @property
     def validated(self) -> bool:
-        """Whether runs like this one were measured: on one node, of that model, of such GPUs."""
+        """True if runs like this were measured: this model on one node of such GPUs."""
         plan = self.plan
         if plan.machine.num_gpus == 0:
             return plan.num_processes == plan.processes_here
@@ -161,7 +163,7 @@ class Prediction:
 
     @property
     def likely_shares(self) -> tuple[float, float]:
-        """The least and the most likely seconds of a step by those predicted."""
+        """The least and most likely time of a step, as shares of the predicted time."""
         least, most = vars(FITTED.likely_s)[self.kind]
         if not self.validated:
             wider = FITTED.unvalidated_s
@@ -170,7 +172,7 @@ class Prediction:
 
     @property
     def likely_s(self) -> list[float] | None:
-        """Seconds of a step, from the least to the most likely."""
+        """Least and most likely seconds of a step."""
         if self.step is None:
             return None
         return [share * self.step.seconds for share in self.likely_shares]
@@ -191,7 +193,7 @@ class Prediction:
         return self.tokens_per_s * flops / (self.rates.peak_flops * plan.num_processes)
 
     def as_record(self) -> dict[str, Any]:
-        """What a run's record keeps of it."""
+        """Return the values that a run's record stores."""
         return {
             "fits": self.fits,
             "peak_bytes": self.memory.peak_bytes,
@@ -208,8 +210,8 @@ class Prediction:
         }
 
 
-def predict(plan: Plan, rates: Rates | None, *, tokenised: bool = False) -> Prediction:
-    """Predict a plan's step; `tokenised`: the samples are there already."""
+def predict(plan: Draft, rates: Rates | None, *, tokenised: bool = False) -> Prediction:
+    """Predict a plan's step. `tokenised`: the token cache has the samples."""
     return Prediction(
         plan=plan,
         rates=rates,

@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from distributed_training.plan.orders import Operation, Step, find_orders
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 
 
 def by_operation(stage_s: Sequence[Sequence[float]]) -> dict[Step, float]:
     """Map (kind, stage) to seconds, given the durations of F, I and W of each stage."""
     return {
         (kind, stage): took
-        for stage, each in enumerate(stage_s)
-        for kind, took in zip("FIW", each, strict=True)
+        for stage, durations in enumerate(stage_s)
+        for kind, took in zip("FIW", durations, strict=True)
     }
 
 
@@ -78,10 +78,10 @@ def simulate(
 
 def length_of(spans: Mapping[Step, Sequence[tuple[float, float]]]) -> float:
     """Return the seconds until the last operation ends."""
-    return max((each[-1][1] for each in spans.values()), default=math.inf)
+    return max((times[-1][1] for times in spans.values()), default=math.inf)
 
 
-def expect_spans(plan: Plan) -> dict[Operation, tuple[float, float]]:
+def expect_spans(plan: Draft) -> dict[Operation, tuple[float, float]]:
     """Return the expected begin and end of each operation in seconds, given the durations that the
     search used."""
     assert plan.orders is not None

@@ -1,9 +1,10 @@
-"""Seconds of one optimizer step, by what they go to. No torch import.
+"""Estimate the seconds of one optimizer step and its main bottleneck. No torch import.
 
-Matrix products take FLOPs / rate, attention at one that grows with the sequence, element-wise work
-bytes / bandwidth, every kernel a little to start, a collective its latency and a ring's bytes. A
-pipeline is simulated in its schedule's own order. Launching from the host runs beside the GPU: the
-slower of both counts, unless a CUDA graph launches all."""
+Matrix multiplications take FLOPs / rate, and attention has a rate that grows with the sequence.
+Element-wise operations take bytes / bandwidth, and each kernel a time to start. A collective
+takes its latency and the bytes of a ring / bandwidth. A pipeline is simulated in its schedule's
+order. The host launches while the GPU computes: the slower one counts, unless a CUDA graph
+launches all."""
 
 import math
 from dataclasses import replace
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distributed_training.plan.orders import Step, find_orders
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import P2P_CHANNELS
 from distributed_training.predict.memory import MOMENT_BYTES
 from distributed_training.predict.rates import FITTED, Rates, tiled
@@ -24,27 +25,29 @@ from distributed_training.predict.traffic import Formulas, Shapes, formulas_by_p
 # and gradient. With rounded weights (DeepSpeed's ZeRO), also the rounded weight, and the gradient,
 # which is widened, scaled and added.
 UPDATE_BYTES = {False: 12 + 12, True: 44}
-# Bytes a parameter that a step on a disk reads and writes: fp32 weights and both moments 12 + 12,
-# gradients 4 + 4, rounded weights 2 for each pass and 2 when they are new.
+# Bytes per parameter that a step on a disk reads and writes: fp32 weights and Adam moments 12 + 12,
+# gradients 4 + 4, rounded weights 2 per pass and 2 after the update.
 SWAPPED_BYTES = 38
-BACKWARD_ATTENTION = 5 / 2  # matrix products of its backward pass by those of the forward one
+BACKWARD_ATTENTION = (
+    5 / 2
+)  # matrix multiplications of the backward pass relative to the forward pass
 
-# A cost is these in seconds, or zeros and sums of them.
+# A cost is a vector of seconds along these axes.
 ARITHMETIC, MEMORY, NETWORK = np.eye(3)
 Cost = NDArray[np.float64]
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step, and what takes the slowest process most of it."""
+    """Seconds of a step, and the main bottleneck of the slowest process."""
 
     seconds: float
     bound_by: str  # arithmetic, memory, network, bubble, host RAM, disk or host
 
 
-def estimate_step(plan: Plan, rates: Rates) -> StepTime:
-    """The time of one step."""
+def estimate_step(plan: Draft, rates: Rates) -> StepTime:
+    """Estimate the time of one step."""
     work = Work(plan, rates)
-    graph = work.config.cuda_graphs is True  # one launch a step
+    graph = work.config.cuda_graphs is True  # one launch per step
     processes = formulas_by_place(work.plan)
     costs = work.operations()
     orders = find_orders(work.plan)
@@ -53,7 +56,7 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     on_gpu = length_of(simulate(orders, seconds, gives))
     busy = [sum(seconds[kind, stage] for kind, stage, _ in order) for order in orders]
     here = plan.processes_here
-    if rates.on_host:  # while a stage waits, others have its share of a core
+    if rates.on_host:  # other stages use the core of a stage that waits
         on_gpu = max(sum(busy) / len(busy), on_gpu * min(1.0, plan.machine.num_cpus / here))
     phase = on_gpu
     if work.pp > 1 and not (graph or rates.on_host):  # each stage's host launches its operations
@@ -67,12 +70,12 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
     step_host, waits = work.host_step(process)
     launching = 0.0
     if not graph:
-        blocks = max(each.num_blocks for each in processes)
+        blocks = max(other.num_blocks for other in processes)
         launching = work.host_block() * blocks * work.micro_batches + step_host
     gpu = phase + data + update
-    offload = disk = 0.0  # of an optimizer on the host, of files
-    share = max(each.learning for each in processes) / work.shards
-    if work.strategy.swaps_to_disk:  # a node has one
+    offload = disk = 0.0  # seconds of an optimizer on the host, and of files
+    share = max(other.learning for other in processes) / work.shards
+    if work.strategy.swaps_to_disk:  # one per node
         disk = SWAPPED_BYTES * (share * here) / FITTED.disk_bytes_per_s
     elif work.strategy.steps_on_host:
         offload = FITTED.host_adam_s * (share * min(here, work.shards))
@@ -90,31 +93,31 @@ def estimate_step(plan: Plan, rates: Rates) -> StepTime:
 
 
 class Work(Shapes):
-    """What the processes of a plan do in a step, in seconds."""
+    """Seconds of the parts of a step of a plan."""
 
-    def __init__(self, plan: Plan, rates: Rates) -> None:
+    def __init__(self, plan: Draft, rates: Rates) -> None:
         super().__init__(plan)
         gbit = plan.config.network_gbit
         self.rates = rates if gbit is None else replace(rates, network_bytes=gbit * 1e9 / 8)
 
     def operations(self) -> dict[Step, Cost]:
-        """Of each kind of operation of each stage, for one micro-batch."""
+        """Return the cost of each kind of operation of each stage, for one micro-batch."""
         forward, inputs, weights = self.block()
         blocks = self.plan.layout.blocks_per_stage
-        found = {}
+        costs = {}
         for stage, number in enumerate(blocks):
-            found["F", stage] = number * forward
-            found["I", stage] = number * inputs
-            found["W", stage] = number * weights  # of the blocks' matrices alone
+            costs["F", stage] = number * forward
+            costs["I", stage] = number * inputs
+            costs["W", stage] = number * weights  # only of the blocks' matrices
             if stage == len(blocks) - 1:
                 head = self.head()
-                found["F", stage] += head[0]
-                found["I", stage] += head[1] + head[2]
-            found["B", stage] = found["I", stage] + found["W", stage]
-        return found
+                costs["F", stage] += head[0]
+                costs["I", stage] += head[1] + head[2]
+            costs["B", stage] = costs["I", stage] + costs["W", stage]
+        return costs
 
     def update(self, process: Formulas) -> float:
-        """Clipping and optimizer of a process."""
+        """Return the seconds of clipping and the optimizer step of a process."""
         if self.strategy.steps_on_host:
             return 0.0
         rounded = self.strategy.traits.rounds_weights
@@ -126,7 +129,7 @@ class Work(Shapes):
         return (UPDATE_BYTES[rounded] + moments) * shard / rate
 
     def message(self) -> float:
-        """Seconds until what one stage made is on the next."""
+        """Return the seconds until a result of one stage has reached the next."""
         rate = self.rates.link_bytes
         latency = self.rates.link_latency_s
         if self.plan.num_processes // self.pp >= self.plan.processes_here:  # on another node
@@ -136,10 +139,10 @@ class Work(Shapes):
         return latency + self.hidden * self.between / rate
 
     def _collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:
-        """Seconds of `times` collectives of so many bytes together over an axis."""
+        """Return the seconds of `times` collectives over an axis, of `tensor_bytes` in total."""
         members = self.mesh[axis]
-        # tp varies fastest with the rank. Where a group spans nodes, each of its members in a node
-        # has an adapter, and NCCL's rings use all of them.
+        # tp varies fastest with the rank. If a group spans nodes, each of its members in a node has
+        # an adapter, and NCCL's rings use all of them.
         faster = ["tp", "dp_shard", "dp_replicate", "pp"]
         stride = math.prod(self.mesh[name] for name in faster[: faster.index(axis)])
         together = min(members, max(1, self.plan.processes_here // stride))
@@ -152,13 +155,14 @@ class Work(Shapes):
         return times * latency * math.sqrt(max(1, members - 1)) + sent / rate
 
     def block(self) -> tuple[Cost, Cost, Cost]:
-        """(forward, backward for inputs, backward for weights) of one block and micro-batch."""
+        """Return the costs of one block and micro-batch: forward, input gradients, weight
+        gradients."""
         config = self.config
         tokens = self.tokens
         matrices = self.size.block_matrices
         forward, inputs, weights = np.zeros((3, 3))
-        for place, (rows, columns) in enumerate(matrices):
-            n, k = (rows, columns / self.tp) if place % 2 else (rows / self.tp, columns)
+        for index, (rows, columns) in enumerate(matrices):
+            n, k = (rows, columns / self.tp) if index % 2 else (rows / self.tp, columns)
             last = self._gemm(tokens, k, n)
             forward += last
             inputs += self._gemm(tokens, n, k)
@@ -166,7 +170,7 @@ class Work(Shapes):
         attention = self._attention()
         exchange = self._tensor_parallel()
         added = np.zeros(3)
-        if self.frozen:  # what is added reads and writes more than its narrow products compute
+        if self.frozen:  # adapters are bound by memory traffic
             outputs = sum(rows for rows, _ in matrices) / self.tp
             moved = tokens * self.width * outputs / self.rates.memory_bytes
             share = len(self.size.adapted(config.lora_targets)) / len(self.size.matrix_names)
@@ -197,15 +201,16 @@ class Work(Shapes):
         return forward, inputs, weights
 
     def head(self) -> tuple[Cost, Cost, Cost]:
-        """As `block`, of output layer and loss."""
+        """Return the costs of output layer and loss, as `block` does."""
         d = self.size.hidden_size
         vocabulary = self.size.padded_vocab_size / self.tp
         rate = self.rates.head_memory_bytes or self.rates.memory_bytes
-        each = FITTED.logit_traffic.compiled if self.config.compile else FITTED.logit_traffic.eager
-        if self.tp > 1:  # the split loss is kernels like any others, torch's own is one
-            each = FITTED.logit_traffic.split
+        fitted = FITTED.logit_traffic
+        per_logit = fitted.compiled if self.config.compile else fitted.eager
+        if self.tp > 1:  # the split loss consists of several kernels, torch's loss is one
+            per_logit = fitted.split
             rate = self.rates.memory_bytes
-        moved = each * self.width / 2 * self.tokens * vocabulary
+        moved = per_logit * self.width / 2 * self.tokens * vocabulary
         traffic = 0.5 * (moved / rate) * MEMORY
         weights = self._gemm(d, self.tokens, vocabulary)
         if chunk := self.config.loss_chunk_tokens:  # read and written for each chunk but the first
@@ -224,8 +229,8 @@ class Work(Shapes):
         return 2 * tiled(m, k, n, rates.num_sms) / flops * ARITHMETIC
 
     def _attention(self) -> Cost:
-        """Causal attention of one block, forward. Within packed records a kernel skips the other
-        records of a block; a mask hides them and costs more than whole blocks do."""
+        """Return the cost of causal attention of one block, forward. For packed records, a kernel
+        skips the other records of a block. A mask hides them and costs more than whole blocks."""
         packing = self.plan.packing
         masked = packing is not None and not self._has_kernel()
         length = self.config.max_length if masked else self.plan.attended
@@ -238,7 +243,7 @@ class Work(Shapes):
         elif packing is not None:
             rate /= fitted.kernel
         traced = self.size.traced
-        seen = 1 if traced is None or traced.fused else 2  # by the share of the square
+        seen = 1 if traced is None or traced.fused else 2  # share of the square
         seconds = 2 * seen * self.tokens * length * self.size.attention_width / self.tp / rate
         if packing is not None and not masked:
             tiles = math.ceil(self.config.max_length / fitted.tile) * packing.max_documents
@@ -247,7 +252,7 @@ class Work(Shapes):
         return seconds * ARITHMETIC
 
     def _has_kernel(self) -> bool:
-        """Whether packed records have a kernel of their own, as in models/attention.py."""
+        """Return whether packed records have their own kernel, as in models/attention.py."""
         head_size = self.size.attention_width // self.size.num_heads
         on_gpu = self.config.precision == "bf16" and not self.rates.on_host
         return on_gpu and not self.config.dropout and head_size % 8 == 0 and head_size <= 256
@@ -272,26 +277,28 @@ class Work(Shapes):
         return forward, 2 * forward
 
     def _gradient_bytes(self) -> float:
-        """Read and written of a block's gradients and rounded weights in one micro-batch."""
+        """Return the bytes of a block's gradients and rounded weights that one micro-batch
+        moves."""
         whole = self.size.block_parameters
         split = self.size.block_parameters_split
         plan = self.plan
-        each = 0.0
-        if self.micro_batches > 1 or self.pp > 1:  # two read, their sum written
-            each += 10
-        # Where nobody keeps rounded weights, they are rounded and gradients widened every time.
+        per_parameter = 0.0
+        if self.micro_batches > 1 or self.pp > 1:  # two are read, their sum is written
+            per_parameter += 10
+        # If rounded weights are not kept, they are rounded and gradients are widened every time.
         alone = plan.only_copies or plan.num_processes == self.tp
         if alone and self.width == 2 and not self.strategy.traits.rounds_weights:
-            each += 12
-        if self.has_buckets:  # gradients are copied into them, scaled, once a step
-            each += 8 / self.micro_batches
+            per_parameter += 12
+        if self.has_buckets:  # scaled gradients are copied into them once per step
+            per_parameter += 8 / self.micro_batches
         elif plan.uses_fsdp and self.pp == 1:
-            # Gathered weights are copied out of a buffer, twice; gradients, widened, into another.
-            each += 4 * self.width + 4 + self.width
-        return each * (whole - split + split / self.tp)
+            # Gathered weights are copied out of a buffer twice, widened gradients into another one.
+            per_parameter += 4 * self.width + 4 + self.width
+        return per_parameter * (whole - split + split / self.tp)
 
     def _tensor_parallel(self) -> Cost:
-        """Of one block, one way: two gathers and two scatters, or two all-reduces."""
+        """Return the cost of a block's exchanges over tp in one direction: two gathers and two
+        scatters, or two all-reduces."""
         if self.tp == 1:
             return np.zeros(3)
         if not self.config.sequence_parallel:
@@ -302,7 +309,7 @@ class Work(Shapes):
         return seconds * NETWORK
 
     def data_parallel(self, process: Formulas, computing: float) -> float:
-        """What exchanges of gradients and gathers of parameters add to computing beside them."""
+        """Return the seconds that exchanges over the data-parallel axes add to computation."""
         every = process.steps_between_exchanges
         times = float(process.num_blocks + 1)
         if every:  # all at once
@@ -316,11 +323,11 @@ class Work(Shapes):
         )
         if self.pp > 1 or every:  # after the pipeline's phase, or the update
             return seconds
-        beside = min(seconds, computing)  # of each micro-batch's passes
-        return FITTED.interference * beside + seconds - beside
+        overlapped = min(seconds, computing)
+        return FITTED.interference * overlapped + seconds - overlapped
 
     def launching(self) -> dict[Step, float]:
-        """Seconds in which the host launches each kind of operation of each stage."""
+        """Return the seconds that the host takes to launch each kind of operation of each stage."""
         shares = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
         return {
             (kind, stage): self.host_block() * number * share + self.rates.host.exchange
@@ -329,18 +336,18 @@ class Work(Shapes):
         }
 
     def host_block(self) -> float:
-        """Seconds to launch one block, forward and backward, and what it exchanges."""
+        """Return the seconds to launch one block, forward and backward, with its exchanges."""
         exchanges = 0
         if self.tp > 1:
             exchanges += 1
-        if self.strategy.zero.stage == 3:  # gathered for either pass; gradients where shared
+        if self.strategy.zero.stage == 3:  # parameters per pass, and sharded gradients
             exchanges += 2 if self.shards == 1 else 3
         elif self.plan.uses_fsdp:
             exchanges += 1
         return float(self.rates.host.block + exchanges * self.rates.host.exchange)
 
     def host_step(self, process: Formulas) -> tuple[float, float]:
-        """(seconds of launching besides blocks, seconds that the GPU waits for it)."""
+        """Return the seconds of launches outside blocks, and the seconds that the GPU waits."""
         host = self.rates.host
         strategy = self.strategy
         blocks = process.num_blocks

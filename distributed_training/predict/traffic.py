@@ -1,14 +1,16 @@
-"""Bytes that a step hands to other processes, by the formulas of strategies/*/README.md.
+"""Communication volume of a step, by the formulas of strategies/*/README.md. No torch import.
 
-No torch import. Sizes are those of the tensors given to an operation: of the whole one for
-all-reduce, all-gather and reduce-scatter. `sent_bytes` is what follows for a process's network."""
+Sizes are of the tensors given to an operation: the whole tensor for all-reduce, all-gather and
+reduce-scatter. `sent_bytes` converts them to the bytes that a process sends."""
 
 import itertools
 from collections import Counter, defaultdict
 
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
+from distributed_training.settings.keys import Options
+from distributed_training.settings.strategies import strategy_options
 
-# Operation -> times that it goes around a ring of all processes; a message goes to the next one.
+# Operation -> number of turns around a ring of all processes. A message goes to one process.
 TURNS = {
     "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1,
     "send": 0,
@@ -17,24 +19,20 @@ Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
 
 
 def sent_bytes(kind: str, tensor_bytes: float, members: int) -> float:
-    """What each of `members` processes sends where collectives run as rings."""
+    """Return the bytes that each of `members` processes sends if collectives run as rings."""
     if kind in ("send", "broadcast"):
         return tensor_bytes
     return TURNS[kind] * (members - 1) / members * tensor_bytes
 
 
-def num_exact(num_values: int, share: float) -> int:
-    """Values that top-k compression sends as they are."""
-    return max(1, round(share * num_values))
+def formulas_by_place(plan: Draft) -> list["Formulas"]:
+    """Return the formulas of each pipeline rank."""
+    return [Formulas(plan, rank) for rank in range(plan.mesh["pp"])]
 
 
-def formulas_by_place(plan: Plan) -> list["Formulas"]:
-    """Those of the processes at each place along pp."""
-    return [Formulas(plan, place) for place in range(plan.mesh["pp"])]
-
-
-def sent_by_axis(plan: Plan) -> dict[str, float]:
-    """Axis -> bytes that a process sends in a step, of those along pp the one that sends most."""
+def sent_by_axis(plan: Draft) -> dict[str, float]:
+    """Map each axis to the bytes that a process sends in a step. Of the pipeline ranks, the one
+    that sends most counts."""
     most = max((f.sent() for f in formulas_by_place(plan)), key=lambda sent: sum(sent.values()))
     by_axis: dict[str, float] = defaultdict(float)
     for name, size in most.items():
@@ -43,9 +41,9 @@ def sent_by_axis(plan: Plan) -> dict[str, float]:
 
 
 class Shapes:
-    """Sizes of what a process works on, wherever it is along pp."""
+    """Sizes of tensors that are equal on all pipeline ranks."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Draft) -> None:
         self.plan = plan
         self.config = plan.config
         self.size = plan.size
@@ -55,7 +53,7 @@ class Shapes:
         self.pp = plan.mesh["pp"]
         self.shards = plan.mesh["dp_shard"]
         self.steps_between_exchanges = plan.steps_between_exchanges
-        # Whether DDP averages gradients in every step, in buckets that stay
+        # True if DDP averages gradients in every step, in permanent buckets
         self.has_buckets = plan.uses_ddp and self.steps_between_exchanges is None
         self.micro_batches = plan.batch.num_microbatches
         self.frozen = plan.config.lora_rank > 0  # all but adapters
@@ -77,9 +75,9 @@ class Shapes:
 
 
 class Formulas(Shapes):
-    """Those of the processes at one place along pp."""
+    """Formulas of the processes at one pipeline rank."""
 
-    def __init__(self, plan: Plan, place: int) -> None:
+    def __init__(self, plan: Draft, place: int) -> None:
         super().__init__(plan)
         self.place = place
         ranks = plan.layout.ranks
@@ -121,67 +119,61 @@ class Formulas(Shapes):
             self.in_blocks += self.learning
 
     def sent(self) -> dict[str, float]:
-        """ "axis kind" -> what the process sends, of what it sends at all."""
+        """Map "axis kind" to the bytes that the process sends."""
         return {
             f"{axis} {kind}": sent_bytes(kind, size, 2 if axis == "pp" else self.mesh[axis])
             for (axis, kind), size in sorted(self.total().items())
         }
 
     def total(self) -> Bytes:
-        """Everything but numbers of at most 8 bytes."""
+        """Return all traffic but numbers of at most 8 bytes."""
         return self.pipeline() + self.tensor() + self.data()
 
     def data(self) -> Bytes:
-        """dp and fsdp, alone or inside tp and pp; DeepSpeed's stages."""
+        """Return the traffic of dp and fsdp, alone or inside tp and pp, or of DeepSpeed's
+        stages."""
         if self.strategy.traits.takes_json:
             return self.zero()
-        if self.plan.only_copies:  # DDP: once a step; or less often
-            if self.config.gradient_compression != "none":
-                return self.compressed()
-            steps = self.steps_between_exchanges or 1
-            return Counter({("dp_replicate", "all_reduce"): 4 * self.learning // steps})
-        found: Bytes = Counter()
+        if self.plan.only_copies:  # once per step, or less often
+            return self.averaged()
+        traffic: Bytes = Counter()
         if self.shards > 1:
-            # FSDP: shards every micro-batch, a block before its forward and its backward pass; in a
-            # pipeline once a step.
+            # FSDP gathers a block in every micro-batch, before its forward and backward pass. In a
+            # pipeline it does so once per step.
             times = self.micro_batches if self.pp == 1 else 1
             gathers = 2 if self.pp == 1 else 1
             around = self.width * self.around
             adapters = self.width * (self.in_blocks + self.around - self.parameters)
             gathered = gathers * (self.frozen_bytes - around + adapters) + around
-            found["dp_shard", "all_gather"] = times * gathered
-            found["dp_shard", "reduce_scatter"] = times * 4 * self.learning
-        if self.mesh["dp_replicate"] > 1:  # between copies once a step
-            found["dp_replicate", "all_reduce"] = 4 * self.learning // self.shards
-        return found
+            traffic["dp_shard", "all_gather"] = times * gathered
+            traffic["dp_shard", "reduce_scatter"] = times * 4 * self.learning
+        if self.mesh["dp_replicate"] > 1:  # between copies, once per step
+            traffic["dp_replicate", "all_reduce"] = 4 * self.learning // self.shards
+        return traffic
 
-    def compressed(self) -> Bytes:
-        """Gradients as DDP's hooks send them (parallel/gradients.py), in one bucket."""
-        config = self.config
-        kind = config.gradient_compression
+    def averaged(self) -> Bytes:
+        """Return the traffic with which DDP, or a strategy's own engine, averages gradients."""
+        kinds = {"all_reduce": 2 * self.learning}
+        if self.config.gradient_compression == "none":
+            matrices = [] if self.frozen else self.matrices()  # adapters are as small
+            values = self.plan.engine_options
+            options = strategy_options(self.strategy.name)(**values) if values else Options()
+            kinds = options.sent_bytes(self.learning, matrices, self.mesh["dp_replicate"])
+        steps = self.steps_between_exchanges or 1
+        return Counter({("dp_replicate", kind): sent // steps for kind, sent in kinds.items()})
+
+    def matrices(self) -> list[tuple[int, int]]:
+        """Return the (rows, columns) of all matrices of the model."""
         size = self.size
-        axis = "dp_replicate"
-        if kind == "topk-int8" and config.compression_k < 1:
-            members = self.mesh[axis]
-            part = -(-self.learning // members)
-            message = members * (8 * num_exact(part, config.compression_k) + 4 + part)
-            return Counter({(axis, "all_to_all"): message, (axis, "all_gather"): message})
-        sent = (2 if kind == "bf16" else 4) * self.learning
-        if kind == "powersgd" and not self.frozen:  # adapters are as small
-            hidden = size.hidden_size
-            matrices = [*size.block_matrices] * self.num_blocks
-            matrices += [(size.padded_vocab_size, hidden)] * (1 if size.tied else 2)
-            matrices += [(size.position_parameters // hidden, hidden)]
-            for rows, columns in matrices:
-                factors = (rows + columns) * min(rows, columns, config.compression_rank)
-                if 2 * factors < rows * columns:  # else torch sends the matrix
-                    sent -= 4 * (rows * columns - factors)
-        return Counter({(axis, "all_reduce"): sent})
+        hidden = size.hidden_size
+        tables = [(size.padded_vocab_size, hidden)] * (1 if size.tied else 2)
+        positions = (size.position_parameters // hidden, hidden)
+        return [*size.block_matrices] * self.num_blocks + [*tables, positions]
 
     def tensor(self) -> Bytes:
-        """tp: with sequence parallelism a block gathers and reduce-scatters twice forward and twice
-        backward, without it all-reduces as often; embedding, output layer, loss; gradients of norms
-        and positions once a step, each process those of its shard."""
+        """Return the traffic of tp. With sequence parallelism a block gathers and reduce-scatters
+        twice in each direction; without it, it all-reduces as often. Embedding, output layer and
+        loss follow. Gradients of norms and positions are exchanged once per step."""
         if self.tp == 1:
             return Counter()
         count = self.micro_batches
@@ -197,7 +189,7 @@ class Formulas(Shapes):
         if self.first and not self.frozen:  # parameters are fp32 where FSDP rounds none
             width = self.width if self.plan.num_processes > self.tp else 4
             exchanged += count * self.tokens * self.size.hidden_size * width
-        # Recomputation stops before the last exchange of the forward pass: nobody needs its result.
+        # Recomputation stops before the last exchange of the forward pass, whose result is unused.
         again = 0
         if self.config.activation_checkpointing != "none":
             again = count * self.num_blocks * self.hidden
@@ -213,19 +205,20 @@ class Formulas(Shapes):
         )
 
     def pipeline(self) -> Bytes:
-        """pp: activations on, their gradients back; the tied embedding's gradient once a step."""
+        """Return the traffic of pp: activations and their gradients, and once per step the gradient
+        of a tied embedding."""
         split = self.tp if self.config.sequence_parallel else 1
         sent = self.edges * self.micro_batches * self.hidden // split
-        found: Bytes = Counter({("pp", "send"): sent})
+        traffic: Bytes = Counter({("pp", "send"): sent})
         if self.first != self.last and self.size.tied and not self.frozen:
             if self.strategy.traits.rounds_weights:
-                found["pp", "all_reduce"] = self.width * self.embedding
+                traffic["pp", "all_reduce"] = self.width * self.embedding
             else:
-                found["pp", "send"] += 4 * self.embedding // self.shards
-        return found
+                traffic["pp", "send"] += 4 * self.embedding // self.shards
+        return traffic
 
     def zero(self) -> Bytes:
-        """DeepSpeed's stages, on the whole model or on a stage of its pipeline."""
+        """Return the traffic of ZeRO's stages, on the whole model or on a stage of a pipeline."""
         learning = self.width * self.learning
         zero = self.strategy.zero
         times = self.micro_batches if zero.stage > 1 else 1

@@ -235,8 +235,6 @@ def _options(r: Record) -> str:
     """Return the options of the algorithm and of gradient compression, and the bytes sent."""
     kind = r.config.get("gradient_compression", "none")
     words = [] if kind == "none" else [f"{kind} gradients"]
-    if key := {"powersgd": "compression_rank", "topk-int8": "compression_k"}.get(kind):
-        words.append(f"{key} {r.config[key]}")
     words += [f"{name} {value}" for name, value in r.engine_options.items()]
     sent = (r.prediction or {}).get("sent_bytes")
     if words and sent is not None:

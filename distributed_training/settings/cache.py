@@ -15,20 +15,20 @@ PRIVATE = 0o700
 
 
 def cache_folder() -> Path:
-    """Return this user's folder: DISTRIBUTED_TRAINING_CACHE, or one below the home folder or, for a
-    user without a home that can be written, in the folder for temporary files."""
+    """Return this user's folder: DISTRIBUTED_TRAINING_CACHE, or a folder below the home folder. If
+    the home folder cannot be written, it is in the folder for temporary files."""
     given = os.environ.get(CACHE)
     if given:
         return Path(given)
     folder = Path(os.path.expanduser("~"), ".cache", "distributed-training")
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    return folder if folder.is_absolute() and os.access(there, os.W_OK) else _temporary_folder()
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    return folder if folder.is_absolute() and os.access(existing, os.W_OK) else _temporary_folder()
 
 
 def use_private_caches() -> None:
-    """Point torch's compiler, Triton and torch's extensions to folders of this user's own, here and
-    in processes started from here: by default torch's compiler uses one in /tmp, whoever made it.
-    Raises UserError for a folder that somebody else owns or may write to."""
+    """Point torch's compiler, Triton and torch's extensions to folders of this user's own, for this
+    process and the processes it starts. By default torch's compiler uses a folder in /tmp, even if
+    another user made it. Raises UserError for a folder that another user owns or may write to."""
     from importlib.metadata import version
 
     from distributed_training.settings.errors import UserError
@@ -67,7 +67,8 @@ def use_private_caches() -> None:
 
 def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
     """Make a folder of mode 0700 below the first of `roots` that allows it, by default this user's.
-    Return it, and why it cannot be used, if so. A folder that CACHE names has no substitute."""
+    Return the folder and the reason why it cannot be used, or "". A folder that CACHE names has no
+    substitute."""
     why = ""
     others = () if _named_folder() else (_temporary_folder(),)
     for root in roots or (cache_folder().resolve(), *others):
@@ -96,10 +97,10 @@ def _named_folder() -> str:
 def _unsafe(folder: Path) -> str:
     """Return why others could put files into a folder, "" if only this user and root can."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        found = folder.lstat()
-        if found.st_uid not in (0, os.geteuid()):
-            return f"it belongs to user {found.st_uid}"
-        if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH:
+        status = folder.lstat()
+        if status.st_uid not in (0, os.geteuid()):
+            return f"it belongs to user {status.st_uid}"
+        if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_IWOTH:
             return "every user may write to it"
     return ""
 

@@ -1,7 +1,7 @@
-"""CONFIG, presets and the command line merged into one validated, immutable Request. No torch.
+"""Merge CONFIG, a preset and the command line into one validated, immutable Request. No torch.
 
-A field of RunConfig is all there is to a key: its type, default, other names, whether it is part of
-the work, and below it its help. Errors, `--help`, `--key value` and the guide's reference follow.
+A field of RunConfig defines a key: its type, default, aliases, whether it is part of the work, and
+below it its help. Errors, `--help`, `--key value` and the guide's reference follow from it.
 """
 
 import functools
@@ -17,11 +17,11 @@ from distributed_training.settings.files import Model, shown
 from distributed_training.settings.keys import Key, Options, by_key, key, read_keys
 
 AUTO = "auto"
-RENDEZVOUS_S = 120  # until whoever has not come counts as missing
+RENDEZVOUS_S = 120  # to wait for all ranks to join
 PRESETS_DIR = files.ROOT / "configs" / "presets"
 PATHS = {"model", "dataset", "validation_dataset", "tokenizer", "weights"}
 PATHS |= {"deepspeed_config", "offload_dir", "output_dir", "resume"}
-# Keys stand by the need that one looks for them with.
+# Keys are grouped by the need for which a user looks for them.
 data = functools.partial(key, work=True, group="Model and data")
 learning = functools.partial(key, work=True, group="Batch and optimizer")
 layout = functools.partial(key, work=False, group="Strategy and layout")
@@ -43,7 +43,7 @@ Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
 class RunConfig(Options):
-    """A value for each of CONFIG's keys, validated."""
+    """The validated values of CONFIG's keys."""
 
     # fmt: off
     model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"))
@@ -171,13 +171,9 @@ class RunConfig(Options):
     bucket_cap_mb: Annotated[float, Field(ge=0.01, le=2**20)] | None = speed(None)
     """With dp: size in MiB of the buckets in which gradients are averaged. None: PyTorch's default,
     25."""
-    gradient_compression: Literal["none", "bf16", "powersgd", "topk-int8"] = speed("none",
-        work=True)
-    """With dp: compress gradients before they are averaged. none sends fp32."""
-    compression_rank: Count = speed(4, work=True)
-    """With powersgd: rank of the approximation of each gradient matrix."""
-    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = speed(0.01, work=True)
-    """With topk-int8: fraction of the values sent exactly. The other values are sent in 8 bits."""
+    gradient_compression: Literal["none", "bf16"] = speed("none", work=True)
+    """With dp: send gradients in bf16. none sends fp32. For PowerSGD and top-k compression set
+    strategy to compressed."""
     eval_every: CountOrZero = watching(0, aliases=("eval_steps",))
     """Steps between evaluations. 0: evaluate at the end of each epoch only."""
     eval_samples: CountOrAll = watching(200)
@@ -228,7 +224,7 @@ class RunConfig(Options):
 
     @property
     def key_values(self) -> dict[str, Any]:
-        """The values under CONFIG's keys, in CONFIG's order."""
+        """Values under CONFIG's keys, in CONFIG's order."""
         return {name: getattr(self, name) for name in KEYS}
 
     def to_user_words(self) -> dict[str, Any]:
@@ -237,11 +233,11 @@ class RunConfig(Options):
 
 
 class Request(RunConfig):
-    """CONFIG as it was asked for: what each key got, and from whom. Nothing in it is derived."""
+    """CONFIG as the user asked for it: the value of each key and who set it. Nothing is derived."""
 
     # Values of the keys that the strategy's own engine adds
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    # Who set a key to a value of its own; "CONFIG" only if it differs from the key's default.
+    # Who set a key. "CONFIG" only if the value differs from the key's default.
     set_by: dict[str, Literal["CONFIG", "preset", "command line", "strategy"]] = Field(
         default_factory=dict
     )
@@ -264,12 +260,14 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 def with_values(config: AnyConfig, **changes: Any) -> AnyConfig:
-    """A copy with other values; raises UserError for one that its key does not accept."""
+    """Return a copy with other values. Raises UserError for a value that its key does not
+    accept."""
     return validate(type(config), {**dict(config), **changes}, KEYS)
 
 
 def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, Key]) -> Model:
-    """`values` as `model`, whose keys are `keys`; raise UserError for one that is not accepted."""
+    """Return `values` as a `model` whose keys are `keys`. Raises UserError for a value that is not
+    accepted."""
     try:
         return model(**values)
     except ValidationError as error:
@@ -287,10 +285,12 @@ def build_config(
     overrides: Iterable[str] = (),
     defaults: Callable[[str], Mapping[str, Any]] = lambda _: {},
     options: Callable[[str], type[Options]] = lambda _: Options,
+    force: bool = False,
+    strict: bool = False,
 ) -> Request:
-    """Merge a strategy's `defaults`, for what CONFIG leaves at None or "auto", CONFIG, a preset and
-    `key=value` texts, later ones winning; `options` gives the keys that a strategy's engine adds.
-    Raises UserError for any key, value or preset that cannot be used."""
+    """Merge CONFIG, a preset and `key=value` texts; later ones win. A strategy's `defaults` replace
+    None and "auto". `options` returns the keys that a strategy's engine adds. Raises UserError for
+    a key, value or preset that cannot be used."""
     from_preset = {} if preset is None else load_preset(preset)
     texts = []
     for text in overrides:
@@ -314,8 +314,8 @@ def build_config(
         if name not in over and given.get(name) in (None, AUTO):
             decided[name] = value
     values = {**given, **over, **decided}
-    own = {name: values.pop(name) for name in own_keys if name in values}
-    values["engine_options"] = validate(own_model, own, keys).model_dump()
+    engine_values = {name: values.pop(name) for name in own_keys if name in values}
+    values["engine_options"] = validate(own_model, engine_values, keys).model_dump()
     for name in PATHS.intersection(values):
         if isinstance(values[name], str):
             values[name] = files.expand_home(name, values[name])
@@ -325,12 +325,12 @@ def build_config(
     changed |= over
     set_by = {name: who for name, who in set_by.items() if changed[name] != AUTO}
     values["set_by"] = set_by | dict.fromkeys(decided, "strategy")
-    values["preset"] = preset
+    values |= {"preset": preset, "force": force, "strict": strict}
     return validate(Request, values, KEYS)
 
 
 def load_preset(given: str) -> dict[str, Any]:
-    """The values of a preset: a name of ours, or a path."""
+    """Return the values of a preset, given by the name of a shipped one or by a path."""
     path = Path(files.expand_home("preset", given))
     if not path.exists() and not path.parent.name:  # a bare word: one of ours
         path = PRESETS_DIR / f"{path.stem}.json"

@@ -1,4 +1,4 @@
-"""The one exception that is meant for users, and how a process ends with it."""
+"""The exception that users see, and the exit codes of the process."""
 
 import errno
 import os
@@ -44,22 +44,22 @@ def printable(text: str) -> str:
 
 
 class RunError(UserError):
-    """What ended a run that had begun, said in the same way; exit code 1."""
+    """The reason why a run that had begun ended, printed like a UserError. The exit code is 1."""
 
     exit_code = 1
 
 
 def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
-    """What `act` returns, or what goes with what it raises, which is said in a line."""
+    """Run `act`, print a UserError as one line, and return the exit code."""
     try:
         code = act()
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # | head: what is left to say has no reader
+    except BrokenPipeError:  # Nobody reads the rest of the output, as with `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except UserError as error:
-        if is_first(os.environ):  # every rank finds the same mistake; one says it
+        if is_first(os.environ):  # every rank finds the same mistake, and one prints it
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except OSError as error:

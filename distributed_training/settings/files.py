@@ -32,8 +32,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def expand_home(key: str, text: str) -> str:
-    """Text that may be a path, `~` expanded; UserError where asking for it would fail: no such
-    user, a name that is too long, a folder that may not be entered."""
+    """Expand `~` in text that may be a path. Raises UserError if the path cannot be looked up:
+    unknown user, name too long, folder without permission."""
     try:
         path = Path(text).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -45,7 +45,8 @@ def expand_home(key: str, text: str) -> str:
 
 
 def given_path(text: str | Path) -> Path:
-    """A file or folder that a command names, from where one stands or else from the checkout."""
+    """Return a file or folder that a command names, relative to the current folder or else to the
+    checkout."""
     path = Path(text).expanduser()
     ours = ROOT / path
     return ours if ours.exists() and not path.exists() else path
@@ -123,7 +124,8 @@ def read_small(path: Path) -> bytes:
 
 
 def parse_json(text: str) -> Any:
-    """What JSON says; ValueError for what is none, nested too deeply, or has half a character."""
+    """Parse JSON. Raises ValueError if it does not parse, is nested too deeply, or has half of a
+    surrogate pair."""
     try:
         value = json.loads(text)
         if "\\ud" in text or "\\uD" in text:
@@ -136,7 +138,7 @@ def parse_json(text: str) -> Any:
 
 
 def load_json(path: Path, what: str) -> Any:
-    """Parse a JSON file; UserError with line and column where it does not parse."""
+    """Parse a JSON file. Raises UserError with line and column if it does not parse."""
     try:
         return parse_json(read_small(path).decode())
     except FileNotFoundError:
@@ -152,21 +154,21 @@ def load_json(path: Path, what: str) -> Any:
 
 
 def _json_fault(error: json.JSONDecodeError) -> str:
-    """Say what stands where JSON ends, if it is a habit of other formats."""
-    rest = error.doc[error.pos :].lstrip()
-    line = error.doc.count("\n", 0, len(error.doc) - len(rest)) + 1
+    """Describe a syntax error. Comments and trailing commas, which other formats allow, are
+    named."""
+    remaining = error.doc[error.pos :].lstrip()
+    line = error.doc.count("\n", 0, len(error.doc) - len(remaining)) + 1
     before = error.doc[: error.pos].rstrip()
-    if rest.startswith(("//", "#", "/*")):
-        return (
-            f"line {line} has a comment, which JSON does not allow: {shown(rest.splitlines()[0])}"
-        )
-    if rest.startswith(("}", "]")) and before.endswith(","):
-        return f"line {line} has a comma before {rest[0]}, which JSON does not allow"
+    if remaining.startswith(("//", "#", "/*")):
+        comment = shown(remaining.splitlines()[0])
+        return f"line {line} has a comment, which JSON does not allow: {comment}"
+    if remaining.startswith(("}", "]")) and before.endswith(","):
+        return f"line {line} has a comma before {remaining[0]}, which JSON does not allow"
     return str(error)
 
 
 def crc32(file: Path, before: int = 0) -> int:
-    """CRC-32 of a file; with that of what comes `before`, of both."""
+    """Return the CRC-32 of a file, continued from the CRC-32 `before` if given."""
     with open(file, "rb", buffering=0) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             before = zlib.crc32(chunk, before)
@@ -186,18 +188,19 @@ def sample_file(file: Path) -> str:
             for part in range(_NUM_PARTS):
                 stream.seek((size - _PART_BYTES) * part // (_NUM_PARTS - 1))
                 checksum = zlib.crc32(stream.read(_PART_BYTES), checksum)
-    except OSError:  # whoever needs its contents says so
+    except OSError:  # the code that reads the contents reports it
         return ""
     return f"{size}-{checksum:08x}"
 
 
 def crc32_of(values: Mapping[str, Any]) -> int:
-    """CRC-32 of what JSON can say."""
+    """Return the CRC-32 of values as JSON."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
-    """A JSON document as `model`; raise UserError that begins with `source` and names the key."""
+    """Parse a JSON document as `model`. Raises UserError that begins with `source` and names the
+    key."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -214,7 +217,7 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.55) -> str | None:
-    """The known word that begins with `word`, or is closest to it; None when nothing is close."""
+    """Return the known word that begins with `word` or is closest to it, or None."""
     lower = {name.lower(): name for name in known}
     if begun := [name for name in lower if len(word) > 3 and name.startswith(word.lower())]:
         return lower[min(begun, key=len)]
@@ -225,13 +228,13 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.55) -> str | None
 def did_you_mean(
     word: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.55
 ) -> str:
-    """The end of a refusal of `word`: the nearest known one, else `otherwise`."""
+    """Return a hint for an unknown `word`: the nearest known one, or else `otherwise`."""
     close = nearest(word, known, cutoff)
     return f"did you mean {close!r}?" if close else otherwise
 
 
 def shown(value: object) -> str:
-    """repr(value) for an error, cut where it is long."""
+    """Return repr(value) for an error message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:200]} ... ({len(text)} characters)"
 

@@ -1,11 +1,11 @@
-"""What one CONFIG key is, and what follows from it: checks, parsing, words for errors and help; and
-how every command reads its other options. pydantic checks the values; what is said about them comes
-from its JSON schema. No torch import."""
+"""Define a CONFIG key, from which checks, parsing, error messages and help follow, and the
+parser that every command uses. pydantic checks the values. Messages come from its JSON schema.
+No torch import."""
 
 import argparse
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -25,7 +25,8 @@ _KINDS = {
 
 
 class Options(BaseModel):
-    """Base of a class whose fields are keys: RunConfig, or OPTIONS of a strategy's own engine."""
+    """Base of a class whose fields are keys: RunConfig, or OPTIONS of a strategy's own engine. An
+    engine's OPTIONS override the methods to declare its costs."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False,
@@ -33,13 +34,23 @@ class Options(BaseModel):
     )  # fmt: skip
 
     def steps_between_exchanges(self) -> int | None:
-        """Steps after which copies of the model exchange as many fp32 values as it has parameters,
-        when nothing else runs; None: their gradients, in every step, beside the backward pass."""
+        """Return the number of steps between two exchanges of as many fp32 values as the model has
+        parameters. None: gradients are exchanged in every step, during the backward pass."""
         return None
 
-    def bytes_a_parameter(self) -> int:
-        """State that the engine keeps besides weights, gradients and AdamW's moments."""
+    def check(self, precision: str, hidden_size: int) -> None:
+        """Raise UserError if these options do not work with the compute dtype or the model."""
+
+    def bytes_per_parameter(self, num_replicas: int) -> float:
+        """Return the state that the engine keeps besides weights, gradients and Adam moments."""
         return 0
+
+    def sent_bytes(
+        self, num_values: int, matrices: Sequence[tuple[int, int]], num_replicas: int
+    ) -> dict[str, int]:
+        """Return the bytes of one exchange by the kind of operation: of `num_values` gradients, of
+        which some form `matrices` (rows, columns)."""
+        return {"all_reduce": 4 * num_values}
 
 
 def key(
@@ -50,8 +61,8 @@ def key(
     group: str = "Options of a strategy's own engine",
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """Declare such a field, its help in it or as a string below it; `work`: whether it must agree
-    between two runs that are compared."""
+    """Declare a field that is a key. Its help is given here or as a string below the field. `work`:
+    the key must agree between two runs that are compared."""
     extra: Any = {"work": work, "group": group, "aliases": aliases}
     return Field(default=default, description=help, json_schema_extra=extra)
 
@@ -73,8 +84,8 @@ class Key(BaseModel):
         return [value for value in values if isinstance(value, str)]
 
     def accepts(self) -> str:
-        """What is accepted, in words."""
-        said = []
+        """Describe the accepted values in words."""
+        descriptions = []
         for form in self.forms:
             if "enum" in form:
                 text = "one of " + ", ".join(map(str, form["enum"]))
@@ -88,11 +99,11 @@ class Key(BaseModel):
                 text += f" > {form['exclusiveMinimum']:g}"
             if form.get("maximum", 2**20) < 2**20:  # larger ones only guard against overflow
                 text += f" and <= {form['maximum']:g}"
-            said.append(text)
-        return " or ".join(said)
+            descriptions.append(text)
+        return " or ".join(descriptions)
 
     def parse(self, text: str) -> Any:
-        """The value that command-line `text` stands for; text that fits nothing is returned."""
+        """Return the value that command-line `text` stands for, or the text if it fits nothing."""
         word = text.strip().lower()
         kinds = {form.get("type", "") for form in self.forms}
         words: dict[str, Any] = {choice.lower(): choice for choice in self.choices}
@@ -108,7 +119,7 @@ class Key(BaseModel):
 
 
 def read_keys(model: type[BaseModel]) -> dict[str, Key]:
-    """The keys that a model's fields declare, in their order."""
+    """Return the keys that a model's fields declare, in their order."""
     keys = {}
     for name, schema in model.model_json_schema().get("properties", {}).items():
         if "work" in schema:
@@ -118,9 +129,10 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
 
 
 def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str) -> dict[str, Any]:
-    """The last value under each key's own name; UserError for a name of no key, or two of one."""
+    """Return the values under each key's own name. Raises UserError for a name of no key,
+    or for two names of one key."""
     known = _all_names(keys.values())
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in pairs:
         if name not in known:
@@ -128,25 +140,27 @@ def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str
             near = f"did you mean {hint!r}?" if hint else f"the keys are {', '.join(keys)}"
             fix = foreign_key(str(name)) or near
             raise UserError(f"{where} has the unknown key {shown(name)}", fix=fix)
-        own = known[name]
-        if names.setdefault(own, name) != name:
-            raise UserError(f"{where} has {own} twice, as {names[own]} and {name}", fix="give one")
-        found[own] = value
-    return found
+        key_name = known[name]
+        if names.setdefault(key_name, name) != name:
+            raise UserError(
+                f"{where} has {key_name} twice, as {names[key_name]} and {name}", fix="give one"
+            )
+        values[key_name] = value
+    return values
 
 
 def foreign_key(name: str) -> str | None:
-    """Return how to ask for an option of transformers' Trainer, accelerate or a launcher here; None
-    for a name that none of them has."""
+    """Return the option here that corresponds to an option of transformers' Trainer, accelerate
+    or a launcher, or None for a name that none of them has."""
     table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
     advice: str | None = table.get(name.lower().replace("-", "_"))
     return advice
 
 
 def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:
-    """The key (or one of `others`) of which a name is close to `word`; None for nothing close."""
+    """Return the key, or the member of `others`, whose name is close to `word`, or None."""
     names = _all_names(keys) | {name: name for name in others}
-    close = nearest(word, names, cutoff=0.7)  # a far-fetched hint sends people off
+    close = nearest(word, names, cutoff=0.7)  # a far-fetched hint misleads
     return names[close] if close else None
 
 
@@ -155,7 +169,7 @@ def _all_names(keys: Iterable[Key]) -> dict[str, str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, but it takes no abbreviation and raises UserError for what it cannot read."""
+    """An argparse parser that accepts no abbreviations and raises UserError for mistakes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -166,7 +180,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(least: Number) -> Callable[[str], Number]:
-    """An option's `type`: a number like `least`, the smallest that is taken."""
+    """Return an option's `type`: a number of the type of `least`, which is the smallest allowed."""
 
     def number(text: str) -> Number:
         with contextlib.suppress(ValueError):

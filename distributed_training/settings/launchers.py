@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One launcher's names. If it does not tell the local numbers, the ranks work them out from
-    their hosts when they meet (`rendezvous.locate`)."""
+    """The variables of one launcher. If it does not set the local numbers, the ranks derive them
+    from their hosts at the rendezvous (`rendezvous.locate`)."""
 
     launcher: str
     rank: str
@@ -17,7 +17,7 @@ class Source:
     unless: str = ""  # a variable with which the row does not apply
 
     def applies(self, environment: Mapping[str, str]) -> bool:
-        """Whether this launcher has set all its variables, and for several processes."""
+        """Return whether this launcher has set all its variables, for several processes."""
         if self.unless in environment:
             return False
         names = (self.rank, self.world_size, self.local_rank, self.local_world_size)
@@ -74,7 +74,7 @@ SOURCES = (
     ),
     Source(launcher="a launcher with PMI", rank="PMI_RANK", world_size="PMI_SIZE"),
     Source(
-        launcher="srun",  # sbatch sets SLURM_PROCID, too, but no step
+        launcher="srun",  # sbatch also sets SLURM_PROCID, but no step
         rank="SLURM_PROCID",
         world_size="SLURM_STEP_NUM_TASKS",
         local_rank="SLURM_LOCALID",
@@ -101,15 +101,15 @@ def describe_unread(environment: Mapping[str, str], precision: str) -> str:
         and not (name == "DeepSpeed" and ACCELERATE_JSON in environment)
     ]
     settings = [f"settings for {' and '.join(names)}"] if names else []
-    asked = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked not in ("no", precision):
-        settings.append(f"mixed_precision={asked}")
-    said = " and ".join(settings)
-    return said and f"CONFIG decides, not accelerate launch, whose {said} have no effect"
+    mixed_precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if mixed_precision not in ("no", precision):
+        settings.append(f"mixed_precision={mixed_precision}")
+    unread = " and ".join(settings)
+    return unread and f"CONFIG decides, not accelerate launch, whose {unread} have no effect"
 
 
 def find_source(environment: Mapping[str, str]) -> Source | None:
-    """The launcher that started this process as one of several; None if none did."""
+    """Return the launcher that started this process as one of several, or None."""
     return next((source for source in SOURCES if source.applies(environment)), None)
 
 

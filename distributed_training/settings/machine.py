@@ -1,5 +1,5 @@
-"""What machines have: this one, found without importing torch; and what GPUs can do by their
-vendor's datasheets, gpus.json, which rates are estimated from.
+"""Detect this machine without importing torch, and read the datasheets of GPUs in gpus.json, from
+which rates are estimated.
 
 Sources: NVIDIA's datasheets of each; whitepapers of GA102 (RTX 3090), AD102 (4090) and GB202
 (5090); of the A10G, AWS's variant, what CUDA reports. Dense, without sparsity. Memory is what
@@ -44,13 +44,13 @@ class Machine:
     gpu_name: str | None
     gpu_memory_bytes: int  # of the smallest visible GPU, host memory where it has none; 0 without
     compute_capability: tuple[int, int]  # lowest of the visible GPUs, (0, 0) without one
-    ram_bytes: int  # that may still be used: the smaller of free RAM and the cgroup's room
+    ram_bytes: int  # available: limited by free RAM and by the cgroup
     num_cpus: int
     power_w: float | None = None  # that each GPU may draw; None where that is not known
 
 
 def detect_machine() -> Machine:
-    """Look at this machine: `nvidia-smi`, free memory, the cgroup's limit."""
+    """Detect GPUs (with `nvidia-smi`), available memory and CPUs of this machine."""
     gpus = _visible_gpus()
     return Machine(
         num_gpus=len(gpus),
@@ -64,7 +64,7 @@ def detect_machine() -> Machine:
 
 
 def threads_per_process(processes_here: int) -> int:
-    """An equal share of the cores, at least one."""
+    """Return an equal share of the cores, at least one."""
     return max(1, available_cpus() // processes_here)
 
 
@@ -76,7 +76,7 @@ class _Visible(NamedTuple):
 
 
 def _visible_gpus() -> list[_Visible]:
-    """Each GPU that CUDA would show."""
+    """Return the GPUs that CUDA would show."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None:
         return []
@@ -93,7 +93,8 @@ def _visible_gpus() -> list[_Visible]:
     gpus = []
     for line in answer.stdout.splitlines():
         index, uuid, name, mebibytes, version, *watts = line.split(", ")
-        # A GPU that shares the host's memory (GB10, Jetson) answers [N/A]: it can use what is left.
+        # A GPU that shares the host's memory (GB10, Jetson) answers [N/A]: it can use
+        # the available RAM.
         memory = int(mebibytes) * 2**20 if mebibytes.isdecimal() else available_ram_bytes()
         major, _, minor = version.partition(".")
         power_w = float(watts[0]) if watts and watts[0][0].isdecimal() else None
@@ -104,7 +105,7 @@ def _visible_gpus() -> list[_Visible]:
     for entry in map(str.strip, visible.split(",")):
         match = [gpu for i, uuid, gpu in gpus if entry and (entry == i or uuid.startswith(entry))]
         if not match:
-            break  # CUDA, too, stops at the first entry that it does not know
+            break  # CUDA also stops at the first entry that it does not know
         chosen += match[:1]
     return chosen
 
@@ -128,8 +129,8 @@ def available_ram_bytes() -> int:
 
 
 def available_cpus() -> int:
-    """Return the cores that this process may use at a time: those it may run on, and no more than
-    the quota of a container grants; at least one."""
+    """Return the number of cores that this process may use: its CPU affinity, limited by the
+    quota of its container, and at least one."""
     cpus = len(os.sched_getaffinity(0))
     for group, version in _control_groups("cpu"):
         if version == 1:
@@ -168,19 +169,19 @@ def _read_numbers(file: Path) -> list[int]:
 
 
 class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
-    """One kind of GPU: an entry of the table, or what `--gpu '{"memory_gib": 48, ...}'` says."""
+    """One kind of GPU: an entry of the table, or of `--gpu '{"memory_gib": 48, ...}'`."""
 
     name: str = "own GPU"
     memory_gib: Positive
-    tflops: Positive  # of 16-bit matrix products with fp32 sums
-    # Of fp32 ones, without TF32
+    tflops: Positive  # of 16-bit matrix multiplications with fp32 sums
+    # Of fp32 matrix multiplications, without TF32
     fp32_tflops: Positive = Field(default_factory=lambda given: given.get("tflops", 0) / 4)
     memory_gb_s: Positive
     link_gb_s: Positive = 31.5  # to a neighbor in the node, each way
-    # Multiprocessors, each of which works on one tile of a matrix product
+    # Multiprocessors. Each works on one tile of a matrix multiplication.
     num_sms: Annotated[int, Field(ge=1)] = 100
     compute_capability: Annotated[tuple[int, int], Field(strict=False)] = (8, 0)
-    power_w: Positive = 1000  # that it may draw, which is what limits long matrix products
+    power_w: Positive = 1000  # power limit, which bounds long matrix multiplications
 
     @property
     def flops(self) -> float:
@@ -192,8 +193,8 @@ GPUS = {entry["name"]: Gpu(**entry) for entry in _TABLE}
 
 
 def find_gpu(device_name: str | None) -> Gpu | None:
-    """The entry for what nvidia-smi or CUDA calls a device; None for one that is not in the table,
-    as for parts of a chip (MIG) and laptops' chips."""
+    """Return the entry for a device name of nvidia-smi or CUDA. None: the device is not in the
+    table, or is a part of a GPU (MIG) or a laptop GPU."""
     words = (device_name or "").upper().replace("-", " ").split()
     if "MIG" in words or "LAPTOP" in words:
         return None
@@ -211,8 +212,8 @@ def find_gpu(device_name: str | None) -> Gpu | None:
 
 
 def known_gpu(name: str) -> Gpu:
-    """The entry that a user names, in any case, with "@500W" under that limit of power, or a GPU
-    described as JSON; UserError with the nearest names."""
+    """Return the entry that a user names, in any case, or a GPU described as JSON. "@500W"
+    limits its power. Raises UserError with the nearest names."""
     if name.lstrip().startswith("{"):
         try:
             document = json.loads(name)
@@ -222,13 +223,13 @@ def known_gpu(name: str) -> Gpu:
     if limited := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
         return limited_to(known_gpu(limited[1]), float(limited[2]))
     text = name.strip().replace(" ", "-").replace("_", "-")
-    found = find_gpu(text)
-    if found is not None:
-        return found
+    gpu = find_gpu(text)
+    if gpu is not None:
+        return gpu
     fix = f"{did_you_mean(text, GPUS)} or describe it: --gpu '{_EXAMPLE}'"
     raise UserError(f"GPU {shown(name)} is not known", f"the table has {', '.join(GPUS)}", fix)
 
 
 def limited_to(gpu: Gpu, power_w: float | None) -> Gpu:
-    """The GPU where it may draw less than by its datasheet; None: it may draw that."""
+    """Return the GPU with a power limit below its datasheet's. None: no limit is known."""
     return gpu if power_w is None else gpu.model_copy(update={"power_w": min(power_w, gpu.power_w)})

@@ -1,4 +1,4 @@
-"""Code outside of the package: model families and engines of the user's own. No torch import.
+"""Run code outside the package: the user's own model families and engines. No torch import.
 
 `load_code` is the only place that runs such code, and only code that somebody here has named: by a
 path in CONFIG or on the command line, or as an engine in this checkout's strategies/. A file that

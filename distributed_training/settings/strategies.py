@@ -1,11 +1,11 @@
-"""Strategies: a folder each, strategies/<n>_<name>/, whose config.json says what is divided or
-offloaded; and the engines that carry them out. No torch import.
+"""Strategies and the engines that run them. Each strategy is a folder, strategies/<n>_<name>/,
+whose config.json says which state is sharded or offloaded. No torch import.
 
-`deepspeed` is a DeepSpeed JSON or the path of one (from the checkout or the folder), `mesh` the
-sizes of the axes, `defaults` CONFIG keys for what CONFIG leaves open, `engine` what runs it where
-that does not follow: an algorithm of one's own is a file in the folder ("engine.py"). It holds
-`TRAITS`, `OPTIONS` where it has some, and the class that `TRAITS.build` names, which may be in
-another file there ("local_sgd.py:LocalSGD")."""
+Its keys: `deepspeed`, a DeepSpeed JSON or the path of one (from the checkout or the folder);
+`mesh`, the sizes of the axes; `defaults`, CONFIG keys that CONFIG leaves open; `engine`, if it
+does not follow from the others. An algorithm of your own is a file in the folder, such as
+"engine.py". It defines `TRAITS`, `OPTIONS` if it has any, and the class that `TRAITS.build`
+names. The class may be in another file there ("local_sgd.py:LocalSGD")."""
 
 import functools
 import importlib
@@ -29,18 +29,20 @@ _FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "def
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What an engine can do. The rest of the package asks this, never an engine's name."""
+    """The capabilities of an engine. The rest of the package checks them, never an engine's
+    name."""
 
     build: str  # its class, "package.module:Class"; an engine's own file says "Class"
     axes: tuple[str, ...] = MESH_AXES  # axes of the mesh that may be larger than 1
-    schedules: tuple[str, ...] = ("1f1b",)  # that it runs with pp; the first is the default
-    package: str | None = None  # what it needs besides torch
+    schedules: tuple[str, ...] = ("1f1b",)  # with pp; the first is the default
+    package: str | None = None  # that it needs besides torch
     leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
     replays_steps: bool = False  # whether it can launch a step as one CUDA graph
-    packs_records: bool = False  # whether it passes on where packed records begin and end
-    compacts_moments: bool = False  # whether it can keep AdamW's moments in fewer bits
+    packs_records: bool = False  # whether it passes the bounds of packed records on
+    compacts_moments: bool = False  # whether it can keep Adam moments in fewer bits
     averages_with_torch: bool = False  # whether settings of PyTorch's DDP and FSDP apply
     builds_on_device: bool = False  # whether it takes a model whose parameters are on the device
+    sends_all_to_all: bool = False  # whether it needs all of NCCL's channels for messages
     hooks_between_blocks: bool = False  # whether each parameter of a block calls Python code
     takes_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
     # True: weights and gradients in the compute dtype, and an fp32 master copy (2 + 2 + 12 bytes
@@ -48,11 +50,11 @@ class Traits:
     rounds_weights: bool = False
 
     def load(self) -> Any:
-        """The engine's class. Imports torch."""
-        place, _, name = self.build.rpartition(":")
-        if place.endswith(".py"):
-            return getattr(own_code.load_code(Path(place), f"the engine {place}"), name)
-        return getattr(importlib.import_module(place), name)
+        """Return the engine's class. Imports torch."""
+        module, _, name = self.build.rpartition(":")
+        if module.endswith(".py"):
+            return getattr(own_code.load_code(Path(module), f"the engine {module}"), name)
+        return getattr(importlib.import_module(module), name)
 
 
 _DEEPSPEED = Traits(
@@ -104,10 +106,10 @@ class _Offload(BaseModel, strict=True):
 
 
 class _Zero(BaseModel, strict=True):
-    """What is read before the model is known; sizes that say "auto" follow from its hidden size."""
+    """ZeRO's section. Sizes of "auto" are left out: they follow from the model's hidden size."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 0
-    reduce_bucket_size: float = 5e8  # DeepSpeed's defaults here, too
+    reduce_bucket_size: float = 5e8  # DeepSpeed's default
     stage3_max_live_parameters: float = 1e9
     stage3_max_reuse_distance: float = 1e9
     offload_optimizer: _Offload | None = None
@@ -131,7 +133,7 @@ class _Optimizer(BaseModel, strict=True):
 
 
 class _DeepSpeed(BaseModel, strict=True):
-    """What this package reads of a DeepSpeed JSON."""
+    """The part of a DeepSpeed JSON that this package reads."""
 
     zero_optimization: _Zero = _Zero()
     pipeline: _Pipeline = _Pipeline()
@@ -142,7 +144,7 @@ class _DeepSpeed(BaseModel, strict=True):
 
 @functools.lru_cache(maxsize=64)
 def _read_zero(text: str) -> _Zero:
-    """Parse ZeRO's section once: a ranking asks for it tens of thousands of times."""
+    """Parse ZeRO's section once. A ranking asks for it tens of thousands of times."""
     return _Zero.model_validate_json(text)
 
 
@@ -152,52 +154,52 @@ class Strategy:
 
     name: str  # short name, the value of CONFIG["strategy"]
     source: Path  # the JSON it was read from
-    document: Mapping[str, Any]  # DeepSpeed JSON with its "auto" values; {} where a mesh says all
-    mesh: Mapping[str, int]  # sizes of the axes as asked for; -1: what is left of the world size
-    named_axes: tuple[str, ...]  # those it is about; a suggested layout changes no others
+    document: Mapping[str, Any]  # DeepSpeed JSON with its "auto" values; {} with a mesh
+    mesh: Mapping[str, int]  # sizes of the axes; -1: all remaining processes
+    named_axes: tuple[str, ...]  # axes that it names; a suggested layout changes no others
     engine: str  # a built-in engine, or a .py file in the strategy's folder
     traits: Traits
     work_options: tuple[str, ...] = ()  # keys of its own engine that change what is computed
 
     def load_engine(self) -> Any:
-        """Import the engine's class. The strategy's name decides which: a plan.json could name any
-        code as `traits.build`."""
+        """Import the engine's class. It is found by the strategy's name, because a plan.json
+        could name any code as `traits.build`."""
         return _find_engine(_find(self.name))[0].load()
 
     def schedule(self, config: RunConfig) -> str:
         """Return CONFIG's pipeline schedule if the engine has it, else the engine's first."""
-        asked = config.pipeline_schedule
-        return asked if asked in self.traits.schedules else self.traits.schedules[0]
+        schedule = config.pipeline_schedule
+        return schedule if schedule in self.traits.schedules else self.traits.schedules[0]
 
     @property
     def zero(self) -> _Zero:
-        """What a DeepSpeed JSON says of ZeRO; stage 0 without one."""
+        """ZeRO's section of the DeepSpeed JSON. Without one, stage 0."""
         return _read_zero(json.dumps(self.document.get("zero_optimization", {})))
 
     @property
     def offload(self) -> dict[str, str]:
-        """Where the state of "optimizer" and "param"eters is kept: "none", "cpu" or "nvme"."""
+        """Device that "optimizer" and "param"eters are offloaded to: "none", "cpu" or "nvme"."""
         sections = {"optimizer": self.zero.offload_optimizer, "param": self.zero.offload_param}
         return {what: section.device if section else "none" for what, section in sections.items()}
 
     @property
     def steps_on_host(self) -> bool:
-        """Whether the optimizer step runs on the CPU, in DeepSpeed's compiled CPU Adam."""
+        """True if the optimizer step runs on the CPU, in DeepSpeed's compiled CPU Adam."""
         return self.offload["optimizer"] != "none"
 
     @property
     def fetches_parameters(self) -> bool:
-        """Whether parameters are elsewhere than on the device and come when a block runs."""
+        """True if parameters are off the device and are fetched when a block runs."""
         return self.offload["param"] != "none"
 
     @property
     def swaps_to_disk(self) -> bool:
-        """Whether state moves to files, through DeepSpeed's libaio extension."""
+        """True if state is swapped to files, through DeepSpeed's libaio extension."""
         return "nvme" in self.offload.values()
 
     @property
     def swap_buffer_values(self) -> int:
-        """Values that the buffers hold through which parameters come from files and go there."""
+        """Number of values in the buffers through which parameters are read and written."""
         section = self.zero.offload_param
         if section is None or section.device != "nvme":
             return 0
@@ -205,17 +207,17 @@ class Strategy:
 
     @property
     def form(self) -> str:
-        """What tells this strategy's DeepSpeed JSONs from another's: each takes all of one form."""
+        """Form of the DeepSpeed JSON. A strategy accepts all JSONs of its form and no others."""
         if self.mesh["pp"] != 1:
             return "a pipeline"
-        for place in ("nvme", "cpu"):
-            if place in self.offload.values():
-                return f"state kept on {place}"
+        for device in ("nvme", "cpu"):
+            if device in self.offload.values():
+                return f"state kept on {device}"
         return f"ZeRO stage {self.zero.stage}"
 
     @property
     def sharding(self) -> str:
-        """One phrase for the header: what is divided over processes."""
+        """Phrase for the header that names the sharded state."""
         parts = []
         if self.mesh["pp"] != 1:
             parts.append("layers over pp")
@@ -235,14 +237,14 @@ class Strategy:
 
 
 def list_strategies() -> dict[str, _Folder]:
-    """Short name -> config.json of every folder under strategies/, in the folders' order."""
+    """Map short names to the config.json of each folder in strategies/, in the folders' order."""
     paths = STRATEGIES_DIR.glob("*/config.json")
     by_number = sorted(paths, key=lambda path: path.parent.name.partition("_")[0].zfill(20))
     return {folder.name: folder for folder in map(_read_folder, by_number)}
 
 
 def strategy_defaults(name: str) -> dict[str, Any]:
-    """What a strategy gives CONFIG's open keys."""
+    """Return a strategy's values for keys that CONFIG leaves open."""
     return {} if name == AUTO else _find(name).defaults
 
 
@@ -255,8 +257,13 @@ def defaults_for(config: Request, name: str) -> dict[str, Any]:
 
 
 def strategy_options(name: str) -> type[Options]:
-    """Keys that a strategy's own engine adds to CONFIG."""
+    """Return the keys that a strategy's own engine adds to CONFIG."""
     return Options if name == AUTO else _find_engine(_find(name))[1]
+
+
+def sends_all_to_all(name: str) -> bool:
+    """Return whether a strategy's engine exchanges messages between all processes at once."""
+    return name != AUTO and _find_engine(_find(name))[0].sends_all_to_all
 
 
 def named_strategy(config: RunConfig) -> Strategy | None:
@@ -265,8 +272,8 @@ def named_strategy(config: RunConfig) -> Strategy | None:
 
 
 def load_strategy(config: RunConfig) -> Strategy:
-    """The strategy that `config` names, with CONFIG's sizes of axes put over its own; UserError for
-    an unknown name and for a JSON that does not parse or means another strategy."""
+    """Return the strategy that `config` names, with CONFIG's sizes of axes over its own. Raises
+    UserError for an unknown name, and for a JSON that does not parse or is of another form."""
     folder = _find(config.strategy)
     traits, options = _find_engine(folder)
     source = folder._path
@@ -323,19 +330,21 @@ def load_strategy(config: RunConfig) -> Strategy:
         work_options=tuple(key.name for key in read_keys(options).values() if key.work),
     )
     if other is not None:
-        forms = {
+        shipped = {
             name: load_strategy(
                 config.model_copy(update={"deepspeed_config": None, "strategy": name})
             )
-            for name, each in list_strategies().items()
-            if each.deepspeed is not None
+            for name, other_folder in list_strategies().items()
+            if other_folder.deepspeed is not None
         }
-        own = forms[folder.name]
-        if strategy.form != own.form:
-            fits = next((name for name, each in forms.items() if each.form == strategy.form), None)
+        expected = shipped[folder.name]
+        if strategy.form != expected.form:
+            fitting = [name for name, known in shipped.items() if known.form == strategy.form]
             what = f"{strategy.source} means {strategy.sharding!r} but {named} means "
-            fix = f"set strategy to {fits}, or change the JSON" if fits else "change the JSON"
-            raise UserError(f"{what}{own.sharding!r}", fix=fix)
+            fix = "change the JSON"
+            if fitting:
+                fix = f"set strategy to {fitting[0]}, or change the JSON"
+            raise UserError(f"{what}{expected.sharding!r}", fix=fix)
     return strategy
 
 
@@ -348,7 +357,7 @@ def _find(name: str) -> _Folder:
 
 
 def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
-    """The engine that a folder's config.json names: its traits, and what it adds to CONFIG."""
+    """Return the traits of the engine that a folder's config.json names, and its OPTIONS."""
     engine = folder.engine
     if engine in ENGINES:
         return ENGINES[engine], Options

@@ -9,14 +9,14 @@ from pathlib import Path
 from distributed_training.settings.cache import private_folder
 
 LARGE = ("torch", "sympy", "networkx")  # what torch's compiler imports
-MANY_CORES = 8  # with fewer, compiling all takes longer than compiling what is imported
+MANY_CORES = 8  # with fewer, compiling everything takes longer than compiling the imported modules
 
 
 def keep_bytecode() -> None:
-    """Where Python would compile sources at every start, let it keep what it compiles, here and in
-    processes started from here: beside them, or in our cache where torch's are not compiled either.
-    Images often set PYTHONDONTWRITEBYTECODE, or are read-only: then compiling takes each process
-    longer than importing does. Of the first one most is done beside it, by other cores."""
+    """Let this process and its children keep compiled bytecode if Python would compile at every
+    start. It goes beside the sources, or into our cache if torch's bytecode is not there. Images
+    often set PYTHONDONTWRITEBYTECODE or are read-only, and compiling takes longer than
+    importing. For the first process, other cores compile most of torch meanwhile."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or sys.pycache_prefix is not None:
         return
@@ -27,12 +27,12 @@ def keep_bytecode() -> None:
     if compiled.is_file() or written:
         return
     folder, why = private_folder("bytecode")
-    if why:  # `use_private_caches` says so
+    if why:  # `use_private_caches` reports it
         return
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
     if Path(importlib.util.cache_from_source(torch.origin)).is_file():
         return
-    first = os.environ.get("LOCAL_RANK", "0") == "0"  # of those that a launcher starts here
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the processes of this machine
     if first and (os.cpu_count() or 1) >= MANY_CORES:
         specs = map(importlib.util.find_spec, LARGE)
         folders = [str(Path(spec.origin).parent) for spec in specs if spec and spec.origin]

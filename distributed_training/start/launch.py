@@ -1,8 +1,8 @@
-"""From CONFIG to processes. Either this command starts them: it plans, and they read plan.json. Or
-a launcher has started this one: rank 0 plans, and the others receive the plan (rendezvous.py).
+"""Start a run. Either this command plans and starts the processes, which read plan.json. Or a
+launcher has started this process: rank 0 plans, and the others receive the plan (rendezvous.py).
 
-Launch settings are read from the environment here, in ranks.py and rendezvous.py. No torch before
-training begins."""
+Launch settings are read from the environment here, in ranks.py and in rendezvous.py. torch is
+not imported before training begins."""
 
 import argparse
 import gc
@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from distributed_training.checkpoint.resume import at_checkpoint
+from distributed_training.checkpoint.resume import choose_checkpoint
 from distributed_training.plan.layout import show_axes
-from distributed_training.plan.plan import Plan, load_plan
-from distributed_training.planner.data import cut_data, peek_data
+from distributed_training.plan.plan import Draft, Plan, load_plan
+from distributed_training.planner.data import peek_data, read_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.planner.rank import layout_name
 from distributed_training.predict.memory import estimate_memory
@@ -44,7 +44,7 @@ from distributed_training.start.ranks import (
     MOST_PROCESSES,
     Command,
     Ranks,
-    beside,
+    answer_in_fork,
     current_process,
     run_ranks,
     single_process,
@@ -52,8 +52,8 @@ from distributed_training.start.ranks import (
 )
 from distributed_training.supervise.process import Process, Startup
 
-SEEN_WITHIN_S = 5.0  # a process's end; the memory of a GPU is freed before
-TRIAL_STEPS = 20  # by which what "auto" chose has shown that its memory suffices
+SEEN_WITHIN_S = 5.0  # until the end of a killed process is seen; its GPU memory is freed first
+TRIAL_STEPS = 20  # after which a layout that "auto" chose has enough memory
 PLANNED = "--planned"  # the option of processes that are started here
 CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
 
@@ -103,10 +103,13 @@ def print_plan(
         raise UserError(what, "without --dry-run they tell each other", "set LOCAL_WORLD_SIZE")
     plan = make_plan(config, cluster, peek_data)
     run_dir.refuse_other_json(plan)
-    plan = at_checkpoint(plan)
+    notes = [*plan.notes]
+    checkpoint = choose_checkpoint(plan, notes)
     if plan.num_steps is None:
         note = "a dry run does not tokenize a dataset that is large or on the Hub; to see what is "
-        plan = replace(plan, notes=(*plan.notes, f"{note}trained on, type data in its place"))
+        notes.append(f"{note}trained on, type data in its place")
+    folder = checkpoint.parents[1] if checkpoint else plan.run_dir
+    plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
     command = launch_command(plan, os.path.relpath(script), words)
     print(describe_plan(plan, "(this one)" if process else command))
     return 0
@@ -119,7 +122,7 @@ def start_processes(
     cluster = _requested_cluster(config, options.num_gpus)
     machine = cluster.machine
     count = cluster.num_processes
-    make = partial(make_plan, config, cluster, cut_data)
+    make = partial(make_plan, config, cluster, read_data)
     if count == 1 and machine.num_gpus > 1:
         print(f"using 1 of {machine.num_gpus} GPUs; --num_gpus all uses all")
     unsure = AUTO in (config.strategy, config.batch_size)
@@ -160,7 +163,7 @@ def _plan_before_forks(
 ) -> tuple[Plan, Callable[[Path], int]]:
     """Plan while this process imports torch; return the plan and what its forks do. Another process
     plans, because tokenizers start threads and a process with threads cannot be forked."""
-    planned = beside(lambda: run_dir.plan_as_text(make))
+    planned = answer_in_fork(lambda: run_dir.plan_as_text(make))
     worker = import_worker()
     startup.end("import")
     plan = run_dir.reserve_run_dir(run_dir.plan_from_text(planned()))
@@ -180,7 +183,8 @@ def _plan_smaller(failed: Plan, make: Callable[..., Plan]) -> Plan:
 
 
 def can_fork(machine: Machine) -> bool:
-    """CUDA does not outlive a fork, and importing DeepSpeed may begin with it."""
+    """Return whether ranks may be forks. CUDA does not survive a fork, and importing DeepSpeed may
+    start it."""
     return not machine.num_gpus
 
 
@@ -192,7 +196,7 @@ def train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: P
 
 
 def ran_out_early(run_dir: Path) -> bool:
-    """Whether a run ended by running out of GPU memory, within TRIAL_STEPS."""
+    """Return whether a run ran out of GPU memory within TRIAL_STEPS."""
     if not (run_dir / RECORD_FILE).is_file() or load_record(run_dir).status != "oom":
         return False
     metrics = run_dir / METRICS_FILE
@@ -201,7 +205,7 @@ def ran_out_early(run_dir: Path) -> bool:
 
 def start_planned() -> int:
     """Run this process's part of the plan that the launching process makes meanwhile. The first
-    line of standard input holds the run's folder and the folders of code that the user named."""
+    line of standard input has the run's folder and the folders of code that the user named."""
     process = current_process()
     assert process is not None
     worker = import_worker()
@@ -219,7 +223,7 @@ def start_planned() -> int:
     code = worker.run(plan, process, startup)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # taking torch and its compiler's processes down takes seconds
+    os._exit(code)  # ending torch and its compiler's processes takes seconds
 
 
 def _work(given: Plan | Request, process: Process, startup: Startup) -> int:
@@ -230,8 +234,8 @@ def _work(given: Plan | Request, process: Process, startup: Startup) -> int:
 
 
 def import_worker() -> ModuleType:
-    """What a process trains with, and so torch, once its environment is prepared."""
-    gc.disable()  # it would look through the modules again and again while they are imported
+    """Import the worker, and with it torch, after the environment is prepared."""
+    gc.disable()  # it would traverse the modules many times while they are imported
     worker = importlib.import_module("distributed_training.start.worker")
     gc.freeze()
     gc.enable()
@@ -239,7 +243,7 @@ def import_worker() -> ModuleType:
 
 
 def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[str, int]) -> int:
-    """The number that `--num_gpus` asks for; 1 when it was not given."""
+    """Return the number of processes that `--num_gpus` asks for, 1 by default."""
     if num_gpus == "all":
         fixed = math.prod(size for size in mesh.values() if size > 0)
         return machine.num_gpus or fixed * -(-CPU_PROCESSES // fixed)
@@ -251,8 +255,8 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
 
 
 def prepare_environment(processes_here: int) -> None:
-    """Settings that libraries read from the environment, for this process and its children."""
-    # Extensions are built with ninja, which lies beside this Python even if not activated.
+    """Set the variables that libraries read, for this process and its children."""
+    # Extensions are built with ninja, which is beside this Python even if it is not activated.
     folder = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
     if folder not in path.split(os.pathsep):
@@ -267,8 +271,8 @@ def prepare_environment(processes_here: int) -> None:
 def spawn(
     plan: Plan, what: Command | Callable[[Path], int], max_restarts: int, begun: Ranks = ()
 ) -> int:
-    """Start the plan's processes, unless they have `begun`, and again where one fails; wait, return
-    the run's exit code. The end of one that was killed is recorded here."""
+    """Start the plan's processes, unless they have `begun`, and restart them if one fails. Wait and
+    return the run's exit code. If a process was killed, its end is recorded here."""
     if callable(what):
         what = partial(what, plan.run_dir)
     file = plan.run_dir / RECORD_FILE
@@ -287,24 +291,24 @@ def spawn(
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = ended.exit_code
     reason = ended.reason
-    if not file.is_file() or file.stat().st_mtime_ns == before:  # it did not come to a record
+    if not file.is_file() or file.stat().st_mtime_ns == before:  # no record was written
         if reason and not ended.signum:
             print(f"failed: {reason}, before training began", file=sys.stderr)
         return code
-    # Where the record does not say better. Peers of a process that was killed may have failed for
-    # want of it before its end was seen here.
+    # Unless the record already has a cause. Peers of a killed process may have failed before its
+    # end was seen here.
     status = "interrupted" if ended.signum else "failed"
     known = reason or ended.left_early
-    said = known or "a process ended without a message"
+    error = known or "a process ended without a message"
     ago_s = SEEN_WITHIN_S if min(ended.codes.values(), default=0) < 0 else 0.0
-    mark_stopped(plan.run_dir, status, said, consequence=not known, ago_s=ago_s)
+    mark_stopped(plan.run_dir, status, error, consequence=not known, ago_s=ago_s)
     state = load_record(plan.run_dir)
     if state.status in ("oom", "failed"):
         print(f"{state.status}: {state.error}", file=sys.stderr)
         return 1
-    if state.status == "interrupted" and code < 128:  # only the processes were told to
+    if state.status == "interrupted" and code < 128:  # only the processes got a signal
         return 128 + signal.SIGINT
-    # Nothing was left to do, unless it was being sent to the Hub.
+    # The run had finished, except for an upload to the Hub.
     if state.status == "ok" and code and not ended.signum and plan.config.push is None:
         what = reason or "a process ended with an error"
         print(f"note: {what}, after the run had finished", file=sys.stderr)
@@ -312,24 +316,25 @@ def spawn(
     return code
 
 
-def launch_command(plan: Plan, script: str, words: list[str]) -> str:
-    """What to type, on each node, to start the processes of a plan; `words`: the options."""
+def launch_command(plan: Draft, script: str, words: list[str]) -> str:
+    """Return the command, to be typed on each node, that starts a plan. `words`: its options."""
     here = plan.processes_here
     nodes = plan.num_processes // here
     start = ["python", script]
     if nodes > 1:
         # By itself torchrun waits ten minutes for the others.
         wait = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
-        place = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=FIRST_HOST:29500"]
-        place.append(f"--rdzv_id={secrets.token_hex(8)}")  # which nobody else can guess
-        start = ["torchrun", *place, wait, f"--nproc_per_node={here}", script]
+        rendezvous = [f"--nnodes={nodes}", "--rdzv_backend=c10d"]
+        rendezvous.append("--rdzv_endpoint=FIRST_HOST:29500")
+        rendezvous.append(f"--rdzv_id={secrets.token_hex(8)}")  # cannot be guessed
+        start = ["torchrun", *rendezvous, wait, f"--nproc_per_node={here}", script]
     elif here > 1 and not any(word.startswith(("--num_gpus", "--num-gpus")) for word in words):
         start += ["--num_gpus", str(here)]
     return shlex.join([*start, *words])
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:
-    """CONFIG as decided, how the batch is cut, the command, the mesh and the DeepSpeed JSON."""
+    """Describe a plan: decided CONFIG, batch, command, mesh and DeepSpeed JSON."""
     requested = plan.requested.to_user_words()
     source = os.path.relpath(plan.strategy.source)
     on_gpu = plan.machine.num_gpus > 0

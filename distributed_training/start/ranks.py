@@ -1,10 +1,12 @@
-"""Which process of a run this is; how those of one machine are started and ended together.
+"""Find out which rank this process is, and start and end the ranks of one machine together. No
+torch.
 
-Not by torchrun's agent: its store listens on every interface and unpickles what it is sent. Rank 0
-gets a socket that is bound to loopback already, and serves the store on that. No torch.
+torchrun's agent is not used: its store listens on every interface and unpickles what it receives.
+Here rank 0 gets a socket that is bound to loopback, and serves the store on it.
 
-On GPUs each rank is a new Python, as CUDA does not outlive a fork. Without, where importing torch
-would take all cores for seconds, the ranks are forks of one process that has imported it."""
+On GPUs each rank is a new Python process, because CUDA does not survive a fork. On CPUs
+importing torch would occupy all cores for seconds, so the ranks are forks of one process that
+imported it."""
 
 import contextlib
 import ctypes
@@ -32,28 +34,28 @@ from distributed_training.supervise.process import LAUNCHER, Process, handling, 
 LOOPBACK = "127.0.0.1"
 STORE_SOCKET = "RANKS_STORE_SOCKET"  # rank 0's file descriptor
 
-# Ranks are killed after so long: torchrun's variable, and its default; after one has failed.
+# Seconds until ranks are killed: torchrun's variable, its default, and after a rank has failed
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
-# Ranks are ended that long without computing, once another has ended well and nobody watches them:
+# Seconds without computing until ranks are ended, once another rank has ended well
 STOPPED_S = 30.0
 STILL_S = 600.0  # rank 0 may send its model to the Hub
 POLL_S = 0.05
 MOST_PROCESSES = 100_000
 STOPS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
-    signal.SIGUSR1, signal.SIGUSR2,  # of SLURM before a time limit: --signal=USR1@90
+    signal.SIGUSR1, signal.SIGUSR2,  # SLURM sends these before a time limit: --signal=USR1@90
 )  # fmt: skip
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent ends
 Command = Sequence[str]  # a script with its arguments
-Body = Callable[[], int]  # what a fork does; returns the exit code
+Body = Callable[[], int]  # the work of a fork, which returns the exit code
 Ranks = Sequence[psutil.Process]
 
 
 def current_process() -> Process | None:
-    """Return what a launcher set for this process, under torchrun's names from now on; None if no
-    launcher started it. Raises UserError for ranks that cannot meet."""
+    """Return this process's rank as its launcher set it, and set torchrun's variables. None: no
+    launcher started this process. Raises UserError for ranks that cannot find each other."""
     source = find_source(os.environ)
     if source is None:
         _refuse_other_launchers()
@@ -97,7 +99,7 @@ def _number(name: str) -> int:
 
 
 def _refuse_other_launchers() -> None:
-    """Raise UserError if a launcher meant several processes but told this one no rank."""
+    """Raise UserError if a launcher meant several processes but gave this one no rank."""
     nodes = os.environ.get("PET_NNODES", "1").rpartition(":")[2]
     if "RANK" in os.environ:
         what = "RANK is set but WORLD_SIZE is not"
@@ -115,7 +117,7 @@ def _refuse_other_launchers() -> None:
 
 
 def single_process() -> Process:
-    """Set what libraries ask the environment for, as a launcher of one process would."""
+    """Set the variables that libraries read, as a launcher of one process would."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
     return Process(rank=0, world_size=1, local_rank=0, local_world_size=1)
@@ -123,14 +125,14 @@ def single_process() -> Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How the ranks ended."""
+    """The way in which the ranks ended."""
 
-    signum: int  # by which this process was told to stop; 0: it was not
-    codes: dict[int, int]  # of the ranks that had ended before they were told to, as Popen has them
+    signum: int  # that told this process to stop; 0: none
+    codes: dict[int, int]  # of ranks that ended before they were told to, as in Popen.returncode
 
     @property
     def exit_code(self) -> int:
-        """A launcher's: the ranks' own where all that failed agree."""
+        """Exit code of the launcher: the code of the failed ranks if they agree."""
         if self.signum:
             return 128 + self.signum
         failed = {code for code in self.codes.values() if code}
@@ -140,17 +142,17 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """The signal to stop, or who was killed; "" where each ended by itself."""
+        """The signal to stop, or the ranks that were killed; "" if all ended by themselves."""
         if self.signum:
             return signal.Signals(self.signum).name
-        # Some abort for want of a peer that was killed.
+        # Ranks may abort because a peer was killed.
         codes = {code for code in self.codes.values() if code < 0}
         code = next(iter(sorted(codes - {-signal.SIGABRT}) or codes), 0)
         return f"{self._ranks_with(code)}: {killed_by(-code)}" if code else ""
 
     @property
     def left_early(self) -> str:
-        """Who was gone when others failed for want of it."""
+        """The ranks that had ended before others failed."""
         if 0 not in self.codes.values() or not any(self.codes.values()):
             return ""
         return f"{self._ranks_with(0)}: left before the run's end, with exit code 0"
@@ -161,7 +163,7 @@ class Ended:
 
 @contextlib.contextmanager
 def starting(command: Command, count: int) -> Iterator[Ranks]:
-    """Ranks for `run_ranks`, which start while the block runs; they end where it fails."""
+    """Start ranks for `run_ranks` while the block runs. If the block fails, they are ended."""
     ranks: list[psutil.Process] = []
     try:
         if count:
@@ -173,8 +175,8 @@ def starting(command: Command, count: int) -> Iterator[Ranks]:
 
 
 def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "") -> Ended:
-    """Start `what` so many times, unless they have `begun`, give each command a `line` of input and
-    wait for all; one that fails ends the others. Signals to stop, and Ctrl-Z, are passed on."""
+    """Start `count` ranks, unless they have `begun`, send each command a `line` of input and
+    wait for all. A rank that fails ends the others. Signals to stop and Ctrl-Z are passed on."""
     ranks = list(begun)
     told: list[int] = []
     codes: dict[int, int] = {}
@@ -186,7 +188,7 @@ def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "
     def pause(*_: Any) -> None:
         _send(ranks, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        _send(ranks, signal.SIGCONT)  # as `fg` let this one go on
+        _send(ranks, signal.SIGCONT)  # `fg` let this process continue
 
     with handling({**dict.fromkeys(STOPS, tell), signal.SIGTSTP: pause}):
         try:
@@ -196,7 +198,7 @@ def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "
                 # It may have ended already.
                 with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
                     pipe.write(f"{line}\n".encode())
-            if told:  # before all were there
+            if told:  # before all had started
                 _send(ranks, told[-1])
             moved_at = time.monotonic()
             moved: Any = None
@@ -238,13 +240,13 @@ def _start(ranks: list[psutil.Process], what: Command | Body, count: int) -> Non
             LAUNCHER: str(os.getpid()), STORE_SOCKET: str(listener.fileno()),
         }  # fmt: skip
         for rank in range(count):
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             if callable(what):
-                ranks.append(fork(functools.partial(_be_rank, what, own, listener)))
+                ranks.append(fork(functools.partial(_be_rank, what, variables, listener)))
                 continue
             process = psutil.Popen(
                 [sys.executable, "-u", *what],
-                env=own,
+                env=variables,
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()] if rank == 0 else [],
                 start_new_session=True,  # a terminal's Ctrl-C reaches them once, from here
@@ -267,7 +269,7 @@ def _send(ranks: Ranks, signum: int) -> None:
 
 
 def _end(ranks: Ranks, *, told: bool) -> None:
-    """Leave none, once there was time to save or, where one has failed, to say what they know."""
+    """End all ranks after they had time to save or, if one failed, to report what they know."""
     patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
     if not told:
         _send(ranks, signal.SIGTERM)
@@ -278,8 +280,8 @@ def _end(ranks: Ranks, *, told: bool) -> None:
 
 
 def fork(body: Body) -> psutil.Process:
-    """Let a copy of this process, which has no other threads, do what `body` does: with signals as
-    in a new one, and out of the terminal's reach, whose Ctrl-C comes once, from here."""
+    """Run `body` in a fork of this process, which has no other threads. Signals are as in a new
+    process. The fork has its own session, so that it gets a terminal's Ctrl-C once, from here."""
     sys.stdout.flush()
     sys.stderr.flush()
     signals = (*STOPS, signal.SIGTSTP)
@@ -294,8 +296,8 @@ def fork(body: Body) -> psutil.Process:
             for signum in signals:
                 if signal.getsignal(signum) != signal.SIG_IGN:
                     interrupts = signum == signal.SIGINT
-                    own = signal.default_int_handler if interrupts else signal.SIG_DFL
-                    signal.signal(signum, own)
+                    handler = signal.default_int_handler if interrupts else signal.SIG_DFL
+                    signal.signal(signum, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # standard input
             code = body()
@@ -305,13 +307,13 @@ def fork(body: Body) -> psutil.Process:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # also where a second signal comes meanwhile
-        os._exit(code)  # what is below in the stack is of the process that forked
+    finally:  # also if a second signal arrives
+        os._exit(code)  # the stack below belongs to the process that forked
 
 
-def beside(answer: Callable[[], str]) -> Callable[[], str]:
-    """Let another process answer, from now on and as long as this one lives; returns what waits for
-    the answer. That raises RunError where the process was killed, SystemExit where it failed."""
+def answer_in_fork(answer: Callable[[], str]) -> Callable[[], str]:
+    """Start a fork that calls `answer`, and return a function that waits for the text. It raises
+    RunError if the fork was killed and SystemExit if it failed. The fork ends with this process."""
     read, write = os.pipe()
 
     def body() -> int:
@@ -337,6 +339,6 @@ def beside(answer: Callable[[], str]) -> Callable[[], str]:
 
 
 def killed_by(signum: int) -> str:
-    """Of a process: by which signal, and what that means most often."""
+    """Describe the signal that killed a process, and its most likely cause."""
     name = signal.Signals(signum).name
     return f"killed by {name}" + ("; most often memory ran out" if name == "SIGKILL" else "")

@@ -1,8 +1,8 @@
-"""How processes become one run: they find each other and, where torchrun, deepspeed or srun started
-them, agree on a plan, which rank 0 makes for all, and on where each node keeps its files.
+"""Connect the ranks of a run. If torchrun, deepspeed or srun started them, they also agree on the
+plan that rank 0 makes, and on the folders in which nodes keep their files.
 
-Launchers tell every process where rank 0 is. To be found themselves, gloo and NCCL take the address
-of the host's name, which on many machines is loopback: Debian has it at 127.0.1.1."""
+Launchers tell every process the address of rank 0. By default, gloo and NCCL announce the
+address of the host's name, which on many machines is loopback (127.0.1.1 on Debian)."""
 
 import contextlib
 import ipaddress
@@ -40,15 +40,16 @@ from distributed_training.supervise.process import Process, numbered
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 RETRY_S = 0.2
-SHARED_WITHIN_S = 10.0  # in which a network disk shows a new folder to other machines
+SHARED_WITHIN_S = 10.0  # until a network disk shows a new folder to other machines
 _AS_RANK_0_IS_SEEN = "address of rank 0"  # a key of the store
 _HOST = "host of rank {}"
 _READERS = "ranks that have read all hosts"
 
 
 def meet(process: Process, limit_s: float) -> dist.Store:
-    """The store that all processes share, once all are there; gloo and NCCL learn which interface
-    leads to the others. Raises UserError naming who is missing after `limit_s`. Collective."""
+    """Wait for all ranks and return their shared store. Sets the interface on which gloo and NCCL
+    reach the other ranks. Raises UserError that names the ranks missing after `limit_s`.
+    Collective."""
     end = time.monotonic() + limit_s
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -59,8 +60,8 @@ def meet(process: Process, limit_s: float) -> dist.Store:
             address, other = _connect(host, port, who, end, limit_s)
             limit = timedelta(seconds=max(1.0, end - time.monotonic()))
             opened = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **server)
-            # Apart from what was written before torchrun started the processes again: where its
-            # agent serves, the server stays. Agents of several nodes may count differently.
+            # The prefix separates attempts if torchrun restarts the processes and its agent serves
+            # the store. Otherwise agents of several nodes may count attempts differently.
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if _agent_serves() else "0"
             store = dist.PrefixStore(f"attempt {attempt}", opened)
             if not _is_loopback(other):
@@ -71,15 +72,15 @@ def meet(process: Process, limit_s: float) -> dist.Store:
             why = str(error).partition("\n")[0]
             raise UserError(what, why, "read what the first node printed") from None
     except UserError as error:
-        if process.rank and not process.local_rank:  # what rank 0 raises, the command line prints
+        if process.rank and not process.local_rank:  # the command line prints rank 0's error
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise
     keys = [_HOST.format(rank) for rank in range(process.world_size)]
-    places = [json.loads(place) for place in store.multi_get(keys)]
+    ranks = [json.loads(text) for text in store.multi_get(keys)]
     num_readers = store.add(_READERS, 1)
     try:
-        process = locate(process, places)
-    except UserError:  # which all ranks raise, once they have read why
+        process = locate(process, ranks)
+    except UserError:  # all ranks raise it, after they have read the hosts
         while process.rank == 0 and num_readers < process.world_size and time.monotonic() < end:
             time.sleep(RETRY_S)
             num_readers = store.add(_READERS, 0)
@@ -89,9 +90,9 @@ def meet(process: Process, limit_s: float) -> dist.Store:
         return store
     if _is_loopback(address) and store.check([_AS_RANK_0_IS_SEEN]):  # by other machines
         address = store.get(_AS_RANK_0_IS_SEEN).decode()
-    if name := _interface(address):  # unless the user has named one
+    if name := _interface(address):  # unless the user named an interface
         os.environ.setdefault(GLOO_INTERFACE, name)
-        os.environ.setdefault(NCCL_INTERFACE, f"={name}")  # or eth1 is eth10, too
+        os.environ.setdefault(NCCL_INTERFACE, f"={name}")  # without "=", eth1 would also mean eth10
     return store
 
 
@@ -100,22 +101,23 @@ def _agent_serves() -> bool:
 
 
 def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
-    """The words with which rank 0 opens its store: on the launcher's socket, or one at MASTER_ADDR
-    alone; at any address only for other machines, where that name does not say which of this one's
-    they reach. By itself a store would listen on every interface."""
+    """Return the arguments with which rank 0 opens its store. It listens on the launcher's
+    socket, or on MASTER_ADDR alone. It listens on all addresses only if other machines must
+    connect and MASTER_ADDR does not tell at which address. By default a store listens on all
+    interfaces."""
     if process.rank or _agent_serves():  # torchrun's agent has started a server
         return {}
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        own = str(address[0])
+        resolved = str(address[0])
         if STORE_SOCKET in os.environ:
             listener = socket.socket(fileno=int(os.environ.pop(STORE_SOCKET)))
         elif (
             process.on_one_machine
-            or (_interface(own) and not _is_loopback(own))
-            or (_is_loopback(own) and host in ("localhost", own))
+            or (_interface(resolved) and not _is_loopback(resolved))
+            or (_is_loopback(resolved) and host in ("localhost", resolved))
         ):
-            listener = socket.create_server((own, port), family=family)
+            listener = socket.create_server((resolved, port), family=family)
         else:
             both = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if both else socket.AF_INET
@@ -128,14 +130,15 @@ def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
 
 
 def _connect(host: str, port: int, who: str, end: float, limit_s: float) -> tuple[str, str]:
-    """This host's address on the way to the store, and the store's, once it listens."""
+    """Wait until the store listens. Return this host's address on the way to it, and its
+    address."""
     while True:
         left = max(RETRY_S, end - time.monotonic())
         try:
             with socket.create_connection((host, port), left) as connection:
                 ends = connection.getsockname(), connection.getpeername()
-                own, other = (name[0].partition("%")[0] for name in ends)
-                return own, other
+                ours, theirs = (name[0].partition("%")[0] for name in ends)
+                return ours, theirs
         except OSError as error:
             if time.monotonic() > end:
                 what = f"{who} does not reach rank 0 at {host}:{port}"
@@ -149,22 +152,23 @@ def _connect(host: str, port: int, who: str, end: float, limit_s: float) -> tupl
 
 
 def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: float) -> None:
-    """Raise UserError naming who has not come by `end`, and who has."""
+    """Publish this rank's host, and wait for all ranks. Raises UserError that names the ranks that
+    have not joined by `end` and the hosts that have."""
     keys = [_HOST.format(rank) for rank in range(process.world_size)]
-    place = {
+    facts = {
         "host": socket.gethostname(),
         "machine": _machine(),
         "local_rank": os.environ.get("LOCAL_RANK", ""),
         "local_world_size": process.local_world_size,
         "wrong_interface": find_wrong_interface(list(psutil.net_if_addrs())),
     }
-    store.set(keys[process.rank], json.dumps(place))
+    store.set(keys[process.rank], json.dumps(facts))
     with contextlib.suppress(dist.DistStoreError):  # the time is over
         store.wait(keys, timedelta(seconds=max(1.0, end - time.monotonic())))
     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     if missing:
         present = [json.loads(store.get(key)) for i, key in enumerate(keys) if i not in missing]
-        hosts = list(dict.fromkeys(place["host"] for place in present))
+        hosts = list(dict.fromkeys(facts["host"] for facts in present))
         why = f"{', '.join(hosts)} {'is' if len(hosts) == 1 else 'are'} here"
         here = process.local_world_size
         nodes = [rank // here for rank in missing] if here else []
@@ -175,16 +179,17 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
         raise UserError(what, why, "type there what you typed here, or read what it printed")
 
 
-def locate(process: Process, places: Sequence[Mapping[str, Any]]) -> Process:
-    """Return the process with its local numbers, for the environment, too; if the launcher told
-    none they follow from the `places` of all ranks. Raises UserError, on all ranks, unless every
-    machine has as many ranks, which follow one another, and the network interfaces it names."""
-    machines = [place["machine"] for place in places]
-    here = places[0]["local_world_size"] or machines.count(machines[0])
-    for rank, place in enumerate(places):
-        host = place["host"]
-        local_rank = place["local_rank"]
-        told = place["local_world_size"]
+def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
+    """Return the process with its local numbers, and set them in the environment. If the
+    launcher did not set them, they follow from the facts about all `ranks`. Raises UserError on
+    all ranks unless each machine has the same number of consecutive ranks and the interfaces
+    that it names."""
+    machines = [facts["machine"] for facts in ranks]
+    here = ranks[0]["local_world_size"] or machines.count(machines[0])
+    for rank, facts in enumerate(ranks):
+        host = facts["host"]
+        local_rank = facts["local_rank"]
+        told = facts["local_world_size"]
         first = rank // here * here
         together = machines[first : first + here].count(machines[rank])
         alone = together == here and machines.count(machines[rank]) == here
@@ -194,21 +199,21 @@ def locate(process: Process, places: Sequence[Mapping[str, Any]]) -> Process:
         elif local_rank not in ("", str(rank % here)):
             what = f"rank {rank} on {host} has LOCAL_RANK={local_rank} instead of {rank % here}"
         if what:
-            hosts = ", ".join(dict.fromkeys(place["host"] for place in places))
+            hosts = ", ".join(dict.fromkeys(facts["host"] for facts in ranks))
             why = "each machine needs as many ranks as the others, and they follow one another"
             raise UserError(what, f"{why} (here: {hosts})", "start it so, or with torchrun")
     local = {"local_rank": process.rank % here, "local_world_size": here}
     os.environ.update({name.upper(): str(number) for name, number in local.items()})
-    faults = [place["wrong_interface"] for place in places if place["wrong_interface"]]
+    faults = [facts["wrong_interface"] for facts in ranks if facts["wrong_interface"]]
     if faults and here < process.world_size:  # one machine needs none of them
         raise UserError(faults[0], fix="name one of these, or unset it")
     return replace(process, **local)
 
 
 def find_wrong_interface(present: Sequence[str]) -> str:
-    """Return what is wrong with the interfaces that the environment names for gloo and NCCL on a
-    machine where these are `present`; "" if nothing is. gloo takes names, NCCL their beginnings,
-    after "=" the names, and after "^" those to leave out."""
+    """Return the error in the interfaces that the environment names for gloo and NCCL, or "".
+    `present`: the interfaces of this machine. gloo takes names. NCCL takes prefixes of names, exact
+    names after "=", and names to exclude after "^"."""
     for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
         given = os.environ.get(variable, "")
         names = [name.lstrip("=").partition(":")[0] for name in given.lstrip("^").split(",")]
@@ -226,19 +231,20 @@ def find_wrong_interface(present: Sequence[str]) -> str:
 
 
 def use_loopback() -> None:
-    """Let gloo and NCCL connect the processes of one machine, whatever the environment names."""
+    """Let gloo and NCCL connect the ranks of one machine over loopback, whatever the environment
+    says."""
     if name := _interface(LOOPBACK):
         os.environ.update({GLOO_INTERFACE: name, NCCL_INTERFACE: f"={name}"})
 
 
 def _machine() -> tuple[str, int]:
-    """Return what processes that reach each other by loopback have in common."""
+    """Return an identity that is equal for processes that reach each other over loopback."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, os.stat("/proc/self/ns/net").st_ino
 
 
 def _interface(address: str) -> str | None:
-    """The name of this host's interface that has the address."""
+    """Return the name of this host's interface with the address, or None."""
     for name, entries in psutil.net_if_addrs().items():
         if address in (entry.address.partition("%")[0] for entry in entries):
             return name
@@ -250,7 +256,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def current_agent() -> str | None:
-    """The agent of torchrun that started this process (host, number, since when); else None."""
+    """Return the torchrun agent that started this process (host, pid, start time), or None."""
     agent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
     return agent and f"{socket.gethostname()} {agent.pid} {agent.create_time()}"
 
@@ -269,19 +275,19 @@ def standalone_note(process: Process) -> list[str]:
 def agree_on_plan(
     config: Request, process: Process, ask: agree.Ask, agent: str | None = None
 ) -> Plan:
-    """The plan that rank 0 makes, on all ranks; raises its UserError on all, and where a rank has
-    other values or code. A run that this process's `agent` has begun goes on. Collective."""
+    """Make the plan on rank 0 and return it on all ranks. Raises rank 0's UserError on all
+    ranks, and if ranks have different settings or code. A run that this process's `agent` began
+    is continued. Collective."""
     typed = config.to_user_words()
-    del typed["output_dir"]  # as a path: checkouts may lie in different places
+    del typed["output_dir"]  # checkouts may be in different folders
     agree.check_ranks_agree({**typed, **versions(), **code()}, ask)
     launchers = sorted(set(ask(agent))) if agent else []
 
     def make() -> Plan:
         cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
         going_on, notes = go_on(config, launchers, process.world_size)
-        plan = make_plan(going_on, cluster, plan_data.cut_data)
-        notes = [*plan.notes, *notes, *standalone_note(process)]
-        return run_dir.reserve_run_dir(replace(plan, launchers=launchers, notes=tuple(notes)))
+        plan = make_plan(going_on, cluster, plan_data.read_data)
+        return run_dir.reserve_run_dir(plan, launchers, [*notes, *standalone_note(process)])
 
     return run_dir.plan_from_text(ask(run_dir.plan_as_text(make) if process.rank == 0 else "")[0])
 
@@ -289,8 +295,8 @@ def agree_on_plan(
 def go_on(
     config: Request, launchers: Iterable[str], num_processes: int
 ) -> tuple[Request, list[str]]:
-    """CONFIG for so many processes (`share_batch`) to go on with the run that one of `launchers`
-    has begun, from its last checkpoint; and a note. Unchanged where there is none."""
+    """Return CONFIG to continue, with `num_processes`, the run that one of `launchers` began,
+    from its last checkpoint, and a note. Without such a run CONFIG is unchanged."""
     begun = None
     files = Path(config.output_dir).glob(f"*/{PLAN_FILE}") if launchers else ()
     for file in sorted(files):
@@ -309,9 +315,9 @@ def go_on(
 
 
 def check_disks(plan: Plan, process: Process) -> None:
-    """See to it that all nodes have the run's folder: one that they share or, with
-    shared_disk=False, each its own, and what it needs of the checkpoint to go on from. Raises
-    UserError on every rank where that is not so. Collective."""
+    """Check that all nodes have the run's folder: a shared one or, with shared_disk=False, their
+    own, with the files of the checkpoint to resume from. Raises UserError on every rank if not.
+    Collective."""
     leads = process.local_rank == 0
     who = f"rank {process.rank} on {socket.gethostname()}"
     mark = plan.run_dir / agree.from_rank_0(f".disk-{uuid.uuid4().hex}")
@@ -330,12 +336,13 @@ def check_disks(plan: Plan, process: Process) -> None:
         meta = resume.Meta(**values)
         meta.hosts = meta.hosts or dict.fromkeys(meta.files, host)
         with agree.failing_together():
-            if leads and process.rank:  # where the run was planned they have been read
+            if leads and process.rank:  # the node that planned has read them
                 resume.check_files(plan.checkpoint, meta, plan, process.rank)
 
 
 def _see_folder(plan: Plan, who: str) -> None:
-    """Checkpoints of all nodes lie in one folder, which rank 0 has made, with the plan in it."""
+    """Wait until this node sees the shared folder of the run, in which rank 0 has written the
+    plan."""
     fix = "set output_dir to a folder on a disk that all nodes share, or shared_disk to False"
     end = time.monotonic() + SHARED_WITHIN_S
     while not (plan.run_dir / PLAN_FILE).is_file():
@@ -346,10 +353,10 @@ def _see_folder(plan: Plan, who: str) -> None:
 
 
 def _make_folder(plan: Plan, mark: Path, who: str) -> None:
-    """This node's own folder of the run, with the plan in it."""
+    """Make this node's own folder of the run and write the plan into it."""
     try:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
-        mark.touch(exist_ok=False)  # the first of those that share a disk succeeds, on any disk
+        mark.touch(exist_ok=False)  # fails for all but the first of the nodes that share a disk
         run_dir.write_plan(plan)
     except FileExistsError:
         what = f"{who} sees another node's {plan.run_dir}"

@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,19 +21,30 @@ from distributed_training.supervise import claims
 LATEST = "latest"  # in output_dir, a link to the newest run's folder
 
 
-def reserve_run_dir(plan: Plan) -> Plan:
-    """Find the run to resume, or make a folder, under the next free name where another run was
-    quicker; write the plan into it, and let <output_dir>/latest point to it. Raises UserError for a
-    run that another process has, also one that began since the plan was made."""
+def reserve_run_dir(
+    plan: Plan, launchers: Sequence[str] = (), more_notes: Sequence[str] = ()
+) -> Plan:
+    """Choose the run to resume, or make a new folder. Write the plan into it, let
+    <output_dir>/latest point to it, and return the plan with its folder. Raises UserError if
+    another process has the run, even if it began after the plan was made."""
     refuse_other_json(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with claims.one_at_a_time(plan.output_dir):
-        plan = resume.at_checkpoint(plan)
-        folder = plan.run_dir
-        if plan.checkpoint is None:
-            folder = free_path(plan.output_dir, folder.name)
+        notes = [*plan.notes, *more_notes]
+        checkpoint = resume.choose_checkpoint(plan, notes)
+        if checkpoint is None:
+            folder = free_path(plan.output_dir, plan.run_dir.name)
             folder.mkdir()
-        plan = replace(plan, run_dir=folder, command=shlex.join(["python", *sys.argv]))
+        else:
+            folder = checkpoint.parents[1]
+        plan = replace(
+            plan,
+            run_dir=folder,
+            checkpoint=checkpoint,
+            command=shlex.join(["python", *sys.argv]),
+            launchers=list(launchers),
+            notes=tuple(notes),
+        )
         claims.claim(plan.run_dir, resume.identity(plan))
         write_plan(plan)
         with contextlib.suppress(OSError):  # a file system without links
@@ -58,11 +69,11 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
     try:
         return PLAN_AS_JSON.dump_json(make()).decode()
     except UserError as error:
-        said = str(error)
+        message = str(error)
     except OSError as error:  # a full or read-only disk under the cache, most often
         fix = "set output_dir to a folder on another disk"
-        said = str(UserError("Preparing the data failed", str(error), fix))
-    return json.dumps({"error": said})
+        message = str(UserError("Preparing the data failed", str(error), fix))
+    return json.dumps({"error": message})
 
 
 def plan_from_text(text: str) -> Plan:
@@ -80,8 +91,8 @@ def write_plan(plan: Plan) -> None:
 
 
 def started_again(before: Plan, attempt: str = "") -> tuple[Path | None, str]:
-    """Return the checkpoint from which a restarted run continues, and a note: its last checkpoint
-    since it was planned, or else the checkpoint it was resumed from. None is the beginning."""
+    """Return the checkpoint from which a restarted run continues, and a note. It is the last one
+    since the run was planned, or else the one that the run resumed from. None: the beginning."""
     planned_at = (before.run_dir / PLAN_FILE).stat().st_mtime
     saved = before.checkpoint
     for checkpoint in list_checkpoints(before.run_dir):  # oldest first

@@ -1,4 +1,4 @@
-"""Standard streams that are there and hold nobody up."""
+"""Keep standard streams open and writes to them from blocking."""
 
 import contextlib
 import io
@@ -9,24 +9,26 @@ import sys
 import threading
 from typing import Any
 
-STALLED_S = 5.0  # after which a reader is not waited for, until it reads again
+STALLED_S = 5.0  # to wait for a reader, until it reads again
 
 
 class LastingStream:
-    """Output whose reader may go away (`| head -1`, a terminal that hangs up) or stall: what it
-    does not take is dropped, and whoever writes goes on. Lines leave whole: `print` hands over the
-    newline by itself, and other processes write to the same place."""
+    """An output stream whose reader may disappear (`| head -1`, a terminal that hangs up) or stall.
+    Text that it does not read is dropped, and the writer continues. Whole lines are written at
+    once, because `print` writes the newline separately and other processes write to the same
+    stream."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._line = ""
-        self._writing = threading.RLock()  # a signal's handler prints, too
+        self._writing = threading.RLock()  # signal handlers also print
         self._patience_s = STALLED_S
         self._file = -1
-        with contextlib.suppress(OSError, ValueError):  # none that may stall, as in a test
+        with contextlib.suppress(OSError, ValueError):  # no stream that may stall, as in a test
             number = stream.fileno()
             if stat.S_ISFIFO(os.fstat(number).st_mode) or os.isatty(number):
-                # Opened anew, for others share what is open. Libraries write there, too.
+                # Opened again, because other processes share the open file. Libraries also write
+                # to it.
                 opened = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
                 os.dup2(opened, number)
                 os.close(opened)
@@ -58,7 +60,7 @@ class LastingStream:
         ready = select.poll()
         ready.register(self._file, select.POLLOUT)
         while data and ready.poll(1000 * self._patience_s):
-            with contextlib.suppress(BlockingIOError):  # another process was quicker
+            with contextlib.suppress(BlockingIOError):  # another process wrote first
                 data = data[os.write(self._file, data) :]
         self._patience_s = 0.0 if data else STALLED_S
 
@@ -68,7 +70,7 @@ class LastingStream:
 
 
 def replace_unwritable() -> None:
-    """Write another character for each that a stream's encoding lacks: none ends a run."""
+    """Replace characters that a stream's encoding lacks, so that they do not end a run."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             with contextlib.suppress(io.UnsupportedOperation):  # an input that has been read from
@@ -76,7 +78,7 @@ def replace_unwritable() -> None:
 
 
 def fill_closed() -> None:
-    """Streams that were closed, `>&-`, go nowhere; else the next file would take their place."""
+    """Open /dev/null for closed streams (`>&-`). Otherwise the next file would get their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)

@@ -1,4 +1,4 @@
-"""What one process of a run does: build what the plan says, train, record; or fail, said once."""
+"""Run one process's part of a run: connect, train and record, or fail with one message."""
 
 import functools
 import importlib
@@ -28,13 +28,13 @@ from distributed_training.train.build import build_topology
 
 
 def run(given: Plan | Request, process: Process, startup: Startup) -> int:
-    """This process's part of a run; returns the exit code. Where torchrun or deepspeed was typed
-    only CONFIG is `given`: rank 0 plans for all. Collective."""
+    """Run this process's part of a run and return the exit code. If another launcher started it,
+    only CONFIG is `given`, and rank 0 plans for all. Collective."""
     num_gpus = given.machine.num_gpus if isinstance(given, Plan) else torch.cuda.device_count()
     config = given.config if isinstance(given, Plan) else given
     watch = Watch(process)
     process, device, store = join(process, num_gpus, config.rendezvous_timeout_s)
-    limit_channels(config.gradient_compression)
+    limit_channels(config.strategy)
     with process_group(device, store):
         ask = agree.gather_in(store, process.rank, process.world_size)
         if isinstance(given, Request):
@@ -46,19 +46,19 @@ def run(given: Plan | Request, process: Process, startup: Startup) -> int:
         if given.strategy.steps_on_host:  # torchrun by itself gives each process one thread
             torch.set_num_threads(threads_per_process(process.local_world_size))
         watch.begin(given.run_dir, given.config, store)
-        # Training saves at Ctrl-C. Before and after it the run just ends, at once: libraries make
-        # something else of a KeyboardInterrupt, such as a checkpoint that cannot be read.
+        # Training saves at Ctrl-C. Before and after it, the run ends at once. Libraries would turn
+        # a KeyboardInterrupt into something else, such as a checkpoint that cannot be read.
         leave = functools.partial(end_failed, given, topology, KeyboardInterrupt(), store)
         with handling({signal.SIGINT: lambda *_: leave()}):
             try:
                 code = training.train(given, topology, watch, ask, startup)
-            except BaseException as error:  # others may wait in a collective that never completes
+            except BaseException as error:  # other ranks may wait in a collective forever
                 if watch.activity == THE_END and records.has_finished(given.run_dir):
                     what = f"{type(error).__name__}: {error}"
                     print(f"note: after the run had finished, {what}", file=sys.stderr, flush=True)
                     os._exit(0)
                 end_failed(given, topology, error, store)
-    watch.end()  # once nobody can be waited for any more
+    watch.end()  # no rank waits for another any more
     if code == 0 and given.config.push is not None and process.rank == 0:
         return training.push(given.run_dir, given.config.push)
     return code
@@ -67,9 +67,9 @@ def run(given: Plan | Request, process: Process, startup: Startup) -> int:
 def join(
     process: Process, num_gpus: int, limit_s: float
 ) -> tuple[Process, torch.device, dist.Store]:
-    """Open the run's store; return this process with its local numbers, and its device. A device
-    that cannot be used is an error before anybody is waited for, if the launcher told its number.
-    Collective."""
+    """Open the run's store. Return this process with its local numbers, its device and the
+    store. If the launcher set the local numbers, the device is checked before waiting for other
+    ranks. Collective."""
     located = process.local_world_size > 0
     try:
         device = prepare(num_gpus, process) if located else torch.device("cpu")
@@ -86,17 +86,17 @@ def join(
 
 
 def open_store(process: Process, limit_s: float) -> dist.Store:
-    """The one that all processes share, as `meet` gives it; a process alone has nobody to meet."""
+    """Return the store that all ranks share. A single process needs no rendezvous."""
     if process.world_size > 1:
         return rendezvous.meet(process, limit_s)
-    rendezvous.use_loopback()  # gloo and NCCL listen all the same
+    rendezvous.use_loopback()  # gloo and NCCL still listen
     return dist.HashStore()
 
 
 def prepare(num_gpus: int, process: Process) -> torch.device:
-    """Settings of libraries, and the device of this process. Raises UserError where torch cannot
-    use the machine's GPUs or there are too few."""
-    # Libraries that call each other's deprecated functions are not the user's business.
+    """Set up libraries and return this process's device. Raises UserError if torch cannot use the
+    machine's GPUs or there are too few."""
+    # Users cannot fix libraries that call deprecated functions of each other.
     ours = "torch|deepspeed|distributed_training"
     warnings.filterwarnings("ignore", category=FutureWarning, module=ours)
     if not num_gpus:
@@ -111,22 +111,22 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
         what = f"{here} processes on a machine with {gpus} GPUs that each can use"
         fix = f"start {gpus}; under srun, let each see all of its node's: --gpus-per-node, not "
         raise UserError(what, fix=f"{fix}--gpus-per-task")
-    # DeepSpeed's builder cannot read entries such as 9.0a; this machine's own is enough.
+    # DeepSpeed's builder cannot read entries such as 9.0a. This machine's own is enough.
     major, minor = torch.cuda.get_device_capability(process.local_rank)
     os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
     return torch.device("cuda", process.local_rank)
 
 
 def use_cpu() -> torch.device:
-    """The device, once libraries know that there is no other."""
+    """Tell libraries that there is no GPU, and return the CPU device."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Else it says that there is CUDA's compiler but no GPU.
+    # Otherwise it prints that there is a CUDA compiler but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     return torch.device("cpu")
 
 
 def warm_up(process: Process) -> None:
-    """What takes seconds and needs no plan: the GPU's context, the compiler and its processes."""
+    """Do the slow parts of a start that need no plan: the GPU's context and torch's compiler."""
     if torch.cuda.is_available() and process.local_rank < torch.cuda.device_count():
         torch.zeros((), device=torch.device("cuda", process.local_rank))
         importlib.import_module("torch._inductor.compile_fx")

@@ -34,7 +34,7 @@ from distributed_training.parallel.agree import from_rank_0, gather
 from distributed_training.parallel.mesh import Topology, limit_channels
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.data import cut_data
-from distributed_training.settings.config import Request, build_config
+from distributed_training.settings.config import AUTO, Request, build_config
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from distributed_training.start.rendezvous import agree_on_plan
@@ -81,7 +81,7 @@ def open_group() -> Iterator[Group]:
 def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Group]:
     """`open_group`, with as many of NCCL's channels for messages as trainings of `runs` have."""
     if runs:
-        limit_channels(*(run.get("gradient_compression", "none") for run in runs.values()))
+        limit_channels(*(run.get("strategy", AUTO) for run in runs.values()))
     return open_group()
 
 

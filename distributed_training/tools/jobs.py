@@ -10,7 +10,7 @@ from typing import Any
 
 from distributed_training.data.corpus import EMBEDDED, PROSE, WIKITEXT
 from distributed_training.data.samples import AUTO_SAMPLES
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import find_sources, fit_to_data, peek_data
 from distributed_training.planner.rank import settings_of
@@ -39,7 +39,7 @@ _OF_LAYOUT = {"pipeline_schedule", "micro_batch_size"}
 
 
 def options_of(
-    plan: Plan,
+    plan: Draft,
     arguments: argparse.Namespace,
     configure: Callable[[Sequence[str]], Request],
     *,
@@ -76,7 +76,7 @@ def options_of(
     return options
 
 
-def _absolute_paths(plan: Plan) -> dict[str, str]:
+def _absolute_paths(plan: Draft) -> dict[str, str]:
     """Return the absolute path of each key whose value is a relative path."""
     absolute_paths = {}
     for name in PATHS:
@@ -92,7 +92,7 @@ def _absolute_paths(plan: Plan) -> dict[str, str]:
     return absolute_paths
 
 
-def num_steps(plan: Plan) -> int | None:
+def num_steps(plan: Draft) -> int | None:
     """Return the number of optimizer steps that CONFIG asks for. Return None if it depends on a
     dataset that is large or not on this machine."""
     config = plan.config
@@ -102,8 +102,7 @@ def num_steps(plan: Plan) -> int | None:
         if not Path(config.dataset).exists():
             return None
         with contextlib.suppress(UserError, OSError):
-            plan = find_sources(plan, [])
-            data = peek_data(plan)
+            data = peek_data(plan, find_sources(plan, []))
             return fit_to_data(plan, data, []).num_steps if data else None
         return None
     samples = AUTO_SAMPLES if config.num_samples == AUTO else int(config.num_samples)

@@ -28,6 +28,7 @@ from distributed_training.predict.predict import Cluster, Prediction, parse_clus
 from distributed_training.settings.config import AUTO, KEYS, Request, with_values
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json, shown
+from distributed_training.settings.keys import Parser
 from distributed_training.tools.plan_table import count, duration
 from real_model_example import CONFIG
 
@@ -111,7 +112,10 @@ def main() -> int:
     script = ROOT / "real_model_example.py"
     folder = ROOT / "runs"
     program = cli.Program(config=CONFIG, script=script, about=__doc__, output_dir=folder)
-    arguments = cli.parse(sys.argv[1:], program, sys.modules[__name__])
+    parser = Parser(description=__doc__.partition("\n")[0])
+    add_options(parser)
+    cli.add_keys(parser)
+    arguments = cli.read_options(parser, sys.argv[1:])
     loss = arguments.target_loss
     if (arguments.budget is None) == (loss is None):
         raise UserError("give either a budget or --target_loss", fix='write "8xH200 24h"')

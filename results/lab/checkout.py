@@ -1,20 +1,47 @@
-"""Imported first by the programs here, so that `python results/lab/NAME.py` finds the package."""
+"""What the programs here share. Imported first, so that `python results/lab/NAME.py` finds the
+package."""
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from distributed_training.settings import keys  # noqa: E402
+from distributed_training.settings.cache import use_private_caches  # noqa: E402
+from distributed_training.settings.errors import UserError  # noqa: E402
+
+
+def accept(arguments: argparse.Namespace) -> None:
+    """Check nothing but the command line."""
+
+
+class Parser(keys.Parser):
+    """The options of a program. With --dry-run it calls `check` and starts nothing."""
+
+    def __init__(
+        self, *, check: Callable[[argparse.Namespace], None] = accept, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.check = check
+        self.add_argument("--dry-run", action="store_true", help="check the command, start nothing")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the command line, and end the program if it is a dry run."""
+        arguments = super().parse_args(args, namespace)
+        if arguments.dry_run:
+            self.check(arguments)
+            print("The command is accepted. Nothing was started.")
+            sys.exit(0)
+        return arguments
+
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run a program; what a user did wrong is said in one line."""
-    from distributed_training.settings.cache import use_private_caches
-    from distributed_training.settings.errors import UserError
-
+    """Run a program and print a user's mistake as one line."""
     try:
         use_private_caches()
         sys.exit(main())

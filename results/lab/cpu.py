@@ -20,7 +20,6 @@ from distributed_training.records.record import Record, provenance, write_json
 from distributed_training.records.report import find_records
 from distributed_training.records.tables import MS_A_STEP
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.settings.keys import Parser
 
 COMMAND = "python results/lab/cpu.py OUT.json"
 PLAN = ROOT / "results" / "plans" / "cpu.json"
@@ -42,7 +41,7 @@ def entry(record: Record, timed: bool) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = checkout.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--timed", action="store_true")
     arguments = parser.parse_args(argv)

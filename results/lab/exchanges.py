@@ -18,7 +18,6 @@ import torch.distributed as dist
 from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.settings.keys import Parser
 from distributed_training.tools.harness import Run, every_run, open_group
 from distributed_training.train.loop import learning_rate
 
@@ -82,7 +81,7 @@ def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train every case with one seed and put them into the record."""
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = checkout.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)

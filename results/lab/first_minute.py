@@ -1,11 +1,10 @@
 """When each line of a run appears, in seconds since it was typed: with empty caches, then again.
 
-    python -m results.lab.first_minute OUT.json [-- python real_model_example.py ...]
+    python results/lab/first_minute.py OUT.json [-- python real_model_example.py ...]
 
 Without a command: the default run on one GPU, gpt2-medium with random weights, no network.
 """
 
-import argparse
 import json
 import os
 import re
@@ -16,6 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import checkout
 
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.files import ROOT
@@ -62,8 +63,8 @@ def find_marks(lines: Sequence[tuple[float, str]]) -> dict[str, float | None]:
     return {**found, "end": lines[-1][0]}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = checkout.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="the JSON file to write")
     parser.add_argument("command", nargs="*", default=COMMAND, help="after --")
     arguments = parser.parse_args(argv)
@@ -82,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             document["runs"][caches_are] = seconds
             print(caches_are, json.dumps(seconds), flush=True)
     write_json(arguments.out, document)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    checkout.run(main)

@@ -24,7 +24,6 @@ from distributed_training.parallel.agree import gather
 from distributed_training.planner.data import cut_data
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import build_config
-from distributed_training.settings.keys import Parser
 from distributed_training.settings.machine import GIB
 from distributed_training.settings.strategies import strategy_defaults, strategy_options
 from distributed_training.start.rendezvous import agree_on_plan
@@ -76,7 +75,7 @@ def measure(values: dict[str, Any], group: Group) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description="Measure how a model is built.")
+    parser = checkout.Parser(description="Measure how a model is built.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args(argv)

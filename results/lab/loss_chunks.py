@@ -25,7 +25,6 @@ from tabulate import tabulate
 
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.keys import Parser
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.harness import Kept, Run, each_run, open_group_for
 
@@ -111,7 +110,7 @@ def measure_liger(run: Run) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description="Compare ways to compute the loss.")
+    parser = checkout.Parser(description="Compare ways to compute the loss.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args(argv)

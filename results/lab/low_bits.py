@@ -20,7 +20,6 @@ import checkout
 import torch
 
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.keys import Parser
 from distributed_training.tools.harness import Run, each_run, open_group
 from distributed_training.train.loop import learning_rate
 from results.lab.steps import time_step
@@ -124,7 +123,7 @@ def show(name: str, found: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = Parser(description=__doc__)
+    parser = checkout.Parser(description=__doc__)
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")

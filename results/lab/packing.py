@@ -31,7 +31,6 @@ from distributed_training.data.samples import IGNORE_INDEX, StepBatch
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import attention
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.keys import Parser
 from distributed_training.tools.harness import Group, Run, each_run, open_group
 from distributed_training.tools.parity.apart import rows_of
 from results.lab.steps import time_step
@@ -308,7 +307,7 @@ def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description="Compare packed records with padded ones.")
+    parser = checkout.Parser(description="Compare packed records with padded ones.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args(argv)

@@ -4,15 +4,24 @@ Runs that would start after the deadline are listed instead; `--first` goes on w
 """
 
 import argparse
-import json
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed_training.plan.layout import Batch
+from distributed_training.plan.plan import Draft
+from distributed_training.planner.make_plan import draft_plan
+from distributed_training.planner.rank import layout_name
+from distributed_training.predict.predict import Cluster, this_machine
 from distributed_training.records.record import Record, write_json
-from distributed_training.settings.keys import Parser
+from distributed_training.settings.config import KEYS, build_config
+from distributed_training.settings.files import load_json
+from distributed_training.settings.machine import Machine, detect_machine
+from distributed_training.settings.strategies import strategy_options
 from distributed_training.tools.compare import record_path
+from results.lab import checkout
 from results.lab.pages.columns import table
 
 Runs = dict[str, dict[str, Any]]  # name -> CONFIG values
@@ -20,22 +29,73 @@ Measured = tuple[str, dict[str, Any] | str]  # name, and the record or why there
 
 
 def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Runs]:
-    """The command line of what goes through a plan, the plan, and its runs by name."""
-    parser = Parser(description=about)
-    parser.add_argument("plan", type=Path, help="a JSON file of results/plans/, for example")
+    """Return the command line of a program that goes through a plan, the plan, and its runs by
+    name. The record of a run is a plan that repeats it."""
+    parser = checkout.Parser(description=about, check=check_layouts)
+    plan_help = "a JSON file of results/plans/, or the record of a run"
+    parser.add_argument("plan", type=Path, help=plan_help)
     parser.add_argument("out", type=Path, help="a folder for the records")
     parser.add_argument("--deadline_s", type=float, default=float("inf"))
     parser.add_argument("--first", type=int, default=0, help="skip the runs before this one")
     parser.add_argument("--last", type=int, help="skip the runs after so many")
-    parser.add_argument("--git_commit", help="of this tree, where its .git does not say so")
+    parser.add_argument("--git_commit", help="commit of this tree, if its .git does not say it")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    plan = json.loads(arguments.plan.read_text())
+    plan = load_json(arguments.plan, "plan")
+    return arguments, plan, runs_of(plan, arguments)
+
+
+def runs_of(plan: Mapping[str, Any], arguments: argparse.Namespace) -> Runs:
+    """Return the chosen runs of a plan, or the run of a record."""
+    if "config_requested" in plan:
+        values = todays_keys(plan["config_requested"]) | plan.get("engine_options", {})
+        batch = Batch(**plan["batch"])
+        values |= {
+            "resume": None,
+            # Once it was the batch of a replica. Now it is the batch of a process.
+            "batch_size": batch.global_batch_size // plan["world_size"],
+            "grad_accum_steps": 1,
+            "micro_batch_size": batch.micro_batch_size,
+            "num_microbatches": batch.num_microbatches,
+        }
+        return {arguments.plan.stem: values}
     runs = plan["runs"]
     if isinstance(runs, list):
         runs = {f"{place} {run}": run for place, run in enumerate(runs)}
     chosen = list(runs.items())[arguments.first : arguments.last]
-    return arguments, plan, {name: {**plan["common"], **run} for name, run in chosen}
+    return {name: {**plan["common"], **run} for name, run in chosen}
+
+
+def check_layouts(arguments: argparse.Namespace) -> None:
+    """Lay out each run of a plan, for the machine of a record or this one, and print it."""
+    plan = load_json(arguments.plan, "plan")
+    for name, values in runs_of(plan, arguments).items():
+        draft = draft_of(values, machine_of(plan))
+        print(f"{name}: {layout_name(draft)}, {draft.batch.describe()}")
+
+
+def machine_of(plan: Mapping[str, Any]) -> Cluster:
+    """Return the processes of a record's run, or those that a launcher starts here."""
+    if "machine" not in plan:
+        count = int(os.environ.get("WORLD_SIZE", "1"))
+        return this_machine(detect_machine(), count, count)
+    values = plan["machine"]
+    machine = Machine(**values | {"compute_capability": tuple(values["compute_capability"])})
+    return this_machine(machine, plan["world_size"], plan["world_size"])
+
+
+def draft_of(values: Mapping[str, Any], cluster: Cluster) -> Draft:
+    return draft_plan(build_config(values, options=strategy_options), cluster)
+
+
+def todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded CONFIG under today's keys. Compression was once a key of dp."""
+    words = {key: value for key, value in config.items() if key in KEYS}
+    if words.get("gradient_compression") in ("powersgd", "topk-int8"):
+        words["compression"] = words.pop("gradient_compression")
+        words["strategy"] = "compressed"
+        words |= {key: config[key] for key in ("compression_rank", "compression_k")}
+    return words
 
 
 def collect(

@@ -23,7 +23,6 @@ from distributed_training.predict.traffic import sent_by_axis
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.settings.keys import Parser
 from distributed_training.tools.harness import Run, every_run, open_group
 from results.lab.exchanges import PLAN
 
@@ -101,7 +100,7 @@ def work(out: Path, rate: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start two processes for each rate, or be one of them."""
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = checkout.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--rates", nargs="+", default=["2", "10"], help="Mbit/s each way")
     options = parser.parse_args(argv)

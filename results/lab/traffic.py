@@ -30,7 +30,6 @@ from distributed_training.predict.traffic import Formulas, sent_bytes
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT, load_json
-from distributed_training.settings.keys import Parser
 from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.tools.harness import Run, every_run, open_group
 
@@ -209,7 +208,7 @@ def differences(cases: dict[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the processes, put their parts together, write the record."""
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = checkout.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     out = parser.parse_args(argv).out
     if current_process() is not None:

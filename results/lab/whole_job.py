@@ -25,7 +25,6 @@ import torch
 
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.keys import Parser
 from results.lab.packing import write_records
 
 CHAT_TEMPLATE = (
@@ -171,7 +170,7 @@ def newest_record(folder: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description="Run a whole job on a model of 8B and time each step.")
+    parser = checkout.Parser(description="Run a whole job on a model of 8B and time each step.")
     parser.add_argument("output", type=Path)
     parser.add_argument("--model", default="meta-llama/Llama-3.1-8B")
     parser.add_argument("--tiny", action="store_true")

@@ -37,7 +37,7 @@ class OPTIONS(Options):
     def steps_between_exchanges(self) -> int | None:
         return self.local_steps
 
-    def bytes_a_parameter(self) -> int:
+    def bytes_per_parameter(self, num_replicas: int) -> float:
         """Return the bytes per parameter of the fp32 weights of the last synchronization and of the
         outer momentum."""
         if self.averages:

@@ -39,10 +39,10 @@ def test_ranks_wait_for_the_text_as_long_as_it_takes(tmp_path, monkeypatch):
     """No process group exists yet, so its limit of half an hour does not apply."""
     waited = threading.Event()
     data = rendezvous.plan_data
-    cut = data.cut_data
+    read = data.read_data
     monkeypatch.setattr(rendezvous, "detect_machine", lambda: CPU_MACHINE)
     monkeypatch.setattr(
-        rendezvous.plan_data, "cut_data", lambda plan: waited.wait(60) and cut(plan)
+        rendezvous.plan_data, "read_data", lambda *given: waited.wait(60) and read(*given)
     )
     naps = []
 

@@ -7,6 +7,7 @@ Every function but the last takes {"cases": {name: CONFIG values}, ...} and retu
 import functools
 import hashlib
 import os
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,10 @@ from distributed_training.models import attention, decoder, llama
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel import lora
 from distributed_training.parallel.agree import gather
-from distributed_training.parallel.gradients import apply_compression, bucket_mib
 from distributed_training.parallel.mesh import process_group
 from distributed_training.parallel.tensor_files import TensorFiles, write_parts
 from distributed_training.settings.config import build_config
+from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start import worker
 from distributed_training.start.ranks import current_process
 from distributed_training.tools.harness import Run, every_run, open_group
@@ -290,7 +291,9 @@ def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
 def exchange(arguments: dict[str, Any]) -> torch.Tensor:
     """The gradient of one matrix after the exchange of each step, [steps, rows, columns], where
     those before it are `gradients`, [processes, steps, rows, columns]."""
-    config = build_config(arguments["config"])
+    options = strategy_options("compressed")(**arguments["options"])
+    config = build_config({"strategy": "compressed"}, options=strategy_options)
+    engine = load_strategy(config).load_engine()
     process = current_process()
     assert process is not None
     store = worker.open_store(process, 60)
@@ -298,7 +301,7 @@ def exchange(arguments: dict[str, Any]) -> torch.Tensor:
         gradients = arguments["gradients"][dist.get_rank()]
         _, rows, columns = gradients.shape
         layer = torch.nn.Linear(columns, rows, bias=False)
-        module = DistributedDataParallel(layer, bucket_cap_mb=bucket_mib(config, "cpu"))
+        module = DistributedDataParallel(layer, bucket_cap_mb=2**20)
 
         def step(gradient: torch.Tensor) -> torch.Tensor:
             module.zero_grad()
@@ -308,5 +311,5 @@ def exchange(arguments: dict[str, Any]) -> torch.Tensor:
             return layer.weight.grad.clone()
 
         step(torch.zeros(rows, columns))  # in which DDP arranges its buckets
-        apply_compression(module, config)
+        sys.modules[engine.__module__].apply_compression(module, options)
         return torch.stack([step(gradient) for gradient in gradients])

@@ -8,11 +8,12 @@ from tests.parity.support import BASE, DEEP, assert_resumes, assert_same_bits, c
 LOCAL = {**BASE, "strategy": "local_sgd", **cut(1)}
 DILOCO = {**LOCAL, "outer_lr": 0.7, "outer_momentum": 0.9}
 DP = {**BASE, "strategy": "dp", **cut(1)}
+SMALLER = {**DP, "strategy": "compressed"}
 COMPRESSED = {
     "bf16": {**DP, "gradient_compression": "bf16"},
-    "powersgd": {**DP, "gradient_compression": "powersgd", "compression_rank": 2},
-    "topk-int8": {**DP, "gradient_compression": "topk-int8", "compression_k": 0.05},
-    "all of top-k": {**DP, "gradient_compression": "topk-int8", "compression_k": 1.0},
+    "powersgd": {**SMALLER, "compression_rank": 2},
+    "topk-int8": {**SMALLER, "compression": "topk-int8", "compression_k": 0.05},
+    "all of top-k": {**SMALLER, "compression": "topk-int8", "compression_k": 1.0},
 }
 CASES = {
     "dp": DP,

@@ -145,9 +145,9 @@ def test_local_steps_follow_their_papers(rate, momentum, folder, tmp_path):
 ROWS, COLUMNS, STEPS = 12, 10, 30
 
 
-def exchanged(gradients, **config):
+def exchanged(gradients, **options):
     """What each step's gradients, [processes, STEPS, ROWS, COLUMNS], are after the exchange."""
-    job = {"gradients": gradients, "config": {"strategy": "dp", **config}}
+    job = {"gradients": gradients, "options": options}
     return heavy_pool().call("tests.parity.cases:exchange", job, num_processes=len(gradients))
 
 
@@ -159,7 +159,7 @@ def test_powersgd_sends_matrices_of_its_rank_and_makes_up_for_it():
     """1905.09767, algorithm 2: what a step leaves out is in the next one's matrix. So the sum over
     steps stays as near to that of the gradients, which are always the same, as one step comes."""
     gradients = random_gradients(2, 1, ROWS, COLUMNS).expand(-1, STEPS, -1, -1)
-    found = exchanged(gradients, gradient_compression="powersgd", compression_rank=2)
+    found = exchanged(gradients, compression_rank=2)
     for step in found:
         values = torch.linalg.svdvals(step)
         assert values[1] > 1e-2 * values[0]
@@ -171,7 +171,7 @@ def test_powersgd_sends_matrices_of_its_rank_and_makes_up_for_it():
 def test_topk_int8_is_its_formula():
     gradients = random_gradients(3, STEPS, ROWS, COLUMNS)
     share = 0.1
-    found = exchanged(gradients, gradient_compression="topk-int8", compression_k=share)
+    found = exchanged(gradients, compression="topk-int8", compression_k=share)
     expected = topk_int8(gradients.double().flatten(2).numpy(), share)
     np.testing.assert_allclose(found.flatten(1), expected, rtol=1e-4, atol=1e-5)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from distributed_training.planner.checks import has_libaio
-from results.lab.faults import resharding
-from results.lab.faults.resharding import EIGHT, LORA, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
+from tests.faults import resharding
+from tests.faults.resharding import EIGHT, LORA, LOSS_TOLERANCE, WEIGHT_TOLERANCE, reshard
 from tests.parity.support import DEEP, assert_resumes, cut, small_infinity
 from tests.parity.test_packing import PACKED
 

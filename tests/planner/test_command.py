@@ -8,14 +8,15 @@ import sys
 import pytest
 
 from distributed_training.cli import main
-from distributed_training.predict.predict import parse_cluster
+from distributed_training.planner.make_plan import draft_plan
+from distributed_training.predict.predict import parse_cluster, this_machine
 from distributed_training.settings.config import AUTO
 from distributed_training.settings.files import ROOT
 from distributed_training.tools import plan as command
 from real_model_example import CONFIG
 from tests.conftest import light_pool
 from tests.e2e.support import assert_refused
-from tests.planner.helpers import plan_for
+from tests.planner.helpers import merged, plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused
 
 OWN = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
@@ -188,9 +189,11 @@ def test_too_little_ram_is_told_from_too_small_gpus(monkeypatch, capsys):
 
 def test_auto_takes_the_planners_choice_and_says_so(tmp_path):
     for machine, count in ((CPU_MACHINE, 2), (GPU_MACHINE, 1)):
-        planned = plan_for(tmp_path, machine, count, checked=False, strategy=AUTO)
+        notes = []
+        cluster = this_machine(machine, count, count)
+        planned = draft_plan(merged({"model": "gpt2-tiny", "strategy": AUTO}), cluster, notes)
         assert (planned.strategy.name, planned.requested.strategy) == ("dp", AUTO)
-        assert any("strategy is dp, the planner's" in note for note in planned.notes)
+        assert any("strategy is dp, the planner's" in note for note in notes)
     words = {"strategy": "dp", "model": "gpt2", "batch_size": AUTO}
     busy = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, **words)
     assert busy.config.batch_size >= 8

@@ -8,7 +8,7 @@ import pytest
 
 from distributed_training.data.cache import token_cache
 from distributed_training.planner import checks, data
-from distributed_training.planner.data import cut_data, peek_data
+from distributed_training.planner.data import cut_data, peek_data, read_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import parse_cluster, this_machine
 from distributed_training.settings.config import build_config
@@ -17,14 +17,14 @@ from tests.support import CPU_MACHINE, refused
 LENGTH = 64
 
 
-def plan_for(tmp_path, words, *, cut=cut_data, **config):
+def plan_for(tmp_path, words, *, read=read_data, **config):
     text = tmp_path / "mine.txt"
     text.write_text("one more word " * words)
     values = {
         "model": "gpt2-tiny", "strategy": "dp", "dataset": str(text), "max_length": LENGTH,
         "output_dir": str(tmp_path / "runs"), **config,
     }  # fmt: skip
-    return make_plan(build_config(values), this_machine(CPU_MACHINE, 2, 2), cut)
+    return make_plan(build_config(values), this_machine(CPU_MACHINE, 2, 2), read)
 
 
 def test_a_short_text_is_taken_whole(tmp_path):
@@ -60,11 +60,11 @@ def test_a_trace_needs_a_step_before_it(tmp_path):
 
 
 def test_a_dry_run_cuts_a_short_text_and_leaves_nothing(tmp_path):
-    plan = plan_for(tmp_path, 2000, cut=peek_data)
+    plan = plan_for(tmp_path, 2000, read=peek_data)
     assert not (tmp_path / "runs").exists()
     whole = plan_for(tmp_path, 2000)
     assert (plan.config, plan.num_steps, plan.notes) == (whole.config, whole.num_steps, whole.notes)
-    assert plan_for(tmp_path, 400_000, cut=peek_data).num_steps is None
+    assert plan_for(tmp_path, 400_000, read=peek_data).num_steps is None
 
 
 def test_processes_take_the_samples_of_the_plan_without_reading_the_text(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +12,7 @@ from distributed_training.models import find_model, weights
 from distributed_training.planner.data import find_sources
 from distributed_training.planner.make_plan import draft_plan, make_plan
 from distributed_training.predict.predict import this_machine
-from distributed_training.settings.config import build_config
+from distributed_training.settings.config import build_config, with_values
 from tests.planner.helpers import plan_for
 from tests.support import CPU_MACHINE, GPU_MACHINE, refused, small_text
 
@@ -23,11 +24,16 @@ def gpu(**changes):
 
 
 def decide(machine=CPU_MACHINE, *, world_size=1, **config):
-    """(the plan as far as it is decided and its sources are found, its notes)"""
+    """Return (the draft and its sources as one object, its notes)."""
     built = build_config({"strategy": "zero2", **config})
     notes = []
-    plan = draft_plan(built, this_machine(machine, world_size, world_size), notes)
-    return find_sources(plan, notes), notes
+    draft = draft_plan(built, this_machine(machine, world_size, world_size), notes)
+    sources = find_sources(draft, notes)
+    config = with_values(draft.config, **sources.decided)
+    found = {
+        name: getattr(part, name) for part in (draft, sources) for name in part.__dataclass_fields__
+    }
+    return SimpleNamespace(**{**found, "config": config, "size": sources.model.size}), notes
 
 
 def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words():

@@ -12,6 +12,7 @@ from tests.planner.helpers import merged
 from tests.support import CPU_MACHINE, refused
 
 H200 = parse_cluster("8xH200")
+TOPK = {"strategy": "compressed", "compression": "topk-int8"}
 
 
 def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
@@ -23,18 +24,18 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
     ("values", "said"),
     [
         ({"strategy": "fsdp", "gradient_compression": "bf16"}, "does not go with strategy='fsdp'"),
-        ({"strategy": "zero2", "gradient_compression": "powersgd"}, "strategy='zero2'"),
-        ({"gradient_compression": "powersgd", "compression_rank": 65}, "compression_rank=65"),
-        ({"gradient_compression": "topk-int8", "compression_k": 0.0}, "compression_k=0.0"),
-        ({"gradient_compression": "topk-int8", "on_nonfinite": "skip"}, "on_nonfinite='skip'"),
+        ({"strategy": "zero2", "gradient_compression": "bf16"}, "strategy='zero2'"),
+        ({"strategy": "compressed", "compression_rank": 65}, "compression_rank=65"),
+        ({**TOPK, "compression_k": 0.0}, "compression_k=0.0"),
+        ({**TOPK, "on_nonfinite": "skip"}, "on_nonfinite='skip'"),
         # An overflow would stay in the error that is kept.
-        ({"gradient_compression": "powersgd", "precision": "fp16"}, "precision='fp16'"),
+        ({"strategy": "compressed", "precision": "fp16"}, "precision='fp16'"),
         ({"strategy": "zero2", "on_nonfinite": "skip"}, "set it to rollback"),
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
         ({"strategy": "local_sgd", "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"local_steps": 8}, "local_steps"),
         ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1.0 does not go with strategy"),
-        ({"gradient_compression": "powersgd", "bucket_cap_mb": 1.0}, "single bucket"),
+        ({"strategy": "compressed", "bucket_cap_mb": 1.0}, "PyTorch's DDP has buckets"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
         (
             {"strategy": "zero2", "optimizer": "adamw-bf16"},
@@ -79,8 +80,8 @@ def test_state_bytes():
         ({"strategy": "local_sgd"}, 8, 12 / 4 + 12),
         ({"strategy": "local_sgd", "outer_lr": 0.7}, 12, 12 / 4 + 16),
         ({"strategy": "local_sgd", "outer_lr": 0.7, "outer_momentum": 0.9}, 16, 12 / 4 + 20),
-        ({"strategy": "dp", "gradient_compression": "powersgd"}, 12, 12 / 4 + 4),
-        ({"strategy": "dp", "gradient_compression": "topk-int8"}, 13, 12 / 4 + 5),
+        ({"strategy": "compressed"}, 12, 12 / 4 + 4),
+        (TOPK, 13, 12 / 4 + 5),
     ):
         plan = plan_of(**values)
         whole = estimate_state(plan)["parameters"] / 4
@@ -97,7 +98,7 @@ def test_slow_links_are_what_they_pay_on():
         for values in (
             {"strategy": "dp"},
             {"strategy": "dp", "gradient_compression": "bf16"},
-            {"strategy": "dp", "gradient_compression": "topk-int8"},
+            TOPK,
             {"strategy": "local_sgd", "local_steps": 64},
         )
     ]

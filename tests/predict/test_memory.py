@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from distributed_training.models.gpt2 import SIZES
-from distributed_training.planner.data import cut_data
+from distributed_training.planner.data import read_data
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.memory import bytes_a_parameter, estimate_memory
 from distributed_training.predict.predict import this_machine
@@ -96,7 +96,7 @@ def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, monkeypatch):
     words = {"model": "gpt2-tiny", "strategy": "dp", "dataset": str(small_text()), "num_samples": 4}
     config = build_config({**words, "output_dir": str(tmp_path)})
     first, second, two = (
-        make_plan(config, this_machine(CPU_MACHINE, count, count), cut_data) for count in (1, 1, 2)
+        make_plan(config, this_machine(CPU_MACHINE, count, count), read_data) for count in (1, 1, 2)
     )
     saved = first.prediction["host_bytes"] - second.prediction["host_bytes"]
     assert saved == FITTED.process_bytes.tokenising

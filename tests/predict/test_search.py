@@ -4,11 +4,12 @@ import itertools
 import random
 
 import pytest
+from pydantic import TypeAdapter
 from torch.distributed.pipelining import schedules
 
 from distributed_training.parallel import private_pipelining as private
 from distributed_training.plan import orders
-from distributed_training.plan.plan import PLAN_AS_JSON
+from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.planner import choose
 from distributed_training.planner.make_plan import draft_plan
@@ -112,6 +113,7 @@ def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkey
     words = {"model": "gpt2", "strategy": "pp", "pipeline_schedule": "zb-auto"}
     slow, quick = map(parse_cluster, ("2xL4", "2xH200"))
     plans = [draft_plan(build_config(words), of) for of in (slow, quick)]
+    as_json = TypeAdapter(Draft)
     for cluster, plan in zip((slow, quick), plans, strict=True):
         costs = Work(plan, cluster.rates).operations()
         spans = expect_spans(plan)
@@ -120,7 +122,7 @@ def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkey
         found, m = orders.find_orders(plan), plan.batch.num_microbatches
         assert set(found[0]) == set(orders.build_orders("zb-v", 2, m)[0])
         monkeypatch.setattr(choose, "search_orders", None)
-        read = PLAN_AS_JSON.validate_json(PLAN_AS_JSON.dump_json(plan))
+        read = as_json.validate_json(as_json.dump_json(plan))
         assert (orders.find_orders(read), expect_spans(read)) == (found, spans)
 
 

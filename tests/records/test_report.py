@@ -41,8 +41,10 @@ def runs(tmp_path, monkeypatch):
 def main(argv, output_dir=Path("runs")):
     """Call `report` with these arguments."""
     script = ROOT / "real_model_example.py"
-    program = cli.Program(config={}, script=script, about="", output_dir=output_dir)
-    return cli.own_options(cli.report, argv, program)
+    program = cli.Program(
+        config={}, script=script, about="", output_dir=output_dir, argv=tuple(argv)
+    )
+    return cli.run_command("report", program)
 
 
 def printed(capsys, *arguments, output_dir=None):

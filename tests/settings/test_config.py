@@ -29,7 +29,7 @@ WORK = {
     "model", "epochs", "max_length", "num_samples", "seed", "dataset", "validation_dataset",
     "columns", "tokenizer", "weights", "precision", "learning_rate", "lr_schedule", "warmup_steps",
     "weight_decay", "max_grad_norm", "dropout", "pack", "max_steps", "gradient_compression",
-    "compression_rank", "compression_k", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
     "optimizer", "base_dtype",
 }  # fmt: skip
 TYPES = {"integer": int, "number": float, "boolean": bool, "string": str, "null": type(None)}

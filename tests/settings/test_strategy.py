@@ -19,7 +19,7 @@ from tests.support import named_strategy, own_json, refused
 
 
 def test_strategies_in_the_folders_order_mean_what_they_say():
-    assert list(list_strategies()) == [*NAMES, "local_sgd"]
+    assert list(list_strategies()) == [*NAMES, "local_sgd", "compressed"]
     for name in NAMES:
         strategy = named_strategy(name)
         assert (strategy_defaults(name), strategy_options(name)) == ({}, Options)

@@ -1,7 +1,6 @@
 """What torchrun starts again goes on with the same work, on as many processes as there are."""
 
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +29,7 @@ def planned(config, num_processes):
 def begun(tmp_path):
     def begin(num_processes, launchers=AGENTS, **values):
         plan = planned(config_for(tmp_path, **values), num_processes)
-        return reserve_run_dir(replace(plan, launchers=launchers))
+        return reserve_run_dir(plan, launchers)
 
     return begin
 

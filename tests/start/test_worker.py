@@ -95,10 +95,10 @@ def test_each_process_gets_a_device_or_is_refused(planned, seen, device, variabl
 
 
 def test_a_full_disk_under_a_cache_is_an_answer_for_all_ranks(tmp_path, monkeypatch):
-    def full(_):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rendezvous.plan_data, "cut_data", full)
+    monkeypatch.setattr(rendezvous.plan_data, "read_data", full)
     monkeypatch.setattr(rendezvous, "detect_machine", lambda: CPU_MACHINE)
     sent = []
     config = build_config({"model": "gpt2-tiny", "strategy": "dp", "output_dir": str(tmp_path)})

@@ -4,11 +4,14 @@ import dataclasses
 import random
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
 import distributed_training.planner.make_plan as planning
 from distributed_training import cli
+from distributed_training.plan.plan import Draft
+from distributed_training.planner.data import Sources
 from distributed_training.settings.config import PRESETS_DIR
 from distributed_training.settings.strategies import MESH_AXES
 from distributed_training.start import launch
@@ -60,6 +63,14 @@ def random_words(number):
     return words
 
 
+def sources_of(draft):
+    """Sources that decide nothing."""
+    return Sources(
+        decided={}, model=draft.model, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None,
+        identities={},
+    )  # fmt: skip
+
+
 @pytest.fixture
 def call(monkeypatch):
     """The script without what this machine holds; returns (exit code, picked layouts, the plan of a
@@ -68,8 +79,8 @@ def call(monkeypatch):
     def run(words):
         picked, printed = [], []
         pick, describe = command.pick, launch.describe_plan
-        monkeypatch.setattr(planning, "find_sources", lambda plan, _: plan)
-        monkeypatch.setattr(launch, "peek_data", lambda plan: None)
+        monkeypatch.setattr(planning, "find_sources", lambda draft, _: sources_of(draft))
+        monkeypatch.setattr(launch, "peek_data", lambda *_: None)
         with monkeypatch.context() as patch:
             patch.setattr(command, "pick", lambda choices: picked.extend(pick(choices)) or picked)
             patch.setattr(
@@ -83,14 +94,13 @@ def call(monkeypatch):
 
 
 def comparable(plan):
-    """All that a plan decides."""
-    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    """Return everything that a draft decides."""
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Draft)}
     kept = {name: value for name, value in fields.items() if name not in OTHERWISE}
     # `mesh` has the sizes; a job resumes.
     asked = (*MESH_AXES, "resume")
     kept["config"] = {k: v for k, v in plan.config.to_user_words().items() if k not in asked}
     kept["strategy"] = dataclasses.replace(plan.strategy, mesh={}, named_axes=())
-    kept["deepspeed_json"] = None  # a draft has none yet
     return kept
 
 

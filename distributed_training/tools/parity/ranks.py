@@ -71,8 +71,8 @@ def train_all(file: Path, build: Build) -> int:
     for stream in (1, 2):  # libraries print to both
         os.dup2(log, stream)
     configs = {key: build(as_texts(values)) for key, values in jobs["runs"].items()}
-    known = {config.gradient_compression for config in configs.values()}
-    with harness.open_group_for({kind: {"gradient_compression": kind} for kind in known}) as group:
+    names = {config.strategy for config in configs.values()}
+    with harness.open_group_for({name: {"strategy": name} for name in names}) as group:
         torch.set_num_threads(threads_per_process(group.process.local_world_size))
         is_rank_0 = group.process.rank == 0
         kept = harness.Kept()

@@ -22,7 +22,6 @@ import torch
 
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.keys import Parser
 from results.lab import checkout
 
 LORA = {"lora_rank": 16, "lora_alpha": 32.0}
@@ -233,7 +232,9 @@ def show(name: str, found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description="Measure models of 1 to 8B, and transformers' Trainer beside them.")
+    parser = checkout.Parser(
+        description="Measure models of 1 to 8B, and transformers' Trainer beside them."
+    )
     parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS))
     parser.add_argument("--tiny", action="store_true")

@@ -21,7 +21,6 @@ import torch
 
 from distributed_training.engines.graphs import NUM_EAGER_STEPS, to_device
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.keys import Parser
 from distributed_training.tools.harness import Run, each_run, open_group
 from results.lab import checkout
 
@@ -89,7 +88,7 @@ def compare(run: Run, file: Path) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description="Compare with nanoGPT's model.")
+    parser = checkout.Parser(description="Compare with nanoGPT's model.")
     parser.add_argument("nanogpt_model", type=Path)
     parser.add_argument("output", type=Path)
     arguments = parser.parse_args(argv)

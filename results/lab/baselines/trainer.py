@@ -22,7 +22,6 @@ import torch
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.keys import Parser
 from distributed_training.tools.harness import Run, each_run, open_group
 from results.lab import checkout
 
@@ -136,7 +135,7 @@ def measure(way: str, case: tuple[str, int, int]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description="Compare with transformers' Trainer.")
+    parser = checkout.Parser(description="Compare with transformers' Trainer.")
     parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one")

@@ -29,7 +29,6 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
-from distributed_training.settings.keys import Parser
 from results.lab import checkout
 
 UNITS = {"MB": 10**6, "GB": 10**9}
@@ -92,7 +91,7 @@ def watch(command: list[str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = checkout.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("size", help="of the text, such as 200MB or 10GB")
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokenizer", type=Path, default=EMBEDDED_DIR, help="a folder")

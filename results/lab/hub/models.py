@@ -21,7 +21,6 @@ from tabulate import tabulate
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import HUB_PREFIX, find_model
 from distributed_training.records.record import provenance, write_json
-from distributed_training.settings.keys import Parser
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.harness import Run, each_run, open_group
 from results.lab import checkout
@@ -139,7 +138,7 @@ def train_with_trainer(*, tiny: bool) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description="Measure models through transformers' code.")
+    parser = checkout.Parser(description="Measure models through transformers' code.")
     parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--tiny", action="store_true", help="a smoke test on a CPU")
     parser.add_argument("--only", nargs="*", default=[*CASES, TRAINER])

@@ -61,7 +61,9 @@ _START: dict[str, Callable[..., str]] = {
     **SETTINGS,
     "strategy": lambda r: r.layout_name,
     "CUDA graph": lambda r: "yes" if r.config.get("cuda_graphs") else "no",
-    "compression": lambda r: r.config.get("gradient_compression", "none"),
+    "compression": lambda r: (
+        r.engine_options.get("compression") or r.config.get("gradient_compression", "none")
+    ),
     "trains": lambda r: f"LoRA {rank}" if (rank := r.config.get("lora_rank")) else "weights",
     "recomputes": lambda r: r.config["activation_checkpointing"],
     "loss in chunks of": lambda r: str(r.config.get("loss_chunk_tokens") or "-"),

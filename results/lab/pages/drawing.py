@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from distributed_training.models import ModelSize
 from distributed_training.parallel.mesh import Topology
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 from distributed_training.predict.memory import estimate_state
 from results.lab.pages.laws import GIB, plan_of
 
@@ -44,7 +44,7 @@ def _line(first: str, cells: list[str]) -> str:
     return (FIRST.format(first) + "".join(map(COLUMN.format, cells))).rstrip()
 
 
-def _kinds(plan: Plan) -> list[tuple[str, int, bool]]:
+def _kinds(plan: Draft) -> list[tuple[str, int, bool]]:
     """(label, bytes of the fullest process, whether dp_shard divides it), by where it lies."""
     strategy = plan.strategy
     state = estimate_state(plan)
@@ -81,7 +81,7 @@ def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: in
     return count
 
 
-def _held(plan: Plan) -> list[int]:
+def _held(plan: Draft) -> list[int]:
     """Parameters of each place along pp, before tp and dp_shard divide them."""
     cut = plan.layout.blocks_per_stage
     held = [0] * plan.mesh["pp"]
@@ -90,13 +90,13 @@ def _held(plan: Plan) -> list[int]:
     return held
 
 
-def _range(plan: Plan, size: int) -> str:
+def _range(plan: Draft, size: int) -> str:
     held = _held(plan)
     most, least = (f"{size * part / max(held) / GIB:.1f}" for part in (max(held), min(held)))
     return most if most == least else f"{least} to {most}"
 
 
-def _bar(plan: Plan, topology: Topology, divided: bool) -> str:
+def _bar(plan: Draft, topology: Topology, divided: bool) -> str:
     held = _held(plan)
     place = topology.pp_rank
     begin = sum(held[:place]) / sum(held)
@@ -113,7 +113,7 @@ def _bar(plan: Plan, topology: Topology, divided: bool) -> str:
     return "·" * first + "█" * (last - first) + "·" * (WIDTH - last)
 
 
-def _blocks(plan: Plan, topology: Topology) -> str:
+def _blocks(plan: Draft, topology: Topology) -> str:
     cut = plan.layout.blocks_per_stage
     ranks = plan.layout.ranks
     own = sum(cut[stage] for stage, place in enumerate(ranks) if place == topology.pp_rank)

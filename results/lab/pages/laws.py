@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.models.llama import SIZES
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.planner.choose import lay_out
 from distributed_training.planner.make_plan import draft_plan
@@ -27,7 +27,7 @@ GIB = 2**30
 NONE = "-"  # no such layout
 
 
-def plan_of(strategy: str, num_processes: int, **config: Any) -> Plan:
+def plan_of(strategy: str, num_processes: int, **config: Any) -> Draft:
     """A draft on H200s of one node."""
     values = {"strategy": strategy, "model": "gpt2-xl", "max_length": 1024, **config}
     built = build_config(values, defaults=strategy_defaults, options=strategy_options)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from distributed_training.plan.orders import write_orders
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import Draft
 from distributed_training.planner.make_plan import draft_plan
 from distributed_training.planner.search import fixed_zb_v
 from distributed_training.predict.memory import estimate_memory
@@ -22,11 +22,12 @@ from distributed_training.predict.predict import Prediction, predict, this_machi
 from distributed_training.predict.rates import cpu_rates, from_calibration, rates_of
 from distributed_training.predict.speed import estimate_step
 from distributed_training.records.record import Record
-from distributed_training.settings.config import KEYS, build_config
+from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GPUS, Machine, find_gpu
 from distributed_training.settings.strategies import strategy_options
 from results.lab.analysis import blind
+from results.lab.runs import todays_keys
 
 RECORDS = ROOT / "results" / "records"
 ADDED_UP_IN_PLACE = "2026-11-25T14"  # chunks of the loss that ran before had two more copies
@@ -40,7 +41,7 @@ class Row:
     page: str  # folder of the record
     name: str
     record: Record
-    plan: Plan
+    plan: Draft
     prediction: Prediction
 
     @property
@@ -75,9 +76,9 @@ class Row:
         return self.prediction.step.seconds / self.measured_s - 1
 
 
-def plan_of(record: Record) -> Plan:
+def plan_of(record: Record) -> Draft:
     """The plan of a run that has been, by today's code: layout and micro-batches as recorded."""
-    words = {key: value for key, value in record.config.items() if key in KEYS}
+    words = todays_keys(record.config)
     # Before whole steps were captured, only one process with compiled blocks launched graphs.
     graphs = record.world_size == 1 and record.strategy["engine"] == "native"
     machine = record.machine | {"compute_capability": tuple(record.machine["compute_capability"])}
@@ -156,7 +157,7 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
     for run in document["runs"]:
         count = run["processes"]
         seconds = None
-        built = build_config(run["config"], options=strategy_options)
+        built = build_config(todays_keys(run["config"]), options=strategy_options)
         plan = draft_plan(built, this_machine(machine, count, count))
         if run["step_time_s"] is not None:
             guess = cpu_rates(machine.num_cpus, count)

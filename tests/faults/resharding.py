@@ -1,10 +1,10 @@
 """Runs that are saved under one layout and go on under another.
 
-python -m results.lab.faults.resharding --jobs 16          all pairs, to results/resharding.json
-python -m results.lab.faults.resharding --ring             each layout saved once and resumed once
-python -m results.lab.faults.resharding --pairs 20 --seed 7
-python -m results.lab.faults.resharding --only infinity    pairs with such a layout on either side
-python -m results.lab.faults.resharding --work lora --pairs 40 --out /tmp/lora.json
+python -m tests.faults.resharding --jobs 16          all pairs, to results/resharding.json
+python -m tests.faults.resharding --ring             each layout saved once and resumed once
+python -m tests.faults.resharding --pairs 20 --seed 7
+python -m tests.faults.resharding --only infinity    pairs with such a layout on either side
+python -m tests.faults.resharding --work lora --pairs 40 --out /tmp/lora.json
 
 The script's models are wider than the tests', so that infinity has moments in files; `--work` is
 gpt2, llama, or lora: adapters beside a llama's frozen weights.
@@ -171,7 +171,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time, of 4 processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "resharding.json")
+    parser.add_argument("--dry-run", action="store_true", help="check the command, start nothing")
     a = parser.parse_args()
+    if a.dry_run:
+        print("The command is accepted. Nothing was started.")
+        return
     pairs = all_pairs() if a.pairs is None else draw_pairs(a.pairs, a.seed)
     pairs = draw_ring(a.seed) if a.ring else pairs
     pairs = [pair for pair in pairs if any(name.startswith(a.only or "") for name in pair)]

@@ -1,7 +1,7 @@
 """Random faults over all strategies, many runs at a time, and what they cost.
 
-    python -m results.lab.faults.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
-    python -m results.lab.faults.soak --seed 1 --repeat zero2:3   # one mission again
+    python -m tests.faults.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
+    python -m tests.faults.soak --seed 1 --repeat zero2:3   # one mission again
 
 A mission is one run on two or four CPU processes, started as a user does, with --num_gpus. It meets
 up to three random faults at random steps, is begun again with `resume=auto` after each, and must
@@ -37,7 +37,7 @@ from tests.conftest import SMALL, clean_environment, heavy_pool, settings
 from tests.parity.support import small_infinity
 from tests.pool import ROOT
 
-WORKER = ROOT / "results/lab/faults/soak_worker.py"
+WORKER = ROOT / "tests/faults/soak_worker.py"
 NUM_STEPS = 40
 SAVED_EVERY = 8
 HANG_S = 40
@@ -534,7 +534,11 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(FAULTS), choices=FAULTS)
     parser.add_argument("--repeat", metavar="STRATEGY:NUMBER", help="one mission again, its logs")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="check the command, start nothing")
     a = parser.parse_args()
+    if a.dry_run:
+        print("The command is accepted. Nothing was started.")
+        return
     print(f"seed {a.seed}", flush=True)
     if a.repeat is not None:
         name, _, number = a.repeat.partition(":")

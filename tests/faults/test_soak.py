@@ -1,6 +1,6 @@
-"""A soak of one fault; results/lab/faults/soak.py does hundreds."""
+"""A soak of one fault; tests/faults/soak.py does hundreds."""
 
-from results.lab.faults.soak import soak
+from tests.faults.soak import soak
 
 
 def test_random_faults_cost_no_more_than_the_steps_since_a_checkpoint():

@@ -1,0 +1,130 @@
+"""Type the command of each record with --dry-run, in this process.
+
+    python results/lab/repeat.py [RECORD.json ...]
+
+A record says in `made_with` which commit made it and what was typed then. Its `command` repeats the
+measurement today. The dry run of a layout is planned for the machine of its record. If a record's
+text is not on this machine, the dry run reads the embedded text instead. Two things are not tried:
+that the GPUs of the record are here, and that `slow_link.sh` can make network namespaces.
+"""
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import checkout
+
+from distributed_training import cli
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import ROOT
+from distributed_training.settings.keys import Parser
+from distributed_training.settings.machine import find_gpu
+
+LAUNCHERS = {"python", "torchrun", "bash"}
+SCRIPT = "real_model_example.py"
+
+
+def records(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the files under results/, or the given ones, that say how they were made."""
+    for path in paths or sorted((ROOT / "results").rglob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(document, dict) and "made_with" in document:
+            yield path, document
+
+
+def after_launcher(command: str) -> tuple[str, list[str]]:
+    """Return the number of processes of a command, and its words after the launcher's."""
+    words = shlex.split(command)
+    while "=" in words[0]:  # the environment
+        del words[0]
+    assert words[0] in LAUNCHERS, command
+    if "--" in words:  # the program measures another command
+        del words[words.index("--") :]
+    if words[0] == "torchrun":
+        return words[1].rpartition("=")[2], words[2:]
+    if words[1].endswith("slow_link.sh"):  # its rate, then the program
+        return "2", words[3:]
+    return "1", words[1:]
+
+
+def dry_run_options(document: dict[str, Any]) -> list[str]:
+    """Return the options with which a training is planned for the machine of its record."""
+    options = ["--dry-run"]
+    asked = document.get("config_requested", {})
+    gpu = find_gpu(document["machine"]["gpu_name"]) if "machine" in document else None
+    if gpu is not None:
+        options += ["--cluster", f"{document['world_size']}x{gpu.name}"]
+    if asked.get("dataset", "").startswith("/"):
+        options += ["--dataset", "embedded", "--tokenizer", "embedded"]
+    if asked.get("weights", "").startswith("/"):  # of the run before
+        options += ["--weights", "random"]
+    return options
+
+
+def type_command(document: dict[str, Any]) -> str:
+    """Run a record's command with --dry-run. Return "" if it was accepted, or what it printed."""
+    count, words = after_launcher(document["command"])
+    is_module = words[0] == "-m"
+    program, *words = words[1:] if is_module else words
+    if words[:1] == ["links"]:  # it has no dry run
+        return refusal(lambda: read_links(words[1:]))
+    if program == SCRIPT and words[0] != "parity":
+        options = dry_run_options(document)
+        if "--cluster" in options:
+            place = words.index("--num_gpus")
+            del words[place : place + 2]
+        words += options
+    else:
+        words.append("--dry-run")
+    path = program if is_module else str(ROOT / program)
+    run = runpy.run_module if is_module else runpy.run_path
+    with mock.patch.object(sys, "argv", [path, *words]):
+        if program == SCRIPT:
+            return refusal(lambda: run(path, run_name="__main__"))
+        with mock.patch.dict(os.environ, {"WORLD_SIZE": count}):
+            return refusal(lambda: run(path, run_name="__main__"))
+
+
+def read_links(words: list[str]) -> None:
+    """Parse the options of `links`."""
+    parser = Parser()
+    cli.links(parser, cli.Program(config={}, script=ROOT / SCRIPT, about="", output_dir=ROOT))
+    cli.read_options(parser, words)
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """Return what `act` printed if it did not end well, otherwise ""."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            act()
+    except UserError as error:
+        return str(error)
+    except SystemExit as ended:
+        return "" if ended.code in (0, None) else printed.getvalue().strip() or f"exit {ended.code}"
+    return ""
+
+
+def main() -> int:
+    """Type all commands; return 1 if one is not accepted."""
+    refused = 0
+    count = 0
+    for path, document in records(list(map(Path, sys.argv[1:]))):
+        count += 1
+        if why := type_command(document):
+            refused += 1
+            print(f"{path.relative_to(ROOT)}: {document['command']}\n  {why.splitlines()[-1]}")
+    print(f"{count - refused} of {count} commands are accepted")
+    return 1 if refused else 0
+
+
+if __name__ == "__main__":
+    checkout.run(main)

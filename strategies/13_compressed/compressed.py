@@ -1,0 +1,129 @@
+"""Data parallelism whose gradients are compressed, with error feedback (Karimireddy et al.,
+1901.09847): what compression loses is added to the next gradient.
+
+PowerSGD (Vogels et al., 1905.13727) is torch's. Under topk-int8 each process divides a bucket into
+one part per process and sends each part to the process that averages it. It sends the k values of
+largest magnitude exactly and the others as multiples of one scale in 8 bits. The averages return in
+the same form.
+
+DDP reads the hooks' annotations, which must not be text."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from distributed_training.engines.native import NativeEngine
+from distributed_training.models.decoder import Decoder
+from distributed_training.parallel.mesh import Topology
+from distributed_training.plan.plan import Plan
+from distributed_training.settings.strategies import strategy_options
+
+LEVELS = 127
+POWERSGD_STATE = ("error_dict", "p_memory_dict", "q_memory_dict")
+State = dict[str, dict[int, torch.Tensor]]  # by attribute and bucket
+
+
+class Compressed(NativeEngine):
+    """DDP with a hook that compresses each bucket of gradients."""
+
+    def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
+        self.options: Any = strategy_options(plan.strategy.name)(**plan.engine_options)
+        self.compression_state: State = {}
+        super().__init__(model, plan, topology)
+
+    def replicate(self, part: Decoder) -> nn.Module:
+        # gloo matches collectives by their order, and a hook starts its second one whenever the
+        # first is done. With several buckets that is at another time on each process.
+        module = self.build_ddp(part, 2**20 if self.topology.device_type == "cpu" else None)
+        self.compression_state = apply_compression(module, self.options)
+        return module
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}/{bucket}": tensor
+            for name, by_bucket in self.compression_state.items()
+            for bucket, tensor in by_bucket.items()
+        }
+
+    def load_own(self, state: dict[str, torch.Tensor]) -> None:
+        for key, tensor in state.items():
+            name, _, bucket = key.partition("/")
+            self.compression_state[name][int(bucket)] = tensor.to(self.topology.device)
+
+
+def apply_compression(module: DistributedDataParallel, options: Any) -> State:
+    """Compress the gradients of `module`, whose buckets are arranged. Return the state of the hook,
+    which a resumed run needs to continue exactly."""
+    if options.compression == "powersgd":
+        powersgd = PowerSGDState(
+            None,
+            options.compression_rank,
+            start_powerSGD_iter=2,  # torch arranges buckets in the first step, and allows no less
+            orthogonalization_epsilon=1e-8,  # else a column of zeros divides by zero
+        )
+        powersgd.iter = powersgd.start_powerSGD_iter
+        module.register_comm_hook(powersgd, powerSGD_hook)
+        return {name: getattr(powersgd, name) for name in POWERSGD_STATE}
+    state: State = {"lost": {}, "lost_of_means": {}}
+    if options.compression_k < 1:  # otherwise nothing is lost, and nothing is saved
+        module.register_comm_hook((options, state), topk_int8_hook)
+    return state
+
+
+def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
+    """fp32 rows [R, n] as bytes [R, 8 num_exact + 4 + n]: of each row the exact values, their
+    places, the scale of the rest, the rest."""
+    places = x.abs().topk(num_exact, dim=1).indices
+    exact = x.gather(1, places)
+    rest = x.scatter(1, places, 0.0)
+    scale = rest.abs().amax(1, keepdim=True) / LEVELS
+    small = (rest / scale.where(scale > 0, 1.0)).round().to(torch.int8)
+    parts = (exact, places.to(torch.int32), scale, small)
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+
+
+def decompress(message: torch.Tensor, num_exact: int) -> torch.Tensor:
+    """Return the rows as closely as `compress` kept them."""
+    sizes = [4 * num_exact, 4 * num_exact, 4, message.shape[1] - 8 * num_exact - 4]
+    whole = torch.contiguous_format
+    parts = [part.clone(memory_format=whole) for part in message.split(sizes, dim=1)]
+    exact = parts[0].view(torch.float32)
+    scale = parts[2].view(torch.float32)
+    places = parts[1].view(torch.int32).long()
+    return (parts[3].view(torch.int8) * scale).scatter(1, places, exact)
+
+
+def topk_int8_hook(
+    given: tuple[Any, State], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Return nearly the mean of a bucket's gradients over all processes. `given`: the options, and
+    what was lost so far. Two collectives over all processes."""
+    options, state = given
+    flat = bucket.buffer()
+    index = bucket.index()
+    count = dist.get_world_size()
+    part = -(-flat.numel() // count)
+    k = options.num_exact(part)
+    padded = torch.nn.functional.pad(flat, (0, count * part - flat.numel()))
+    wanted = padded.view(count, part) + state["lost"].get(index, 0.0)
+    message = compress(wanted, k)
+    state["lost"][index] = wanted - decompress(message, k)
+    received = torch.empty_like(message)
+    # On GPUs `answer` runs on another stream: memory that outlives it is allocated here.
+    lost = state["lost_of_means"].setdefault(index, wanted.new_zeros(1, part))
+    sent = dist.all_to_all_single(received, message, async_op=True)
+
+    def answer(arrived: Any) -> torch.Tensor:
+        arrived.value()  # raises the collective's error
+        mean = decompress(received, k).mean(0, keepdim=True) + lost
+        reply = compress(mean, k)
+        lost.copy_(mean - decompress(reply, k))
+        replies = torch.empty_like(message)
+        dist.all_gather_into_tensor(replies, reply)
+        return flat.copy_(decompress(replies, k).flatten()[: flat.numel()])
+
+    return sent.get_future().then(answer)

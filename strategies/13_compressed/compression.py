@@ -1,0 +1,69 @@
+"""Capabilities of data parallelism with compressed gradients, its keys and its costs. No torch."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.keys import Options, key
+from distributed_training.settings.strategies import Traits
+
+TRAITS = Traits(
+    build="compressed.py:Compressed",
+    axes=("dp_replicate",),
+    packs_records=True,
+    compacts_moments=True,
+    builds_on_device=True,
+    sends_all_to_all=True,
+)
+
+
+class OPTIONS(Options):
+    """PowerSGD of rank 4 by default."""
+
+    compression: Literal["powersgd", "topk-int8"] = key(
+        "powersgd", work=True, help="how gradients are compressed before they are averaged"
+    )
+    compression_rank: Annotated[int, Field(ge=1, le=2**31)] = key(
+        4, work=True, help="with powersgd: rank of the approximation of each gradient matrix"
+    )
+    compression_k: Annotated[float, Field(ge=1e-6, le=1)] = key(
+        0.01,
+        work=True,
+        help="with topk-int8: fraction of the values sent exactly; the others take 8 bits",
+    )
+
+    def num_exact(self, num_values: int) -> int:
+        """Return how many of `num_values` values topk-int8 sends exactly."""
+        return max(1, round(self.compression_k * num_values))
+
+    def check(self, precision: str, hidden_size: int) -> None:
+        if precision == "fp16":
+            what = "strategy='compressed' does not work with precision='fp16'"
+            why = "an overflow would stay in the error that is added to later gradients"
+            raise UserError(what, why, "set precision to bf16")
+        if self.compression == "powersgd" and self.compression_rank > hidden_size:
+            what = f"compression_rank={self.compression_rank} is too large for this model"
+            why = f"its matrices have {hidden_size} rows or columns"
+            raise UserError(what, why, f"set it to {min(32, hidden_size)} or less")
+
+    def bytes_per_parameter(self, num_replicas: int) -> float:
+        """Return the bytes of the errors that are added to later gradients. Under topk-int8 each
+        replica also has the errors of its part of the averages."""
+        return 4 if self.compression == "powersgd" else 4 + 4 / num_replicas
+
+    def sent_bytes(
+        self, num_values: int, matrices: Sequence[tuple[int, int]], num_replicas: int
+    ) -> dict[str, int]:
+        if self.compression == "topk-int8" and self.compression_k < 1:
+            part = -(-num_values // num_replicas)
+            message = num_replicas * (8 * self.num_exact(part) + 4 + part)
+            return {"all_to_all": message, "all_gather": message}
+        sent = 4 * num_values
+        if self.compression == "powersgd":
+            for rows, columns in matrices:
+                factors = (rows + columns) * min(rows, columns, self.compression_rank)
+                if 2 * factors < rows * columns:  # otherwise torch sends the matrix
+                    sent -= 4 * (rows * columns - factors)
+        return {"all_reduce": sent}

@@ -1,0 +1,21 @@
+"""Recorded commands can be typed today. `python results/lab/repeat.py` types all of them."""
+
+import sys
+
+from tests.conftest import ROOT, run_command
+
+RECORDS = (  # a run of another program each, of an old key, and of a record of the first schema
+    "records/h200-x4/gpt2-medium-dp-bf16-b4-x4.json",
+    "records/h200-x4-compression/gpt2-medium-dp-topk-int8-b64-x4.json",
+    "records/h200-x4-layouts/gpt2-xl-20-heads-pp-pp4-1f1b-m4-bf16-b32-x4.json",
+    "records/h200-x1-large/gpt2-large-zero1-bf16-b2-x1.json",
+    "records/cpu-links/1-gbit.json",
+    "records/cpu-traffic/traffic.json",
+)
+
+
+def test_recorded_commands_are_accepted():
+    paths = [ROOT / "results" / name for name in RECORDS]
+    result = run_command([sys.executable, str(ROOT / "results/lab/repeat.py"), *paths])
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.endswith(f"{len(paths)} of {len(paths)} commands are accepted\n")
