@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distributed_training.models import HUB, find_model
+from distributed_training.models import find_model
 from distributed_training.plan.orders import time_orders
 from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES, FoundOrders
@@ -258,11 +258,8 @@ def _check_base(candidate: Candidate, precision: str) -> None:
         here = f"strategy={config.strategy!r}"
         why = "only whole and FSDP's layers are quantized"
         _refuse(candidate, key, here, why, "set strategy to dp or fsdp")
-    size = candidate.model.size
-    if candidate.model.family == HUB:
-        why = "it has not been tried with transformers' own blocks"
-        _refuse(candidate, key, f"model={config.model!r}", why, "set it to None")
-    if odd := [columns for _, columns in size.block_matrices if columns % 64]:
+    matrices = candidate.model.size.block_matrices
+    if odd := [columns for _, columns in matrices if columns % 64]:
         why = f"64 values share a scale, and a matrix has {odd[0]} columns"
         _refuse(candidate, key, f"model={config.model!r}", why, "set it to None")
 

@@ -30,7 +30,7 @@ def make_config(document: dict[str, Any], dropout: float, num_layers: int | None
 
     config = CONFIG_MAPPING[document["model_type"]].from_dict(document)
     for key, value in config.to_dict().items():
-        if isinstance(value, float | int) and key.endswith(("dropout", "pdrop", "layerdrop")):
+        if "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, key, 0.0 if key.endswith("layerdrop") else dropout)
         if num_layers and isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(config, key, value[:num_layers])
@@ -57,6 +57,7 @@ def build_net(document: dict[str, Any], dropout: float, num_layers: int | None =
     `num_layers`, build only the first blocks."""
     with torch.device("meta"):
         net = from_config(make_config(document, dropout, num_layers))
+    net.to("meta")  # torch.normal, for one, draws on the CPU
     for module in net.modules():
         if [*module.buffers(recurse=False)]:
             parameters = dict(module._parameters)
