@@ -71,6 +71,8 @@ KINDS: dict[str, tuple[str, dict]] = {
         "rotary_dim": 4, "bos_token_id": 0, "eos_token_id": 0,
     }),
     "nemotron": ("Nemotron", {**_SHAPE, **_HEADS}),
+    "biogpt": ("BioGpt", _ONE_KIND),  # calls dropout dropout_prob
+    "diffllama": ("DiffLlama", _SHAPE),  # whose constructor draws on the CPU, never on "meta"
     "llama": ("Llama", _SHAPE),
     "qwen2": ("Qwen2", {**_SHAPE, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_SHAPE, **_HEADS}),
@@ -82,9 +84,6 @@ def make_folder(kind: str, folder: Path) -> Path:
     name, values = KINDS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**values)
-    for key in ("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop"):
-        if hasattr(config, key):
-            setattr(config, key, 0.0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -45,3 +45,9 @@ def test_attention_in_pieces_keeps_more_in_longer_samples(tmp_path):
         dataclasses.replace(spec, size=dataclasses.replace(spec.size, num_layers=3)).check_weights(
             folder
         )
+
+
+def test_a_block_with_tensors_of_its_own_is_traced(tmp_path):
+    """AOTAutograd lifts the constants of ALiBi into the graphs, which could then not be copied."""
+    folder = make_folder("falcon-alibi", tmp_path)
+    assert find_model(f"{HUB_PREFIX}{folder}").size.traced.attention_width == 32

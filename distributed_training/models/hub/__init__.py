@@ -34,7 +34,7 @@ MODEL_TYPES = ()  # this family accepts every model_type that no other family cl
 HUB_IDS: dict[str, str] = {}
 STORES_TRANSPOSED = False
 _SUPPORTED = "only dense text decoders are supported, such as gemma2, phi3, olmo2 or gpt_neox"
-_VERSION = 1  # format of the sizes in the user's cache
+_VERSION = 2  # format of the sizes in the user's cache
 _MAX_LAYERS = 4096
 # Number of blocks to inspect: layer patterns repeat within fewer blocks
 _FIRST_BLOCKS = 12

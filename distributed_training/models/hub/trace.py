@@ -1,23 +1,25 @@
-"""Measure the cost of a decoder block with fake tensors, without computing or allocating anything.
+"""Measure the cost of a decoder block with fake tensors: nothing is computed or allocated.
 
-In eager mode, autograd reports the tensors that it saves. In compiled mode, AOTAutograd splits the
-block into a forward and a backward graph, as torch.compile does. The element-wise operations
-between matrix multiplications and attention are then fused into kernels, which read only inputs
-from outside the kernel and write only outputs that are used outside."""
+AOTAutograd splits the block into a forward and a backward graph. In eager mode, every operation
+reads its inputs and writes its output. In compiled mode, the element-wise operations between matrix
+multiplications and attention are fused into kernels, which read only inputs from outside the kernel
+and write only outputs that are used outside."""
 
-import functools
+import contextlib
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from functorch.compile import (
+    aot_function,
+    default_partition,
+    min_cut_rematerialization_partition,
+    nop,
+)
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_training.models import Traced
 from distributed_training.models.hub.model import find_blocks, from_config, make_config
@@ -36,7 +38,7 @@ def trace(document: dict[str, Any]) -> Traced:
     with warnings.catch_warnings(), FakeTensorMode():
         warnings.simplefilter("ignore")
         net = from_config(make_config(document, 0.0, 1), torch.bfloat16)
-        short, long = ([_eager(*_call(net, n)), _compiled(*_call(net, n))] for n in LENGTHS)
+        short, long = ([_cost(net, n, fused=fused) for fused in (False, True)] for n in LENGTHS)
 
     def per_token(mode: int, name: str) -> tuple[float, float]:
         short_cost = short[mode][name] / LENGTHS[0]
@@ -46,7 +48,7 @@ def trace(document: dict[str, Any]) -> Traced:
 
     return Traced(
         attention_width=round(long[1]["attention"] / (4 * LENGTHS[1] ** 2)),
-        fused=bool(long[1]["fused"]),
+        fused=bool(long[1]["one_kernel"]),
         **{
             f"{name}_{mode}": per_token(index, name)
             for index, mode in enumerate(("eager", "compiled"))
@@ -56,29 +58,27 @@ def trace(document: dict[str, Any]) -> Traced:
     )
 
 
-def _call(net: Any, length: int) -> tuple[nn.Module, torch.Tensor, list[Any], Any]:
+class _StopError(Exception):
+    """Ends a pass when it has told what was asked."""
+
+
+def _call(net: Any, length: int) -> tuple[nn.Module, torch.Tensor, list[Any], dict[str, Any]]:
     """Capture the first block's call in a sample of `length` tokens. Return the block, its input
-    hidden states, its other arguments as a flat list, and the structure of that list."""
+    hidden states, and its other arguments."""
     path, (block, *_) = find_blocks(net)
-    calls: list[Any] = []
 
-    def record(x: torch.Tensor, *args: Any, **options: Any) -> Any:
-        calls.append((x, args, options))
-        return x
+    def stop(_block: Any, args: Any, options: Any) -> None:
+        raise _StopError(args, options)
 
-    block.forward = record  # type: ignore[method-assign]
-    ids = torch.zeros(1, length, dtype=torch.int64)
+    hook = block.register_forward_pre_hook(stop, with_kwargs=True)
     inner = net.get_submodule(path.rpartition(".")[0])
     try:
-        inner(input_ids=ids, use_cache=False)
-    except (IndexError, AttributeError, ValueError):  # if blocks return more than hidden states
-        if not calls:
-            raise
+        inner(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
+    except _StopError as call:
+        (x, *args), options = call.args
     finally:
-        del block.forward
-    x, args, options = calls[0]
-    flat, spec = pytree.tree_flatten((args, options))
-    return block, x.detach().requires_grad_(), flat, spec
+        hook.remove()
+    return block, x.detach().requires_grad_(), args, options
 
 
 def _hidden_states(output: Any) -> torch.Tensor:
@@ -95,18 +95,9 @@ def _unique_bytes(values: Iterable[torch.Tensor]) -> int:
     return sum(sizes.values())
 
 
-class _Traffic(TorchDispatchMode):
-    """Count the bytes that operations other than matrix multiplications and attention read and
-    write, one operation at a time."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        counts = func.namespace == "aten" and "view" not in str(func) and not func.is_view
-        if counts and not (_is_matmul(func) or _is_attention(func)):
-            self.bytes += sum(map(_bytes, pytree.tree_leaves((args, result))))
-        return result
+def _tensors(nodes: Iterable[Any]) -> list[torch.Tensor]:
+    values = [node.meta.get("val") for node in nodes if node is not None]
+    return [value for value in values if torch.is_tensor(value)]
 
 
 def _is_matmul(func: Any) -> bool:
@@ -117,64 +108,37 @@ def _is_attention(func: Any) -> bool:
     return "_scaled_dot_product" in str(func)
 
 
-def _eager(block: nn.Module, x: torch.Tensor, flat: list[Any], spec: Any) -> dict[str, float]:
+def _cost(net: Any, length: int, *, fused: bool) -> dict[str, float]:
     """Return the bytes that a block keeps for its backward pass, and the bytes that each pass reads
-    and writes, in eager mode."""
-    args, options = pytree.tree_unflatten(flat, spec)
-    inputs = [*block.parameters(), *filter(torch.is_tensor, flat)]
-    outside = {tensor.untyped_storage()._cdata for tensor in inputs}
-    saved: list[torch.Tensor] = []
-
-    def pack(value: torch.Tensor) -> torch.Tensor:
-        if value.untyped_storage()._cdata not in outside:
-            saved.append(value)
-        return value
-
-    with _Traffic() as forward, torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        y = _hidden_states(block(x, *args, **options))
-    kept = _unique_bytes(saved)
-    with _Traffic() as backward:
-        torch.autograd.grad(y, [x, *block.parameters()], torch.ones_like(y), allow_unused=True)
-    return {"kept": kept, "forward": forward.bytes, "backward": backward.bytes}
-
-
-def _compiled(block: nn.Module, x: torch.Tensor, flat: list[Any], spec: Any) -> dict[str, float]:
-    """Return the costs of `_eager` as torch.compile would cause them. Add "attention", the FLOPs of
-    attention; "fused", 1 if it is one kernel; and "selective", the bytes that a block keeps if only
-    results of matrix multiplications and attention are kept."""
+    and writes, with element-wise operations `fused` as in compiled mode or not; the FLOPs of
+    attention, and 1 if attention is "one_kernel"; and "selective", the bytes that a block keeps if
+    only results of matrix multiplications and attention are kept."""
+    block, x, args, options = _call(net, length)
     graphs: list[Any] = []
     names = [name for name, _ in block.named_parameters()]
-    tensor_indices = [index for index, value in enumerate(flat) if torch.is_tensor(value)]
+    cut = min_cut_rematerialization_partition if fused else default_partition
 
-    def keep(gm: Any, example_inputs: Any) -> Any:
-        graphs.append(gm)
-        return gm
-
-    def run(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        filled = list(flat)
-        count = len(tensor_indices)
-        for index, tensor in zip(tensor_indices, tensors[:count], strict=True):
-            filled[index] = tensor
-        parameters = dict(zip(names, tensors[count:], strict=True))
-        args, options = pytree.tree_unflatten(filled, spec)
+    def run(x: Any, args: Any, options: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        parameters = dict(zip(names, tensors, strict=True))
         return _hidden_states(torch.func.functional_call(block, parameters, (x, *args), options))
 
-    compiled = aot_function(
-        run, fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table(),
-        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
-    )  # fmt: skip
-    y = compiled(x, *(flat[index] for index in tensor_indices), *block.parameters())
-    torch.autograd.grad(y, [x, *block.parameters()], torch.ones_like(y), allow_unused=True)
+    def keep(*values: Any, **options: Any) -> Any:
+        graphs.extend(cut(*values, **options))
+        raise _StopError
+
+    table = select_decomp_table() if fused else None
+    with contextlib.suppress(_StopError):
+        compiled = aot_function(run, fw_compiler=nop, decompositions=table, partition_fn=keep)
+        compiled(x, args, options, *block.parameters())
     forward, backward = graphs
     (outputs,) = (node.args[0] for node in forward.graph.nodes if node.op == "output")
     inputs = [node for node in forward.graph.nodes if node.op == "placeholder"]
-    outside = {node.meta["val"].untyped_storage()._cdata for node in inputs[1:]}
-    saved = [node.meta["val"] for node in outputs[1:] if node is not None]
-    saved = [value for value in saved if torch.is_tensor(value)]
+    outside = {tensor.untyped_storage()._cdata for tensor in _tensors(inputs[1:])}
+    saved = _tensors(outputs[1:])
     saved = [tensor for tensor in saved if tensor.untyped_storage()._cdata not in outside]
     costs = {
-        "kept": _unique_bytes(saved), "forward": _traffic(forward), "backward": _traffic(backward),
-        "attention": 0.0, "fused": 0.0,
+        "kept": _unique_bytes(saved), "forward": _traffic(forward, fused=fused),
+        "backward": _traffic(backward, fused=fused), "attention": 0.0, "one_kernel": 0.0,
     }  # fmt: skip
     results: list[torch.Tensor] = []  # of matrix multiplications and attention
     for node in forward.graph.nodes:
@@ -183,7 +147,7 @@ def _compiled(block: nn.Module, x: torch.Tensor, flat: list[Any], spec: Any) -> 
         if _is_attention(node.target):
             q = node.args[0].meta["val"]
             costs["attention"] += 4 * q.shape[-2] * q.numel()
-            costs["fused"] = 1.0
+            costs["one_kernel"] = 1.0
             results += [value for value in node.meta["val"] if torch.is_tensor(value)]
         elif _is_matmul(node.target):
             results.append(node.meta["val"])
@@ -194,14 +158,15 @@ def _compiled(block: nn.Module, x: torch.Tensor, flat: list[Any], spec: Any) -> 
     return costs
 
 
-def _traffic(graph: Any) -> float:
-    """Return the bytes that element-wise kernels read and write, if operations that feed each other
-    are fused into one kernel."""
+def _traffic(graph: Any, *, fused: bool) -> float:
+    """Return the bytes that element-wise kernels read and write. If they are `fused`, operations
+    that feed each other are one kernel."""
     kernels: dict[Any, int] = {}  # node -> number of its kernel
     for node in graph.graph.nodes:
         if node.op != "call_function" or _is_matmul(node.target) or _is_attention(node.target):
             continue
-        merged = {kernels[source] for source in node.all_input_nodes if source in kernels}
+        sources = node.all_input_nodes if fused else ()
+        merged = {kernels[source] for source in sources if source in kernels}
         number = min(merged, default=len(kernels) + 1)
         kernels[node] = number
         for other, kernel in kernels.items():
