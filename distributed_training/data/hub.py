@@ -18,7 +18,7 @@ TOKENIZER_FILES = ("vocab.json", "merges.txt")
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
 _TEMPLATES = "additional_chat_templates/"
 _DOWNLOAD = (
-    "download it on a machine with internet access and copy that ~/.cache/huggingface here. "
+    "download it on a machine with internet access and copy its ~/.cache/huggingface here. "
     "To download it, run"
 )
 
