@@ -52,7 +52,7 @@ def read_adapters(folder: Path) -> AdapterConfig:
     initial = document.get("init_lora_weights", True)
     if initial not in _INITIAL:
         what = f"{file}: init_lora_weights={shown(initial)} is not supported"
-        why = "such adapters belong to changed base weights, which were not saved"
+        why = "such adapters belong to changed weights of the base, which were not saved"
         fix = "save them with PEFT's path_initial_model_for_weight_conversion, or merge them first"
         raise UserError(what, why, fix)
     for key in sorted(set(document) - _IGNORED_KEYS - set(AdapterConfig.model_fields)):

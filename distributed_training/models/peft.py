@@ -252,7 +252,7 @@ def check_base(fingerprint: int, base: str | None, whose: object) -> None:
     """Raise UserError if the `fingerprint` of a model's weights differs from that of the `base`
     that the adapters of `whose` were trained on. A `base` of None is not known and passes."""
     if base is not None and int(base) != fingerprint:
-        what = f"{whose}: these adapters were trained on other base weights"
+        what = f"{whose}: these adapters were trained on other weights"
         raise UserError(what, "the base has changed since then", "restore the base")
 
 
