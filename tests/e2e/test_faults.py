@@ -36,7 +36,7 @@ def test_a_rank_that_stops_is_named(how, tmp_path):
     rank_1 = f"rank 1 on {platform.node()}"
     error, *also = {
         "frozen": (
-            f"lost {rank_1} in step 5: it shows no sign of life for 10 s",
+            f"lost {rank_1} in step 5: it has shown no sign of life for 10 s",
             r"exit codes \[1, -9\]",  # it is ended as well
         ),
         "hangs": (

@@ -107,4 +107,4 @@ def test_machines_that_share_no_disk_are_refused_before_training(nodes):
     assert "exit codes [2, 2]" in said
     assert said.count("error: ") == 1
     assert f"error: rank 1 on node1 does not see {own}/" in said
-    assert "set output_dir to a folder on a disk that all nodes share" in said
+    assert "Set output_dir to a folder on a disk that all nodes share" in said
