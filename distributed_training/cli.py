@@ -378,7 +378,7 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
         try:
             os.getcwd()
         except FileNotFoundError:
-            fix = "cd to another folder"
+            fix = "change to another folder"
             raise UserError("the current folder has been removed", fix=fix) from None
         if name not in COMMANDS:
             why = f"the commands are {', '.join(COMMANDS)}; options begin with --"
