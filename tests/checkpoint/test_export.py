@@ -235,7 +235,7 @@ def test_a_finished_run_is_trained_further(run_dir, tmp_path):
     made = only_record(output_dir)["run_dir"]
     result = heavy_pool().script(["--resume", made, "--max_steps", 4])
     assert_ok(result)
-    assert "max_steps was 2 and is 4: training continues after step 2" in result.stdout
+    assert "max_steps was 2 and is 4. Training continues after step 2" in result.stdout
     curves.append(only_record(output_dir)["loss_curve"])
     assert curves[0][:2] == curves[1]
     assert curves[0] == curves[2]
