@@ -201,9 +201,9 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         # A plan is sent as JSON, which loses the class of the family's configuration.
-        config_class = getattr(self.code, "Config", None)
-        if isinstance(self.size.config, dict) and config_class is not None:
-            config = TypeAdapter(config_class).validate_python(self.size.config)
+        # A family that is somebody's code is not imported for this.
+        if isinstance(self.size.config, dict) and hasattr(self.code, "Config"):
+            config = TypeAdapter(self.code.Config).validate_python(self.size.config)
             object.__setattr__(self, "size", replace(self.size, config=config))
 
     @property
