@@ -210,8 +210,8 @@ def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
         done = 0.0  # when what comes before ends
         for action in actions:
             kind, stage = action.computation_type, action.stage_index
-            if kind in private._KINDS:
-                done = spans[private._KINDS[kind], stage, action[2]][1]
+            if kind in private._OPERATIONS:
+                done = spans[private._OPERATIONS[kind], stage, action[2]][1]
             elif kind.name in ("RECV_F", "RECV_B"):
                 maker = ("F", stage - 1) if kind.name == "RECV_F" else ("I", stage + 1)
                 assert done <= spans[(*maker, action[2])][1], (rank, action)
