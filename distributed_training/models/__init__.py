@@ -380,7 +380,8 @@ class ModelSpec:
         weights."""
         if not (folder / CONFIG_FILE).is_file():
             what = f"weights={str(folder)!r} is not a Hugging Face model folder"
-            raise UserError(what, "it has no config.json", "use an earlier run's hf/ folder")
+            fix = "use an earlier run's hf/ folder, or set model to the name of a published model"
+            raise UserError(what, "it has no config.json", fix)
         (size,) = self.code.sizes(folder).values()
         for name in (field.name for field in fields(ModelSize)):
             theirs, ours = getattr(size, name), getattr(self.size, name)
@@ -488,7 +489,7 @@ def find_model(name: str) -> ModelSpec:
             return ModelSpec(label=label, family=str(folder), size=sizes[label])
         names = [f"{folder}:{size}" for size in sizes]
         wanted = f"{folder}:{label}"
-    why = f"model must be {', '.join(names)}, 'auto', a name on the Hub, or a folder with "
+    why = f"it must be {', '.join(names)}, 'auto', a name on the Hub, or a folder with "
     why += "config.json or __init__.py"
     raise UserError(f"model={shown(name)} is not accepted", why, did_you_mean(wanted, names))
 

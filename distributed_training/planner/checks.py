@@ -138,7 +138,7 @@ def check_extensions(plan: Draft) -> None:
     strategy = f"strategy={plan.strategy.name!r}"
     if extensions and shutil.which(compiler) is None:
         what = f"{strategy} builds a C++ extension and there is no {compiler}"
-        raise UserError(what, fix="apt-get install g++, or take one that needs none: dp, fsdp")
+        raise UserError(what, fix="apt-get install g++, or use dp or fsdp, which need none")
     if "async_io" in extensions and not has_libaio():
         fix = "apt-get install libaio-dev or, without root, bash strategies/6_zero_infinity/run.sh"
         raise UserError(f"{strategy} needs libaio, and the compiler does not find it", fix=fix)

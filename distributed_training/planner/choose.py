@@ -69,8 +69,8 @@ def choose_model(
     if config.preset is None and Path(config.dataset).exists():
         decided = {key: v for key, v in load_preset(WORDS_PRESET).items() if key not in closed}
         values = ", ".join(f"{key} {value}" for key, value in decided.items())
-        preset = f"--preset {WORDS_PRESET}, which makes words of a small text"
-        notes.append(f"what you left open is as in {preset}: {values}")
+        source = f"--preset {WORDS_PRESET}, which is for small texts"
+        notes.append(f"settings that you did not give come from {source}: {values}")
     elif config.preset is None and "eval_samples" not in closed:
         decided = {"eval_samples": CPU_EVAL_SAMPLES}
     return with_values(config, model=model, **decided)

@@ -73,7 +73,7 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
         fix = "set " + "; or ".join(map(show_settings, alternatives))
         if not alternatives:
             given = show_settings(_changes(candidate.config, OPEN))
-            fix = f"take fsdp with {given}" if given else "take fsdp"
+            fix = f"use fsdp with {given}" if given else "use fsdp"
         raise UserError(str(error), fix=fix) from None
     return axes
 

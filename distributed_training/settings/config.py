@@ -275,7 +275,7 @@ def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, K
     key = keys[name]
     value = values[name]
     fix = files.did_you_mean(value, key.choices) if isinstance(value, str) else ""
-    raise UserError(f"{name}={shown(value)} is not accepted", f"{name} is {key.accepts()}", fix)
+    raise UserError(f"{name}={shown(value)} is not accepted", f"it must be {key.accepts()}", fix)
 
 
 def build_config(

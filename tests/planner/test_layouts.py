@@ -66,10 +66,10 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
     ("num_processes", "config", "words"),
     [
         (8, {"strategy": "tp", **XL},
-         ("tp=8 does not divide num_heads=25", ". Take fsdp")),
+         ("tp=8 does not divide num_heads=25", ". Use fsdp")),
         # What fits comes with what else it needs.
         (8, {"strategy": "tp", "num_microbatches": 7, **XL},
-         ("take fsdp with num_microbatches=auto",)),
+         ("Use fsdp with num_microbatches=auto",)),
         # Stages and blocks.
         (16, {"strategy": "pp", "pipeline_schedule": "interleaved"},
          ("pp=16 needs 32 stages", "24 blocks", ". Set pp=8 dp_replicate=2; or")),

@@ -49,7 +49,7 @@ def suggestions(text):
     choices = re.search(r" Set (.+)\.$", text)
     for words in choices[1].split("; or ") if choices else []:
         yield words.split()
-    fsdp = re.search(r" Take fsdp(?: with (.+))?\.$", text)
+    fsdp = re.search(r" Use fsdp(?: with (.+))?\.$", text)
     if fsdp:
         yield ["strategy=fsdp", *(fsdp[1] or "").split()]
 

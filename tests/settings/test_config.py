@@ -159,7 +159,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_value_is_refused_with_key_value_and_rule(name):
     for value in BAD[name][0]:
-        with refused(f"{name}={value!r} is not accepted", f"{name} is {BAD[name][1]}"):
+        with refused(f"{name}={value!r} is not accepted", f"It must be {BAD[name][1]}"):
             build_config({name: value})
         with refused(f"{name}={value!r}"):
             with_values(RunConfig(), **{name: value})
