@@ -31,10 +31,8 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
         if not isinstance(linear, Linear) or name.split(".", 2)[-1] not in targets:
             continue
         weight = linear.weight
-        rows, columns = (
-            linear.out_features,
-            linear.in_features,
-        )  # not the shape of the weight, which may be quantized
+        rows = linear.out_features  # not the shape of the weight, which may be quantized
+        columns = linear.in_features
         # The initial values depend only on the name and the seed, and are rounded like the weights.
         generator = torch.Generator().manual_seed(config.seed * 100_003 + zlib.crc32(name.encode()))
         a = torch.empty(config.lora_rank, columns)

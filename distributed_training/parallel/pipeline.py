@@ -47,7 +47,7 @@ class Pipeline:
         self.tp_parts = plan.tp_parts
         any_stage = next(iter(stages.values()))
         self.size = any_stage.size
-        # Whether the first and the last stage train the same embedding
+        # True if the first and the last stage train the same embedding
         self.ties = self.size.tied and not config.lora_rank
         self.dtype = any_stage.compute_dtype or torch.float32
         self.first = stages.get(0)

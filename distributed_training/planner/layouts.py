@@ -94,8 +94,8 @@ def nearest_layouts(candidate: Candidate, world_size: int) -> list[Settings]:
             settings = {axis: axes[axis] for axis in set_axes if axes[axis] != target[axis]}
             settings |= needed
             distance = sum(abs(math.log(axes[axis] / target[axis])) for axis in set_axes)
-            # Of two at the same distance, the one with whole copies comes first. Distances are
-            # rounded, so that equal sums are equal.
+            # If two layouts are equally far, prefer the one with whole copies. Distances are
+            # rounded, because equal sums may differ in their last digit.
             ranked.append(((len(settings), round(distance, 6), axes["dp_shard"]), settings))
     return [settings for _, settings in sorted(ranked, key=lambda pair: pair[0])]
 

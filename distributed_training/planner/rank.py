@@ -159,7 +159,7 @@ def what_fits(plan: Draft, cluster: Cluster) -> list[str]:
     config = plan.config
 
     def fits(**settings: object) -> bool:
-        # Whether a step is one graph may depend on the settings.
+        # The settings may decide if a step is one CUDA graph.
         decided = config.key_values | {"cuda_graphs": plan.requested.cuda_graphs, **settings}
         request = with_values(plan.requested, **decided)
         with contextlib.suppress(UserError):

@@ -52,7 +52,7 @@ class MemoryEstimate:
 def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
     """Estimate the peak of a plan's processes by component. `tokenised`: the token cache has the
     samples."""
-    by_place = [Held(plan, place).peak() for place in range(plan.mesh["pp"])]
+    by_place = [Held(plan, stage).peak() for stage in range(plan.mesh["pp"])]
     peak = max(map(_total, by_place))
     context = 0
     if plan.machine.num_gpus:
@@ -175,8 +175,8 @@ class Held(Formulas):
         if not self.has_buckets and zero.stage != 3 and self.micro_batches == 1:
             parts["gradients"] = 0
         if zero.stage in (1, 2) and self.pp == 1:
-            # DeepSpeed's two buckets of gradients, of which one fills while the other is reduced,
-            # when the loss has gone backward, and its logits are gone.
+            # DeepSpeed has two buckets of gradients. One fills while the other is reduced, after
+            # the backward pass of the loss has freed the logits.
             bucket = min(zero.reduce_bucket_size, self.learning)
             parts["buffers"] += max(0, 2 * self.width * bucket - logits)
         # Around the blocks: on the last stage input and output of the last norm, the gradient of
@@ -230,8 +230,8 @@ class Held(Formulas):
             adapters = self.width * (self.in_blocks + self.around - self.parameters) / num_blocks
             blocks = (1 + config.fsdp_prefetch) * (frozen + adapters)
             parts["copies"] = self.width * self.around + blocks
-            each = self.learning / num_blocks if self.frozen else block
-            parts["buffers"] = 4 * each  # whole gradients on their way to a reduce-scatter
+            per_block = self.learning / num_blocks if self.frozen else block
+            parts["buffers"] = 4 * per_block  # whole gradients on their way to a reduce-scatter
         elif self.width == 2 and not self.strategy.traits.rounds_weights:
             # Rounded weights, kept for the backward pass where it does not round them again.
             rounded = self.parameters

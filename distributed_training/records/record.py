@@ -123,7 +123,7 @@ class Record(History):
     pipeline: dict[str, Any] | None = None
     # first_step and last_step of the trace, and the names of its files (traces, memory)
     profile: dict[str, Any] | None = None
-    # Of rank 0: gpu_name (None without GPUs), num_gpus, num_cpus
+    # Facts about rank 0: gpu_name (None without GPUs), num_gpus, num_cpus
     machine: Annotated[dict[str, Any], _has("gpu_name")]
     num_parameters: int  # of the whole model
     num_learning: int | None = None  # trained parameters, including adapters; None if not recorded

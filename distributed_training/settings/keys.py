@@ -48,8 +48,8 @@ class Options(BaseModel):
     def sent_bytes(
         self, num_values: int, matrices: Sequence[tuple[int, int]], num_replicas: int
     ) -> dict[str, int]:
-        """Return the bytes of one exchange by the kind of operation: of `num_values` gradients, of
-        which some form `matrices` (rows, columns)."""
+        """Return the bytes of one exchange by the kind of operation. It exchanges `num_values`
+        gradients, and some of them form `matrices` of (rows, columns)."""
         return {"all_reduce": 4 * num_values}
 
 

@@ -174,7 +174,7 @@ class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
     name: str = "own GPU"
     memory_gib: Positive
     tflops: Positive  # of 16-bit matrix multiplications with fp32 sums
-    # Of fp32 matrix multiplications, without TF32
+    # Rate of fp32 matrix multiplications without TF32
     fp32_tflops: Positive = Field(default_factory=lambda given: given.get("tflops", 0) / 4)
     memory_gb_s: Positive
     link_gb_s: Positive = 31.5  # to a neighbor in the node, each way

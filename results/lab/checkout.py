@@ -1,5 +1,5 @@
-"""What the programs here share. Imported first, so that `python results/lab/NAME.py` finds the
-package."""
+"""Shared parts of the programs in this folder. Import it first, so that
+`python results/lab/NAME.py` finds the package."""
 
 import argparse
 import sys

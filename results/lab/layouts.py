@@ -46,7 +46,7 @@ from results.lab.overlap import length, union
 from results.lab.runs import Measured, Runs, collect, read_plan
 
 NUM_STEPS = 12
-NUM_WARMUP = 4  # summarize_performance leaves out as many of so many
+NUM_WARMUP = 4  # steps that summarize_performance skips in a run of NUM_STEPS
 COLUMNS = (
     "strategy", "batch", "tokens/s", "ms per step", "MFU", "peak GPU memory", "bubble",
     "ideal bubble", "status",

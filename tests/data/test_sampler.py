@@ -27,10 +27,10 @@ def padded_samples(num_samples, seq_len=6):
     lengths = random.integers(1, seq_len + 1, num_samples)
     starts = np.concatenate([[0], np.cumsum(lengths + 1)])[:-1]
     tokens = random.integers(1, 500, int((lengths + 1).sum()))
-    learnt = random.random(len(tokens)) < 0.7
+    trained = random.random(len(tokens)) < 0.7
     ends = starts + lengths + 1
-    counts = [learnt[start + 1 : end].sum() for start, end in zip(starts, ends, strict=True)]
-    return Samples(tokens, starts, lengths, seq_len, 0, np.array(counts), learnt)
+    counts = [trained[start + 1 : end].sum() for start, end in zip(starts, ends, strict=True)]
+    return Samples(tokens, starts, lengths, seq_len, 0, np.array(counts), trained)
 
 
 def test_the_order_is_the_one_of_earlier_releases():

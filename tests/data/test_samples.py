@@ -102,8 +102,8 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
     blocks = []  # (id, whether it is in the loss) of each record
     for record in records:
         block = []
-        for text, learnt in record:
-            block += [(i, learnt) for i in tokenizer.encode_batch([text])[0].tolist()]
+        for text, trained in record:
+            block += [(i, trained) for i in tokenizer.encode_batch([text])[0].tolist()]
         blocks.append([*block, (tokenizer.eos_id, True)])
     if pack and form == "running":  # the end that does not fill a block is left out
         stream = [pair for block in blocks for pair in block]
@@ -114,7 +114,7 @@ def test_samples_are_what_a_plain_reading_of_the_text_gives(
     expected = []
     lengths = []
     for block in blocks:
-        targets = [i if learnt else IGNORE_INDEX for i, learnt in block[1:]]
+        targets = [i if trained else IGNORE_INDEX for i, trained in block[1:]]
         row = [(i, target) for (i, _), target in zip(block, targets, strict=False)][:seq_len]
         if any(target != IGNORE_INDEX for _, target in row):  # else the answer is cut off
             expected.append(row + [(tokenizer.eos_id, IGNORE_INDEX)] * (seq_len - len(row)))

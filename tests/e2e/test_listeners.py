@@ -53,7 +53,7 @@ def test_nothing_listens_beyond_loopback_nor_runs_what_it_is_sent(tmp_path):
         ]
         assert open_at, "the ranks meet somewhere"
         assert all(ipaddress.ip_address(end.ip).is_loopback for end in open_at), open_at
-        # Of rank 0's sockets, the one that was open before it began
+        # The socket of rank 0 that was open before training began
         (first,) = (rank for rank in ranks if rank.name() == "rank 0")
         listeners = [end for end in first.net_connections("inet") if end.laddr in open_at]
         at = min(listeners, key=attrgetter("fd")).laddr

@@ -142,7 +142,7 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(
         (writing / "rank-00000.safetensors").write_bytes(b"half")
     resumed = train({**values, "resume": "auto"}, num_processes=processes_of(strategy))
     assert_ok(resumed)
-    assert run_folders(output_dir) == [run_dir], "the run goes on in its own folder"
+    assert run_folders(output_dir) == [run_dir], "the run continues in its own folder"
     assert_same_run(run_dir, uninterrupted(strategy))
     assert checkpoints(output_dir) == ["step-00000080", "step-00000090"]
     if strategy == "fsdp":

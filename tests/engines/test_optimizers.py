@@ -1,4 +1,4 @@
-"""Test AdamW with moments in fewer bits."""
+"""Test AdamW with Adam moments in fewer bits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Runs that are saved under one layout and go on under another.
+"""Save runs under one layout and continue them under another.
 
 python -m tests.faults.resharding --jobs 16          all pairs, to results/resharding.json
 python -m tests.faults.resharding --ring             each layout saved once and resumed once
@@ -6,8 +6,8 @@ python -m tests.faults.resharding --pairs 20 --seed 7
 python -m tests.faults.resharding --only infinity    pairs with such a layout on either side
 python -m tests.faults.resharding --work lora --pairs 40 --out /tmp/lora.json
 
-The script's models are wider than the tests', so that infinity has moments in files; `--work` is
-gpt2, llama, or lora: adapters beside a llama's frozen weights.
+The script's models are wider than the tests', so that infinity keeps Adam moments in files.
+`--work` is gpt2, llama, or lora (adapters beside a llama's frozen weights).
 """
 
 import argparse
@@ -36,7 +36,7 @@ LLAMA = {**DEEP, "model": "eight-wide-llama-layers-2050"}
 LORA = {**LLAMA, "lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2}
 WORKS = {"gpt2": WIDE, "llama": LLAMA, "lora": LORA}
 NUM_STEPS = 6  # it is saved after half of them
-AT_ONCE = 40  # pairs, about, of which a job takes all that were saved under some layouts
+AT_ONCE = 40  # approximate number of pairs per job, which share saved runs
 LOSS_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-3
 _ZB_V = {"pipeline_schedule": "zb-v"}
@@ -153,7 +153,7 @@ def _distance(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, flo
 
 
 def cut_jobs(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """About AT_ONCE pairs each; a saved run is one job's, as no two may go on with it at a time."""
+    """Divide pairs into jobs of about AT_ONCE. Only one job at a time may continue a saved run."""
     jobs: list[list[Pair]] = []
     for _, own in itertools.groupby(sorted(pairs), lambda pair: pair[0]):
         if not jobs or len(jobs[-1]) > AT_ONCE / 2:
@@ -164,11 +164,11 @@ def cut_jobs(pairs: Iterable[Pair]) -> list[list[Pair]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, help="so many, drawn at random (default: all)")
+    parser.add_argument("--pairs", type=int, help="draw this many pairs (default: all)")
     parser.add_argument("--ring", action="store_true", help="each layout once on either side")
     parser.add_argument("--work", choices=WORKS, default="gpt2")
     parser.add_argument("--only", help="pairs with a layout whose name begins so")
-    parser.add_argument("--jobs", type=int, default=1, help="so many at a time, of 4 processes")
+    parser.add_argument("--jobs", type=int, default=1, help="jobs of 4 processes at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "resharding.json")
     parser.add_argument("--dry-run", action="store_true", help="check the command, start nothing")

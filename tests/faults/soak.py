@@ -80,7 +80,7 @@ class Expected:
     status: tuple[str, ...]  # of its record; "" where there may be none
     named: str  # a pattern of the record's error, or of what was said
     recorded_s: float = 15.0  # from the fault until the record says so
-    ended_s: float = 15.0  # until no process is left; a frozen one is given 30 s to end by itself
+    ended_s: float = 15.0  # until all processes have ended; a frozen one has 30 s to end by itself
     removes: bool = False  # the run's folder, so that all its steps are lost
 
 
@@ -163,7 +163,7 @@ class Mission:
         return row["status"]
 
     def _start(self, kind: str, rank: int, step: int) -> dict[str, Any]:
-        """Start the run once, until none of its processes is left."""
+        """Start the run once, and wait until all its processes have ended."""
         own = self.folder / f"start-{len(self.faults)}"
         (own / "processes").mkdir(parents=True)
         begin = saved_steps(self.runs)
@@ -235,7 +235,7 @@ class Mission:
         return launcher.returncode
 
     def _judge(self, row: dict[str, Any]) -> None:
-        """Whether the run ended as it must after its fault."""
+        """Note in `row` in which ways the run ended otherwise than its fault allows."""
         if not row["struck"] or self.time_left() <= 0:
             return
         expected = FAULTS[row["kind"]]
@@ -259,7 +259,7 @@ class Mission:
 
 
 class Soak:
-    """Missions on `jobs` threads, until the time is over or so many faults have struck."""
+    """Run missions on `jobs` threads until the time is over or `faults` faults have struck."""
 
     def __init__(
         self, seed: int, num_faults: int, seconds: float, jobs: int,
@@ -373,7 +373,7 @@ class Soak:
         print(f"{name}:{row['number']} {kinds}: {end}", flush=True)
 
     def record(self) -> dict[str, Any]:
-        """What is published."""
+        """Return the published record of the mission."""
         with self.lock:
             starts = [(m, start) for m in self.missions for start in m["starts"] if start["struck"]]
             useful, paid = (
@@ -441,7 +441,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def living(processes: Path) -> Iterator[int]:
-    """Those of a start's processes that have not ended."""
+    """Yield the ids of a start's processes that have not ended."""
     for file in list(processes.iterdir()):
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{file.name}/stat").read_text()
@@ -484,7 +484,7 @@ def newest_record(runs: Path, since: float) -> tuple[dict[str, Any], float]:
 
 
 def read_weights(runs: Path) -> dict[str, Any]:
-    """Of the run that ended well."""
+    """Return the weights of the run that ended well."""
     files = sorted(runs.glob("*-*/hf/model.safetensors"), key=lambda file: file.stat().st_mtime)
     return load_file(files[-1]) if files else {}
 
@@ -500,7 +500,7 @@ def soak(
     warm: bool = False,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """The record of missions until so many faults have struck, or the time is over."""
+    """Return the record of all missions until the faults have struck or the time is over."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         whole = Soak(seed, num_faults, seconds, jobs, strategies, kinds, warm, Path(folder))
         prepare(whole)
@@ -527,7 +527,7 @@ def prepare(whole: Soak) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--faults", type=int, default=10**6, help="end after so many")
+    parser.add_argument("--faults", type=int, default=10**6, help="end after this many faults")
     parser.add_argument("--seconds", type=float, default=WEEK_S)
     parser.add_argument("--jobs", type=int, default=1, help="missions at a time")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)

@@ -63,7 +63,7 @@ def kill_everyone() -> None:
 
 
 def strike_in_step(trainer: Any) -> None:
-    """What goes wrong as a step begins."""
+    """Cause a fault as a step begins."""
     if KIND in SIGNALS:
         struck()
         signum, launcher = SIGNALS[KIND]
@@ -92,7 +92,7 @@ def strike_in_step(trainer: Any) -> None:
 
 
 def strike_at(owner: Any, name: str) -> None:
-    """What goes wrong as a method returns."""
+    """Cause a fault as a method returns."""
     right = getattr(owner, name)
 
     def method(*told: Any) -> Any:
@@ -104,7 +104,7 @@ def strike_at(owner: Any, name: str) -> None:
 
 
 def strike_in_save(checkpoint: Any, own: bool) -> None:
-    """What goes wrong as a checkpoint is written; a quota is that of all ranks."""
+    """Cause a fault as a checkpoint is written. A quota counts the bytes of all ranks."""
     if KIND == "no quota":
         struck()
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -153,7 +153,7 @@ def arrange(rank: int) -> None:
 
 
 def begin_process() -> None:
-    """Of the run: what the launcher does first, and each rank."""
+    """Prepare the launcher and each rank of the run for the fault."""
     (FOLDER / "processes" / str(os.getpid())).touch()
     if "RANK" in os.environ:
         arrange(int(os.environ["RANK"]))

@@ -1,4 +1,4 @@
-"""Scaling laws: closed forms against a search, published figures, and what is refused."""
+"""Test the formulas of scaling: closed forms against a search, published figures, refusals."""
 
 import math
 import sys
@@ -29,7 +29,7 @@ def test_the_optimum_is_the_lowest_of_all_sizes(fit, flops):
 
 def test_published_figures():
     """Exponents of the abstracts; at Chinchilla's own budget the replication finds about the 20
-    tokens a parameter that it was trained with, the original fit many more."""
+    tokens per parameter that it was trained with, the original fit many more."""
     for fit, exponent in ((CHINCHILLA, 0.4565), (REPLICATION, 0.5126)):
         small, large = fit.optimum(1e20)[0], fit.optimum(1e22)[0]
         assert math.log(large / small) / math.log(100) == pytest.approx(exponent, abs=5e-4)

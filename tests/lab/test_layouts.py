@@ -74,7 +74,7 @@ def test_peaks_are_without_what_earlier_runs_left(before, after, left_over, peak
 
 
 def test_each_run_has_its_own_batch(tmp_path):
-    """Under torchrun, too, where a run that is started again keeps that of its first start."""
+    """Under torchrun, a run that is started again keeps the folder of its first start."""
     runs = [{"batch_size": 1}, {"batch_size": 4}, {"batch_size": 4, "grad_accum_steps": 2}]
     common = {**SMALL, "strategy": "dp", "generate": None}
     (tmp_path / "plan.json").write_text(json.dumps({"common": common, "runs": runs}))

@@ -1,5 +1,5 @@
-"""Formulas for bytes on the wire: against published counts, and as documents quote them; tables of
-smaller and fewer exchanges."""
+"""Test the formulas for communication volume against published counts and as documents quote them,
+and the tables of smaller and fewer exchanges."""
 
 import json
 
@@ -147,5 +147,5 @@ def test_bytes_are_the_formulas(name):
     sent = sum(sent_by_axis(draft_plan(config, this_machine(CPU_MACHINE, 2, 2))).values())
     assert {found["sent_bytes_a_step"] for found in LOSSES["runs"][name].values()} == {sent}
     if name in slow_links.CASES:
-        for cases in TIMES["rates"].values():  # the interface counts headers, too
+        for cases in TIMES["rates"].values():  # the interface also counts headers
             assert 1.03 < cases[name]["counted_bytes"] / sent < 1.07

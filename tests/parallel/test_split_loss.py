@@ -25,7 +25,7 @@ def test_it_is_torchs_cross_entropy_and_its_gradient(padding):
     (expected,) = torch.autograd.grad(2 * theirs, cut)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(gradient[:, :vocab_size], expected)
-    assert not gradient[:, vocab_size:].any(), "padding is never learnt"
+    assert not gradient[:, vocab_size:].any(), "padding is never trained on"
     assert not gradient[targets == IGNORE_INDEX].any()
 
 

@@ -1,7 +1,7 @@
-"""What the processes of a parity test do: each case is a run of tools/harness.py.
+"""Programs of the processes of a parity test. Each case is a run of tools/harness.py.
 
 Every function but the last takes {"cases": {name: CONFIG values}, ...} and returns
-{name: what was found}, as tests.pool calls it on every rank of one process group.
+{name: results}, as tests.pool calls it on every rank of one process group.
 """
 
 import functools
@@ -65,7 +65,7 @@ PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])  # a length that no number of proc
 
 
 def _all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
-    """What `use` returns of each case, on this rank."""
+    """Return the result of `use` for each case on this rank."""
     # Kernels that give the same sums each time.
     torch.use_deterministic_algorithms("CUBLAS_WORKSPACE_CONFIG" in os.environ, warn_only=True)
     found, mine = {}, list[Any]()
@@ -120,7 +120,7 @@ def _train(
 
 
 def _ask(engine: Engine, batch: Any) -> dict[str, Any]:
-    """What an engine answers without learning from it, on all ranks alike."""
+    """Return an engine's answers from calls that do not train, which are equal on all ranks."""
     before = engine.full_state()
     evaluation = _mean_loss([engine.eval_step(*arrays) for arrays in batch.micro_batches], batch)
     logits = engine.logits(PROMPT)
@@ -141,7 +141,7 @@ def _ask(engine: Engine, batch: Any) -> dict[str, Any]:
 
 
 def _mean_loss(sums: list[torch.Tensor], batch: Any) -> float:
-    """Of the global batch, from every rank's sums of its own samples' losses."""
+    """Return the loss of the global batch from every rank's summed losses of its own samples."""
     total = torch.stack([each.double().cpu() for each in sums]).sum()
     dist.all_reduce(total)
     return float(total) / batch.num_targets
@@ -236,7 +236,7 @@ def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_bytes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What every rank sent in a step on average, and what the formulas say."""
+    """Return the bytes that every rank sent per step on average, and those of the formulas."""
     return _all_cases(arguments, lambda run: gather(traffic.count_step(run)))
 
 
@@ -259,9 +259,9 @@ def _watched(seen: dict[str, list[str]], kinds: dict[str, str]) -> Any:
 
 
 def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Of each rank {"residual": [state, ...], "attention": [...], "adapter": [...]}: the random
-    generator's states before every dropout of one training step, as hashes. Equal states draw equal
-    masks."""
+    """Return {"residual": [state, ...], "attention": [...], "adapter": [...]} for each rank:
+    hashes of the random generator's states before every dropout of one training step. Equal states
+    draw equal masks."""
     seen: dict[str, list[str]] = {}
     attention.F = decoder.F = _watched(seen, DRAWING)
     lora.F = _watched(seen, {"dropout": "adapter"})

@@ -26,22 +26,22 @@ class Records:
     """Prompts with completions, one per row, truncated or padded at the end."""
 
     ids: torch.Tensor  # [num_records, max_length + 1]
-    learnt: torch.Tensor  # whether a token belongs to a completion or ends its text
+    trained: torch.Tensor  # whether a token belongs to a completion or ends its text
 
     def sum_loss(self, model: GPT2LMHeadModel, rows: np.ndarray) -> torch.Tensor:
         """Return the summed loss of the tokens in the loss, each predicted from those before it."""
-        ids, learnt = self.ids[rows], self.learnt[rows]
+        ids, trained = self.ids[rows], self.trained[rows]
         logits = model(ids[:, :-1]).logits
-        return F.cross_entropy(logits[learnt[:, 1:]], ids[:, 1:][learnt[:, 1:]], reduction="sum")
+        return F.cross_entropy(logits[trained[:, 1:]], ids[:, 1:][trained[:, 1:]], reduction="sum")
 
     def count(self, rows: np.ndarray) -> int:
         """Return the number of tokens in the loss."""
-        return int(self.learnt[rows, 1:].sum())
+        return int(self.trained[rows, 1:].sum())
 
 
 def read_records(file: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Records:
     """Read records from JSON lines."""
-    rows, learnt = [], []
+    rows, trained = [], []
     for line in file.read_text().splitlines():
         record = json.loads(line)
         prompt = tokenizer(record["prompt"])["input_ids"]
@@ -49,8 +49,8 @@ def read_records(file: Path, tokenizer: PreTrainedTokenizerBase, max_length: int
         padding = [tokenizer.eos_token_id] * (max_length + 1)
         rows.append((prompt + answer + padding)[: max_length + 1])
         counts = [False] * len(prompt) + [True] * len(answer) + [False] * len(padding)
-        learnt.append(counts[: max_length + 1])
-    return Records(torch.tensor(rows), torch.tensor(learnt))
+        trained.append(counts[: max_length + 1])
+    return Records(torch.tensor(rows), torch.tensor(trained))
 
 
 def draw_batches(num_records: int, settings: Settings) -> Iterator[np.ndarray]:

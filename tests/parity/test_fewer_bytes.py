@@ -1,5 +1,5 @@
 """Fewer or smaller exchanges, or the same ones at other times: what must equal plain data
-parallelism does; a resumed run goes on bit for bit; what is sent is what the formulas say."""
+parallelism does; a resumed run continues bit for bit; the bytes sent are those of the formulas."""
 
 import torch
 
@@ -70,7 +70,7 @@ MOVED = {
 
 
 def gathered_while(names):
-    """Block -> which pass of which block had begun when its gathering did, of one micro-batch."""
+    """Return for each block the pass that was running when its all-gather began."""
     found, current = {}, ""
     for name in names:
         what, _, block = name.removesuffix(")").partition(" (blocks.")
@@ -82,7 +82,7 @@ def gathered_while(names):
 
 
 def test_buckets_and_prefetch_move_exchanges_and_change_no_bit():
-    """Of two processes: a sum of two does not depend on where its parts lie in a bucket."""
+    """Use two processes: a sum of two does not depend on its position in a bucket."""
     found = run_cases(MOVED, 2, steps=3, what="train_and_trace")
     for ours, theirs in (("small buckets", "dp"), (0, 1), (2, 1)):
         assert_same_bits(found[ours], found[theirs])

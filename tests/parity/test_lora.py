@@ -38,11 +38,11 @@ class Adapted(torch.nn.Module):
         self.values = torch.nn.ParameterList(initial.values())
 
     def forward(self, ids):
-        learnt = dict(zip(self.names, self.values, strict=True))
+        trained = dict(zip(self.names, self.values, strict=True))
         weights = {}
-        for name, a in learnt.items():
+        for name, a in trained.items():
             if ".lora_A." in name:
-                b = learnt[name.replace("lora_A", "lora_B")]
+                b = trained[name.replace("lora_A", "lora_B")]
                 matrix = name.replace(".lora_A", "")
                 weights[matrix] = self.model[0].get_parameter(matrix).detach() + SCALE * (b @ a).T
         return torch.func.functional_call(self.model[0], weights, ids)

@@ -25,7 +25,7 @@ SETTINGS = Settings(
     max_length=32, global_batch_size=8, max_steps=20, seed=3, learning_rate=5e-3, warmup_steps=5,
     weight_decay=2.0, max_grad_norm=2.2, eval_every=4,
 )  # fmt: skip
-NUM_RECORDS = 70  # in 9 steps, of which the last has 6
+NUM_RECORDS = 70  # in 9 steps; the last step has 6
 WORDS = ("red", "green", "blue", "one", "two", "three")
 VOCABULARY = 2050  # two more than the tokenizer's, and padded to 2176
 
@@ -60,7 +60,7 @@ def load(folder):
 
 
 def run(folder, output_dir, num_processes=2, **changes):
-    """What the script makes of the same, on so many processes."""
+    """Return the results of the script for the same training on `num_processes`."""
     values = {
         **vars(SETTINGS), "model": folder / "model", "weights": folder / "model",
         "tokenizer": "embedded", "dataset": folder / "train.jsonl", "pack": False,
@@ -96,7 +96,7 @@ def assert_follows(found, expected, *, far=5e-5):
     assert set(found["state"]) == set(expected["state"]) - {"lm_head.weight"}
     for name, weight in found["state"].items():
         error = (weight - expected["state"][name]).norm() / weight.norm()
-        # The keys' biases have no gradient but rounding, of which AdamW makes steps.
+        # The keys' biases have only rounding as gradients, and AdamW turns these into steps.
         assert error <= (20 * far if name.endswith("c_attn.bias") else far), f"{name}: {error:.1e}"
 
 
@@ -104,9 +104,9 @@ def test_the_work_shows_what_it_should(folder):
     """Else the comparisons would pass without weight decay, clipping or masks."""
     found, (start, records, _) = one_process(folder), load(folder)
     assert min(found["grad_norms"]) < SETTINGS.max_grad_norm < max(found["grad_norms"])
-    learnt = records.learnt[:, 1:].sum(dim=1)
-    assert learnt.min() <= 2
-    assert learnt.max() >= 20
+    trained = records.trained[:, 1:].sum(dim=1)
+    assert trained.min() <= 2
+    assert trained.max() >= 20
     for name, weight in start.state_dict().items():
         if "c_fc.weight" in name:
             assert (found["state"][name] - weight).norm() > 0.1 * weight.norm()
@@ -146,7 +146,7 @@ ROWS, COLUMNS, STEPS = 12, 10, 30
 
 
 def exchanged(gradients, **options):
-    """What each step's gradients, [processes, STEPS, ROWS, COLUMNS], are after the exchange."""
+    """Return the gradients [processes, STEPS, ROWS, COLUMNS] of each step after the exchange."""
     job = {"gradients": gradients, "options": options}
     return heavy_pool().call("tests.parity.cases:exchange", job, num_processes=len(gradients))
 

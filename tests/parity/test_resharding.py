@@ -1,4 +1,4 @@
-"""A run goes on under another strategy and number of processes as if nothing had happened."""
+"""Test that runs continue under another strategy and number of processes as if nothing happened."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_another_layout_goes_on_as_one_process_that_was_never_stopped(pairs, wor
 
 @pytest.mark.skipif(not has_libaio(), reason="libaio is not installed")
 def test_infinitys_state_is_saved_from_its_files_and_restored_into_them(tmp_path, monkeypatch):
-    """Of the three groups of the model one lies on the disk; the others are too small for files."""
+    """Keep one of the model's three groups on the disk. The others are too small for files."""
     files = tmp_path / "files"
     infinity = {**small_infinity(sub_group_size=2**18), **cut(1), "offload_dir": str(files)}
     wide = {**DEEP, "model": "four-wide-layers"}

@@ -1,4 +1,4 @@
-"""What schedules ask for and cost, against their own orders simulated."""
+"""Test requirements and costs of schedules against simulations of their own orders."""
 
 import hashlib
 import itertools
@@ -16,7 +16,7 @@ FIXED = [name for name, schedule in SCHEDULES.items() if not schedule.searched]
 
 
 def test_micro_batches_that_a_schedule_takes():
-    """Of 1 to 12 over 4 processes."""
+    """Try 1 to 12 micro-batches over 4 processes."""
     expected = {name: list(range(1, 13)) for name in SCHEDULES}
     expected["1f1b"] = list(range(4, 13))
     expected["interleaved"] = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
@@ -38,7 +38,7 @@ def test_a_message_takes_its_time_between_processes_and_none_within_one():
 
 @pytest.mark.parametrize("name", FIXED)
 def test_orders_are_whole_and_idle_and_hold_as_the_closed_forms_say(name):
-    """Of equal stages, a backward pass twice as long as a forward one, in equal halves."""
+    """Use equal stages. Each half of a backward pass takes as long as a forward pass."""
     schedule, parts = SCHEDULES[name], SCHEDULES[name].stages_per_rank
     kinds = "FIW" if schedule.splits_backward else "FB"
     lengths = {"F": 1 / parts, "B": 2 / parts, "I": 1 / parts, "W": 1 / parts}
@@ -75,7 +75,7 @@ def test_zb_v_is_its_authors_order_at_any_durations():
 
 
 def test_uneven_stages_count_as_the_middle_process():
-    """The mean of a process's two stages, of which the median, kind by kind."""
+    """The median over processes of the mean of their two stages counts, for each operation."""
     down = ((1.0, 2.0, 3.0), (5.0, 5.0, 5.0), (9.0, 0.0, 1.0))
     up = ((9.0, 2.0, 1.0), (7.0, 5.0, 7.0), (3.0, 4.0, 1.0))
     assert mid_durations((*down, *up)) == (6.0, 3.0, 2.0)

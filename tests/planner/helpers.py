@@ -43,7 +43,7 @@ CPU_CALIBRATION: dict[str, Any] = {
 
 
 class LaidOut(NamedTuple):
-    """What CONFIG's words make of so many processes, as a plan decides it."""
+    """Decisions of a plan for CONFIG's words and a number of processes."""
 
     mesh: Mapping[str, int]
     layout: Layout

@@ -1,4 +1,4 @@
-"""What is refused before processes start: each check at its boundary."""
+"""Test refusals before processes start: each check at its boundary."""
 
 import dataclasses
 import importlib.util
@@ -203,7 +203,7 @@ def test_extensions_that_are_built():
 def test_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     checks.check_extensions(draft(tmp_path, "zero3"))
-    with refused("no no-such-compiler", "apt-get install g++", "dp, fsdp"):
+    with refused("no no-such-compiler", "apt-get install g++", "dp or fsdp"):
         checks.check_extensions(draft(tmp_path, "offload"))
 
 

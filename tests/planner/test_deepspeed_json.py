@@ -112,7 +112,7 @@ def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
             {"zero_optimization.offload_optimizer": "auto"},
             ("not understood at zero_optimization.offload_optimizer",),
         ),
-        # What nobody acts on, what CONFIG decides, what changes the arithmetic.
+        # Sections without effect, settings that CONFIG decides, and settings that change results
         (
             {"zero_optimisation": {"stage": 3}},
             ("acts on zero_optimisation", "'zero_optimization'?"),

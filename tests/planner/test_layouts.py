@@ -92,5 +92,5 @@ def test_tokens_that_tp_does_not_divide(tmp_path):
     words = {"strategy": "tp", "max_length": 255, "checked": False}
     with refused("max_length=255", "tp=2", "max_length to 254", "sequence_parallel to False"):
         plan_for(tmp_path, micro_batch_size=1, **words)
-    plan_for(tmp_path, micro_batch_size=2, **words)  # samples are dealt out
+    plan_for(tmp_path, micro_batch_size=2, **words)  # whole samples are distributed
     plan_for(tmp_path, micro_batch_size=1, sequence_parallel=False, **words)

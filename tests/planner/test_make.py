@@ -1,4 +1,4 @@
-"""What the text decides: how many samples and steps there are, and how long the warm-up is."""
+"""Test values that follow from the text: the number of samples and steps, and the warm-up."""
 
 import math
 import shutil

@@ -52,7 +52,7 @@ def scratch(tmp_path_factory):
     ("machine", "num_processes"), [(CPU_MACHINE, 2), (GPU_MACHINE, 2), (GPU_MACHINE, 4)]
 )
 def test_every_strategy_plans_the_shipped_config(machine, num_processes, tmp_path):
-    """The same work under all; only 3d needs more than two processes, or another mesh."""
+    """All strategies do the same work. Only 3d needs more than two processes or another mesh."""
     works = []
     for name in NAMES:
         axes = {"tp": 1} if name == "3d" and num_processes == 2 else {}

@@ -73,8 +73,8 @@ def test_a_bare_deepspeed_json_has_deepspeeds_defaults(tmp_path):
 
 
 def test_state_bytes():
-    """Of the optimizer, by Adam's 8 a parameter, and the copy for a checkpoint, by 4: where no two
-    replicas hold the same, weights and moments of each and the mean."""
+    """Count optimizer state (Adam has 8 bytes per parameter) and the copy for a checkpoint (4).
+    If no two replicas are equal, each adds its weights, its Adam moments and the mean."""
     for values, optimizer, copied in (
         ({"strategy": "dp"}, 8, 12 / 4),
         ({"strategy": "local_sgd"}, 8, 12 / 4 + 12),

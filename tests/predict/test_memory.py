@@ -26,8 +26,8 @@ def peak(tmp_path, num_processes=1, **config):
 
 
 def test_a_compiled_dp_step_by_hand(tmp_path):
-    """At the loss: fp32 weights and moments, rounded weights, what 12 blocks keep, the logits. In
-    chunks: of the gradients of hidden states and output rows, and of one chunk's logits."""
+    """At the loss: fp32 weights, Adam moments, rounded weights, 12 blocks, logits.
+    In chunks: gradients of hidden states and output rows, and the logits of one chunk."""
     chunked = peak(tmp_path, strategy="dp").fullest
     assert chunked["logits"] == 2 * (TOKENS * D + VOCABULARY * D + 8192 * VOCABULARY)
     parts = peak(tmp_path, strategy="dp", loss_chunk_tokens=0).fullest
@@ -71,8 +71,8 @@ def test_without_compile_the_loss_is_kept_in_fp32(tmp_path):
 
 @pytest.mark.parametrize(("sequence_parallel", "whole"), [(True, 2), (False, 4)])
 def test_tensor_parallelism_keeps_what_it_gathers(tmp_path, sequence_parallel, whole):
-    """Of 16 values a token so many are whole on every process. The batch grows with the processes,
-    so a quarter of the model sees four times the tokens."""
+    """Some of the 16 values per token are whole on every process. The batch grows with the
+    number of processes, so a quarter of the model sees four times the tokens."""
     words = {"sequence_parallel": sequence_parallel, "num_microbatches": 1}
     split = peak(tmp_path, 4, strategy="tp", **words).fullest["activations"]
     alone = peak(tmp_path, 1, strategy="dp").fullest["activations"]
@@ -104,7 +104,7 @@ def test_tokenising_takes_ram_of_a_lone_process_once(tmp_path, monkeypatch):
 
 
 def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
-    """fp32 weights and both moments, divided over all that hold the same."""
+    """fp32 weights and both Adam moments are sharded over all ranks that hold the same part."""
     four, none = (peak(tmp_path, 4, strategy="dp", checkpoint_every=every) for every in (None, 0))
     copied = four.host_bytes - none.host_bytes
     assert copied == pytest.approx(3 * four.fullest["parameters"] / 4)
@@ -118,7 +118,7 @@ def test_a_save_copies_the_state_to_the_host_where_there_is_room(tmp_path):
 
 
 def test_recomputing_rounds_weights_again(tmp_path):
-    """What torch 2.13's compiled block was seen to save: with selective checkpointing its input,
+    """Tensors that torch 2.13's compiled block saved: with selective checkpointing its input,
     q k v, attention, its product and the MLP's hidden units; rounded weights only without."""
     none, some, full = (
         peak(tmp_path, strategy="dp", activation_checkpointing=mode).fullest
@@ -198,5 +198,5 @@ def test_moments_in_fewer_bits_take_fewer_bytes(optimizer, held, tmp_path):
     ],
 )
 def test_state_bytes_of_a_stage_while_its_micro_batches_run(precision, axes, parts):
-    """strategies/10_3d_parallel: 12 / S + 6 bytes a parameter in bf16."""
+    """strategies/10_3d_parallel: 12 / S + 6 bytes per parameter in bf16."""
     assert state(named_strategy("3d"), precision, pp=2, **axes) == (*parts, 0, 0)

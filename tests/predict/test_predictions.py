@@ -174,7 +174,7 @@ def test_what_is_ranked_is_all_that_starts(count, tmp_path):
 
 
 def layout_of(plan):
-    """What is equal for two names of one layout: hybrid without a pipeline is zero1."""
+    """Two names of one layout have equal predictions: hybrid without a pipeline is zero1."""
     name = plan.strategy.name if plan.strategy.traits.takes_json else "native"
     name = "zero1" if name == "hybrid" and plan.mesh["pp"] == 1 else name
     return name, tuple(plan.mesh.values())

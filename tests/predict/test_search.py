@@ -143,7 +143,7 @@ def lowered(plan):
 
 PEERS = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1),
          "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}  # fmt: skip
-# Of one stage and micro-batch: what is sent was made, what is used was received.
+# For each stage and micro-batch, a message needs its producer and an operation its message.
 NEEDS = {"SEND_F": "FORWARD", "SEND_B": "BACKWARD_INPUT",
          "FORWARD": "RECV_F", "BACKWARD_INPUT": "RECV_B"}  # fmt: skip
 

@@ -25,7 +25,7 @@ def write_run(folder, **changes):
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """A folder of three runs, one of which failed, a link to the newest, and a run next to the
+    """Make a folder of three runs (one failed) with a link to the newest, and a run next to the
     folder."""
     folder = tmp_path / "runs"
     write_run(folder / "20260101-000001-zero2-x")

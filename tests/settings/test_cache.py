@@ -1,4 +1,4 @@
-"""What a machine keeps for later runs."""
+"""Test the caches that a machine keeps for later runs."""
 
 import json
 import os
@@ -22,7 +22,7 @@ import torch
 
 
 def start(tmp_path, dont_write, num_cores=2):
-    """What a process keeps that imports a package called torch, which none has compiled."""
+    """Return the bytecode that a process keeps if it imports an uncompiled package named torch."""
     package = tmp_path / "site" / "torch" / "__init__.py"
     package.parent.mkdir(parents=True, exist_ok=True)
     package.touch()
@@ -59,7 +59,7 @@ def test_many_cores_compile_what_is_not_imported_yet(tmp_path):
 
 
 def refused_or_variables(**given):
-    """What a process that has these variables says, or ends up with."""
+    """Return the environment of a process that was given these variables, or its refusal."""
     code = "import json, os; from distributed_training.settings.cache import *\n"
     code += "try: use_private_caches()\nexcept ValueError as error: print(error)\n"
     code += "else: print(json.dumps(dict(os.environ)))"

@@ -41,7 +41,7 @@ def write(path, value):
 
 
 def test_script_and_run_config_agree():
-    """What CONFIG shows is the default, and what it does not show is left at the default."""
+    """CONFIG shows defaults, and all keys that it does not show keep their defaults."""
     defaults = RunConfig().to_user_words()
     for name, value in CONFIG.items():
         assert (type(value), value) == (type(defaults[name]), defaults[name]), name

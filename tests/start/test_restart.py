@@ -1,4 +1,4 @@
-"""What torchrun starts again goes on with the same work, on as many processes as there are."""
+"""Test that runs which torchrun starts again continue the same work on the remaining processes."""
 
 import os
 from types import SimpleNamespace

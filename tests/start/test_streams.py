@@ -1,4 +1,4 @@
-"""What is printed where nobody reads any more."""
+"""Test output after its reader has gone."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def test_a_reader_that_stalls_or_goes_holds_nobody_up(monkeypatch):
         assert os.read(reader, 2**20) == b"of another process\na line\n"
         os.close(reader)
         for _ in range(2):
-            lasting.write("nobody is there\n")
+            lasting.write("nobody reads this\n")
             lasting.flush()
         assert os.get_blocking(other.fileno()), "others share the old one"
 

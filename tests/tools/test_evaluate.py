@@ -63,7 +63,7 @@ def agree(found, nats, count, text):
 
 
 def test_running_text_is_evaluated_to_its_end(model, tmp_path):
-    text = "A list isn't a tuple. Ünïcödé 北京 is text, too: 🙂.\n" * 4
+    text = "A list isn't a tuple. Ünïcödé 北京 is also text: 🙂.\n" * 4
     (tmp_path / "a.txt").write_text(text)
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]

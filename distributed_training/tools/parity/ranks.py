@@ -126,7 +126,8 @@ def _train(run: harness.Run) -> Values:
     try:
         signum = trainer.run()
     except UserError as error:  # raised on every rank, for example if the loss is not finite
-        signum, why = 0, str(error)
+        signum = 0
+        why = str(error)
     if run.topology.rank == 0:
         claims.release(run.plan.run_dir)
     if signum:
