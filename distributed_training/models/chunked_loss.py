@@ -84,6 +84,7 @@ class _Chunked(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), chunk)
             elif needs_weight:
                 grad_weight = grad_logits.t() @ chunk
+            del logits, grad_logits  # before the next chunk's logits are allocated
         ctx.save_for_backward(None if grad_x is None else grad_x.view_as(x), grad_weight)
         return total
 

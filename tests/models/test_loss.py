@@ -1,5 +1,7 @@
 """The loss in chunks against the loss of all tokens at once."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -53,6 +55,21 @@ def test_nothing_as_large_as_the_logits_is_kept():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ChunkedCrossEntropy(7, compiled=False)(*values(), VOCABULARY)
     assert sorted(kept) == sorted([BATCH * TOKENS * HIDDEN, ROWS * HIDDEN])
+
+
+def test_one_chunk_of_logits_exists_at_a_time():
+    chunked = ChunkedCrossEntropy(7, compiled=False)
+    compute = chunked.compute
+    earlier = []
+
+    def watch(logits, *arguments):
+        assert not any(chunk() is not None for chunk in earlier)
+        earlier.append(weakref.ref(logits))
+        return compute(logits, *arguments)
+
+    chunked.compute = watch
+    chunked(*values(), VOCABULARY)
+    assert len(earlier) == 9
 
 
 def test_where_chunks_are_refused(tmp_path):

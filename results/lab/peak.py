@@ -1,0 +1,168 @@
+"""What is in GPU memory at the peak of a training step, by the line of code that allocated it.
+
+    torchrun --nproc_per_node=N results/lab/peak.py --out FOLDER CASE ...
+
+A CASE is "NAME key=value ...", with CONFIG's keys. `layers=N` takes the model with fewer blocks, so
+that a case takes seconds. Each case trains a few steps op by op. The last one is recorded by
+torch's allocator, and its events are replayed up to the moment of the largest sum. The table shows
+what exists then on rank 0 beside the state that the step found.
+"""
+
+import collections
+import json
+import linecache
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import checkout
+import torch
+
+from distributed_training.models import find_model
+from distributed_training.records.record import provenance, write_json
+from distributed_training.settings.machine import GIB
+from distributed_training.tools.harness import Kept, Run, each_run, open_group_for
+from results.lab.steps import synchronize
+
+COMMON: dict[str, Any] = {
+    "strategy": "dp", "precision": "bf16", "dataset": "embedded", "tokenizer": "embedded",
+    "weights": "random", "num_samples": -1, "epochs": 100, "eval_samples": 8,
+    "checkpoint_every": 0, "learning_rate": 1e-4, "cuda_graphs": False,
+}  # fmt: skip
+NUM_STEPS = 3
+SHOWN_BYTES = 8 * 2**20  # smaller sums are added up in one line
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Return the peak of a step, its components by prediction, and what existed at the peak."""
+    for step in range(NUM_STEPS - 1):
+        run.engine.train_step(run.batch(step))
+    synchronize()
+    predicted: Any = run.plan.prediction
+    found: dict[str, Any] = {"predicted": predicted["memory_bytes"]}
+    found["predicted_bytes"] = predicted["peak_bytes"]
+    if not torch.cuda.is_available():
+        return found
+    torch.cuda.reset_peak_memory_stats()
+    found["before_bytes"] = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
+    run.engine.train_step(run.batch(NUM_STEPS - 1))
+    synchronize()
+    snapshot = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    (events,) = (trace for trace in snapshot["device_traces"] if trace)
+    found["at_peak"] = at_peak(events)
+    return found
+
+
+def at_peak(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
+    """Return (bytes, number, allocating line) of the memory that the step had allocated, or minus
+    what it had freed of earlier steps, at the moment of the largest sum."""
+    live: dict[int, dict[str, Any]] = {}
+    total = most = 0
+    moment = -1
+    for index, event in enumerate(events):
+        if event["action"] == "alloc":
+            total += event["size"]
+        elif event["action"] == "free_requested":
+            total -= event["size"]
+        if total > most:
+            most, moment = total, index
+    freed_before = 0
+    for event in events[: moment + 1]:
+        if event["action"] == "alloc":
+            live[event["addr"]] = event
+        elif event["action"] == "free_requested" and not live.pop(event["addr"], None):
+            freed_before += event["size"]
+    sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for event in live.values():
+        entry = sums[where(event.get("frames", []))]
+        entry[0] += event["size"]
+        entry[1] += 1
+    rows = sorted(((size, count, line) for line, (size, count) in sums.items()), reverse=True)
+    shown = [row for row in rows if row[0] >= SHOWN_BYTES]
+    rest = rows[len(shown) :]
+    shown.append((sum(row[0] for row in rest), sum(row[1] for row in rest), "less than 8 MiB"))
+    shown.append((-freed_before, 0, "freed of what was there before the step"))
+    shown.append((most, 0, "all"))
+    return shown
+
+
+def where(frames: Sequence[dict[str, Any]]) -> str:
+    """Return the innermost line of this project or of compiled code, and what called it."""
+    names = []
+    for frame in frames:
+        file = frame["filename"]
+        compiled = "torchinductor" in file or "/inductor/" in file or "output_code" in file
+        if compiled or "distributed_training" in file:
+            line = linecache.getline(file, frame["line"]).strip()[:90]
+            short = "compiled" if compiled else file.rpartition("distributed_training/")[2]
+            names.append(f"{short}:{frame['line']} {line}")
+        elif not names and ("_foreach" in frame["name"] or "fsdp" in file):
+            names.append(f"{file.rpartition('/')[2]}:{frame['line']} {frame['name']}")
+        if len(names) == 2:
+            break
+    return " < ".join(names) or "unknown"
+
+
+def config_of(words: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Return the CONFIG of a case. `layers` writes a folder with a smaller model."""
+    values = dict(COMMON)
+    for word in words:
+        key, text = word.split("=", 1)
+        try:
+            values[key] = json.loads(text)
+        except ValueError:
+            values[key] = text
+    if layers := values.pop("layers", None):
+        spec = find_model(values["model"])
+        folder.mkdir(parents=True, exist_ok=True)
+        document = {**spec.code.to_config(spec.size, 0), "num_hidden_layers": layers}
+        (folder / "config.json").write_text(json.dumps(document))
+        values["model"] = str(folder)
+    return values
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = checkout.Parser(description="Show what is in GPU memory at the peak of a step.")
+    parser.add_argument("cases", nargs="+", metavar="CASE")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=400.0)
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    runs = {}
+    for case in arguments.cases:
+        name, *words = shlex.split(case)
+        runs[name] = config_of(words, arguments.out / "models" / name)
+    results: dict[str, Any] = {}
+    with open_group_for(runs) as group:
+        measured = each_run(group, runs, measure, deadline_s=arguments.seconds, kept=Kept())
+        for name, ranks in measured:
+            if group.process.rank:
+                continue
+            results[name] = ranks if isinstance(ranks, str) else ranks[0]
+            print(show(name, results[name]), flush=True)
+            document = {**provenance(shlex.join(["python", *sys.argv])), "cases": results}
+            write_json(arguments.out / "peak.json", document)
+    return 0
+
+
+def show(name: str, found: Any) -> str:
+    if isinstance(found, str) or "at_peak" not in found:
+        return f"{name}: {found}"
+    parts = ", ".join(f"{key} {size / GIB:.2f}" for key, size in found["predicted"].items())
+    lines = [
+        f"{name}: peak {found['peak_bytes'] / GIB:.2f} GiB, before the step"
+        f" {found['before_bytes'] / GIB:.2f}, predicted"
+        f" {found['predicted_bytes'] / GIB:.2f} ({parts})"
+    ]
+    for size, count, line in found["at_peak"]:
+        lines.append(f"  {size / GIB:7.3f} {count:4} {line}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    checkout.run(main)
