@@ -48,16 +48,16 @@ def test_the_command_lines_order_is_kept():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--stratgy", "dp"], ["'--stratgy'", "did you mean --strategy?"]),
-        (["--dryrun"], ["did you mean --dry-run?"]),
-        (["--batch", "8"], ["did you mean --batch_size?"]),
+        (["--stratgy", "dp"], ["'--stratgy'", "Did you mean --strategy?"]),
+        (["--dryrun"], ["Did you mean --dry-run?"]),
+        (["--batch", "8"], ["Did you mean --batch_size?"]),
         (["--temperature", "1"], ["'--temperature' is not an option. See --help"]),
-        (["--gradient-checkpointing"], ["type --activation_checkpointing full"]),
+        (["--gradient-checkpointing"], ["Type --activation_checkpointing full"]),
         (["--fp16"], ["'--fp16' is not an option. Type --precision fp16"]),
-        (["--logging_steps=10"], ["leave it out: metrics.jsonl has every step"]),
-        (["--zzzz"], ["see --help"]),
-        (["--seed"], ["--seed", "see --help"]),
-        (["--seed", "1", "extra"], ["'extra'", "see --help"]),
+        (["--logging_steps=10"], ["Leave it out: metrics.jsonl has every step"]),
+        (["--zzzz"], ["See --help"]),
+        (["--seed"], ["--seed", "See --help"]),
+        (["--seed", "1", "extra"], ["'extra'", "See --help"]),
     ],
 )
 def test_unknown_options_are_refused_with_the_nearest(argv, words):
@@ -198,8 +198,8 @@ def test_commands(monkeypatch, capsys):
     ("platform", "argv", "words"),
     [
         ("linux", ["reprt"], ["'reprt' is not a command", "train, plan, compare", "'report'?"]),
-        ("linux", ["zzzz"], ["options begin with --", "see --help"]),
-        ("win32", ["train"], ["this suite runs on Linux", "use WSL 2"]),
+        ("linux", ["zzzz"], ["options begin with --", "See --help"]),
+        ("win32", ["train"], ["this suite runs on Linux", "Use WSL 2"]),
         ("darwin", ["train"], ["this suite runs on Linux", "a container"]),
     ],
 )
@@ -208,4 +208,4 @@ def test_what_cannot_begin_is_said_in_a_line(platform, argv, words, monkeypatch,
     assert command(monkeypatch, *argv) == 2
     err = capsys.readouterr().err
     assert (err[:7], err.count("\n")) == ("error: ", 1)
-    assert [word for word in words if word.lower() not in err.lower()] == []
+    assert [word for word in words if word not in err] == []

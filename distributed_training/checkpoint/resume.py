@@ -174,7 +174,8 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
         fix = f"set these back, or start a new run from its weights: {_start_from(checkpoint)}"
         if "global_batch_size" in differences:
             differences += ". global_batch_size is batch_size x grad_accum_steps x processes"
-        raise UserError(f"resume={shown(resume)} is a run with other work", differences, fix)
+        what = f"resume={shown(resume)} is a run with other work"
+        raise UserError(what, f"these settings differ: {differences}", fix)
     check_files(checkpoint, meta, plan)
     run = state_of(checkpoint, meta)
     run_dir = checkpoint.parents[1]

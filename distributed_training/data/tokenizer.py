@@ -255,7 +255,7 @@ class Tokenizer:
             names = {name: str(token) for name, token in loaded.special_tokens_map.items()}
             if len(vocabulary) <= len(set(names.values())):
                 what = f"tokenizer {self.folder} has no vocabulary"
-                why = f"transformers chose {type(loaded).__name__}, which found no files"
+                why = f"its class {type(loaded).__name__} found no files in the folder"
                 fix = "use the folder that the model's tokenizer was saved in"
                 raise UserError(what, why, fix)
             if not isinstance(eos_id, int):

@@ -59,7 +59,7 @@ def check_packages(plan: Draft) -> None:
     for package, (reason, source) in needed.items():
         if package is not None and importlib.util.find_spec(package) is None:
             what = f"the package {package} is not installed, and {reason} needs it"
-            raise UserError(what, fix=f"pip install {source}")
+            raise UserError(what, fix=f"run: pip install {source}")
 
 
 def check_gpus(plan: Draft) -> None:
@@ -138,9 +138,10 @@ def check_extensions(plan: Draft) -> None:
     strategy = f"strategy={plan.strategy.name!r}"
     if extensions and shutil.which(compiler) is None:
         what = f"{strategy} builds a C++ extension and there is no {compiler}"
-        raise UserError(what, fix="apt-get install g++, or use dp or fsdp, which need none")
+        raise UserError(what, fix="set strategy to dp or fsdp, or run: apt-get install g++")
     if "async_io" in extensions and not has_libaio():
-        fix = "apt-get install libaio-dev or, without root, bash strategies/6_zero_infinity/run.sh"
+        fix = "without root, run bash strategies/6_zero_infinity/run.sh; with root, run: "
+        fix += "apt-get install libaio-dev"
         raise UserError(f"{strategy} needs libaio, and the compiler does not find it", fix=fix)
     for name in extensions:
         refuse_stale_lock(name)
@@ -177,4 +178,6 @@ def refuse_stale_lock(name: str) -> None:
         if age_s > STALE_LOCK_S and not any(builds):
             what = f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in "
             fix = f"if no other machine is building either, run: rm {lock}"
-            raise UserError(what + "that folder", "torch would wait for it forever", fix)
+            raise UserError(
+                what + "that folder", "building it would wait for that file forever", fix
+            )

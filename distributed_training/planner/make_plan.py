@@ -125,8 +125,8 @@ def share_batch(config: Request, before: Plan, num_processes: int, notes: list[s
     per_process, remainder = divmod(size, num_processes)
     if remainder:
         what = f"{num_processes} processes cannot share the global batch of {size} evenly"
-        why = f"{before.run_dir} has it, of {before.num_processes} processes"
-        raise UserError(what, why, "start a divisor of it")
+        why = f"the run in {before.run_dir} trained with it on {before.num_processes} processes"
+        raise UserError(what, why, f"use a number of processes that divides {size}")
     wanted = before.config.batch_size if config.batch_size == AUTO else config.batch_size
     if int(wanted) * config.grad_accum_steps == per_process:
         return config

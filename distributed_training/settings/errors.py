@@ -34,7 +34,7 @@ def _sentence(text: str) -> str:
 
 def _capitalize(sentence: str) -> str:
     """Start a sentence with a capital unless its first word is a path, a key or another name."""
-    is_word = re.match(r"[a-z]+[ ,]", sentence)
+    is_word = re.match(r"[a-z]+[ ,]|(run|type): ", sentence)
     return sentence[0].upper() + sentence[1:] if is_word else sentence
 
 

@@ -75,34 +75,37 @@ def apply_compression(module: DistributedDataParallel, options: Any) -> State:
 
 
 def compress(x: torch.Tensor, num_exact: int) -> torch.Tensor:
-    """fp32 rows [R, n] as bytes [R, 8 num_exact + 4 + n]: of each row the exact values, their
-    places, the scale of the rest, the rest."""
-    places = x.abs().topk(num_exact, dim=1).indices
-    exact = x.gather(1, places)
-    rest = x.scatter(1, places, 0.0)
-    scale = rest.abs().amax(1, keepdim=True) / LEVELS
-    small = (rest / scale.where(scale > 0, 1.0)).round().to(torch.int8)
-    parts = (exact, places.to(torch.int32), scale, small)
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+    """Return fp32 rows [R, n] as bytes [R, 8 num_exact + 4 + n]. Each row becomes one message. It
+    begins with the `num_exact` values of largest magnitude in fp32, followed by their indices in
+    int32. Then comes one scale in fp32. It ends with one int8 per value: the value in units of the
+    scale, or 0 at the indices of the exact values."""
+    indices = x.abs().topk(num_exact, dim=1).indices
+    exact = x.gather(1, indices)
+    remainder = x.scatter(1, indices, 0.0)
+    scale = remainder.abs().amax(1, keepdim=True) / LEVELS
+    rounded = (remainder / scale.where(scale > 0, 1.0)).round().to(torch.int8)
+    fields = (exact, indices.to(torch.int32), scale, rounded)
+    return torch.cat([field.contiguous().view(torch.uint8) for field in fields], dim=1)
 
 
 def decompress(message: torch.Tensor, num_exact: int) -> torch.Tensor:
-    """Return the rows as closely as `compress` kept them."""
+    """Return fp32 rows [R, n] from the messages of `compress`, close to the original rows."""
     sizes = [4 * num_exact, 4 * num_exact, 4, message.shape[1] - 8 * num_exact - 4]
-    whole = torch.contiguous_format
-    parts = [part.clone(memory_format=whole) for part in message.split(sizes, dim=1)]
-    exact = parts[0].view(torch.float32)
-    scale = parts[2].view(torch.float32)
-    places = parts[1].view(torch.int32).long()
-    return (parts[3].view(torch.int8) * scale).scatter(1, places, exact)
+    contiguous = torch.contiguous_format
+    fields = [field.clone(memory_format=contiguous) for field in message.split(sizes, dim=1)]
+    exact = fields[0].view(torch.float32)
+    indices = fields[1].view(torch.int32).long()
+    scale = fields[2].view(torch.float32)
+    return (fields[3].view(torch.int8) * scale).scatter(1, indices, exact)
 
 
 def topk_int8_hook(
-    given: tuple[Any, State], bucket: dist.GradBucket
+    options_and_state: tuple[Any, State], bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Return nearly the mean of a bucket's gradients over all processes. `given`: the options, and
-    what was lost so far. Two collectives over all processes."""
-    options, state = given
+    """Return nearly the mean of a bucket's gradients over all processes. `options_and_state` holds
+    the strategy's options and the compression errors so far. Runs two collectives over all
+    processes."""
+    options, state = options_and_state
     flat = bucket.buffer()
     index = bucket.index()
     count = dist.get_world_size()

@@ -177,7 +177,7 @@ def test_what_is_no_tensor_file_is_never_loaded(tmp_path):
     """Loading a pickle would execute its code."""
     folder = save(tmp_path, 1)
     (folder / RANK_0).write_bytes(pickle.dumps(Path))
-    with refused(str(folder), "cannot be loaded", "remove that folder"):
+    with refused(str(folder), "cannot be loaded", "Remove that folder"):
         load(folder)
 
 
@@ -244,7 +244,7 @@ def test_what_another_release_or_nobody_wrote_is_refused(tmp_path):
         read_meta(folder)
     for content, *said in (
         (b'{"format": 3, "step": 1}', str(folder), "by an earlier release", "weights=<run>/hf"),
-        (b"[]", f"{folder} is not a checkpoint of this suite", "remove that folder"),
+        (b"[]", f"{folder} is not a checkpoint of this suite", "Remove that folder"),
         (b"\xff\xfe\x00", "is not a checkpoint"),
     ):
         (folder / "meta.json").write_bytes(content)
@@ -266,7 +266,7 @@ def test_a_meta_of_values_that_no_run_writes_is_refused_though_its_checksum_is_r
     folder = save(tmp_path, 1)
     values = {**read_meta(folder).model_dump(), key: value}
     (folder / "meta.json").write_text(json.dumps({**values, "checksum": crc32_of(values)}))
-    with refused(f"checkpoint {folder}: meta.json: {key}", "remove that folder"):
+    with refused(f"Checkpoint {folder}: meta.json: {key}", "Remove that folder"):
         read_meta(folder)
 
 

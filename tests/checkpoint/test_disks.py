@@ -120,7 +120,7 @@ def test_auto_does_not_begin_anew_where_a_node_is_missing(two_nodes, tmp_path):
     run_dir = tmp_path / "20260101-a"
     shutil.copytree(folder / "node0", run_dir)
     for resume in ("auto", str(run_dir)):
-        with refused("record.json of", "it is on the run's first node"):
+        with refused("record.json of", "It is on the run's first node"):
             find_on(resume, tmp_path)
     started(run_dir).update(status="interrupted")
     for resume in ("auto", str(run_dir)):

@@ -67,7 +67,7 @@ def test_folder_is_read_in_the_order_of_its_names(tmp_path):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"a.png": b"x"}, ["found .png", "use .txt"]),
+        ({"a.png": b"x"}, ["Found .png", "Use .txt"]),
         ({"a.jsonl": b" \n\n\t\n"}, ["contains no text"]),
         ({"a.jsonl": b'{"text": "a"}\n\n[]'}, ["line 3", 'no "text" string', '{"text": "..."}']),
         ({"a.txt": b"one", "b.jsonl": b'{"text": "two"}'}, [".jsonl, .txt", "not both"]),

@@ -128,7 +128,7 @@ def test_columns_are_renamed():
     assert shape.pair({"q": "2+2=", "a": "4", "prompt": "other"}, "here") == ("2+2=", "4")
     with refused("columns names 'a', which here does not have"):
         Shape({"q": "2+2="}, "here", columns)
-    with refused("it has 'c0', ", "'c19' and 4,980 more. "):
+    with refused("It has 'c0', ", "'c19' and 4,980 more. "):
         Shape({f"c{number}": 1 for number in range(5000)}, "here", {})
 
 
@@ -150,8 +150,8 @@ def test_form_of_a_record():
     ("record", "words"),
     [
         ({"prompt": 1, "completion": ""}, ['no "prompt" string', '"completion": "..."']),
-        ({"prompt": "", "chosen": ""}, ['no "completion" string', "it has 'prompt', 'chosen'"]),
-        ({"messages": [{**ANSWER, "weight": 0.5}]}, ["message 1 has 'weight' 0.5", "write 0 or 1"]),
+        ({"prompt": "", "chosen": ""}, ['no "completion" string', "It has 'prompt', 'chosen'"]),
+        ({"messages": [{**ANSWER, "weight": 0.5}]}, ["message 1 has 'weight' 0.5", "Write 0 or 1"]),
         ({"messages": [{**ANSWER, "train_detail": [{}]}]}, ["has 'train_detail'"]),
         ({"messages": ["a"]}, ['a message has no "role" string']),
         ({"messages": [{"role": "user", "content": 1}]}, ['no "content" string']),

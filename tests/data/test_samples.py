@@ -245,5 +245,5 @@ def test_records_are_packed_unless_the_engine_cannot_keep_them_apart(tokenizer, 
     every = np.arange(len(packed.train))
     assert packed.train.count(every) == (padded.train.num_targets.sum(), padded.train.lengths.sum())
     forced = with_values(settings, pack=True)
-    with refused("pack=True", "strategy=", "set pack to auto"):
+    with refused("pack=True", "strategy=", "Set pack to auto"):
         cut_samples(folder, tokenizer, forced, can_pack=False)

@@ -106,8 +106,7 @@ def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> Non
     assert result.stderr.startswith("error: "), text
     assert result.stderr.endswith("\n"), text
     assert result.stderr.count("\n") == 1, text
-    text = result.stderr.casefold()
-    missing = [word for word in words if word.casefold() not in text]
+    missing = [word for word in words if word not in result.stderr]
     assert not missing, f"{missing} not in: {result.stderr}"
 
 

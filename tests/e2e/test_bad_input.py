@@ -37,7 +37,7 @@ COMMAND_LINES = {
         "--push a/b/c --dry-run", ["push='a/b/c' is not a valid name of a model", "user/name"],
     ),
     "push of nothing": (
-        "--push user/tiny --export false --dry-run", ["export=False", "set export=True"],
+        "--push user/tiny --export false --dry-run", ["export=False", "Set export=True"],
     ),
     "tokenizer": ("--set tokenizer={tmp}/none --dry-run", ["tokenizer=", "vocab.json"]),
 }  # fmt: skip

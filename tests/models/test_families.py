@@ -246,7 +246,7 @@ def test_weights_in_several_files_and_in_16_bit(tmp_path):
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert_near(model(IDS), rounded(IDS).logits)
     next(folder.glob("*00002-of-*")).unlink()
-    with refused("00002-of", "cannot be read", "download"):
+    with refused("00002-of", "cannot be read", "Download"):
         ours(folder)
 
 
@@ -297,12 +297,12 @@ def test_weights_of_another_size_or_cut_off_are_refused(tmp_path):
     theirs("gpt2", tmp_path)
     spec = find_model(str(tmp_path))
     wider = dataclasses.replace(spec.size, vocab_size=600)
-    with refused("vocab_size=300, but the model has 600", "set model to"):
+    with refused("vocab_size=300, but the model has 600", "Set model to"):
         dataclasses.replace(spec, size=wider).check_weights(tmp_path)
     file = tmp_path / "model.safetensors"
     for kept in (file.stat().st_size - 99, 4):
         os.truncate(file, kept)
-        with refused("model.safetensors cannot be read", "download"):
+        with refused("model.safetensors cannot be read", "Download"):
             ours(tmp_path)
 
 

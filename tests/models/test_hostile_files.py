@@ -24,10 +24,10 @@ LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
     [
         ([GPT2], ["is not a JSON object"]),
         ({**GPT2, "model_type": ["gpt2"]}, ["model_type ['gpt2']"]),
-        ({**GPT2, "n_layer": 10**6}, ["n_layer=1000000", "at most 4,096"]),
+        ({**GPT2, "n_layer": 10**6}, ["n_layer=1000000", "At most 4,096"]),
         ({**GPT2, "n_layer": 10**30}, ["n_layer="]),
         ({**GPT2, "n_layer": "2"}, ["n_layer", "expected int"]),
-        ({**GPT2, "n_embd": 2**40}, ["n_embd=1099511627776", "at most 16,777,216"]),
+        ({**GPT2, "n_embd": 2**40}, ["n_embd=1099511627776", "At most 16,777,216"]),
         ({**GPT2, "vocab_size": 2**40}, ["vocab_size"]),
         ({**LLAMA, "num_hidden_layers": 10**7}, ["num_hidden_layers="]),
         ({**LLAMA, "num_attention_heads": "4"}, ["expected int"]),
@@ -35,7 +35,7 @@ LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
         ({**LLAMA, "rope_parameters": None, "rope_scaling": [1, 2]}, ["config.json"]),
         ({**LLAMA, "rope_parameters": [1, 2]}, ["config.json"]),
         ({**LLAMA, "head_dim": 0}, ["head_dim=0"]),
-        ({**GPT2, "num_labels": 10**9}, ["num_labels=1000000000", "at most 1,000,000"]),
+        ({**GPT2, "num_labels": 10**9}, ["num_labels=1000000000", "At most 1,000,000"]),
     ],
 )
 def test_configs_that_no_model_has(config, words, tmp_path):
@@ -137,7 +137,7 @@ def test_adapters_that_are_not_what_they_say(tensors, config, words, adapters):
 def test_adapters_of_an_older_peft_say_how_to_save_them(adapters):
     spec, folder = adapters
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with refused("No such file", f"open {folder / 'adapter_model.bin'} with PEFT and save it"):
+    with refused("No such file", f"Open {folder / 'adapter_model.bin'} with PEFT and save it"):
         peft.read_folder(spec, folder)
 
 

@@ -53,7 +53,7 @@ def test_a_family_outside_of_the_package(tmp_path):
     first, second = find_model(str(tmp_path)), find_model(f"{tmp_path}:second")
     assert (first.label, second.label) == ("one", "second")
     assert "-dp-one-x1" in planned(tmp_path, tmp_path).run_dir.name
-    with refused("ones", f"{tmp_path}:one, ", f"did you mean '{tmp_path}:one'?"):
+    with refused("ones", f"{tmp_path}:one, ", f"Did you mean '{tmp_path}:one'?"):
         find_model(f"{tmp_path}:ones")
 
 

@@ -54,7 +54,7 @@ def test_only_tensors_too_small_to_swap_are_right_without_a_gpu(tmp_path):
         checks.check_swapping(draft(tmp_path, strategy, model="gpt2-xl"))
     checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-tiny"))
     checks.check_swapping(draft(tmp_path, "infinity", GPU_MACHINE, model="gpt2-xl"))
-    with refused("model='gpt2-medium' needs a GPU", "overwrites", "set model to gpt2-tiny"):
+    with refused("model='gpt2-medium' needs a GPU", "overwrites", "Set model to gpt2-tiny"):
         checks.check_swapping(draft(tmp_path, "infinity", model="gpt2-medium"))
 
 
@@ -67,9 +67,9 @@ def test_packages_are_needed_by_what_uses_them(tmp_path, monkeypatch):
     checks.check_packages(draft(tmp_path, "fsdp"))
     with refused("deepspeed is not installed", "'zero1' needs it", "-r requirements.txt"):
         checks.check_packages(draft(tmp_path, "zero1"))
-    with refused("log_to='mlflow' needs it", "pip install mlflow"):
+    with refused("log_to='mlflow' needs it", "Run: pip install mlflow"):
         checks.check_packages(draft(tmp_path, "fsdp", log_to="mlflow"))
-    with refused("torchao is not installed", "'adamw-8bit' needs it", "pip install torchao"):
+    with refused("torchao is not installed", "'adamw-8bit' needs it", "Run: pip install torchao"):
         checks.check_packages(draft(tmp_path, "fsdp", optimizer="adamw-8bit"))
 
 
@@ -203,7 +203,7 @@ def test_extensions_that_are_built():
 def test_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     checks.check_extensions(draft(tmp_path, "zero3"))
-    with refused("no no-such-compiler", "apt-get install g++", "dp or fsdp"):
+    with refused("no no-such-compiler", "Set strategy to dp or fsdp, or run: apt-get install g++"):
         checks.check_extensions(draft(tmp_path, "offload"))
 
 

@@ -101,11 +101,11 @@ def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
         ({"train_batch_size": 64}, ("train_batch_size=64", "60 = 4 replicas x 5 micro")),
         ({"optimizer": {"type": "Adam"}}, ("optimizer.type='Adam'", "AdamW")),
         ({"optimizer": {"params": {"lr": 1.0}}}, ("params.lr=1.0", "learning_rate")),
-        ({"optimizer": {"params": {"eps": 1e-6}}}, ("optimizer.params.eps=1e-06", "write 1e-08")),
-        ({"optimizer": {"params": {"foo": 1}}}, ("optimizer.params.foo=1", "remove it")),
+        ({"optimizer": {"params": {"eps": 1e-6}}}, ("optimizer.params.eps=1e-06", "Write 1e-08")),
+        ({"optimizer": {"params": {"foo": 1}}}, ("optimizer.params.foo=1", "Remove it")),
         ({"optimizer": None}, ("optimizer", "is not a JSON object")),
-        ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_schedule to constant", "remove")),
-        ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition", "pipeline_cut", "remove")),
+        ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "lr_schedule to constant", "Remove")),
+        ({"pipeline": {"partition": "uniform"}}, ("pipeline.partition", "pipeline_cut", "Remove")),
         # "auto" that nobody decides is named by its place.
         ({"timers": {"a": {"b": "auto"}}}, ("not understood at timers.a.b",)),
         (
@@ -117,8 +117,8 @@ def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
             {"zero_optimisation": {"stage": 3}},
             ("acts on zero_optimisation", "'zero_optimization'?"),
         ),
-        ({"offload_optimizer": {"device": "cpu"}}, ("move it into zero_optimization",)),
-        ({"bfloat16": {"enabled": True}}, ("rename it to bf16",)),
+        ({"offload_optimizer": {"device": "cpu"}}, ("Move it into zero_optimization",)),
+        ({"bfloat16": {"enabled": True}}, ("Rename it to bf16",)),
         ({"wandb": {"enabled": True}}, ("wandb is not for the JSON", "set log_to")),
         ({"amp": {"enabled": True, "opt_level": "O1"}}, ("amp", "set precision")),
         ({"communication_data_type": "fp16"}, ("communication_data_type='fp16'", "same work")),
@@ -194,7 +194,7 @@ def test_a_json_runs_under_the_strategy_of_its_form_and_others_name_it(zero, str
     path.write_text(json.dumps({"zero_optimization": zero}))
     given = {"deepspeed_config": str(path), "model": "gpt2-tiny"}
     assert load_strategy(build_config({**given, "strategy": strategy})).zero.stage == zero["stage"]
-    with refused("given.json means", f"set strategy to {strategy}"):
+    with refused("given.json means", f"Set strategy to {strategy}"):
         load_strategy(
             build_config({**given, "strategy": "zero3" if zero["stage"] < 3 else "zero2"})
         )

@@ -53,7 +53,7 @@ def test_a_cut_of_ones_own():
     layout = layout_for(2, strategy="pp", pipeline_cut="20, 4")
     assert layout.stages == (range(0, 20), range(20, 24))
     for cut in ("20,5", "24", "24,0", "10,10,4", "a,b", "-1,25"):
-        with refused(f"pipeline_cut='{cut}'", "2 numbers", "24 blocks", "write 14,10"):
+        with refused(f"pipeline_cut='{cut}'", "2 numbers", "24 blocks", "Write 14,10"):
             layout_for(2, strategy="pp", pipeline_cut=cut)
     with refused("there is no pipeline"):
         layout_for(2, strategy="dp", pipeline_cut="12,12")
@@ -78,9 +78,9 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
          ("pp 2 x dp_shard 3 x tp 2", " needs 12. Set dp_shard=2; or")),
         (7, {"strategy": "hybrid"}, ("needs a multiple of 2. Set pp=7",)),
         (2, {"strategy": "hybrid", "pipeline_schedule": "zb-v"},
-         ("pipeline_schedule='zb-v'", "its engine has 1f1b", "strategy to pp or 3d")),
+         ("pipeline_schedule='zb-v'", "Its engine has 1f1b", "strategy to pp or 3d")),
         (2, {"strategy": "pp", "pipeline_schedule": "zb-h1", "activation_checkpointing": "full"},
-         ("'full' does not go", "zb-h1", "set it to none")),
+         ("'full' does not go", "zb-h1", "Set it to none")),
     ],
 )  # fmt: skip
 def test_layouts_that_cannot_be(num_processes, config, words):

@@ -55,7 +55,7 @@ def test_more_steps_than_epochs_have_repeat_the_data(tmp_path):
 
 def test_a_trace_needs_a_step_before_it(tmp_path):
     assert plan_for(tmp_path, 2000, max_steps=4, profile=3).num_steps == 4
-    with refused("profile=4", "4 steps", "lower profile"):
+    with refused("profile=4", "4 steps", "Lower profile"):
         plan_for(tmp_path, 2000, max_steps=4, profile=4)
 
 

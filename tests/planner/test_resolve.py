@@ -109,7 +109,7 @@ def test_missing_weights_are_pointed_out(monkeypatch):
     assert (resolved.config.tokenizer, resolved.config.weights) == ("gpt2", "random")
     assert any("pretrained weights are not available (404)" in note for note in notes)
     for named in ({"weights": "pretrained"}, {"model": "gpt2-medium"}):
-        words = ("hf download openai-community/gpt2-medium", "set weights to random")
+        words = ("hf download openai-community/gpt2-medium", "Set weights to random")
         with refused("weights='pretrained (gpt2-medium)'", *words):
             decide(gpu(), **named)
 
@@ -142,8 +142,8 @@ TINY = {"model": "gpt2-tiny"}
         (CPU_MACHINE, {"weights": "pretrained", "tokenizer": "embedded"},
          ("'embedded'", "need their own tokenizer", "random")),
         (CPU_MACHINE, {"weights": "pretrained", **TINY}, ("'gpt2-tiny'", "is not published")),
-        (CPU_MACHINE, {"precision": "fp16"}, ("precision='fp16' needs a GPU", "set fp32")),
-        (OLD, {"precision": "bf16"}, ("precision='bf16' is not supported by Old", "set fp16")),
+        (CPU_MACHINE, {"precision": "fp16"}, ("precision='fp16' needs a GPU", "Set fp32")),
+        (OLD, {"precision": "bf16"}, ("precision='bf16' is not supported by Old", "Set fp16")),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused(machine, values, said):
@@ -174,7 +174,7 @@ def test_nothing_is_fetched_for_a_layout_that_is_refused(tmp_path, monkeypatch):
     with refused("tp=2 does not divide num_heads=25"):
         make_plan(build_config(given), this_machine(gpu(num_gpus=2), 2, 2))
     given = build_config({**given, "strategy": "dp"})
-    with refused("needs 26.1 GiB per GPU", "use more GPUs"):
+    with refused("needs 26.1 GiB per GPU", "Use more GPUs"):
         make_plan(given, this_machine(gpu(gpu_memory_bytes=2 * GIB), 1, 1))
 
 

@@ -30,7 +30,7 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({**TOPK, "on_nonfinite": "skip"}, "on_nonfinite='skip'"),
         # An overflow would stay in the error that is kept.
         ({"strategy": "compressed", "precision": "fp16"}, "precision='fp16'"),
-        ({"strategy": "zero2", "on_nonfinite": "skip"}, "set it to rollback"),
+        ({"strategy": "zero2", "on_nonfinite": "skip"}, "Set it to rollback"),
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
         ({"strategy": "local_sgd", "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"local_steps": 8}, "local_steps"),

@@ -34,7 +34,7 @@ from tests.support import record_values, refused, started
         ("[]", "is not a run record"),
         ('{"schema_version": 0}', "the commit that the record names"),
         ('{"schema_version": 1, "status": "ok"}', "started_at is missing"),
-        ('{"schema_version": 1,}', "line 1 has a comma before }"),
+        ('{"schema_version": 1,}', "Line 1 has a comma before }"),
     ],
 )
 def test_what_is_no_record_is_refused(text, words, tmp_path):

@@ -112,7 +112,7 @@ def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch, capsys)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     for typed, words in (
-        ([], "train first, or type"),
+        ([], "Train first, or type"),
         (["."], "no run record"),
         (["./x"], "not exist"),
     ):

@@ -123,17 +123,17 @@ def test_an_engine_adds_keys_of_its_own(tmp_path):
     assert built.to_user_words() == RunConfig(strategy="dp").to_user_words() | built.engine_options
     with refused("unknown key 'rank'"):
         build({"strategy": "tp", "rank": 4})
-    with refused("mode='b'", "one of a, Bb", "did you mean 'Bb'?"):
+    with refused("mode='b'", "one of a, Bb", "Did you mean 'Bb'?"):
         build({"strategy": "dp", "mode": "b"})
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"lr": 0.1, "learning_rate": 0.1}, ("learning_rate twice", "lr", "give one")),
-        ({"qqqq": 1}, ("'qqqq'", "the keys are model, dataset")),
-        ({"epoch": 1}, ("'epoch'", "did you mean 'epochs'?")),
-        ({"fp16": True}, ("unknown key 'fp16'", "type --precision fp16")),
+        ({"lr": 0.1, "learning_rate": 0.1}, ("learning_rate twice", "lr", "Give one")),
+        ({"qqqq": 1}, ("'qqqq'", "The keys are model, dataset")),
+        ({"epoch": 1}, ("'epoch'", "Did you mean 'epochs'?")),
+        ({"fp16": True}, ("unknown key 'fp16'", "Type --precision fp16")),
     ],
 )
 def test_names_that_are_none_or_two_are_refused(config, words):
@@ -195,7 +195,7 @@ def test_presets_that_ship_and_by_path_and_from_home(tmp_path, monkeypatch):
     write(tmp_path / "own.json", {"epochs": 7})
     for path in ("own.json", "~/own.json", str(tmp_path / "own.json")):
         assert build_config({}, preset=path).epochs == 7
-    with refused("quik.json does not exist", "did you mean quick.json?"):
+    with refused("quik.json does not exist", "Did you mean quick.json?"):
         build_config({}, preset="quik")
     with refused("large.json is not a JSON object"):
         build_config({}, preset=write(tmp_path / "large.json", []))

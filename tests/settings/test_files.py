@@ -69,14 +69,14 @@ def test_paths_that_the_system_refuses(text):
     ("name", "content", "words"),
     [
         ("a", b'{\n "epochs" 2\n}', ["cannot be read as JSON", "line 2 column 11"]),
-        ("a", b'{\n "epochs": 2,\n}', ["line 3 has a comma before }"]),
-        ("a", b'{\n  // two\n "epochs": 2}', ["line 2 has a comment", "'// two'"]),
-        ("a", b'{"epochs": 2, # two\n "seed": 2}', ["line 1 has a comment", "'# two'"]),
+        ("a", b'{\n "epochs": 2,\n}', ["Line 3 has a comma before }"]),
+        ("a", b'{\n  // two\n "epochs": 2}', ["Line 2 has a comment", "'// two'"]),
+        ("a", b'{"epochs": 2, # two\n "seed": 2}', ["Line 1 has a comment", "'# two'"]),
         ("a", b"\xef\xbb\xbf{}", ["BOM"]),
         ("a", b'{"model": "\xff"}', ["cannot be read", "0xff"]),
         ("a", b"[" * 100_000, ["nested too deeply"]),
-        ("a", b'{"model": "\\udc00"}', ["half a surrogate pair"]),
-        ("large", b"[1]", ["does not exist", "did you mean large.json?"]),
+        ("a", b'{"model": "\\udc00"}', ["Half a surrogate pair"]),
+        ("large", b"[1]", ["does not exist", "Did you mean large.json?"]),
     ],
 )
 def test_what_is_not_json_is_named_with_its_place(name, content, words, tmp_path):

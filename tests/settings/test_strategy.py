@@ -102,7 +102,7 @@ def test_a_clone_may_add_strategies(folders):
         ({"name": "own", "deepspeed": "configs/ds_config_hybrid.json"}, ("'deepspeed'", "pp")),
         ({"name": "own", "mesh": {"tp": 2}, "engine": "deepspeed"}, ("takes 'deepspeed', not 'm",)),
         ({"name": "own", "deepspeed": {}, "engine": "native"}, ("takes 'mesh', not 'deepspeed'",)),
-        ({"name": "own", "mesh": {}, "engine": "engine.py"}, ("has no TRAITS", "write TRAITS = ")),
+        ({"name": "own", "mesh": {}, "engine": "engine.py"}, ("has no TRAITS", "Write TRAITS = ")),
     ],
 )
 def test_a_folder_that_is_not_understood(document, words, folders):
@@ -141,5 +141,5 @@ def test_an_engine_in_a_strategys_own_folder(folders):
     engine = strategy.load_engine()
     assert engine.__name__ == "MyEngine"
     assert engine is strategy.load_engine(), "the file is run once"
-    with refused("tp=2 cannot be set with strategy='own'", "it has the axes dp_replicate"):
+    with refused("tp=2 cannot be set with strategy='own'", "It has the axes dp_replicate"):
         load_own(tp=2)

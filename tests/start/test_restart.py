@@ -41,7 +41,9 @@ def test_the_global_batch_stays(batch, begun, tmp_path):
     for count in (1, 2, 3, 4, 6):
         asked = config_for(tmp_path, **values)
         if before.batch.global_batch_size % count:
-            with refused(f"{count} processes cannot share the global batch"):
+            with refused(
+                f"{count} processes cannot share the global batch", "Use a number of processes"
+            ):
                 go_on(asked, AGENTS[:1], count)
             continue
         config, (note,) = go_on(asked, AGENTS[:1], count)

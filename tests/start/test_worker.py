@@ -77,7 +77,7 @@ PROCESS = Process(rank=4, world_size=5, local_rank=4, local_world_size=5)
     [
         (8, 8, torch.device("cuda", 4), ("TORCH_CUDA_ARCH_LIST", "9.0")),  # this machine's own
         (0, 0, torch.device("cpu"), ("DS_ACCELERATOR", "cpu")),
-        (5, 4, ("5 processes", "4 GPUs", "start 4", "--gpus-per-node, not --gpus-per-task"), ()),
+        (5, 4, ("5 processes", "4 GPUs", "Start 4", "--gpus-per-node, not --gpus-per-task"), ()),
         (5, 0, ("torch", "cannot use this machine's GPU"), ()),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_run_is_its_processes_until_the_last_has_ended(tmp_path):
     rank = int(launcher.stdout.readline())
     launcher.kill()
     launcher.wait()
-    here = f"process {launcher.pid} on {platform.node()} started it"
+    here = f"Process {launcher.pid} on {platform.node()} started it"
     for refuse in (
         lambda: claims.refuse_held(run_dir),
         lambda: claims.claim(run_dir, IDENTITY),
