@@ -1,6 +1,7 @@
 """Decoders computed by transformers' own code in our frame, against transformers itself."""
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from distributed_training.models import HUB, HUB_PREFIX, ModelSpec, find_model
 from distributed_training.models.attention import Documents
 from distributed_training.models.chunked_loss import ChunkedCrossEntropy
 from distributed_training.models.decoder import Past, fill_parameters
+from distributed_training.tools.harness import Run, each_run, open_group
 from tests.models.hub_folders import KINDS, make_folder
 from tests.support import refused
 
@@ -159,6 +161,27 @@ def test_random_weights_are_transformers_and_depend_on_the_seed_alone(tmp_path):
     name = "blocks.0.self_attn.q_proj.weight"
     assert not torch.equal(once[name], other[name])
     assert 0.015 < once[name].std() < 0.025
+
+
+def test_a_run_frees_its_weights_though_types_of_its_modules_remain(tmp_path):
+    """Inductor's caches keep the types of compiled modules, on GPUs until the process ends."""
+    folder = make_folder("gemma2", tmp_path / "theirs")
+    types, weights = [], []
+
+    def train(run: Run) -> None:
+        run.engine.train_step(run.batch(0))
+        types.extend(map(type, run.engine.parts.modules()))
+        weights.extend(map(weakref.ref, run.engine.parts.parameters()))
+
+    values = {
+        "model": f"{HUB_PREFIX}{folder}", "weights": "random", "dataset": "embedded",
+        "tokenizer": "embedded", "strategy": "dp", "precision": "bf16", "max_length": 32,
+        "num_samples": 16, "output_dir": str(tmp_path),
+    }  # fmt: skip
+    with open_group() as group:
+        assert dict(each_run(group, {"hub": values}, train)) == {"hub": [None]}
+    assert weights
+    assert not any(weight() is not None for weight in weights)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ The modules and their arithmetic are transformers' own. The frame adds the loss,
 blocks, casts, and the boundaries of packed documents. Each use of a weight casts it to
 `compute_dtype`, because FSDP and DeepSpeed pass weights to modules in that dtype."""
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -108,10 +109,29 @@ class HubDecoder(Decoder):
         if size.tied:
             head._parameters.pop("weight")
         self.forward_arguments = set(inspect.signature(inner.forward).parameters)
-        self.compute_dtype = None
-        classes: dict[Any, type] = {}
         for module in (*net.modules(), *self.blocks.modules()):
-            _cast_parameters(module, self, classes)
+            if type(module).__name__ in LINEARS and module is not head:
+                module.__class__ = Linear
+                module.adapter = None
+            elif type(module) is nn.Embedding:
+                module.register_forward_hook(_cast_output)
+            elif names := tuple(module._parameters):
+                module.__class__ = _cast_class(type(module), names)  # type: ignore[arg-type]
+        self.compute_dtype = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        """Dtype in which all modules read their parameters; None: as they are stored."""
+        return self._compute_dtype
+
+    @compute_dtype.setter
+    def compute_dtype(self, dtype: torch.dtype | None) -> None:
+        # Modules hold the dtype instead of this model: caches of torch.compile keep their types,
+        # and thus all that these refer to, until the process ends.
+        self._compute_dtype = dtype
+        for child in self.children():
+            for module in child.modules():
+                module.compute_dtype = dtype  # type: ignore[assignment]
 
     def stage(self, blocks: range) -> Decoder:
         """Return the model itself, because it cannot be split into stages."""
@@ -170,10 +190,9 @@ class HubDecoder(Decoder):
         def draw(name: str, box: Box) -> torch.Tensor:
             owner, _, last = name.rpartition(".")
             module = self.get_submodule(owner)
-            # Use transformers' own class. Reading a parameter of our subclass returns a cast copy,
-            # and initial values written to the copy would be lost.
-            blank: Any = object.__new__(getattr(module, "uncast", type(module)))
+            blank: Any = object.__new__(type(module))
             vars(blank).update(vars(module))
+            blank.compute_dtype = None  # Initial values written to a cast copy would be lost.
             blank._parameters = {
                 key: value if value is None else nn.Parameter(torch.empty(value.shape))
                 for key, value in module._parameters.items()
@@ -202,35 +221,24 @@ class HubDecoder(Decoder):
         return self
 
 
-def _cast_parameters(module: nn.Module, model: HubDecoder, classes: dict[Any, type]) -> None:
-    """Make a module read its parameters in the model's compute dtype, in place.
-
-    `classes` holds the subclasses made so far. Modules of one class get the same subclass, so that
-    torch.compile shares one graph between blocks."""
-    if type(module).__name__ in LINEARS and module is not model.head:
-        module.__class__ = Linear
-        module.adapter = None  # type: ignore[assignment]
-    elif type(module) is nn.Embedding:
-        module.register_forward_hook(lambda _module, _ids, x: x.to(model.compute_dtype or x.dtype))
-    elif names := tuple(module._parameters):
-        key = (type(module), names)
-        if key not in classes:
-            classes[key] = _cast_class(*key, model)
-        module.__class__ = classes[key]
+def _cast_output(module: Any, _ids: Any, x: torch.Tensor) -> torch.Tensor:
+    """Cast embeddings, as a hook: casting the whole table would take longer."""
+    return x.to(module.compute_dtype or x.dtype)
 
 
-def _cast_class(cls: type, names: tuple[str, ...], model: HubDecoder) -> type:
-    """Return a subclass of `cls` that reads the parameters `names` in the model's compute dtype."""
+@functools.cache  # Modules of one class share a subclass, so that torch.compile shares one graph.
+def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
+    """Return a subclass of `cls` that reads the parameters `names` in its `compute_dtype`."""
 
     def cast(name: str) -> property:
-        def read(self: nn.Module) -> torch.Tensor:
+        def read(self: Any) -> torch.Tensor:
             value: Any = self._parameters[name]
-            dtype = model.compute_dtype
+            dtype = self.compute_dtype
             return value if value is None or dtype is None else value.to(dtype)
 
         return property(read)
 
-    return type(cls.__name__, (cls,), {"uncast": cls, **{name: cast(name) for name in names}})
+    return type(cls.__name__, (cls,), {"compute_dtype": None, **{n: cast(n) for n in names}})
 
 
 @contextmanager
