@@ -1,10 +1,11 @@
-"""RAM and time of every strategy on 1, 2 and 4 CPU processes, for predictions to be held against.
+"""Measure RAM and time of every strategy on 1, 2 and 4 CPU processes, to check predictions.
 
     python results/lab/cpu.py results/records/cpu/strategies.json [--timed]
 
-Runs results/plans/cpu.json through `compare`; stopped, it goes on where it was. A few steps show
-the peak of memory. `--timed`: all steps of the plan, and their time as well, each number of
-processes calibrated first, which says something only where nothing else runs.
+The program gives results/plans/cpu.json to `compare`. If you stop it, run the same command again
+to continue. By default each run has a few steps, which is enough for the peak memory. With --timed,
+each run has all steps of the plan, and the program also records their time. It calibrates each
+number of processes first. Times mean little unless the machine is otherwise idle.
 """
 
 import subprocess
@@ -23,18 +24,21 @@ from distributed_training.settings.files import ROOT, load_json
 
 COMMAND = "python results/lab/cpu.py OUT.json"
 PLAN = ROOT / "results" / "plans" / "cpu.json"
-COUNTS = (2, 4, 1)  # the first leaves the tokens of the text, which takes a process RAM
+# The first run tokenizes the text, which takes RAM, and fills the cache for the others.
+COUNTS = (2, 4, 1)
 FEW_STEPS = 5
-WORK = {False: Path("/tmp/cpu-memory"), True: Path("/tmp/cpu-timed")}  # records of the runs
-PLACES = ("output_dir", "offload_dir")
+RUN_DIRS = {False: Path("/tmp/cpu-memory"), True: Path("/tmp/cpu-timed")}  # by --timed
+FOLDER_KEYS = ("output_dir", "offload_dir")
 
 
 def entry(record: Record, timed: bool) -> dict[str, Any]:
-    """What is kept of a run."""
-    asked = {key: value for key, value in record.config_requested.items() if key not in PLACES}
+    """Return the part of a run's record that the document keeps."""
+    config = {
+        key: value for key, value in record.config_requested.items() if key not in FOLDER_KEYS
+    }
     return {
         "processes": record.world_size,
-        "config": asked,
+        "config": config,
         "peak_host_bytes": record.memory["peak_host_bytes"],
         "step_time_s": MS_A_STEP.value(record) if timed else None,
     }
@@ -45,15 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--timed", action="store_true")
     arguments = parser.parse_args(argv)
-    folder = WORK[arguments.timed]
+    folder = RUN_DIRS[arguments.timed]
     calibrations = {}
     for count in COUNTS:
         command = ["compare", str(PLAN), f"--num_gpus={count}", f"--out={folder}"]
         command += [] if arguments.timed else [f"--max_steps={FEW_STEPS}"]
         start = [sys.executable, str(ROOT / "real_model_example.py")]
-        first = ["plan", "--calibrate", f"--num_gpus={count}"]
-        for words in (first, command) if arguments.timed else (command,):
-            if subprocess.run([*start, *words]).returncode != 0:
+        calibrate = ["plan", "--calibrate", f"--num_gpus={count}"]
+        for options in (calibrate, command) if arguments.timed else (command,):
+            if subprocess.run([*start, *options]).returncode != 0:
                 return 1
         if arguments.timed:
             file = calibration_file(f"cpu-x{count}")

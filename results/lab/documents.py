@@ -1,7 +1,7 @@
-"""Rewrites the generated parts of the documents and the figures that they show.
+"""Rewrite the generated parts of the documents and the figures that they show.
 
-    python results/lab/documents.py                        all of them, as `make docs`
-    python results/lab/documents.py --check README.md      fails where one is out of date
+    python results/lab/documents.py                        rewrites all documents, as `make docs`
+    python results/lab/documents.py --check README.md      fails if the document is out of date
 
 The generated parts are cog blocks, which call results/lab/pages/ and the package.
 """
@@ -26,8 +26,8 @@ COMMAND = "python results/lab/documents.py"
 
 
 def fill_blocks(option: str, documents: Sequence[Path]) -> None:
-    """`cog -r` (write) or `cog --check`. Raises UserError for a document that differs from its
-    records or cannot be read, or a block that cannot be filled."""
+    """Run cog with `-r` (write) or `--check` on the documents. Raises UserError if a document
+    differs from its records or cannot be read, or if a block cannot be filled."""
     names = " ".join(map(str, documents))
     try:
         Cog().callable_main(["cog", option, "--verbosity=1", *map(str, documents)])
@@ -45,8 +45,8 @@ def fill_blocks(option: str, documents: Sequence[Path]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog=COMMAND, description=__doc__.splitlines()[0])
-    parser.add_argument("documents", nargs="*", type=Path, help="default: all that have such parts")
-    parser.add_argument("--check", action="store_true", help="fail where one is out of date")
+    parser.add_argument("documents", nargs="*", type=Path, help="default: all with generated parts")
+    parser.add_argument("--check", action="store_true", help="fail if a document is out of date")
     arguments = parser.parse_args(argv)
     documents = arguments.documents
     if not documents:

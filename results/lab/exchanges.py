@@ -1,9 +1,10 @@
-"""What sending less costs in loss: every case of results/plans/cpu-exchanges.json, one seed a call.
+"""Measure the loss that smaller or rarer exchanges cost.
 
     torchrun --nproc_per_node=2 results/lab/exchanges.py FILE.json --seed 1
 
-Calls with other seeds add to the FILE. Bytes are the formulas', which tests hold against counts.
-Losses do not depend on how busy the machine is; there are no times in it.
+Each call trains every case of results/plans/cpu-exchanges.json with one seed. Calls with other
+seeds add to FILE. Bytes come from formulas, which tests compare with counts. The file holds no
+times, and losses do not depend on how busy the machine is.
 """
 
 import statistics
@@ -23,11 +24,12 @@ from distributed_training.train.loop import learning_rate
 
 PLAN = load_json(ROOT / "results/plans/cpu-exchanges.json", "plan")
 COMMAND = "torchrun --nproc_per_node=2 results/lab/exchanges.py OUT.json --seed SEED"
-CURVE_STEPS = 8  # losses are kept as means of so many steps
+CURVE_STEPS = 8  # Each point of a loss curve is the mean of this number of steps.
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Losses while training, the validation loss at the end, bytes sent. Collective."""
+    """Train one case. Return its losses, its final validation loss and the bytes that it sends.
+    Collective."""
     steps = PLAN["steps"]
     sums = []
     targets = []
@@ -47,7 +49,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def validation_loss(run: Run) -> float:
-    """Nats a token over the validation samples. Collective."""
+    """Return the loss in nats per token over the validation samples. Collective."""
     samples = run.data.validation
     total = torch.zeros((), dtype=torch.float64)
     for indices in run.sampler.eval_indices(len(samples)):
@@ -57,19 +59,19 @@ def validation_loss(run: Run) -> float:
 
 
 def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """A row a case: bytes, and the validation loss over the seeds."""
+    """Return one row per case with its bytes and its validation loss over the seeds."""
     first = next(iter(runs.values()))
     base = next(iter(first.values()))
     rows = {}
     for name, seeds in runs.items():
-        losses = [found["validation_loss"] for found in seeds.values()]
+        losses = [result["validation_loss"] for result in seeds.values()]
         worse = [
-            found["validation_loss"] - first[seed]["validation_loss"]
-            for seed, found in seeds.items()
+            result["validation_loss"] - first[seed]["validation_loss"]
+            for seed, result in seeds.items()
         ]
         sent = next(iter(seeds.values()))["sent_bytes_a_step"]
         rows[name] = {
-            "KiB a step": sent / 2**10,
+            "KiB a step": sent / 2**10,  # prose: key of published records
             "share": sent / base["sent_bytes_a_step"],
             "validation loss": statistics.mean(losses),
             "more than dp": statistics.mean(worse),
@@ -80,7 +82,7 @@ def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train every case with one seed and put them into the record."""
+    """Train every case with one seed and add the results to the record."""
     parser = checkout.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
@@ -90,13 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             name: {**PLAN["common"], "seed": options.seed, **values}
             for name, values in PLAN["cases"].items()
         }
-        found = {}
+        results = {}
         for name, ranks in every_run(group, cases, train):
-            found[name] = ranks[0]
+            results[name] = ranks[0]
         if group.process.rank == 0:
             before = load_json(options.out, "record") if options.out.exists() else {}
             runs = before.get("runs", {name: {} for name in cases})
-            for name, values in found.items():
+            for name, values in results.items():
                 runs[name][str(options.seed)] = values
             record = {
                 "what": "loss of gpt2-tiny on two CPU processes with smaller or fewer exchanges",
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
             options.out.parent.mkdir(parents=True, exist_ok=True)
             write_json(options.out, record)
-            print(f"{len(found)} cases with seed {options.seed}; wrote {options.out}")
+            print(f"{len(results)} cases with seed {options.seed}; wrote {options.out}")
     return 0
 
 

@@ -1,8 +1,9 @@
-"""When each line of a run appears, in seconds since it was typed: with empty caches, then again.
+"""Time when each line of a run appears: first with empty caches, then with filled ones.
 
     python results/lab/first_minute.py OUT.json [-- python real_model_example.py ...]
 
-Without a command: the default run on one GPU, gpt2-medium with random weights, no network.
+Without a command, the program times the default run on one GPU: gpt2-medium with random weights and
+no network.
 """
 
 import json
@@ -26,7 +27,7 @@ COMMAND = (
     sys.executable, str(ROOT / "real_model_example.py"), "--num_gpus", "1", "--weights", "random",
     "--dataset", "embedded", "--tokenizer", "embedded", "--num_samples", "400",
 )  # fmt: skip
-# What is noted of the lines that match: when the first, or the last, of them came.
+# Name -> whether to note the first (0) or the last (-1) matching line, and its pattern
 MARKS = {
     "first_line": (0, r""),
     "header": (0, r"  model "),
@@ -38,7 +39,7 @@ MARKS = {
 
 
 def timed_lines(command: Sequence[str], **environment: str) -> list[tuple[float, str]]:
-    """(seconds since the start, line) of what a command prints, and of its end."""
+    """Return each line that a command prints and its seconds since the start; "" marks the end."""
     began = time.monotonic()
     lines = []
     process = subprocess.Popen(
@@ -55,18 +56,18 @@ def timed_lines(command: Sequence[str], **environment: str) -> list[tuple[float,
 
 
 def find_marks(lines: Sequence[tuple[float, str]]) -> dict[str, float | None]:
-    """Seconds of each of MARKS, None for what was not printed, and of the end."""
-    found: dict[str, float | None] = {}
+    """Return the seconds of each mark and of the end. A mark that was not printed has None."""
+    seconds_of: dict[str, float | None] = {}
     for name, (which, pattern) in MARKS.items():
         times = [seconds for seconds, line in lines[:-1] if re.match(pattern, line)]
-        found[name] = times[which] if times else None
-    return {**found, "end": lines[-1][0]}
+        seconds_of[name] = times[which] if times else None
+    return {**seconds_of, "end": lines[-1][0]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = checkout.Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="the JSON file to write")
-    parser.add_argument("command", nargs="*", default=COMMAND, help="after --")
+    parser.add_argument("command", nargs="*", default=COMMAND, help="command to time, after --")
     arguments = parser.parse_args(argv)
     machine = detect_machine()
     document: dict[str, Any] = provenance(" ".join(arguments.command))

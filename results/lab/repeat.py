@@ -2,10 +2,10 @@
 
     python results/lab/repeat.py [RECORD.json ...]
 
-A record says in `made_with` which commit made it and what was typed then. Its `command` repeats the
-measurement today. The dry run of a layout is planned for the machine of its record. If a record's
-text is not on this machine, the dry run reads the embedded text instead. Two things are not tried:
-that the GPUs of the record are here, and that `slow_link.sh` can make network namespaces.
+A record's `made_with` holds the commit that made it and the original command. Its `command` repeats
+the measurement with today's code. The dry run of a layout is planned for the machine of its record.
+If a record's text is not on this machine, the dry run reads the embedded text instead. The program
+does not test whether this machine has the record's GPUs or can make network namespaces.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ SCRIPT = "real_model_example.py"
 
 
 def records(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the files under results/, or the given ones, that say how they were made."""
+    """Yield each file under results/, or each given file, that has `made_with`."""
     for path in paths or sorted((ROOT / "results").rglob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(document, dict) and "made_with" in document:
@@ -41,16 +41,16 @@ def records(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def after_launcher(command: str) -> tuple[str, list[str]]:
-    """Return the number of processes of a command, and its words after the launcher's."""
+    """Return the number of processes of a command, and the words after the launcher's words."""
     words = shlex.split(command)
-    while "=" in words[0]:  # the environment
+    while "=" in words[0]:  # environment variables
         del words[0]
     assert words[0] in LAUNCHERS, command
-    if "--" in words:  # the program measures another command
+    if "--" in words:  # The words after -- are a command that the program measures.
         del words[words.index("--") :]
     if words[0] == "torchrun":
         return words[1].rpartition("=")[2], words[2:]
-    if words[1].endswith("slow_link.sh"):  # its rate, then the program
+    if words[1].endswith("slow_link.sh"):  # A rate and the program follow.
         return "2", words[3:]
     return "1", words[1:]
 
@@ -58,13 +58,13 @@ def after_launcher(command: str) -> tuple[str, list[str]]:
 def dry_run_options(document: dict[str, Any]) -> list[str]:
     """Return the options with which a training is planned for the machine of its record."""
     options = ["--dry-run"]
-    asked = document.get("config_requested", {})
+    config = document.get("config_requested", {})
     gpu = find_gpu(document["machine"]["gpu_name"]) if "machine" in document else None
     if gpu is not None:
         options += ["--cluster", f"{document['world_size']}x{gpu.name}"]
-    if asked.get("dataset", "").startswith("/"):
+    if config.get("dataset", "").startswith("/"):
         options += ["--dataset", "embedded", "--tokenizer", "embedded"]
-    if asked.get("weights", "").startswith("/"):  # of the run before
+    if config.get("weights", "").startswith("/"):  # weights of an earlier run
         options += ["--weights", "random"]
     return options
 
@@ -74,13 +74,13 @@ def type_command(document: dict[str, Any]) -> str:
     count, words = after_launcher(document["command"])
     is_module = words[0] == "-m"
     program, *words = words[1:] if is_module else words
-    if words[:1] == ["links"]:  # it has no dry run
+    if words[:1] == ["links"]:  # This command has no --dry-run.
         return refusal(lambda: read_links(words[1:]))
     if program == SCRIPT and words[0] != "parity":
         options = dry_run_options(document)
         if "--cluster" in options:
-            place = words.index("--num_gpus")
-            del words[place : place + 2]
+            start = words.index("--num_gpus")
+            del words[start : start + 2]
         words += options
     else:
         words.append("--dry-run")
@@ -101,7 +101,7 @@ def read_links(words: list[str]) -> None:
 
 
 def refusal(act: Callable[[], object]) -> str:
-    """Return what `act` printed if it did not end well, otherwise ""."""
+    """Return the output of `act` if it failed, or "" if it succeeded."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -114,7 +114,7 @@ def refusal(act: Callable[[], object]) -> str:
 
 
 def main() -> int:
-    """Type all commands; return 1 if one is not accepted."""
+    """Type all commands. Return 1 if one of them is not accepted."""
     refused = 0
     count = 0
     for path, document in records(list(map(Path, sys.argv[1:]))):

@@ -1,6 +1,6 @@
-"""What programs share that go through a plan of runs and collect records in a folder.
+"""Shared parts of the programs that measure a plan of runs and collect records in a folder.
 
-Runs that would start after the deadline are listed instead; `--first` goes on with them.
+The programs list the runs that they would start after the deadline. `--first` continues with them.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from results.lab import checkout
 from results.lab.pages.columns import table
 
 Runs = dict[str, dict[str, Any]]  # name -> CONFIG values
-Measured = tuple[str, dict[str, Any] | str]  # name, and the record or why there is none
+Measured = tuple[str, dict[str, Any] | str]  # name, and the record or why it is missing
 
 
 def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any, Runs]:
@@ -37,8 +37,8 @@ def read_plan(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespac
     parser.add_argument("out", type=Path, help="a folder for the records")
     parser.add_argument("--deadline_s", type=float, default=float("inf"))
     parser.add_argument("--first", type=int, default=0, help="skip the runs before this one")
-    parser.add_argument("--last", type=int, help="skip the runs after so many")
-    parser.add_argument("--git_commit", help="commit of this tree, if its .git does not say it")
+    parser.add_argument("--last", type=int, help="skip the runs from this one on")
+    parser.add_argument("--git_commit", help="commit hash, for checkouts without a .git folder")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     plan = load_json(arguments.plan, "plan")
@@ -52,7 +52,7 @@ def runs_of(plan: Mapping[str, Any], arguments: argparse.Namespace) -> Runs:
         batch = Batch(**plan["batch"])
         values |= {
             "resume": None,
-            # Once it was the batch of a replica. Now it is the batch of a process.
+            # Early records give the batch per replica. Today the key is the batch per process.
             "batch_size": batch.global_batch_size // plan["world_size"],
             "grad_accum_steps": 1,
             "micro_batch_size": batch.micro_batch_size,
@@ -61,7 +61,7 @@ def runs_of(plan: Mapping[str, Any], arguments: argparse.Namespace) -> Runs:
         return {arguments.plan.stem: values}
     runs = plan["runs"]
     if isinstance(runs, list):
-        runs = {f"{place} {run}": run for place, run in enumerate(runs)}
+        runs = {f"{index} {run}": run for index, run in enumerate(runs)}
     chosen = list(runs.items())[arguments.first : arguments.last]
     return {name: {**plan["common"], **run} for name, run in chosen}
 
@@ -90,23 +90,23 @@ def draft_of(values: Mapping[str, Any], cluster: Cluster) -> Draft:
 
 def todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded CONFIG under today's keys. Compression was once a key of dp."""
-    words = {key: value for key, value in config.items() if key in KEYS}
-    if words.get("gradient_compression") in ("powersgd", "topk-int8"):
-        words["compression"] = words.pop("gradient_compression")
-        words["strategy"] = "compressed"
-        words |= {key: config[key] for key in ("compression_rank", "compression_k")}
-    return words
+    values = {key: value for key, value in config.items() if key in KEYS}
+    if values.get("gradient_compression") in ("powersgd", "topk-int8"):
+        values["compression"] = values.pop("gradient_compression")
+        values["strategy"] = "compressed"
+        values |= {key: config[key] for key in ("compression_rank", "compression_k")}
+    return values
 
 
 def collect(
     arguments: argparse.Namespace, runs: Runs, measured: Iterable[Measured], columns: Sequence[str]
 ) -> None:
-    """Print what came of each run as it ends, and write its record into the folder."""
+    """Print the result of each run as it ends and write its record into the folder."""
     began = time.monotonic()
-    left = list(runs)
+    not_started = list(runs)
     records = []
     for name, values in measured:
-        left.remove(name)
+        not_started.remove(name)
         print(f"[{time.monotonic() - began:5.0f} s] {name}", flush=True)
         if isinstance(values, str):
             print(values, flush=True)
@@ -117,5 +117,5 @@ def collect(
         print(table([record], columns).splitlines()[-1], flush=True)
         write_json(record_path(record, arguments.out), values)
     print(table(records, columns), flush=True)
-    for name in left:
+    for name in not_started:
         print(f"not started: {name}", flush=True)

@@ -1,11 +1,12 @@
-"""Seconds a step over slow links: two processes in network namespaces of one machine; as root.
+"""Measure seconds per step over slow links, as root.
 
     python results/lab/slow_links.py FILE.json [--rates 2 10]
 
-The cases are those of exchanges.py, whose losses are by step; rates are in Mbit/s each way.
-Bytes are what the interface of the first process counted, headers and acknowledgments included. A
-time is the shortest round's, and says something on a busy machine only where the link takes most of
-it: others are left out of the table.
+Two processes run in network namespaces of one machine. Rates are in Mbit/s each way. The cases are
+a part of the cases of exchanges.py, which measures their losses. The network interface of the first
+process counts the bytes, with headers and acknowledgments. A time is the time of the shortest
+round. On a busy machine, a time is meaningful only if the link takes most of it. The table leaves
+out all other times.
 """
 
 import os
@@ -30,14 +31,14 @@ CASES = ("`dp`", "bf16", "PowerSGD, rank 4", "top-k int8, k 0.01", "local SGD, H
 ROUNDS = 3
 STEPS_A_ROUND = 8  # with one exchange of local SGD, H 8
 WARM_UP = 8
-MOST = 0.5  # of a step, which the link has to take for the step's time to be published
+MIN_LINK_SHARE = 0.5  # Publish a time only if the link takes at least this share of the step.
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 SCRIPT = Path(__file__).with_name("slow_link.sh")
 
 
 def time_rounds(run: Run) -> dict[str, Any]:
-    """Seconds a step of each round, and bytes a step that this process's interface sent, all
-    rounds together. Collective."""
+    """Return the seconds per step of each round, and the bytes per step that this process's
+    interface sent over all rounds. Collective."""
     for step in range(WARM_UP):
         run.engine.train_step(run.batch(step))
     gather(None)
@@ -56,36 +57,38 @@ def time_rounds(run: Run) -> dict[str, Any]:
 
 
 def summarize(rates: dict[str, dict[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """A row a case: bytes, and by rate the shortest round's seconds a step with the share of them
-    that the counted bytes alone take; None where that is less than `MOST`."""
+    """Return one row per case: bytes, and for each rate the seconds per step of the shortest round
+    and the share of them that sending the counted bytes takes. Both are None if the share is below
+    `MIN_LINK_SHARE`."""
     rows: dict[str, dict[str, float | None]] = {}
     for rate, cases in rates.items():
-        for name, found in cases.items():
-            row = rows.setdefault(name, {"KiB a step": found["counted_bytes"] / 2**10})
-            seconds = min(found["round_s"])
-            share = found["counted_bytes"] / (float(rate) * 1e6 / 8) / seconds
-            told = share >= MOST
-            row[f"s at {rate} Mbit/s"] = seconds if told else None
-            row[f"link's share at {rate}"] = share if told else None
+        for name, measured in cases.items():
+            kib = measured["counted_bytes"] / 2**10
+            row = rows.setdefault(name, {"KiB a step": kib})  # prose: key of published records
+            seconds = min(measured["round_s"])
+            share = measured["counted_bytes"] / (float(rate) * 1e6 / 8) / seconds
+            publish = share >= MIN_LINK_SHARE
+            row[f"s at {rate} Mbit/s"] = seconds if publish else None
+            row[f"link's share at {rate}"] = share if publish else None
     return rows
 
 
 def work(out: Path, rate: str) -> None:
-    """This process's part at one rate, all cases. Collective."""
+    """Measure all cases at one rate, as one of the processes. Collective."""
     cases = {name: {**PLAN["common"], "seed": 1, **PLAN["cases"][name]} for name in CASES}
     with open_group() as group:
-        found = {}
+        results = {}
         for name, ranks in every_run(group, cases, time_rounds):
-            found[name] = ranks[0]
+            results[name] = ranks[0]
             if group.process.rank == 0:
                 print(f"{rate} Mbit/s  {name}: {ranks[0]}", flush=True)
         if group.process.rank == 0:
             before = load_json(out, "record") if out.exists() else {}
-            rates = {**before.get("rates", {}), rate: found}
+            rates = {**before.get("rates", {}), rate: results}
             record = {
-                "what": "seconds of a step of gpt2-tiny on two processes over a link of so many "
+                "what": "seconds per step of gpt2-tiny on two processes over a link of the given "
                 "Mbit/s each way (network namespaces, veth, tc tbf), gloo, one thread each, on "
-                "two cores that others used as well",
+                "two cores that other programs also used",
                 **provenance("python results/lab/slow_links.py OUT.json"),
                 "base": PLAN["common"],
                 "cases": {name: PLAN["cases"][name] for name in CASES},
@@ -99,7 +102,7 @@ def work(out: Path, rate: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start two processes for each rate, or be one of them."""
+    """Start two processes for each rate, or act as one of these processes."""
     parser = checkout.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--rates", nargs="+", default=["2", "10"], help="Mbit/s each way")
@@ -108,9 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         work(options.out, options.rates[0])
         return 0
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
-        raise UserError("network namespaces take root, ip and tc", fix="use sudo; install iproute2")
+        what = "network namespaces need root and the programs ip and tc"
+        raise UserError(what, fix="use sudo, and install iproute2")
     for rate in options.rates:
-        # A small bucket: what is in it passes the link at once.
+        # A small token bucket, because the link passes its content without delay
         command = ["bash", str(SCRIPT), f"{rate}mbit", str(Path(__file__))]
         command += [str(options.out.resolve()), "--rates", rate]
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, "BURST": "32kb"}).returncode

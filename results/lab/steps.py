@@ -15,7 +15,7 @@ def synchronize() -> None:
 
 
 def time_step(run: Run, batch: Any) -> tuple[float, float]:
-    """Train one optimizer step; return its seconds and its loss per target."""
+    """Train one optimizer step. Return its seconds and its mean loss per target token."""
     synchronize()
     began = time.perf_counter()
     result = run.engine.train_step(batch)

@@ -1,10 +1,10 @@
-"""Predictions held against runs that others published: errors by source.
+"""Compare predictions with runs that others published, and print the errors by source.
 
     python -m results.lab.analysis.blind [TABLE.json]
 
-A row of the table says where it is from, on what (`--cluster`), the model (a name, or what differs
-from GPT-2 in Hugging Face's config.json), CONFIG, and what was measured: `tokens_per_s_per_gpu`,
-`step_s` or `peak_gib`. No constant may be set by one source alone.
+A row of the table has the source, the cluster (as for `--cluster`), the model, CONFIG and the
+measurements: `tokens_per_s_per_gpu`, `step_s` or `peak_gib`. The model is a name or the entries of
+Hugging Face's config.json that differ from GPT-2. Do not fit a constant to one source alone.
 """
 
 import json
@@ -28,23 +28,23 @@ TABLE = ROOT / "results" / "blind.json"
 
 
 def predicted(row: dict[str, Any], folder: Path) -> tuple[Prediction, float]:
-    """What the planner says of a row, and its tokens a second on each GPU."""
+    """Return the prediction for a row, and the predicted tokens/s per GPU."""
     model = row["model"]
     if isinstance(model, dict):
         (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **model}))
         model = str(folder)
-    words = {
+    values = {
         "precision": "bf16", "cuda_graphs": False, "loss_chunk_tokens": 0, **row["config"],
         "model": model,
     }  # fmt: skip
-    config = build_config(words, defaults=strategy_defaults, options=strategy_options)
+    config = build_config(values, defaults=strategy_defaults, options=strategy_options)
     cluster = parse_cluster(row["cluster"])
     prediction = predict(lay_out(cluster, config), cluster.rates)
     return prediction, (prediction.tokens_per_s or 0.0) / cluster.num_processes
 
 
 def errors(row: dict[str, Any], folder: Path) -> tuple[float | None, float | None, bool]:
-    """(predicted / measured - 1 of seconds, of bytes, whether it would be tried)."""
+    """Return the relative errors of the time and the memory, and whether the run should fit."""
     prediction, tokens_per_s = predicted(row, folder)
     assert prediction.step is not None
     time = memory = None
@@ -65,28 +65,28 @@ def main(argv: Sequence[str]) -> None:
         for row in rows:
             try:
                 time, memory, fits = errors(row, Path(folder))
-            except UserError as error:
-                print(f"{row['source'][:24]:24} {row['cluster']:15} {error}")
+            except UserError as mistake:
+                print(f"{row['source'][:24]:24} {row['cluster']:15} {mistake}")
                 continue
             refused += not fits
             source = row["source"].partition(",")[0]
             gpu = row["cluster"].rpartition("x")[2]
-            for what, found in (("time", time), ("memory", memory)):
-                if found is not None:
-                    by_source[f"{source} {gpu} {what}"].append(found)
-            shown = " ".join(f"{each:+7.1%}" for each in (time, memory) if each is not None)
+            for quantity, error in (("time", time), ("memory", memory)):
+                if error is not None:
+                    by_source[f"{source} {gpu} {quantity}"].append(error)
+            shown = " ".join(f"{error:+7.1%}" for error in (time, memory) if error is not None)
             model = row["model"]
             size = (
                 model if isinstance(model, str) else model.get("n_embd", model.get("hidden_size"))
             )
             length = row["config"]["max_length"]
-            note = "" if fits else "  said not to fit"
+            note = "" if fits else "  predicted not to fit"
             print(f"{source:10} {row['cluster']:15} {size!s:8} {length:6} {shown}{note}")
-    for name, each_error in sorted(by_source.items()):
-        within = sum(abs(each) <= 0.10 for each in each_error)
-        middle = statistics.median(each_error)
-        print(f"{name:32} {within} of {len(each_error)} within 10%, median {middle:+.1%}")
-    print(f"{refused} of {len(rows)} runs that ran would have been refused")
+    for name, source_errors in sorted(by_source.items()):
+        within = sum(abs(error) <= 0.10 for error in source_errors)
+        median = statistics.median(source_errors)
+        print(f"{name:32} {within} of {len(source_errors)} within 10%, median {median:+.1%}")
+    print(f"The planner would have refused {refused} of {len(rows)} published runs.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How much of a pipeline's phase is idle, and why."""
+"""Compute the idle share of a pipeline and its causes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +9,10 @@ from distributed_training.predict.simulate import flow, length_of, simulate
 
 
 def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Idle shares of the forward and backward phase, taken as long as it is on the slowest rank.
+    """Return the idle shares of the forward and backward phase, relative to the slowest rank.
 
-    Of each rank: phase_s and computing_s of the median step, kernels_s of the profiled one or None.
+    Each rank has `phase_s` and `computing_s` of the median step, and `kernels_s` of the profiled
+    step or None.
     """
     phase = max(rank["phase_s"] for rank in ranks)
 
@@ -22,8 +23,8 @@ def bubble(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     between = idle("computing_s") | {"operations_s": _slowest(ranks)}
     if ranks[0]["kernels_s"] is None:
         return {"phase_s": phase, **between, "from": "begin and end of operations"}
-    found = {"phase_s": phase, **idle("kernels_s"), "from": "kernels of one profiled step"}
-    return {**found, "between_operations": between}
+    in_kernels = {"phase_s": phase, **idle("kernels_s"), "from": "kernels of one profiled step"}
+    return {**in_kernels, "between_operations": between}
 
 
 def explain(
@@ -32,19 +33,24 @@ def explain(
     orders: Sequence[Order],
     stage_ranks: Sequence[int],
 ) -> dict[str, float]:
-    """Shares of the phase whose sum is the idle share: of the schedule's formula; of operations
-    that take longer than others (an exact simulation with each stage's median times, in which
-    messages take none); of messages and waiting (what is idle between operations beyond that); of
-    gaps within operations. `orders`: of each rank; `stage_ranks`: the rank of each stage."""
+    """Split the idle share into four parts, as shares of the phase.
+
+    - `formula`: the idle share by the schedule's formula.
+    - `unequal_operations`: additional idle time because some operations take longer than others.
+      An exact simulation with each stage's median times and instant messages gives it.
+    - `messages`: additional idle time between operations, from messages and waiting.
+    - `gaps`: idle time within operations.
+
+    `orders` has one order per rank, and `stage_ranks` the rank of each stage."""
     schedule = pipeline["schedule"]
     between = idle["between_operations"]
     formula = pipeline["ideal_bubble"] or 0.0
     seconds = {}
-    for name, took in between["operations_s"].items():
+    for name, operation_s in between["operations_s"].items():
         kind, stage = name.split()
         if kind == "B" and SCHEDULES[schedule].splits_backward:
             kind = "I"
-        seconds[kind, int(stage)] = took
+        seconds[kind, int(stage)] = operation_s
     spans = simulate(orders, seconds, flow(stage_ranks, 0.0))
     busy = sum(seconds[step] * len(done) for step, done in spans.items()) / len(orders)
     simulated = 1 - busy / length_of(spans)
@@ -57,8 +63,8 @@ def explain(
 
 
 def _slowest(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Of each operation of each stage, the median of the rank on which that is largest."""
-    found: dict[str, float] = {}
+    """Return the largest median over the ranks, for each operation of each stage."""
+    largest: dict[str, float] = {}
     for name, seconds in (item for rank in ranks for item in rank["operations_s"].items()):
-        found[name] = max(seconds, found.get(name, 0.0))
-    return found
+        largest[name] = max(seconds, largest.get(name, 0.0))
+    return largest

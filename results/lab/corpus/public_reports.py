@@ -1,10 +1,15 @@
-"""Inputs built from public bug reports, through `data --json`, against transformers.
+"""Compare `data --json` with transformers on inputs built from public bug reports.
 
     python -m results.lab.corpus.public_reports CASES    (make_inputs.py CASES builds them)
 
-For each case: the ids of each sample must be those of `apply_chat_template` for the conversation or
-a part of it that ends with an answer, or of `tokenizer(text)`; what is in the loss must hold each
-answer once; the counts must add up. Or the case is refused in a line. Exit code 1 if one is not."""
+A case passes if the program refuses it with the expected message or if three conditions hold:
+
+- The token ids of each sample equal those of `tokenizer(text)`, or those of `apply_chat_template`
+  for the conversation or a part of it that ends with an answer.
+- The loss covers each answer once.
+- The counts add up.
+
+The exit code is 1 if a case fails."""
 
 import contextlib
 import io
@@ -24,7 +29,7 @@ NOT_TEXT = {"template", "lengths", "folders", "system-in-last-message", "thought
 
 
 def show(model: Path, data: Path) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `data --json`."""
+    """Run `data --json`. Return its exit code, stdout and stderr."""
     sys.argv = ["real_model_example.py", "data", "--model", str(model), "--dataset", str(data)]
     sys.argv += ["--json", "--show", "9999", "--pack", "False", "--max_length", "512"]
     out, err = io.StringIO(), io.StringIO()
@@ -35,7 +40,7 @@ def show(model: Path, data: Path) -> tuple[int, str, str]:
 
 
 def check(case: str, model: Path, data: Path) -> str:
-    """What is wrong with a case; nothing if it is right."""
+    """Return the reason why a case fails, or "" if it passes."""
     from transformers import AutoTokenizer
 
     code, out, err = show(model, data)
@@ -43,19 +48,19 @@ def check(case: str, model: Path, data: Path) -> str:
         return "" if code == 2 and REFUSED[case] in err else f"not refused: {code} {err}"
     if code:
         return err
-    found: dict[str, Any] = json.loads(out)
-    counts = found["counts"]
+    preview: dict[str, Any] = json.loads(out)
+    counts = preview["counts"]
     if counts["used"] + sum(counts["left_out"].values()) != counts["records"]:
         return f"counts do not add up: {counts}"
     if case in NOT_TEXT or data.suffix != ".jsonl":
         return ""
-    theirs: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     expected = []
     answers = []
     for row in map(json.loads, data.read_text().splitlines()):
         if "text" in row:
-            ids = theirs(row["text"])["input_ids"]
-            expected += [ids, [*ids, theirs.eos_token_id]]
+            ids = tokenizer(row["text"])["input_ids"]
+            expected += [ids, [*ids, tokenizer.eos_token_id]]
             continue
         messages = [{**m, "content": m["content"] or ""} for m in row["messages"]]
         for message in messages:
@@ -63,35 +68,38 @@ def check(case: str, model: Path, data: Path) -> str:
         for end, message in enumerate(messages, 1):
             if message["role"] == "assistant":
                 options = {"tools": row.get("tools")}
-                expected.append(theirs.apply_chat_template(messages[:end], **options)["input_ids"])
+                rendered = tokenizer.apply_chat_template(messages[:end], **options)
+                expected.append(rendered["input_ids"])
                 if message.get("weight") != 0:
                     answers.append(message["content"])
     learned = []
-    for sample in found["samples"]:
+    for sample in preview["samples"]:
         if sample["ids"] not in expected:
-            return f"ids are not transformers': {sample['text']!r}"
-        part = list[int]()
+            return f"the token ids differ from transformers' ids: {sample['text']!r}"
+        answer = list[int]()
         for token, is_target in zip(sample["ids"], [*sample["loss_mask"][:-1], False], strict=True):
             if is_target:
-                part.append(token)
-            elif part:
-                learned.append(theirs.decode(part))
-                part = []
+                answer.append(token)
+            elif answer:
+                learned.append(tokenizer.decode(answer))
+                answer = []
     if not answers:
         return ""
     missing = [a for a, b in zip(sorted(answers), sorted(learned), strict=False) if a not in b]
-    return f"not in the loss: {missing[:3]}" if missing or len(answers) != len(learned) else ""
+    return (
+        f"the loss does not cover {missing[:3]}" if missing or len(answers) != len(learned) else ""
+    )
 
 
 def main(cases: Path) -> int:
-    """Check all cases of a folder; the exit code."""
-    wrong = 0
+    """Check all cases in a folder and return the exit code."""
+    num_failed = 0
     for model in sorted(cases.glob("*/model")):
         for data in sorted(file for file in model.parent.iterdir() if file != model):
-            said = check(model.parent.name, model, data)
-            print(f"{model.parent.name}/{data.name}: {said or 'right'}", flush=True)
-            wrong += bool(said)
-    return int(wrong > 0)
+            failure = check(model.parent.name, model, data)
+            print(f"{model.parent.name}/{data.name}: {failure or 'passed'}", flush=True)
+            num_failed += bool(failure)
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Reading, tokenising and caching a text of any size: time, memory, and what a second open takes.
+"""Measure the time and memory that reading, tokenizing and caching a text of any size take.
 
     python -m results.lab.corpus.text 10GB OUT.json [--tokenizer FOLDER] [--work FOLDER]
 
-Writes a text of that size, the embedded corpus over and over with its lines and digits mixed, which
-a process of its own then reads as a run would. Its peak is the sum of the proportional set sizes
-(and of the resident ones) of it and its children, looked at ten times a second.
+The program writes a text of the given size: copies of the embedded corpus whose lines and digits
+are shuffled. A separate process prepares the text as a training run would: first without a cache,
+then with the cache, then by memory-mapping the cache as each process of a run does. The program
+samples the proportional and the resident set sizes of this process and its children ten times per
+second and records the largest sums.
 """
 
 import json
@@ -32,27 +34,28 @@ from distributed_training.settings.files import ROOT
 from results.lab import checkout
 
 UNITS = {"MB": 10**6, "GB": 10**9}
-LINES = 50  # that stay together
+LINES_PER_CHUNK = 50  # Shuffling keeps these lines together.
 CHILD = "import sys; from results.lab.corpus import text; text.prepare(*sys.argv[1:])"
 
 
 def write_text(file: Path, size: int) -> None:
-    """The embedded corpus, mixed anew each time, until there are `size` bytes."""
+    """Write shuffled copies of the embedded corpus until the file has `size` bytes."""
     draw = random.Random(0)
     digits = string.digits.encode()
     lines = "\n".join(read_embedded()).encode().splitlines(keepends=True)
-    parts = [b"".join(lines[first : first + LINES]) for first in range(0, len(lines), LINES)]
+    starts = range(0, len(lines), LINES_PER_CHUNK)
+    chunks = [b"".join(lines[start : start + LINES_PER_CHUNK]) for start in starts]
     with file.open("wb") as out:
         while out.tell() < size:
-            draw.shuffle(parts)
-            others = bytes(draw.sample(digits, len(digits)))
-            out.write(b"".join(parts).translate(bytes.maketrans(digits, others)))
+            draw.shuffle(chunks)
+            shuffled = bytes(draw.sample(digits, len(digits)))
+            out.write(b"".join(chunks).translate(bytes.maketrans(digits, shuffled)))
         out.truncate(size)
 
 
 def prepare(file: str, tokenizer_dir: str, cache_dir: str, known: str = "") -> None:
-    """Print, as JSON, what preparing the text took; or, as each process of a run does, mapping the
-    folder of the cache that is `known`."""
+    """Prepare the text and print the time and memory as JSON. If `known` names a folder of the
+    cache, only memory-map it, as each process of a run does."""
     config = build_config({"dataset": file})
     tokenizer = Tokenizer(Path(tokenizer_dir))
     cache = Path(cache_dir)
@@ -60,63 +63,67 @@ def prepare(file: str, tokenizer_dir: str, cache_dir: str, known: str = "") -> N
     start = time.perf_counter()
     folder = cache / known if known else tokenize(read_corpus(file), tokenizer, config, cache)
     data = cut_samples(folder, tokenizer, config)
-    found = {
+    measured = {
         "seconds": time.perf_counter() - start,
         "rss_grew_bytes": psutil.Process().memory_info().rss - before,
         "memory_mapped": isinstance(data.train.tokens, np.memmap),
         "tokens": len(data.train.tokens), "folder": data.cache,
     }  # fmt: skip
-    print(json.dumps(found))
+    print(json.dumps(measured))
 
 
 def watch(command: list[str]) -> dict[str, Any]:
-    """What a process printed, with the peaks over it and its children."""
+    """Run a command. Return the JSON that it printed and the peak sums over its processes."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     peaks = dict[str, int]()
     while process.poll() is None:
         sums = dict.fromkeys(("pss", "rss", "processes", "threads"), 0)
         try:
-            own = psutil.Process(process.pid)
-            for one in (own, *own.children(recursive=True)):
-                memory = one.memory_full_info()
-                now = (memory.pss, memory.rss, 1, one.num_threads())
-                sums = {key: sums[key] + more for key, more in zip(sums, now, strict=True)}
-        except psutil.Error:  # it has just ended
+            parent = psutil.Process(process.pid)
+            for member in (parent, *parent.children(recursive=True)):
+                memory = member.memory_full_info()
+                sizes = (memory.pss, memory.rss, 1, member.num_threads())
+                sums = {key: sums[key] + size for key, size in zip(sums, sizes, strict=True)}
+        except psutil.Error:  # a process has just ended
             continue
         peaks = {f"most_{key}": max(peaks.get(f"most_{key}", 0), sums[key]) for key in sums}
         time.sleep(0.1)
     assert process.stdout is not None
-    assert process.returncode == 0, "it has said why"
+    assert process.returncode == 0, "the process has printed the reason"
     return json.loads(process.stdout.read()) | peaks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = checkout.Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", help="of the text, such as 200MB or 10GB")
+    parser.add_argument("size", help="size of the text, such as 200MB or 10GB")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tokenizer", type=Path, default=EMBEDDED_DIR, help="a folder")
-    parser.add_argument("--work", type=Path, help="for text and cache (default: one in /tmp)")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=EMBEDDED_DIR, help="folder of a tokenizer"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder for the text and the cache (default: one in /tmp)"
+    )
     a = parser.parse_args(argv)
     size = int(a.size[:-2]) * UNITS[a.size[-2:]]
-    found = dict[str, Any]()
+    results = dict[str, Any]()
     with tempfile.TemporaryDirectory(dir=a.work) as folder:
         file = Path(folder, "text.txt")
         cache = Path(folder, "cache")
         write_text(file, size)
         print(f"wrote {a.size}", flush=True)
         command = [sys.executable, "-c", CHILD, str(file), str(a.tokenizer.resolve()), str(cache)]
-        for part in ("first", "again", "mapped"):
-            row = watch([*command, found["first"]["folder"]] if part == "mapped" else command)
-            found[part] = row | {"mb_per_s": size / row["seconds"] / 1e6}
-            print(f"{part}: {row['seconds']:.1f} s, {row['most_pss'] / 2**30:.2f} GiB", flush=True)
+        for case in ("first", "again", "mapped"):
+            row = watch([*command, results["first"]["folder"]] if case == "mapped" else command)
+            results[case] = row | {"mb_per_s": size / row["seconds"] / 1e6}
+            print(f"{case}: {row['seconds']:.1f} s, {row['most_pss'] / 2**30:.2f} GiB", flush=True)
         cached = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
     cpus = len(os.sched_getaffinity(0))
-    about = {
+    header = {
         **provenance(f"python -m results.lab.corpus.text {a.size} OUT.json"),
         "tokenizer": a.tokenizer.name,
     }
     sizes = {"text_bytes": size, "cache_bytes": cached, "num_cpus": cpus}
-    write_json(a.out, {**about, **sizes, **found})
+    write_json(a.out, {**header, **sizes, **results})
     return 0
 
 

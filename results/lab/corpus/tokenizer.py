@@ -1,4 +1,4 @@
-"""Train the tokenizer that the package ships, on the embedded corpus of this Python.
+"""Train the tokenizer that the package ships on the embedded corpus of this Python.
 
 python -m results.lab.corpus.tokenizer FOLDER
 """
@@ -13,7 +13,7 @@ from distributed_training.data.tokenizer import END_OF_TEXT, Tokenizer
 
 
 def train(folder: Path, vocab_size: int = 2048) -> Tokenizer:
-    """A byte-level BPE, written to `folder`."""
+    """Train a byte-level BPE tokenizer and write it to `folder`."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(read_embedded(), vocab_size, special_tokens=[END_OF_TEXT])
     folder.mkdir(parents=True, exist_ok=True)

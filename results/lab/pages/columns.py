@@ -1,4 +1,4 @@
-"""All that a document's table can say of runs, by heading."""
+"""The columns of the documents' tables, by heading."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,12 +20,12 @@ DEFAULT = (
 
 
 def _of_pipelines(number: Number) -> Callable[..., str]:
-    """Only pipelines have one."""
+    """Return a column that shows the number for pipelines and "-" for other runs."""
     return lambda *records: number(*records) if records[0].pipeline else "-"
 
 
-def _parts(record: Record) -> str:
-    """Where a bubble comes from, in points (results/lab/analysis/bubble.py)."""
+def _bubble_parts(record: Record) -> str:
+    """Return the parts of a bubble in percentage points (results/lab/analysis/bubble.py)."""
     if not record.pipeline:
         return "-"
     parts = (record.bubble or {}).get("parts")
@@ -35,7 +35,8 @@ def _parts(record: Record) -> str:
 
 
 def _by_rank(r: Record) -> str:
-    """Peaks in GiB without what earlier runs of the process left (results/lab/layouts.py)."""
+    """Return peaks in GiB without memory of earlier runs in the process
+    (results/lab/layouts.py)."""
     peaks = [
         f"{(rank['peak_reserved_bytes'] - rank.get('left_over_bytes', 0)) / GIB:.1f}"
         for rank in r.memory.get("by_rank", [])
@@ -45,7 +46,7 @@ def _by_rank(r: Record) -> str:
 
 
 def _disk(r: Record) -> str:
-    """Bytes per step. What would round to 0.0 GB is logging and the loading of libraries."""
+    """Return the GB per step. Less than 0.05 GB comes from logging and loading libraries."""
     if r.disk is None:
         return NOT_MEASURED
     steps = r.disk["num_steps"]
@@ -56,7 +57,7 @@ def _disk(r: Record) -> str:
     return f"{read:.1f} GB read, {written:.1f} GB written"
 
 
-# What is known of a run before its first step.
+# Columns that a run has before its first step
 _START: dict[str, Callable[..., str]] = {
     **SETTINGS,
     "strategy": lambda r: r.layout_name,
@@ -72,10 +73,10 @@ _START: dict[str, Callable[..., str]] = {
 }
 COLUMNS: Mapping[str, Callable[..., str]] = {
     **_START,
-    **{name: replace(each, missing=NOT_MEASURED) for name, each in tables.MEASURED.items()},
+    **{name: replace(number, missing=NOT_MEASURED) for name, number in tables.MEASURED.items()},
     "timed steps": lambda r: str(r.performance["num_timed_steps"]),
     "GPU memory by rank": _by_rank,
-    "formula + operations + messages + gaps": _parts,
+    "formula + operations + messages + gaps": _bubble_parts,
     "bubble": _of_pipelines(
         Number(lambda r: (r.bubble or {}).get("idle_share"), "{:.1%}".format, NOT_MEASURED)
     ),
@@ -89,7 +90,8 @@ COLUMNS: Mapping[str, Callable[..., str]] = {
 
 
 def table(records: Sequence[Record], columns: Sequence[str] = DEFAULT) -> str:
-    """A Markdown table, one row per record; a run without results shows "-" for them."""
+    """Return a Markdown table with one row per record. A run without results has "-" in their
+    place."""
     rows = [
         [COLUMNS[name](r) if r.performance or name in _START else "-" for name in columns]
         for r in records

@@ -1,7 +1,7 @@
-"""What lies where under a strategy, as text: the drawings that the strategies' pages begin with.
+"""Text drawings of the state and work per GPU, for the first section of the strategies' pages.
 
-A bar stands for the whole model from its first layer to its last, and is filled where the process
-holds it. Sizes are those of the plan of a run. No torch import.
+A bar stands for the whole model from its first layer to its last. It is filled for the layers that
+a process holds. Sizes come from the plan of a run. No torch import.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from results.lab.pages.laws import GIB, plan_of
 
 NUM_PROCESSES = 4
 WIDTH = 8  # characters of a bar
-MODEL = "gpt2-xl-20-heads"  # whose heads tp can divide
+MODEL = "gpt2-xl-20-heads"  # tp can divide its heads.
 FIRST = "{:<34}"
 COLUMN = "{:<10}"
 
 
 def drawing(strategy: str) -> str:
-    """A fenced block: state, blocks and samples of each of four processes."""
+    """Return a fenced block with the state, blocks and samples of each of four processes."""
     plan = plan_of(strategy, NUM_PROCESSES, model=MODEL)
     topologies = [
         Topology(
@@ -45,16 +45,16 @@ def _line(first: str, cells: list[str]) -> str:
 
 
 def _kinds(plan: Draft) -> list[tuple[str, int, bool]]:
-    """(label, bytes of the fullest process, whether dp_shard divides it), by where it lies."""
+    """Return (label, bytes on the fullest process, whether dp_shard shards it) by memory."""
     strategy = plan.strategy
     state = estimate_state(plan)
     undivided = estimate_state(replace(plan, mesh={**plan.mesh, "dp_shard": 1}))
     away: dict[str, list[str]] = {"host": [], "disk": []}
-    places = {"cpu": "host", "nvme": "disk"}
-    for name, what in (("parameters", "param"), ("optimizer", "optimizer")):
-        device = strategy.offload[what]
+    memories = {"cpu": "host", "nvme": "disk"}
+    for name, section in (("parameters", "param"), ("optimizer", "optimizer")):
+        device = strategy.offload[section]
         if device != "none":
-            away[places[device]].append(name)
+            away[memories[device]].append(name)
     if strategy.steps_on_host:
         away["host"].append("gradients")
     kinds = []
@@ -62,16 +62,16 @@ def _kinds(plan: Draft) -> list[tuple[str, int, bool]]:
         size = state[name]
         if size:
             kinds.append((name, size, size < undivided[name]))
-    for place, names in away.items():
+    for memory, names in away.items():
         if names:
-            label = f"{'RAM' if place == 'host' else 'files'}: {', '.join(names)}"
-            size = state[place]
-            kinds.append((label, size, size < undivided[place]))
+            label = f"{'RAM' if memory == 'host' else 'files'}: {', '.join(names)}"
+            size = state[memory]
+            kinds.append((label, size, size < undivided[memory]))
     return kinds
 
 
 def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: int) -> int:
-    """Parameters of one stage, padding not counted; both ends hold a tied embedding."""
+    """Return the parameters of one stage without padding. Both ends hold a tied embedding."""
     count = blocks_per_stage[stage] * size.block_parameters
     if stage == 0:
         count += size.embedding_parameters + size.position_parameters
@@ -82,11 +82,11 @@ def stage_parameters(size: ModelSize, blocks_per_stage: Sequence[int], stage: in
 
 
 def _held(plan: Draft) -> list[int]:
-    """Parameters of each place along pp, before tp and dp_shard divide them."""
+    """Return the parameters per pipeline rank, before tp and dp_shard divide them."""
     cut = plan.layout.blocks_per_stage
     held = [0] * plan.mesh["pp"]
-    for stage, place in enumerate(plan.layout.ranks):
-        held[place] += stage_parameters(plan.size, cut, stage)
+    for stage, rank in enumerate(plan.layout.ranks):
+        held[rank] += stage_parameters(plan.size, cut, stage)
     return held
 
 
@@ -98,9 +98,9 @@ def _range(plan: Draft, size: int) -> str:
 
 def _bar(plan: Draft, topology: Topology, divided: bool) -> str:
     held = _held(plan)
-    place = topology.pp_rank
-    begin = sum(held[:place]) / sum(held)
-    end = sum(held[: place + 1]) / sum(held)
+    rank = topology.pp_rank
+    begin = sum(held[:rank]) / sum(held)
+    end = sum(held[: rank + 1]) / sum(held)
     parts = topology.tp
     part = topology.tp_rank
     if divided:
@@ -116,5 +116,5 @@ def _bar(plan: Draft, topology: Topology, divided: bool) -> str:
 def _blocks(plan: Draft, topology: Topology) -> str:
     cut = plan.layout.blocks_per_stage
     ranks = plan.layout.ranks
-    own = sum(cut[stage] for stage, place in enumerate(ranks) if place == topology.pp_rank)
-    return f"{own}" if topology.tp == 1 else f"{own}/{topology.tp}"
+    count = sum(cut[stage] for stage, rank in enumerate(ranks) if rank == topology.pp_rank)
+    return f"{count}" if topology.tp == 1 else f"{count}/{topology.tp}"

@@ -1,6 +1,6 @@
-"""The figures of TRAINING_RESULTS.md and README.md, drawn from published records.
+"""Figures of TRAINING_RESULTS.md and README.md, drawn from published records.
 
-results/lab/documents.py draws them anew or compares them with what is there.
+results/lab/documents.py draws them again or compares them with the existing files.
 """
 
 import io
@@ -19,7 +19,7 @@ from distributed_training.settings.machine import GIB
 from results.lab.pages.learning import draw_losses
 from results.lab.pages.timelines import draw as draw_timelines
 
-# Okabe and Ito's colors, which the color-blind tell apart: one for each way to divide.
+# Colors of Okabe and Ito, which color-blind readers can distinguish. One for each kind of split.
 COLORS = {
     "nothing": "#000000", "state": "#0072b2", "layers": "#009e73", "each layer": "#d55e00",
     "layers and more": "#cc79a7",
@@ -32,13 +32,13 @@ MEDIUM = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step"
 
 
 def render(draw: Callable[[Path], Figure], records: Path) -> str:
-    """A figure as SVG; equal records give equal text."""
+    """Return a figure as SVG. Equal records give equal text."""
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     style: Any = {"svg.hashsalt": draw.__name__, "svg.fonttype": "none", "font.size": 10}
     with rc_context({**style, "font.family": "sans-serif", "axes.axisbelow": True}):
         figure = draw(records)
-        # The layout's solver is exact to some digits only.
+        # The layout solver is exact only to some digits.
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
         for axes in figure.axes:
@@ -49,7 +49,7 @@ def render(draw: Callable[[Path], Figure], records: Path) -> str:
 
 
 def one_launch(records: Path) -> Figure:
-    """Steps launched op by op, and as one CUDA graph."""
+    """Draw the speed of steps launched operation by operation and as one CUDA graph."""
     rows = [r for r in _read(records / "h200-x4") if r.batch.micro_batch_size == 4]
     pairs = {name: [r for r in rows if r.layout_name == name] for name in ("dp", "fsdp")}
     figure, axes = _figure("Tokens per second, without and with one CUDA graph per step", 2.1)
@@ -59,13 +59,13 @@ def one_launch(records: Path) -> Figure:
         (True, "#0072b2", "one graph"),
     ):
         speeds = [
-            next(_speed(r) for r in found if r.config["cuda_graphs"] is graph)
-            for found in pairs.values()
+            next(_speed(r) for r in pair if r.config["cuda_graphs"] is graph)
+            for pair in pairs.values()
         ]
-        places = [place + 0.4 * graph for place in range(len(pairs))]
-        bars = axes.barh(places, speeds, 0.38, color=color, label=label)
+        heights = [index + 0.4 * graph for index in range(len(pairs))]
+        bars = axes.barh(heights, speeds, 0.38, color=color, label=label)
         axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, fontsize=9)
-    axes.set_yticks([place + 0.2 for place in range(len(pairs))], list(pairs))
+    axes.set_yticks([index + 0.2 for index in range(len(pairs))], list(pairs))
     axes.invert_yaxis()
     axes.set_xlim(0, 540_000)
     axes.xaxis.set_visible(False)
@@ -74,7 +74,7 @@ def one_launch(records: Path) -> Figure:
 
 
 def tradeoff(records: Path) -> Figure:
-    """Draw tokens per second against the GiB of the GPU that uses most, by layout."""
+    """Draw tokens per second against the GiB on the fullest GPU, by layout."""
     chosen = {
         "dp": (8, -3), "zero1": (-34, 7), "zero2": (8, -12), "zero3": (8, -8), "fsdp": (-30, -6),
         "tp tp4": (-118, -16), "3d dp_shard2 tp2": (-40, -16), "3d pp2 tp2 1f1b-m8": (8, -6),
@@ -90,10 +90,10 @@ def tradeoff(records: Path) -> Figure:
         record = best[name]
         point = (_fullest(record) / GIB, _speed(record))
         axes.plot(*point, "o", color=COLORS[_divides(record)], markersize=7)
-        words = name.removeprefix("3d ").replace("pp pp4", "pp4")
-        words = words.replace("tp tp4", "tp4: all 256 samples in one micro-batch")
+        label = name.removeprefix("3d ").replace("pp pp4", "pp4")
+        label = label.replace("tp tp4", "tp4: all 256 samples in one micro-batch")
         offset: Any = {"textcoords": "offset points", "xytext": shift}
-        axes.annotate(words, point, fontsize=8.5, color=COLORS[_divides(record)], **offset)
+        axes.annotate(label, point, fontsize=8.5, color=COLORS[_divides(record)], **offset)
     for kind, color in COLORS.items():
         axes.plot([], [], "o", color=color, label=kind)
     axes.legend(title="splits", frameon=False, fontsize=8.5, loc="lower center", ncols=1,
@@ -106,14 +106,15 @@ def tradeoff(records: Path) -> Figure:
 
 
 def bubbles(records: Path) -> Figure:
-    """Measured and ideal bubbles: by the number of micro-batches, and by schedule."""
+    """Draw measured and ideal bubbles by the number of micro-batches and by schedule."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     figure.suptitle("Idle share of the pipeline: measured, and by the schedule's formula",
                     x=0.01, ha="left", fontsize=11, fontweight="bold")  # fmt: skip
     left, right = figure.subplots(1, 2, sharey=True)
     for name in ("gpipe", "1f1b", "interleaved"):
-        found = [r for r in _xl(records) if r.layout_name.startswith(f"pp pp4 {name}")]
-        points = sorted((r.batch.num_microbatches, *_idle(r)) for r in found if r.config["compile"])
+        runs_of = [r for r in _xl(records) if r.layout_name.startswith(f"pp pp4 {name}")]
+        compiled = [r for r in runs_of if r.config["compile"]]
+        points = sorted((r.batch.num_microbatches, *_idle(r)) for r in compiled)
         m, measured, ideal = zip(*points, strict=True)
         left.plot(m, measured, "o-", color=SCHEDULES[name], label=name)
         left.plot(m, ideal, ":", color=SCHEDULES[name])
@@ -131,11 +132,11 @@ def bubbles(records: Path) -> Figure:
         for name, r in _medium(records).items()
         if name.startswith("pp ") and name.endswith("-m8") and r.pipeline
     }
-    for place, name in enumerate(names := ("1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto")):
+    for index, name in enumerate(names := ("1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto")):
         share, formula = _idle(runs[name])
         pair = ((-0.2, share, SCHEDULES[name]), (0.2, formula, "#dddddd"))
         for shift, height, color in pair:
-            bars = right.bar(place + shift, height, 0.38, color=color)
+            bars = right.bar(index + shift, height, 0.38, color=color)
             right.bar_label(bars, [f"{height:.0f}"], fontsize=8.5)
     right.set_xticks(range(len(names)), names)
     right.set_title("gpt2-medium, 4 stages, 8 micro-batches; gray: formula", fontsize=9, loc="left")
@@ -143,14 +144,14 @@ def bubbles(records: Path) -> Figure:
 
 
 def _idle(record: Record) -> tuple[float, float]:
-    """Percent idle, measured and by the formula."""
+    """Return the measured idle share and the formula's idle share in percent."""
     bubble = record.bubble or {}
     pipeline = record.pipeline or {}
     return 100 * bubble["idle_share"], 100 * pipeline["ideal_bubble"]
 
 
 def memory(records: Path) -> Figure:
-    """State, and what comes on top, of the fullest GPU."""
+    """Draw the state and the other memory of the fullest GPU."""
     names = ("dp", "zero1", "zero2", "zero3", "fsdp", "tp tp4", "pp pp4 1f1b-m8",
              "pp pp4 zb-auto-m8", "pp pp4 zb-v-m8", "pp pp4 zb-v-m16", "pp pp4 interleaved-m8",
              "hybrid pp2 dp_shard2 1f1b-m8", "3d pp2 tp2 1f1b-m8")  # fmt: skip
@@ -162,18 +163,18 @@ def memory(records: Path) -> Figure:
                                                                 "optimizer")) / GIB
         for name in names
     ]  # fmt: skip
-    rest = [_fullest(best[name]) / GIB - held for name, held in zip(names, state, strict=True)]
+    other = [_fullest(best[name]) / GIB - held for name, held in zip(names, state, strict=True)]
     labels = [name.replace("pp pp4", "pp4").replace("tp tp4", "tp4") for name in names]
     axes.barh(labels, state, color="#0072b2", label="state (formula)")
-    bars = axes.barh(labels, rest, left=state, color="#e69f00", label="activations and others")
-    axes.bar_label(bars, [f"{a + b:.0f}" for a, b in zip(state, rest, strict=True)], padding=3)
+    bars = axes.barh(labels, other, left=state, color="#e69f00", label="activations and others")
+    axes.bar_label(bars, [f"{a + b:.0f}" for a, b in zip(state, other, strict=True)], padding=3)
     axes.invert_yaxis()
     axes.legend(frameon=False, loc="lower right")
     return figure
 
 
 def overlap(records: Path) -> Figure:
-    """What a GPU does when in one step of each kind of strategy."""
+    """Draw the timeline of one GPU in one step of each kind of strategy."""
     names = ("dp", "fsdp", "tp 4", "tp 2 x fsdp 2", "pp 4, 1f1b")
     about = "gpt2-medium, 4 H200s, 256 x 1,024 tokens per step; GPU 0"
     title = "Communication per step, and the exposed part of it"
@@ -181,7 +182,8 @@ def overlap(records: Path) -> Figure:
 
 
 def from_scratch(records: Path) -> Figure:
-    """From random weights on Python's own code, then on English, with and without the former."""
+    """Draw losses of a run on Python's own code and of two runs on English: from that run's weights
+    and from random weights."""
     first, tuned, random = _read(records / "h200-from-scratch")
     return draw_losses({
         "the standard library's code, 9 MB": {"from random weights": first},
@@ -192,7 +194,7 @@ def from_scratch(records: Path) -> Figure:
 
 
 def overlap_slow_link(records: Path) -> Figure:
-    """The same where the link is slow and the processors are CPUs."""
+    """Draw the timeline of one CPU process in one step of each strategy over a slow link."""
     record = _overlap(records / "cpu-overlap")
     about = "gpt2-tiny, 2 processes on CPUs, 20 Mbit/s each way, 8 x 128 tokens per step; process 0"
     title = "Over a slow link: communication per step, and the exposed part of it"
@@ -217,17 +219,18 @@ def _read(folder: Path) -> list[Record]:
 
 
 def _medium(records: Path) -> dict[str, Record]:
-    """gpt2-medium's layouts on four GPUs, by name."""
-    found = [*_read(records / "h200-x4-pipelines"), *_read(records / "h200-x4")]
+    """Return the records of gpt2-medium's layouts on four GPUs, by name."""
+    both = [*_read(records / "h200-x4-pipelines"), *_read(records / "h200-x4")]
     return {
         r.layout_name: r
-        for r in found
+        for r in both
         if r.config["model"] == "gpt2-medium" and r.config["max_length"] == 1024
     }
 
 
 def _xl(records: Path) -> list[Record]:
-    """gpt2-xl's size on four GPUs, most of it over pipelines, launched op by op."""
+    """Return the records of gpt2-xl's size on four GPUs, most of them of pipelines without
+    graphs."""
     return _read(records / "h200-x4-layouts")
 
 
@@ -236,7 +239,7 @@ def _speed(record: Record) -> float:
 
 
 def _fullest(record: Record) -> float:
-    """Peak bytes of tensors on the fullest rank."""
+    """Return the peak bytes of tensors on the fullest rank."""
     return float(record.memory["peak_allocated_bytes"])
 
 
@@ -260,8 +263,8 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
 
 
 def keep_figures(documents: Sequence[Path], records: Path, folder: Path, *, write: bool) -> None:
-    """Draw into `folder` the figures that documents show. Without `write`, raise UserError for one
-    that is not what its records give."""
+    """Draw the figures that the documents show into `folder`. Without `write`, raise UserError if a
+    figure differs from its records."""
     texts = [document.read_text(encoding="utf-8") for document in documents]
     for name, draw in FIGURES.items():
         file = folder / name

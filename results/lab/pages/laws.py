@@ -1,4 +1,4 @@
-"""The tables of strategies/LAWS.md, computed by the functions that plan a run. No torch import."""
+"""Tables of strategies/LAWS.md, computed by the functions that plan a run. No torch import."""
 
 import contextlib
 import json
@@ -28,16 +28,16 @@ NONE = "-"  # no such layout
 
 
 def plan_of(strategy: str, num_processes: int, **config: Any) -> Draft:
-    """A draft on H200s of one node."""
+    """Return a draft of a plan on the H200s of one node."""
     values = {"strategy": strategy, "model": "gpt2-xl", "max_length": 1024, **config}
     built = build_config(values, defaults=strategy_defaults, options=strategy_options)
     return draft_plan(built, parse_cluster(f"{num_processes}xH200"))
 
 
-# GiB that programs can use of each GPU size; RTX 4060, 4070, 4080, 4090 and H100, for example.
+# GiB of each GPU size that programs can use, as on RTX 4060, 4070, 4080, 4090 and H100
 GPU_SIZES = {"8 GB": 7.6, "12 GB": 11.6, "16 GB": 15.6, "24 GB": 23.5, "80 GB": 79.1}
 RECIPE = {"strategy": "dp", "precision": "bf16", "max_length": 1024, "loss_chunk_tokens": 1024}
-# What the published config.json of each has other than that of Qwen3-0.6B.
+# Entries of each published config.json that differ from the file of Qwen3-0.6B
 QWEN3: dict[str, dict[str, Any]] = {
     "0.6B": {},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144},
@@ -51,8 +51,8 @@ MODES = ("none", "selective", "full")
 
 
 def recipes() -> str:
-    """For each Qwen3 and GPU size, how `plan` predicts that it fits: `batch_size` and
-    `activation_checkpointing`."""
+    """Return a table of the `batch_size` and `activation_checkpointing` with which `plan` predicts
+    that each Qwen3 model fits on each GPU size."""
     first = SIZES["Qwen3-0.6B"].config.model_dump(mode="json")
     rows = []
     with tempfile.TemporaryDirectory() as name:
@@ -68,32 +68,34 @@ def recipes() -> str:
 
 
 def _what_fits(config: Mapping[str, Any], memory_gib: float) -> str:
-    """The largest batch with the least recomputation under which four samples fit, or fewer."""
+    """Return the largest batch with the least recomputation with which at least four samples fit,
+    or the largest batch that fits."""
     gpu = {"memory_gib": memory_gib, "tflops": 100.0, "memory_gb_s": 1000.0, "name": "GPU"}
     cluster = parse_cluster("1", json.dumps(gpu))
-    found = []
+    fitting = []
     for mode in MODES:
         for size in BATCH_SIZES:
             built = build_config({**config, "batch_size": size, "activation_checkpointing": mode})
             if predict(lay_out(cluster, built), cluster.rates).room_on_gpu == "yes":
-                found.append((size, mode))
+                fitting.append((size, mode))
                 break
-    enough = [pair for pair in found if pair[0] >= 4]
-    best = next(iter(enough), max(found, default=None))
+    enough = [pair for pair in fitting if pair[0] >= 4]
+    best = next(iter(enough), max(fitting, default=None))
     return NONE if best is None else f"{best[0]}, {best[1]}"
 
 
 def state(counts: Sequence[int] = (2, 4, 8)) -> str:
-    """GiB of state on the fullest GPU, gpt2-xl in bf16."""
+    """Return a table of the GiB of state on the fullest GPU, for gpt2-xl in bf16."""
     cells = {
         strategy: [_state_of(strategy, count) for count in counts] for strategy in list_strategies()
     }
-    possible = {name: row for name, row in cells.items() if row[-1] != NONE}  # 25 heads by two: no
+    # tp cannot divide 25 heads.
+    possible = {name: row for name, row in cells.items() if row[-1] != NONE}
     return markdown_table(_merged(possible), ["", *(f"P = {count}" for count in counts)])
 
 
 def _merged(cells: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """A row for each name, but one for all whose cells are equal."""
+    """Return one row per set of equal cells, with the names that share the cells."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, row in cells.items():
         names.setdefault(tuple(row), []).append(f"`{name}`")
@@ -109,7 +111,7 @@ def _state_of(strategy: str, num_processes: int) -> str:
 
 
 def activations() -> str:
-    """Bytes that a block keeps, by token and unit of hidden size, bf16."""
+    """Return a table of the bytes that a block keeps per token and hidden unit, in bf16."""
     layouts: dict[str, dict[str, Any]] = {
         "one GPU": {"strategy": "dp"},
         "`tp` 4": {"strategy": "tp", "tp": 4},
@@ -131,7 +133,7 @@ def activations() -> str:
 
 
 def bubbles(p: int = 4, counts: Sequence[int] = (4, 8, 16)) -> str:
-    """Idle shares of a step over `p` equal stages, a backward pass twice a forward one."""
+    """Return a table of idle shares for `p` equal stages whose backward takes twice the forward."""
     cells = {}
     for name, schedule in SCHEDULES.items():
         shares = [schedule.bubble(p, m) for m in counts]

@@ -1,4 +1,4 @@
-"""The guide's reference of CONFIG."""
+"""The reference of CONFIG in REAL_MODELS_GUIDE.md."""
 
 import itertools
 from operator import attrgetter
@@ -8,7 +8,8 @@ from distributed_training.settings.config import KEYS
 
 
 def config_reference() -> str:
-    """Markdown lists of every key with its default, by need, and of those that are the work."""
+    """Return Markdown lists of all keys with their defaults, by group, and of the keys of the
+    work."""
     lines = []
     for title, keys in itertools.groupby(KEYS.values(), attrgetter("group")):
         lines.append(f"### {title}\n")

@@ -1,5 +1,5 @@
-"""The tables of documents, from the published records. Each begins and ends with a blank line, as
-Markdown needs."""
+"""Tables of the documents, from the published records. Each table begins and ends with a blank
+line, which Markdown needs."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -27,8 +27,9 @@ def published_table(
     where: Mapping[str, Any] | None = None,
     without: Mapping[str, Any] | None = None,
 ) -> str:
-    """A document's table of results/records/<name>/*.json whose CONFIG has all of `where` and none
-    of `without`, by model and strategy. Raises UserError for a word that selects nothing.
+    """Return a table of the records results/records/<name>/*.json, sorted by model and strategy.
+    Their CONFIG has all values of `where` and none of `without`. Raises UserError if a word selects
+    nothing.
     """
     order = list(list_strategies())
     words = columns.split(", ")
@@ -49,8 +50,8 @@ def published_table(
 
 
 def published_json(*files: str, key: str, columns: str) -> str:
-    """A document's table of one entry of published JSONs: a row per key, a column per key of its
-    value. Raises UserError for words that a file does not have."""
+    """Return a table of one entry of published JSON files, with a row per key and a column per key
+    of its value. Raises UserError for words that a file does not have."""
     words = columns.split(", ")
     rows = []
     for file in files:
@@ -65,10 +66,10 @@ def published_json(*files: str, key: str, columns: str) -> str:
 
 
 def published_operations(file: str) -> str:
-    """A document's table of who uses which operation between processes: KiB that the process which
-    sends most sends in the counted step, of the first case of each strategy."""
+    """Return a table of the strategies that use each operation. A cell has the KiB that the process
+    which sends most sends in the counted step of the strategy's first case."""
     cases = load_json(RECORDS_DIR / file, "record")["cases"]
-    found: dict[str, dict[str, float]] = {}
+    sent_by: dict[str, dict[str, float]] = {}
     for name, case in cases.items():
         strategy = name.split()[0]
         most = dict[str, float]()
@@ -78,10 +79,10 @@ def published_operations(file: str) -> str:
                 kind = key.split()[-1].replace("_", "-")
                 sent[kind] = sent.get(kind, 0.0) + counts["sent_bytes"]
             most = {kind: max(most.get(kind, 0.0), sent.get(kind, 0.0)) for kind in most | sent}
-        found.setdefault(strategy, most)
-    kinds = sorted({kind for most in found.values() for kind in most})
+        sent_by.setdefault(strategy, most)
+    kinds = sorted({kind for most in sent_by.values() for kind in most})
     rows = [
-        [kind, ", ".join(f"{name} {most[kind] / 2**10:,.0f}" for name, most in found.items()
+        [kind, ", ".join(f"{name} {most[kind] / 2**10:,.0f}" for name, most in sent_by.items()
                          if most.get(kind, 0) >= 2**10)]
         for kind in kinds
     ]  # fmt: skip
@@ -89,9 +90,9 @@ def published_operations(file: str) -> str:
 
 
 def published_samples(name: str) -> str:
-    """A document's list of results/records/<name>/*.json: perplexity at the first and the best
-    evaluation, minutes, and what each model wrote before and after, line breaks and repeated spaces
-    left out."""
+    """Return a list of the records results/records/<name>/*.json. Each entry has the perplexity of
+    the first and the best evaluation, the minutes, and the text that the model wrote before and
+    after training, without line breaks and repeated spaces."""
     lines = []
     for path in sorted((RECORDS_DIR / name).glob("*.json")):
         r = load_record(path)
@@ -110,8 +111,8 @@ def published_samples(name: str) -> str:
 
 
 def published_links(*files: str, over: str = "") -> str:
-    """A document's table of what `links` found over that group of each file, or its first: fitted
-    latency in microseconds, and GB/s."""
+    """Return a table of the fitted latencies in microseconds and the GB/s that `links` measured
+    over the group `over` of each file, or over its first group."""
     records = {Path(file).stem: load_json(RECORDS_DIR / file, "record") for file in files}
     groups = {
         name: record["groups"][over or next(iter(record["groups"]))]

@@ -1,4 +1,4 @@
-"""Pictures of the records of results/lab/traces.py: when one process computes and communicates."""
+"""Timelines of computation and communication in one process, from the records of traces.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,21 +17,21 @@ INCHES = 900 / 96  # a README's width
 
 
 def draw(record: Mapping[str, Any], names: Sequence[str], title: str, about: str) -> Figure:
-    """A panel for each of the named runs, with a lane for each thing that rank 0 does, over one
+    """Draw a panel for each of the named runs, with a lane for each activity of rank 0, over one
     axis of milliseconds."""
     runs = [record["runs"][name] for name in names]
     lanes = [_lanes(run["timeline"]) for run in runs]
-    heights = [len(each) + 1.6 for each in lanes]  # with the panel's title
+    heights = [len(run_lanes) + 1.6 for run_lanes in lanes]  # with the panel's title
     tight = ConstrainedLayoutEngine(h_pad=0.02, hspace=0)
     figure = Figure(figsize=(INCHES, 0.85 + 0.165 * sum(heights)), layout=tight)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     panels = figure.subplots(
         len(runs), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
     )[:, 0]
-    for axes, name, run, own in zip(panels, names, runs, lanes, strict=True):
-        _draw_lanes(axes, own)
+    for axes, name, run, run_lanes in zip(panels, names, runs, lanes, strict=True):
+        _draw_lanes(axes, run_lanes)
         above = f"{about}\n" if axes is panels[0] else ""
-        axes.set_title(f"{above}{name}: {_told(run)}", fontsize=9, loc="left", pad=3)
+        axes.set_title(f"{above}{name}: {_shares_text(run)}", fontsize=9, loc="left", pad=3)
         axes.axvline(run["timeline"]["step_us"] / 1000, color="#999999", linewidth=0.8)
         axes.tick_params(axis="x", length=3 if axes is panels[-1] else 0)
     panels[-1].set_xlim(0, max(run["timeline"]["step_us"] for run in runs) / 1000)
@@ -40,34 +40,35 @@ def draw(record: Mapping[str, Any], names: Sequence[str], title: str, about: str
 
 
 def _lanes(timeline: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Label -> color and spans, from the top."""
+    """Return label -> color and spans, from top to bottom."""
     kinds = {kind: (COMMUNICATES, spans) for kind, spans in timeline["by_kind"].items() if spans}
     ends = (COMPUTES, timeline["computing"]), (EXPOSED, timeline["exposed"])
     return {"computes": ends[0], **kinds, "exposed": ends[1]}
 
 
 def _draw_lanes(axes: Axes, lanes: Mapping[str, tuple[str, Any]]) -> None:
-    for place, (color, spans) in enumerate(lanes.values()):
-        top = place + 0.1
-        bottom = place + 0.9
+    for lane, (color, spans) in enumerate(lanes.values()):
+        top = lane + 0.1
+        bottom = lane + 0.9
         corners = [
             corner
             for begin, end in spans
             for corner in ((begin, top), (end, top), (end, bottom), (begin, bottom), (begin, top))
         ]
         codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(spans)
-        # One path a lane: a bar each would make the file four times as long.
+        # One path per lane, because one bar per span would make the file four times as long
         vertices = np.array(corners, dtype=float).reshape(-1, 2) / (1000, 1)
         bars = Path(vertices, codes)
         axes.add_patch(PathPatch(bars, color=color, linewidth=0))
-    axes.set_yticks([place + 0.5 for place in range(len(lanes))], list(lanes), fontsize=8)
+    axes.set_yticks([lane + 0.5 for lane in range(len(lanes))], list(lanes), fontsize=8)
     axes.set_ylim(len(lanes), 0)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _told(run: Mapping[str, Any]) -> str:
-    """Of rank 0, which is drawn."""
-    found = run["ranks"][0]["traced_s"]
-    talks, exposed = (100 * found[part] / found["step"] for part in ("communicating", "exposed"))
-    return f"communicates {talks:.0f}% of the step, {exposed:.0f}% exposed"
+def _shares_text(run: Mapping[str, Any]) -> str:
+    """Return the communication of rank 0, which the panel shows, as shares of its step."""
+    times = run["ranks"][0]["traced_s"]
+    shares = (100 * times[part] / times["step"] for part in ("communicating", "exposed"))
+    communicating, exposed = shares
+    return f"communicates {communicating:.0f}% of the step, {exposed:.0f}% exposed"

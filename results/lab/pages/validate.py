@@ -1,4 +1,4 @@
-"""Predictions held against every published run: the tables of results/PREDICTIONS.md."""
+"""Compare predictions with every published run: the tables of results/PREDICTIONS.md."""
 
 import functools
 import itertools
@@ -30,13 +30,15 @@ from results.lab.analysis import blind
 from results.lab.runs import todays_keys
 
 RECORDS = ROOT / "results" / "records"
-ADDED_UP_IN_PLACE = "2026-11-25T14"  # chunks of the loss that ran before had two more copies
-ZB_V_BY_DURATIONS = "2026-11-25T04"  # runs of zb-v that started before had torch's fixed order
+# Runs that started before had two more copies of each chunk of the loss.
+ADDED_UP_IN_PLACE = "2026-11-25T14"
+# Runs of zb-v that started before had torch's fixed order.
+ZB_V_BY_DURATIONS = "2026-11-25T04"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One run, as predicted and as measured."""
+    """One run with its prediction and its measurements."""
 
     page: str  # folder of the record
     name: str
@@ -46,10 +48,11 @@ class Row:
 
     @property
     def memory_compares(self) -> bool:
-        """Whether the peak is the run's own: less than a quarter of the fullest rank's had been
-        left by earlier runs of the process. What of that was in use early records do not say. Nor
-        do they say which order a search had found, by durations of its day. The loss in chunks once
-        held more."""
+        """Return whether the measured peak can be compared with the prediction. It can if less than
+        a quarter of the fullest rank's peak was left by earlier runs of the process, because early
+        records do not say how much of that was in use. Runs with a searched order cannot, because
+        early records do not hold the order. Early runs with a loss in chunks cannot, because their
+        chunks took more memory."""
         before = self.record.started_at < ADDED_UP_IN_PLACE
         if self.plan.schedule.searched or (before and self.plan.config.loss_chunk_tokens):
             return False
@@ -63,7 +66,7 @@ class Row:
 
     @property
     def memory_error(self) -> float:
-        """Predicted by measured peak of what tensors hold on the fullest rank, minus 1."""
+        """Return the relative error of the predicted peak of tensors on the fullest rank."""
         return self.prediction.memory.peak_bytes / self.record.memory["peak_allocated_bytes"] - 1
 
     @property
@@ -77,18 +80,18 @@ class Row:
 
 
 def plan_of(record: Record) -> Draft:
-    """The plan of a run that has been, by today's code: layout and micro-batches as recorded."""
-    words = todays_keys(record.config)
-    # Before whole steps were captured, only one process with compiled blocks launched graphs.
+    """Plan a recorded run with today's code, with the recorded layout and micro-batches."""
+    values = todays_keys(record.config)
+    # Before graphs held whole steps, only single processes with compiled blocks launched graphs.
     graphs = record.world_size == 1 and record.strategy["engine"] == "native"
     machine = record.machine | {"compute_capability": tuple(record.machine["compute_capability"])}
     config = {
-        "cuda_graphs": graphs and bool(words["compile"]),
-        "async_tp": False,  # there was none
+        "cuda_graphs": graphs and bool(values["compile"]),
+        "async_tp": False,  # Early versions did not have it.
         "loss_chunk_tokens": 0,
-        **words,
+        **values,
         "resume": None,
-        # Once it was sequences of a replica, now of a process.
+        # Early records give sequences per replica. Today the key is sequences per process.
         "batch_size": record.batch.global_batch_size // record.world_size,
         "grad_accum_steps": 1,
         "micro_batch_size": record.batch.micro_batch_size,
@@ -105,7 +108,7 @@ def plan_of(record: Record) -> Draft:
 
 @functools.cache
 def gpu_rows(folder: Path = RECORDS) -> tuple[Row, ...]:
-    """All runs on GPUs under `folder` that were measured."""
+    """Return all measured runs on GPUs under `folder`."""
     return tuple(_read_rows(folder))
 
 
@@ -113,12 +116,13 @@ def _read_rows(folder: Path) -> Iterator[Row]:
     for path in sorted(folder.glob("*/*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         if not (isinstance(document, dict) and "schema_version" in document):
-            continue  # of another kind than a run
+            continue  # not the record of a run
         record = Record.model_validate(document)
         if record.machine["gpu_name"] and record.performance.get("step_time_s"):
             plan = plan_of(record)
             gpu = find_gpu(plan.machine.gpu_name)
-            rates = None if gpu is None else rates_of(gpu)  # not what was measured here
+            # Published rates of the GPU, not the rates that this machine measured
+            rates = None if gpu is None else rates_of(gpu)
             yield Row(
                 page=path.parent.name,
                 name=path.stem,
@@ -130,12 +134,12 @@ def _read_rows(folder: Path) -> Iterator[Row]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuRow:
-    """One run without GPUs: RAM of the fullest process, and seconds of a step."""
+    """One run without GPUs: RAM of the fullest process and seconds per step."""
 
     name: str
     measured_bytes: int
     predicted_bytes: int
-    seconds: tuple[float, float] | None  # (measured, predicted by a calibration); None: not timed
+    seconds: tuple[float, float] | None  # (measured, predicted), or None if the run was not timed
 
     @property
     def memory_error(self) -> float:
@@ -148,12 +152,12 @@ class CpuRow:
 
 @functools.cache
 def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, ...]:
-    """The runs of cpu.py, as today's code predicts their memory and, by what was measured
-    of the machine then, their time."""
+    """Return the runs of cpu.py. Today's code predicts their memory. It predicts their time from
+    the calibration of the machine at that time."""
     document = json.loads(file.read_text(encoding="utf-8"))
     values = document["machine"]
     machine = Machine(**values | {"compute_capability": tuple(values["compute_capability"])})
-    found = []
+    rows = []
     for run in document["runs"]:
         count = run["processes"]
         seconds = None
@@ -163,7 +167,7 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
             guess = cpu_rates(machine.num_cpus, count)
             rates = from_calibration(document["calibrations"][str(count)], guess)
             seconds = run["step_time_s"], estimate_step(plan, rates).seconds
-        found.append(
+        rows.append(
             CpuRow(
                 name=f"{plan.strategy.name} x {count}",
                 measured_bytes=run["peak_host_bytes"],
@@ -171,11 +175,12 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
                 seconds=seconds,
             )
         )
-    return tuple(found)
+    return tuple(rows)
 
 
 def on_cpus() -> str:
-    """Every run on CPUs, a strategy a row: what was measured, and by how much it was missed."""
+    """Return a table of the runs on CPUs, one row per strategy: measurements and relative
+    errors."""
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     for row in cpu_rows():
         strategy, _, count = row.name.partition(" x ")
@@ -183,25 +188,25 @@ def on_cpus() -> str:
         if row.seconds is not None and row.time_error is not None:
             text += f"; {1000 * row.seconds[0]:,.0f} ms, {row.time_error:+.0%}"
         cells[strategy][count] = text
-    counts = sorted({count for found in cells.values() for count in found}, key=int)
-    rows = [[name, *(found.get(count, "-") for count in counts)] for name, found in cells.items()]
+    counts = sorted({count for texts in cells.values() for count in texts}, key=int)
+    rows = [[name, *(texts.get(count, "-") for count in counts)] for name, texts in cells.items()]
     return _table(rows, ["processes", *counts])
 
 
 def share_within(errors: Sequence[float], limit: float) -> float:
-    """Share of the errors that are at most `limit`, either way."""
+    """Return the share of errors whose absolute value is at most `limit`."""
     return sum(abs(error) <= limit for error in errors) / len(errors)
 
 
 def same_work(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Sets of runs that did the same work under several layouts."""
+    """Return sets of runs that did the same work under several layouts, by name."""
     sets = defaultdict(list)
     for row in rows:
         config = row.record.config
         batch = row.record.batch.global_batch_size
         work = f"{config['model']}, {batch} x {config['max_length']}, {config['precision']}"
         sets[f"{row.page}: {work}"].append(row)
-    return {name: found for name, found in sets.items() if len(set(map(_layout, found))) > 1}
+    return {name: same for name, same in sets.items() if len(set(map(_layout, same))) > 1}
 
 
 def predicted_s(row: Row) -> float:
@@ -209,13 +214,13 @@ def predicted_s(row: Row) -> float:
 
 
 def first_choice(rows: Sequence[Row]) -> tuple[Row, Row]:
-    """One set of runs that did the same work: the first choice and the fastest run."""
+    """Return the planner's first choice and the fastest run among runs that did the same work."""
     first = min(rows, key=lambda row: (predicted_s(row), row.measured_s))
     return first, min(rows, key=lambda row: row.measured_s)
 
 
 def rank_correlation(rows: Sequence[Row]) -> float:
-    """Spearman's, of predicted and of measured times."""
+    """Return Spearman's rank correlation of predicted and measured times."""
 
     def ranks(values: Sequence[float]) -> list[float]:
         order = sorted(values)
@@ -226,14 +231,14 @@ def rank_correlation(rows: Sequence[Row]) -> float:
 
 
 def distribution() -> str:
-    """How many rows lie within which error."""
+    """Return a table of the shares of runs within each error limit."""
     rows = gpu_rows()
     unseen = [row for row in rows if row.page not in setting_pages()]
     others = json.loads(blind.TABLE.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         published = [blind.errors(row, Path(folder))[0] for row in others]
-    found = []
-    for what, errors in (
+    table_rows = []
+    for quantity, errors in (
         ("peak memory, held-out pages", memory_errors(unseen)),
         ("step time, held-out pages", [row.time_error for row in unseen]),
         ("step time, published by others", [error for error in published if error is not None]),
@@ -244,65 +249,64 @@ def distribution() -> str:
         shares = [f"{share_within(errors, limit):.0%}" for limit in (0.02, 0.05, 0.10, 0.25)]
         low = min(errors)
         high = max(errors)
-        found.append([what, str(len(errors)), *shares, f"{low:+.0%}", f"{high:+.0%}"])
-    return _table(
-        found, ["", "runs", "within 2%", "5%", "10%", "25%", "most too low", "most too high"]
-    )
+        table_rows.append([quantity, str(len(errors)), *shares, f"{low:+.0%}", f"{high:+.0%}"])
+    headers = ["", "runs", "within 2%", "5%", "10%", "25%", "most too low", "most too high"]
+    return _table(table_rows, headers)
 
 
 def setting_pages() -> set[str]:
-    """Pages that set a constant, by what constants.json says of it."""
+    """Return the pages whose records set a constant, according to constants.json."""
     file = ROOT / "distributed_training" / "predict" / "constants.json"
-    words = " ".join(entry["record"] for entry in json.loads(file.read_text()).values())
-    return set(re.findall(r"h200-[\w-]+", words))
+    sources = " ".join(entry["record"] for entry in json.loads(file.read_text()).values())
+    return set(re.findall(r"h200-[\w-]+", sources))
 
 
 def memory_errors(rows: Iterable[Row]) -> list[float]:
-    """Of runs whose peak is their own."""
+    """Return the memory errors of all runs whose peaks can be compared."""
     return [row.memory_error for row in rows if row.memory_compares]
 
 
 def calibrated_errors() -> list[float]:
-    """Errors of step time with rates that `plan --calibrate` measured on four H200s."""
+    """Return errors of step times with the rates that `plan --calibrate` measured on four H200s."""
     document = json.loads((ROOT / "results" / "calibration" / "h200-x4.json").read_text())
     rates = from_calibration(document, rates_of(GPUS["H200"]))
     return [estimate_step(row.plan, rates).seconds / row.measured_s - 1 for row in gpu_rows()]
 
 
 def choices() -> str:
-    """Describe how often the first choice is the fastest of its set; list the other sets."""
-    found = []
-    lost = []
+    """Describe how often the first choice is the fastest of its set, and list the other sets."""
+    other_sets = []
+    losses = []
     sets = same_work(gpu_rows())
     for name, rows in sets.items():
         first, best = first_choice(rows)
         behind = first.measured_s / best.measured_s - 1
-        lost.append(behind)
+        losses.append(behind)
         if behind:
-            found.append([name, _layout(first), _layout(best), f"{behind:+.1%}"])
+            other_sets.append([name, _layout(first), _layout(best), f"{behind:+.1%}"])
     ranked = statistics.mean(rank_correlation(rows) for rows in sets.values() if len(rows) > 3)
     text = (
-        f"In {len(sets) - len(found)} of {len(sets)} sets of runs that did the same work, the "
+        f"In {len(sets) - len(other_sets)} of {len(sets)} sets of runs that did the same work, the "
         "first choice was the fastest. "
-        f"In the median it is {statistics.median(lost):.1%} slower than the fastest. "
+        f"In the median it is {statistics.median(losses):.1%} slower than the fastest. "
         f"The rank correlation, averaged over sets of at least four runs, is {ranked:.2f}."
     )
-    table = _table(found, ["other sets", "first choice", "fastest", "behind"])
+    table = _table(other_sets, ["other sets", "first choice", "fastest", "behind"])
     return f"{text}\n\n{table}"
 
 
 def every_row() -> str:
-    """Every run, below its page, as text that is aligned: a table of so many rows is read so."""
+    """Return all runs as aligned text below their pages. A Markdown table would be too long."""
     lines = [_line("", "memory", "time")]
     for page, rows in itertools.groupby(gpu_rows(), key=lambda row: row.page):
         lines += [page, *(_line(*_cells(row)) for row in rows)]
     return "\n".join(["```text", *lines, "```"])
 
 
-def worst(what: Callable[[Row], float], rows: Iterable[Row], count: int = 5) -> str:
-    """The rows with the largest errors."""
-    rows = sorted(rows, key=lambda row: -abs(what(row)))[:count]
-    return _table([[f"{row.page}/{row.name}", f"{what(row):+.0%}"] for row in rows],
+def worst(error_of: Callable[[Row], float], rows: Iterable[Row], count: int = 5) -> str:
+    """Return a table of the rows with the largest errors."""
+    rows = sorted(rows, key=lambda row: -abs(error_of(row)))[:count]
+    return _table([[f"{row.page}/{row.name}", f"{error_of(row):+.0%}"] for row in rows],
                   ["record", "error"])  # fmt: skip
 
 
