@@ -1,18 +1,24 @@
-"""Many layouts in one process group, one after the other: speed, memory, bubble.
+"""Measure the speed, memory and bubble of many layouts in one process group.
 
     torchrun --nproc_per_node=4 results/lab/layouts.py PLAN.json FOLDER
 
-The plan is one of `compare`'s, but all runs share the processes, as starting them takes longer than
-the steps that are timed. Each run leaves a record as a training does, with the
-idle share of the pipeline's ranks in "bubble": what is left of a step's forward and backward phase
-(phase_s, the median of the timed steps) when the time in which a rank computes is taken out. On
-GPUs that is the time of the kernels in one more step under the profiler, which makes launching
-slower, but not the kernels; copies count, too, but not NCCL's kernels, which run as long as they
-wait. between_operations is the same by the begin and end of the stages' operations, in which
-launching counts as computing; "parts" says where the idle share comes from (bubble.explain).
-Exchanges of gradients and the optimizer follow that phase and are in
-the step time only. Where a step is one CUDA graph, the step time is the graph's, and the idle share
-that of further steps which are launched op by op.
+The plan has the format of `compare`'s plans. All runs share the processes, because starting
+processes takes longer than the timed steps. Each run leaves a record as training does.
+
+"bubble" in a record holds the idle share of the pipeline's ranks. A rank is idle during the part of
+the forward and backward phase (phase_s, the median of the timed steps) in which it computes
+nothing.
+
+- On GPUs, a rank computes while kernels and copies run in one additional step under the profiler.
+  The profiler slows down launching, but not the kernels. NCCL's kernels do not count, because they
+  also run while they wait.
+- `between_operations` uses the begin and end of the stages' operations instead. There, launching
+  counts as computing.
+- `parts` holds the causes of the idle share (bubble.explain).
+
+The reduction of gradients and the optimizer follow the phase and count only in the step time. If a
+step is one CUDA graph, the step time is the time of the graph. The idle share then comes from
+additional steps without the graph.
 """
 
 import collections
@@ -51,28 +57,28 @@ COLUMNS = (
     "strategy", "batch", "tokens/s", "ms per step", "MFU", "peak GPU memory", "bubble",
     "ideal bubble", "status",
 )  # fmt: skip
-REDUCTION = "perform_reduce_grad"  # torch reduces over dp at the end of the phase
-OPERATIONS = {  # of a stage, by kind
+REDUCTION = "perform_reduce_grad"  # torch reduces gradients over dp at the end of the phase.
+OPERATIONS = {  # kind -> method of torch's stage
     "reduction": REDUCTION,
     "F": "forward_one_chunk",
-    "B": "backward_one_chunk",  # or I, where a W follows
+    "B": "backward_one_chunk",  # input gradients only (I) if a W follows
     "W": "backward_weight_one_chunk",
 }
 COMPUTING = ("F", "B", "W")
 
 
 class LeftOver(NamedTuple):
-    """Bytes of tensors, and of what the allocator holds, between two runs."""
+    """Bytes of tensors and bytes that the allocator reserves, between two runs."""
 
     allocated: int
     reserved: int
 
 
 class Spans:
-    """Begin and end of calls, on the GPU's clock where there is one."""
+    """Record the begin and end of calls, on the GPU's clock if there is a GPU."""
 
     def __init__(self, device: torch.device, pipeline: Pipeline | None) -> None:
-        """Every phase of the pipeline and every operation of its stages is marked from now on."""
+        """Start to record every phase of the pipeline and every operation of its stages."""
         self.device = device
         self.marks: dict[tuple[str, int], list[tuple[Any, Any]]] = {}
         if pipeline is None:
@@ -82,13 +88,13 @@ class Spans:
             for kind, name in OPERATIONS.items():
                 self._watch(stage, name, (kind, stage.stage_index))
 
-    def _watch(self, owner: Any, name: str, place: tuple[str, int]) -> None:
+    def _watch(self, owner: Any, name: str, key: tuple[str, int]) -> None:
         function = getattr(owner, name)
 
-        def call(*arguments: Any, **words: Any) -> Any:
+        def call(*arguments: Any, **kwargs: Any) -> Any:
             begin = self._now()
-            result = function(*arguments, **words)
-            self.marks.setdefault(place, []).append((begin, self._now()))
+            result = function(*arguments, **kwargs)
+            self.marks.setdefault(key, []).append((begin, self._now()))
             return result
 
         setattr(owner, name, call)
@@ -101,18 +107,18 @@ class Spans:
         return event
 
     def seconds(self, num_steps: int, *kinds: str) -> np.ndarray:
-        """Of each of the steps since `marks` was emptied: the durations of all calls in it."""
-        found = [self._durations(place) for place in self.marks if place[0] in kinds]
-        # The same calls in every step.
-        return sum((of.reshape(num_steps, -1).sum(1) for of in found), np.zeros(num_steps))
+        """Return the summed durations of all calls in each step since `marks` was emptied."""
+        durations = [self._durations(key) for key in self.marks if key[0] in kinds]
+        # Every step has the same calls.
+        return sum((all.reshape(num_steps, -1).sum(1) for all in durations), np.zeros(num_steps))
 
     def operations(self) -> dict[str, float]:
-        """Median seconds of each kind of operation of each stage, by names such as "F 0"."""
-        places = [place for place in self.marks if place[0] in COMPUTING]
-        return {f"{k} {s}": float(np.median(self._durations((k, s)))) for k, s in places}
+        """Return the median seconds of each operation of each stage, by names such as "F 0"."""
+        keys = [key for key in self.marks if key[0] in COMPUTING]
+        return {f"{k} {s}": float(np.median(self._durations((k, s)))) for k, s in keys}
 
-    def _durations(self, place: tuple[str, int]) -> np.ndarray:
-        marks = self.marks[place]
+    def _durations(self, key: tuple[str, int]) -> np.ndarray:
+        marks = self.marks[key]
         if self.device.type != "cuda":
             return np.array([end - begin for begin, end in marks])
         torch.cuda.synchronize(self.device)
@@ -120,52 +126,53 @@ class Spans:
 
 
 def pipeline_of(engine: Any) -> Pipeline | None:
-    """The engine's pipeline, where it is ours."""
-    found = getattr(engine, "pipeline", None)
-    return found if isinstance(found, Pipeline) else None
+    """Return the engine's pipeline, or None if it has none or uses DeepSpeed's."""
+    pipeline = getattr(engine, "pipeline", None)
+    return pipeline if isinstance(pipeline, Pipeline) else None
 
 
 def stages_of(pipeline: Pipeline) -> list[Any]:
-    """This process's stages, as torch's schedule calls them."""
+    """Return this process's stages from torch's schedule."""
     schedule: Any = pipeline.schedule
     return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
 
 def traced(engine: Any, batch: Any, topology: Topology) -> float | None:
-    """Seconds in which this rank's GPU computed in the forward and backward phase of one more step;
-    None without a GPU or a pipeline of ours. Collective. The run's last step: what torch reduces
-    after the phase, but inside of it, is put off, so that the trace is without.
+    """Return the seconds for which this rank's GPU computes in the forward and backward phase of
+    one additional step, the run's last one. Return None without a GPU or without our pipeline.
+    Collective. torch reduces gradients at the end of the phase. This reduction is postponed, so
+    that the trace does not contain it.
     """
     pipeline: Any = pipeline_of(engine)
     if pipeline is None or topology.device_type != "cuda":
         return None
     phase = pipeline.forward_backward
-    put_off: list[Callable[[], Any]] = []
-    found = []
+    postponed: list[Callable[[], Any]] = []
+    phase_seconds = []
     for stage in stages_of(pipeline):
         reduce = getattr(stage, REDUCTION)
-        later = functools.partial(_put_off, put_off, reduce)
-        setattr(stage, REDUCTION, later)
+        postpone = functools.partial(_postpone, postponed, reduce)
+        setattr(stage, REDUCTION, postpone)
 
     def under_profiler(*arguments: Any) -> Any:
         dist.barrier()
         result, seconds = profiled(lambda: phase(*arguments))
-        for call in put_off:
+        for call in postponed:
             call()
-        found.append(seconds)
+        phase_seconds.append(seconds)
         return result
 
     pipeline.forward_backward = under_profiler
     engine.train_step(batch)
-    return found[0]
+    return phase_seconds[0]
 
 
-def _put_off(calls: list[Callable[[], Any]], function: Any, *words: Any) -> None:
-    calls.append(functools.partial(function, *words))
+def _postpone(calls: list[Callable[[], Any]], function: Any, *arguments: Any) -> None:
+    calls.append(functools.partial(function, *arguments))
 
 
 def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
-    """What `function` returns, and for how many seconds the GPU computed for it."""
+    """Call a function. Return its result and the seconds for which the GPU computed for it."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -177,8 +184,8 @@ def profiled(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def busy_seconds(trace: dict[str, Any]) -> float:
-    """Of a Chrome trace, whose times are microseconds. Streams that compute at the same time count
-    once."""
+    """Return the seconds for which kernels and copies run in a Chrome trace, whose times are
+    microseconds. Streams that compute at the same time count once."""
     spans = [
         (event["ts"], event["ts"] + event["dur"])
         for event in trace["traceEvents"]
@@ -191,19 +198,22 @@ def busy_seconds(trace: dict[str, Any]) -> float:
 
 
 def measure(run: harness.Run) -> dict[str, Any]:
-    """Train a few steps: what was measured on this rank; on rank 0 also what a record says."""
+    """Train a few steps. Return this rank's measurements, and on rank 0 also parts of the
+    record."""
     config = run.plan.config
     topology = run.topology
     spans = Spans(topology.device, pipeline_of(run.engine))
     timer = StepTimer(topology.device)
     memory = PeakMemory(topology.device)
     memory.begin()
-    for step in range(NUM_EAGER_STEPS + 1 if config.cuda_graphs else 0):  # up to the capture
+    for step in range(NUM_EAGER_STEPS + 1 if config.cuda_graphs else 0):  # until the capture
         run.engine.train_step(run.batch(step))
     timer.restart()
     _train(run, spans, timer)
     memory.end()
-    if config.cuda_graphs and topology.pp > 1:  # a graph does not say when its parts begin and end
+    if (
+        config.cuda_graphs and topology.pp > 1
+    ):  # A graph does not show when its parts begin and end.
         engine: Any = run.engine
         engine.step.graph = None
         _train(run, spans, StepTimer(topology.device))
@@ -211,10 +221,10 @@ def measure(run: harness.Run) -> dict[str, Any]:
     phases, reductions, computing = (
         spans.seconds(num_timed, *kinds) for kinds in (("phase",), ("reduction",), COMPUTING)
     )
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "rank": topology.rank,
         **memory.as_dict(),
-        "peak_host_bytes": None,  # the process's, with all runs before
+        "peak_host_bytes": None,  # The process's peak includes all earlier runs.
         "phase_s": float(np.median(phases - reductions)),
         "computing_s": float(np.median(computing)),
         "operations_s": spans.operations(),
@@ -224,10 +234,10 @@ def measure(run: harness.Run) -> dict[str, Any]:
         command = shlex.join(["python", *sys.argv])
         start = describe_run(replace(run.plan, command=command), run.sampler, run.data)
         dtypes = run.engine.describe_dtypes()
-        found["start"] = {**start, "num_steps": NUM_STEPS, "dtypes": dtypes}
-        found["order"] = find_orders(run.plan), run.plan.layout.ranks
-        # As for a training. The last step of an epoch takes as long with fewer samples.
-        found["performance"] = summarize_performance(
+        measured["start"] = {**start, "num_steps": NUM_STEPS, "dtypes": dtypes}
+        measured["order"] = find_orders(run.plan), run.plan.layout.ranks
+        # As in training. The last step of an epoch takes as long with fewer samples.
+        measured["performance"] = summarize_performance(
             timer.durations_s(),
             tokens_per_step=run.sampler.global_batch_size * config.max_length,
             flops_per_token=run.plan.size.flops_per_token(
@@ -236,7 +246,7 @@ def measure(run: harness.Run) -> dict[str, Any]:
             world_size=topology.world_size,
             device_name=run.plan.machine.gpu_name,
         )
-    return found
+    return measured
 
 
 def _train(run: harness.Run, spans: Spans, timer: StepTimer) -> None:
@@ -250,8 +260,8 @@ def _train(run: harness.Run, spans: Spans, timer: StepTimer) -> None:
 def build_record(
     ranks: list[dict[str, Any]], folder: Any, before: list[LeftOver], after: list[LeftOver]
 ) -> dict[str, Any]:
-    """The record of a run from what its ranks measured and what was left in their memory before and
-    after it."""
+    """Build the record of a run from the measurements of its ranks and from the memory that was in
+    use on each rank before and after the run."""
     start, performance, (orders, stage_ranks) = (
         ranks[0].pop(name) for name in ("start", "performance", "order")
     )
@@ -259,7 +269,7 @@ def build_record(
     leave_out_left_over(memory, before, after)
     idle = bubble(ranks) if start["mesh"]["pp"] > 1 and ranks[0]["phase_s"] else None
     if idle is not None and "between_operations" in idle:
-        orders = [tuple(map(tuple, order)) for order in orders]  # as they were before JSON
+        orders = [tuple(map(tuple, order)) for order in orders]  # JSON made lists of the tuples.
         idle["parts"] = explain(idle, start["pipeline"], orders, stage_ranks)
     ended = {"status": "ok", "finished_at": timestamp(), "step": NUM_STEPS, "run_dir": ""}
     record = start_record(folder, **start)
@@ -270,11 +280,12 @@ def build_record(
 def leave_out_left_over(
     memory: dict[str, Any], before: list[LeftOver], after: list[LeftOver]
 ) -> None:
-    """Add the peaks of the run itself, largest over the ranks, to what each rank measured.
+    """Add the peaks of the run itself to `memory`: the largest peak over the ranks, without memory
+    left over from earlier runs.
 
-    DeepSpeed's optimizers outlive their engines, and DDP's buffers do for a while. The smaller of
-    both amounts is taken for what earlier runs left. Where a run frees some of it and leaves some
-    of its own, that is too much; both amounts stay in the record.
+    DeepSpeed's optimizers outlive their engines, and DDP's buffers do for a while. The amount left
+    over is estimated as the smaller of the amounts before and after the run. The estimate is too
+    large if a run frees old memory and leaves new memory. Both amounts stay in the record.
     """
     for rank in memory["by_rank"]:
         old = before[rank["rank"]]
@@ -283,45 +294,46 @@ def leave_out_left_over(
         rank["after_bytes"] = new.reserved
         rank["left_over_bytes"] = min(old.reserved, new.reserved)
         rank["left_allocated_bytes"] = min(old.allocated, new.allocated)
-    for name, left in (("allocated", "left_allocated_bytes"), ("reserved", "left_over_bytes")):
-        peaks = [(rank[f"peak_{name}_bytes"], rank[left]) for rank in memory["by_rank"]]
+    for name, key in (("allocated", "left_allocated_bytes"), ("reserved", "left_over_bytes")):
+        peaks = [(rank[f"peak_{name}_bytes"], rank[key]) for rank in memory["by_rank"]]
         known = peaks[0][0] is not None
-        memory[f"peak_{name}_bytes"] = max(peak - of for peak, of in peaks) if known else None
+        memory[f"peak_{name}_bytes"] = max(peak - old for peak, old in peaks) if known else None
 
 
 def measure_each(group: harness.Group, runs: Runs, deadline_s: float) -> Iterator[Measured]:
-    """Measure one run after the other; yields on every rank, records on rank 0. Collective."""
+    """Measure one run after the other. Yields on every rank, but records only on rank 0.
+    Collective."""
     before = _left_over()
-    for name, found in harness.each_run(
+    for name, result in harness.each_run(
         group, runs, measure, deadline_s=deadline_s, kept=harness.Kept()
     ):
         after = _left_over()
-        if isinstance(found, str):
-            yield name, f"refused: {found}"
+        if isinstance(result, str):
+            yield name, f"refused: {result}"
         elif group.process.rank > 0:
             yield name, "rank 0 has the record"
         else:
-            yield name, build_record(found, group.folder, before, after)
+            yield name, build_record(result, group.folder, before, after)
         before = after
 
 
 def _left_over() -> list[LeftOver]:
-    """What each rank's allocator cannot give back between two runs."""
+    """Return the memory that each rank's allocator still holds between two runs. Collective."""
     if not torch.cuda.is_available():
-        mine = LeftOver(0, 0)
+        local = LeftOver(0, 0)
     else:
-        mine = LeftOver(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
-    return [LeftOver(*each) for each in gather(mine)]
+        local = LeftOver(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+    return [LeftOver(*sizes) for sizes in gather(local)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments, _, runs = read_plan("Many layouts in one process group, one after the other.", argv)
+    arguments, _, runs = read_plan("Measure many layouts in one process group.", argv)
     with harness.open_group_for(runs) as group:
         measured = measure_each(group, runs, arguments.deadline_s)
         if group.process.rank == 0:
             collect(arguments, runs, measured, COLUMNS)
         else:
-            collections.deque(measured, maxlen=0)  # take part
+            collections.deque(measured, maxlen=0)  # Take part in the collectives.
     return 0
 
 

@@ -1,11 +1,11 @@
-"""How much of a run's traced steps is communication, and how much of that nothing hides.
+"""Measure the communication in a run's traced steps, and its exposed part.
 
     python results/lab/overlap.py runs/latest      # a run with --profile STEPS
 
-A rank communicates while a kernel of NCCL runs on its GPU, or an operation of gloo in its process,
-which includes waiting for the others. It computes while any other kernel or copy runs; without a
-GPU, while an operator or compiled code does. Exposed is communication during which the same rank
-computes nothing."""
+On a GPU, a rank communicates while an NCCL kernel runs, and computes while any other kernel or copy
+runs. On a CPU, it communicates during operations of gloo, and computes during operators and
+compiled code. Communication includes waiting for other ranks. Communication is exposed if the same
+rank computes nothing during it."""
 
 import gzip
 import json
@@ -32,19 +32,20 @@ Spans = list[tuple[float, float]]  # sorted, disjoint (begin, end)
 STEP = "ProfilerStep#"
 TRACES = TRACE_FILE.format("*")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-# What computes without a GPU
+# Prefixes of the names of events that compute on a CPU
 COMPUTES = ("aten::", "mkldnn::", "## Call CompiledFxGraph", "torch::distributed::reducer")
-KINDS = {  # by the names of NCCL's kernels and of gloo's operations, without _ and in lower case
+KINDS = {  # Patterns for the names of NCCL's kernels and gloo's operations, in lower case without _
     "all-reduce": "allreduce", "all-gather": "allgather", "reduce-scatter": "reducescatter",
     "all-to-all": "alltoall", "broadcast": "broadcast", "send/receive": "send|recv", "other": "",
 }  # fmt: skip
 
 
 def times(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -> Spans:
-    """When `inside` holds, which is told how many spans of each group there are at a time."""
+    """Return the times at which `inside` holds. Its arguments are the numbers of open spans of each
+    group."""
     edges = [
-        (at, place, step)
-        for place, spans in enumerate(groups)
+        (at, group, step)
+        for group, spans in enumerate(groups)
         for begin, end in spans
         for at, step in ((begin, 1), (end, -1))
     ]
@@ -52,37 +53,37 @@ def times(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -
     changes = []
     for at, together in groupby(sorted(edges), key=itemgetter(0)):
         before = inside(*counts)
-        for _, place, step in together:
-            counts[place] += step
+        for _, group, step in together:
+            counts[group] += step
         if inside(*counts) != before:
             changes.append(at)
     return list(zip(changes[::2], changes[1::2], strict=True))
 
 
 def union(spans: Iterable[tuple[float, float]], apart: float = 0) -> Spans:
-    """The times in any of `spans`, which may overlap; gaps of `apart` and less are filled."""
+    """Return the times in any of `spans`, which may overlap. Gaps of at most `apart` are filled."""
     longer = ((begin, end + apart) for begin, end in spans)
     return [(begin, end - apart) for begin, end in times(bool, longer)]
 
 
 def minus(spans: Spans, others: Spans) -> Spans:
-    """The times in `spans` but not in `others`."""
-    return times(lambda own, other: own > 0 and not other, spans, others)
+    """Return the times in `spans` but not in `others`."""
+    return times(lambda first, second: first > 0 and not second, spans, others)
 
 
 def clip(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> Spans:
-    """The times in any of `spans`, which may overlap, within a window."""
-    return times(lambda own, within: own > 0 and within > 0, spans, [window])
+    """Return the times in any of `spans`, which may overlap, within a window."""
+    return times(lambda first, within: first > 0 and within > 0, spans, [window])
 
 
 def length(spans: Spans) -> float:
-    """How long they are together."""
+    """Return the sum of the lengths of all spans."""
     return sum(end - begin for begin, end in spans)
 
 
 @dataclass(kw_only=True, slots=True)
 class Rank:
-    """One rank's trace; times are microseconds since 1970, or whenever all of its traces begin."""
+    """One rank's trace. Times are microseconds since 1970 or since the start of the traces."""
 
     rank: int
     steps: int
@@ -100,7 +101,7 @@ class Rank:
         return minus(self.communicating, self.computing)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds a step: of the step itself, of its parts, and of neither."""
+        """Return the seconds per step of the step, of its parts, and of neither part."""
         parts = {
             "step": length([self.window]),
             "computing": length(self.computing),
@@ -112,8 +113,8 @@ class Rank:
 
 
 def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
-    """What a rank did within its traced steps; on a GPU, which works behind the process, they are
-    taken to last from its first work to its last. Raises UserError for a trace without steps."""
+    """Read the activity of a rank in its traced steps. A GPU works later than its process, so its
+    window is from its first to its last operation. Raises UserError for a trace without steps."""
     shift = trace.get("baseTimeNanoseconds", 0) / 1000
     events = [
         {**event, "span": (event["ts"] + shift, event["ts"] + event["dur"] + shift)}
@@ -124,14 +125,14 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
     if not steps:
         raise UserError(f"the trace of rank {rank} has no steps", fix="train with --profile 3")
     on_gpu = [event for event in events if event.get("cat") in ON_GPU]
-    lasts = [event["span"] for event in on_gpu] or list(steps.values())
-    window = (min(begin for begin, _ in lasts), max(end for _, end in lasts))
-    talks = "nccl" if on_gpu else "gloo:"
-    computes = "" if on_gpu else COMPUTES  # every other kernel
+    spans_in_window = [event["span"] for event in on_gpu] or list(steps.values())
+    window = (min(begin for begin, _ in spans_in_window), max(end for _, end in spans_in_window))
+    communication = "nccl" if on_gpu else "gloo:"
+    computes = "" if on_gpu else COMPUTES  # On a GPU, every other kernel computes.
     by_kind = defaultdict[str, Spans](list)
-    threads = defaultdict[Any, tuple[Spans, Spans]](lambda: ([], []))  # computes, waits meanwhile
+    threads = defaultdict[Any, tuple[Spans, Spans]](lambda: ([], []))  # computing, waiting
     for event in on_gpu or events:
-        if talks in event["name"].lower():
+        if communication in event["name"].lower():
             by_kind[kind_of(event["name"])].append(event["span"])
         elif event["name"].startswith(computes):
             threads[event["tid"]][0].append(event["span"])
@@ -149,13 +150,13 @@ def read_trace(trace: Mapping[str, Any], rank: int) -> Rank:
 
 
 def kind_of(name: str) -> str:
-    """Which operation a kernel of NCCL or an event of gloo belongs to."""
+    """Return the operation of an NCCL kernel or a gloo event."""
     plain = name.lower().replace("_", "").replace("coalesced", "")
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, plain))
 
 
 def read_run(folder: Path) -> list[Rank]:
-    """The traces of a run, by rank. Raises UserError where there are none or they are broken."""
+    """Read the traces of a run, by rank. Raises UserError if there are none or if one is broken."""
     files = {int(re.findall(r"\d+", path.name)[0]): path for path in folder.glob(TRACES)}
     if not files:
         raise UserError(f"{short_path(folder)} holds no {TRACES}", fix="train with --profile 3")
@@ -165,12 +166,12 @@ def read_run(folder: Path) -> list[Rank]:
             with gzip.open(file, "rt", encoding="utf-8") as text:
                 ranks.append(read_trace(json.load(text), rank))
         except (OSError, EOFError, ValueError, KeyError) as error:
-            raise UserError(f"{short_path(file)} is no trace", str(error)) from None
+            raise UserError(f"{short_path(file)} is not a trace", str(error)) from None
     return ranks
 
 
 def describe(ranks: Sequence[Rank]) -> str:
-    """Milliseconds a step and shares of it, by rank, and by kind of operation."""
+    """Return tables of milliseconds per step and shares of the step, by rank and by operation."""
     rows = []
     for rank in ranks:
         step, *parts = rank.seconds().values()
@@ -181,35 +182,35 @@ def describe(ranks: Sequence[Rank]) -> str:
     kinds = []
     for kind in sorted({kind for rank in ranks for kind in rank.by_kind}):
         spans = [(rank, rank.by_kind.get(kind, [])) for rank in ranks]
-        whole = max(length(own) / rank.steps for rank, own in spans)
-        exposed = max(length(minus(own, rank.computing)) / rank.steps for rank, own in spans)
-        kinds.append([kind, whole / 1000, exposed / 1000])
+        total = max(length(busy) / rank.steps for rank, busy in spans)
+        exposed = max(length(minus(busy, rank.computing)) / rank.steps for rank, busy in spans)
+        kinds.append([kind, total / 1000, exposed / 1000])
     if not kinds:
-        return f"{by_rank}\n\nno communication was recorded"
+        return f"{by_rank}\n\nThe traces have no communication."
     by_kind = tabulate(kinds, ["operation", "ms per step", "exposed"], floatfmt=".1f")
     return f"{by_rank}\n\n{by_kind}"
 
 
 def draw(ranks: Sequence[Rank], path: Path) -> None:
-    """What every rank computes and communicates, on one time axis, 900 pixels wide."""
+    """Draw the computation and communication of all ranks over one time axis, 900 pixels wide."""
     figure = Figure(figsize=(9, 1.6 + 0.75 * len(ranks)), layout="constrained", dpi=100)
     axes = figure.subplots()
     start = min(rank.window[0] for rank in ranks)
     end = max(rank.window[1] for rank in ranks)
-    apart = (end - start) / 3000  # what is closer than a third of a pixel is drawn as one
-    colors = {name: f"C{place}" for place, name in enumerate(("computes", *KINDS))}
+    apart = (end - start) / 3000  # Spans closer than a third of a pixel are drawn as one.
+    colors = {name: f"C{index}" for index, name in enumerate(("computes", *KINDS))}
     colors["exposed"] = "black"
     drawn = {}
-    for place, rank in enumerate(ranks):
+    for row, rank in enumerate(ranks):
         lanes = [("computes", 0.52, 0.32, rank.computing)]
         lanes += [(kind, 0.18, 0.32, spans) for kind, spans in rank.by_kind.items()]
         lanes += [("exposed", 0.08, 0.08, rank.exposed)]
         for name, low, height, spans in lanes:
             bars = [((b - start) / 1000, (e - b) / 1000) for b, e in union(spans, apart)]
-            span = (place + low, height)
-            drawn[name] = axes.broken_barh(bars, span, color=colors[name], linewidth=0)
-    places = [place + 0.5 for place in range(len(ranks))]
-    axes.set_yticks(places, labels=[f"rank {r.rank}" for r in ranks])
+            vertical = (row + low, height)
+            drawn[name] = axes.broken_barh(bars, vertical, color=colors[name], linewidth=0)
+    centers = [row + 0.5 for row in range(len(ranks))]
+    axes.set_yticks(centers, labels=[f"rank {r.rank}" for r in ranks])
     axes.set_ylim(len(ranks), 0)
     axes.set_xlim(0, (end - start) / 1000)
     axes.set_xlabel(f"milliseconds; {plural(ranks[0].steps, 'step')}")
@@ -220,7 +221,7 @@ def draw(ranks: Sequence[Rank], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Describe and draw a run; return the exit code."""
+    """Describe and draw a run. Return the exit code."""
     parser = Parser(prog="python results/lab/overlap.py", description=__doc__.splitlines()[0])
     parser.add_argument("run", help="folder of a run with --profile STEPS")
     folder = given_path(parser.parse_args(argv).run)
@@ -228,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = read_run(folder)
     print(describe(ranks))
     draw(ranks, folder / "overlap.png")
-    print(f"\npicture in {short_path(folder / 'overlap.png')}; the traces open at ui.perfetto.dev")
+    print(f"\nwrote {short_path(folder / 'overlap.png')}; ui.perfetto.dev opens the traces")
     return 0
 
 

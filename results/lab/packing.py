@@ -1,11 +1,11 @@
-"""Packed records against padded ones on one GPU: speed, losses, and a CUDA graph replayed.
+"""Compare packed records with padded ones on one GPU: speed, losses, and replays of a CUDA graph.
 
     python results/lab/packing.py --out FOLDER [--tiny]
 
-Records are made of Python's own library: a function's source is the prompt and its docstring the
-answer, as in CodeSearchNet, so that their lengths are real and no download is needed. Models have
-random weights and train in bf16. --tiny is a smoke test for CPUs. FOLDER/packing.json has
-everything; a table is printed.
+Records come from Python's own library: a function's source is the prompt and its docstring is the
+answer, as in CodeSearchNet. So lengths are realistic and no download is needed. Models have random
+weights and train in bf16. --tiny is a smoke test for CPUs. The program prints a table and writes
+all results to FOLDER/packing.json.
 """
 
 import ast
@@ -39,18 +39,21 @@ COMMON: dict[str, Any] = {
     "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "tokenizer": "embedded",
     "weights": "random", "num_samples": -1, "eval_samples": 8, "checkpoint_every": 0,
 }  # fmt: skip
-MODELS = (("gpt2-medium", 32, 1024), ("Qwen3-0.6B", 8, 1024))  # sequences, tokens of each
+MODELS = (
+    ("gpt2-medium", 32, 1024),
+    ("Qwen3-0.6B", 8, 1024),
+)  # model, sequences, tokens per sequence
 TINY = (("gpt2-tiny", 4, 128), ("tests/models/grouped", 4, 128))
 TIMED_STEPS = 20
 NUM_LOSSES = 20
-ROWS = 8  # records in a micro-batch, where each has a row of its own
+ROWS = 8  # records per micro-batch if each record has its own row
 DEADLINE_S = 330.0
-# Heads, numbers per head, blocks, tokens per block of attention by itself
+# Heads, head size, blocks, tokens per block for measurements of attention alone
 SHAPES = ((16, 64, 8, 1024), (16, 128, 8, 1024), (16, 128, 2, 4096))
 
 
 def write_records(file: Path) -> None:
-    """Write prompt and completion of every documented function of the standard library."""
+    """Write a prompt and a completion for every documented function of the standard library."""
     with file.open("w") as out:
         for text in read_embedded():
             try:
@@ -68,7 +71,7 @@ def write_records(file: Path) -> None:
 
 
 def measure_speed(run: Run) -> dict[str, Any]:
-    """Real tokens per second after the step is captured; and the losses of all steps."""
+    """Measure real tokens per second after the step is captured, and the losses of all steps."""
     batches = [run.batch(step) for step in range(NUM_EAGER_STEPS + 3 + TIMED_STEPS)]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -82,7 +85,7 @@ def measure_speed(run: Run) -> dict[str, Any]:
     tokens = sum(batch.num_tokens for batch in batches[-TIMED_STEPS:])
     packing = run.plan.packing
     train = run.data.train
-    found = {
+    measured = {
         "real_tokens_per_s": tokens / sum(timed),
         "step_time_s": statistics.median(timed),
         "real_share": train.real_share,
@@ -92,12 +95,12 @@ def measure_speed(run: Run) -> dict[str, Any]:
         "losses": losses,
     }
     if torch.cuda.is_available():
-        found["peak_bytes"] = torch.cuda.max_memory_allocated()
-    return found
+        measured["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return measured
 
 
 def measure_with_mask(run: Run) -> dict[str, Any]:
-    """As `measure_speed`, with a mask in place of the kernel for documents."""
+    """Measure as `measure_speed`, with a mask instead of the kernel for documents."""
     largest = attention._LARGEST_HEAD
     attention._LARGEST_HEAD = 0
     try:
@@ -107,7 +110,7 @@ def measure_with_mask(run: Run) -> dict[str, Any]:
 
 
 def take_apart(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
-    """A step's records, each in a row of its own, ROWS of them in a micro-batch."""
+    """Return a step's records with one row per record and ROWS records per micro-batch."""
     padding_id = run.data.tokenizer.eos_id
     rows = [
         row for blocks in batch.micro_batches for row in rows_of(blocks, padding_id).swapaxes(0, 1)
@@ -122,18 +125,18 @@ def take_apart(run: Run, batch: StepBatch, *, backwards: bool) -> StepBatch:
 
 
 def measure_losses(run: Run, take: Callable[[Run, StepBatch], StepBatch]) -> dict[str, Any]:
-    """Losses and gradient norms of the first steps, of what `take` makes of their samples."""
-    found: dict[str, list[float]] = {"losses": [], "grad_norms": []}
+    """Return the losses and gradient norms of the first steps on batches changed by `take`."""
+    curves: dict[str, list[float]] = {"losses": [], "grad_norms": []}
     for step in range(NUM_LOSSES):
         batch = take(run, run.batch(step))
         result = run.engine.train_step(batch)
-        found["losses"].append(float(result.loss_sum) / batch.num_targets)
-        found["grad_norms"].append(float(result.grad_norm or 0.0))
-    return found
+        curves["losses"].append(float(result.loss_sum) / batch.num_targets)
+        curves["grad_norms"].append(float(result.grad_norm or 0.0))
+    return curves
 
 
 def time_attention(lengths: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Seconds of both passes of one layer's attention by itself, replayed as a CUDA graph."""
+    """Yield the seconds of forward and backward attention alone, replayed as a CUDA graph."""
     for heads, head_size, batch, seq_len in SHAPES:
         shape = (batch, heads, seq_len, head_size)
         q, k, v = (
@@ -164,7 +167,8 @@ def time_attention(lengths: np.ndarray) -> Iterator[dict[str, Any]]:
 def lay_out(
     batch: int, seq_len: int, length: int | None, lengths: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and ends of blocks full of documents of one length, or of the lengths of data."""
+    """Return positions and ends for blocks full of documents of one length or of the data's
+    lengths."""
     draw = np.random.default_rng(0)
     rows = []
     for _ in range(batch):
@@ -174,9 +178,9 @@ def lay_out(
     width = max(map(len, rows))
     ends = torch.tensor(np.stack([np.pad(row, (0, width - len(row)), "edge") for row in rows]))
     starts = F.pad(ends, (1, 0))
-    places = torch.arange(seq_len).expand(batch, seq_len).contiguous()
-    number = torch.searchsorted(ends, places, right=True)
-    return (places - starts.gather(1, number)).cuda(), ends.cuda()
+    indices = torch.arange(seq_len).expand(batch, seq_len).contiguous()
+    documents = torch.searchsorted(ends, indices, right=True)
+    return (indices - starts.gather(1, documents)).cuda(), ends.cuda()
 
 
 def time_replayed(function: Callable[[], Any], times: int = 20) -> float:
@@ -198,13 +202,13 @@ def time_replayed(function: Callable[[], Any], times: int = 20) -> float:
     return (time.perf_counter() - began) / times
 
 
-def apart(one: Sequence[float], other: Sequence[float]) -> float:
-    """Largest relative difference of two runs' losses."""
-    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=False))
+def largest_gap(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Return the largest relative difference of two runs' losses."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=False))
 
 
 class Results:
-    """What has been measured, on disk after every run."""
+    """The measurements, written to disk after every run."""
 
     def __init__(self, folder: Path, tiny: bool) -> None:
         self.file = folder / "packing.json"
@@ -215,8 +219,8 @@ class Results:
             "records": {}, "speed": {}, "losses": {}, "graph": {}, "attention": [],
         }  # fmt: skip
 
-    def add(self, part: str, name: str, found: Any) -> None:
-        self.values[part][name] = found
+    def add(self, part: str, name: str, measured: Any) -> None:
+        self.values[part][name] = measured
         self.write()
 
     def write(self) -> None:
@@ -224,34 +228,34 @@ class Results:
 
 
 def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
-    """All runs, the most wanted first, and lines of the table."""
+    """Measure all runs, the most important first, and print the lines of the table."""
     began = time.monotonic()
 
-    def do(values: dict[str, Any], use: Callable[[Run], Any]) -> Any:
-        left = DEADLINE_S - (time.monotonic() - began)
-        for _, found in each_run(group, {"run": {**values}}, use, deadline_s=left):
-            if isinstance(found, str):
-                print(f"refused: {found}", file=sys.stderr)
+    def measure_run(values: dict[str, Any], use: Callable[[Run], Any]) -> Any:
+        remaining_s = DEADLINE_S - (time.monotonic() - began)
+        for _, ranks in each_run(group, {"run": {**values}}, use, deadline_s=remaining_s):
+            if isinstance(ranks, str):
+                print(f"refused: {ranks}", file=sys.stderr)
                 return None
-            return found[0]
-        print("no time left for a run", file=sys.stderr)
+            return ranks[0]
+        print("A run was skipped because the time is up.", file=sys.stderr)
         return None
 
     def config(model: str, batch: int, length: int) -> dict[str, Any]:
-        named = {"dataset": str(dataset), "model": model}
-        return {**COMMON, **named, "batch_size": batch, "max_length": length}
+        sources = {"dataset": str(dataset), "model": model}
+        return {**COMMON, **sources, "batch_size": batch, "max_length": length}
 
     def compare_speed(way: str, changes: dict[str, Any], use: Callable[[Run], Any]) -> None:
         for model, batch, length in models:
-            if found := do({**config(model, batch, length), **changes}, use):
-                results.add("speed", f"{model} {batch} x {length}, {way}", found)
-                peak = found.get("peak_bytes", 0) / 2**30
+            if speed := measure_run({**config(model, batch, length), **changes}, use):
+                results.add("speed", f"{model} {batch} x {length}, {way}", speed)
+                peak = speed.get("peak_bytes", 0) / 2**30
                 print(
                     f"{model:<12} {batch:>2} x {length}  {way:<13}"
-                    f"{found['real_tokens_per_s']:>10,.0f} real tokens/s  "
-                    f"{1000 * found['step_time_s']:7.1f} ms  {100 * found['real_share']:5.1f}% real"
-                    f"  {found['records_per_block']:5.1f} records per block  {peak:5.1f} GiB"
-                    f"  graph {found['graph']}",
+                    f"{speed['real_tokens_per_s']:>10,.0f} real tokens/s  "
+                    f"{1000 * speed['step_time_s']:7.1f} ms  {100 * speed['real_share']:5.1f}% real"
+                    f"  {speed['records_per_block']:5.1f} records per block  {peak:5.1f} GiB"
+                    f"  graph {speed['graph']}",
                     flush=True,
                 )
 
@@ -265,44 +269,44 @@ def measure(group: Group, results: Results, models: Any, dataset: Path) -> None:
             "packed again": lambda _run, batch: batch,
             "one by one": functools.partial(take_apart, backwards=False),
             "one by one, backwards": functools.partial(take_apart, backwards=True),
-            # How far bf16 itself is from the true losses.
+            # Shows how far bf16 itself is from the true losses
             "one by one, fp32": functools.partial(take_apart, backwards=False),
         }
-        found = {
-            name: do(
+        runs_of = {
+            name: measure_run(
                 {**values, "precision": "fp32"} if name.endswith("fp32") else values,
                 functools.partial(measure_losses, take=take),
             )
             for name, take in takes.items()
         }
-        if all(found.values()):
-            losses = {name: each["losses"] for name, each in found.items()}
+        if all(runs_of.values()):
+            losses = {name: run["losses"] for name, run in runs_of.items()}
             alone = losses["one by one"]
             gaps = {
-                "packed against one by one": apart(losses["packed"], alone),
-                "packed twice": apart(losses["packed"], losses["packed again"]),
-                "one by one in two orders": apart(losses["one by one, backwards"], alone),
-                "packed against fp32": apart(losses["packed"], losses["one by one, fp32"]),
-                "one by one against fp32": apart(alone, losses["one by one, fp32"]),
+                "packed against one by one": largest_gap(losses["packed"], alone),
+                "packed twice": largest_gap(losses["packed"], losses["packed again"]),
+                "one by one in two orders": largest_gap(losses["one by one, backwards"], alone),
+                "packed against fp32": largest_gap(losses["packed"], losses["one by one, fp32"]),
+                "one by one against fp32": largest_gap(alone, losses["one by one, fp32"]),
             }
-            results.add("losses", model, {**found, "apart": gaps})
-            said = "; ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
-            print(f"{model}: largest relative difference of {NUM_LOSSES} losses: {said}")
-    # A graph replayed with other documents, against the same steps launched op by op, twice.
+            results.add("losses", model, {**runs_of, "apart": gaps})
+            text = "; ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
+            print(f"{model}: largest relative difference of {NUM_LOSSES} losses: {text}")
+    # Compare a graph replayed with other documents with two runs of the same steps without a graph.
     model, batch, length = models[0]
     values = {**config(model, batch, length), "cuda_graphs": False}
-    launched = [do(values, measure_speed) for _ in range(2)]
+    launched = [measure_run(values, measure_speed) for _ in range(2)]
     replayed = results.values["speed"].get(f"{model} {batch} x {length}, packed")
     if all(launched) and replayed:
-        runs = [found["losses"][NUM_EAGER_STEPS:] for found in (replayed, *launched)]
+        runs = [run["losses"][NUM_EAGER_STEPS:] for run in (replayed, *launched)]
         gaps = {
-            "replayed against launched": apart(runs[0], runs[1]),
-            "launched twice": apart(runs[2], runs[1]),
+            "replayed against launched": largest_gap(runs[0], runs[1]),
+            "launched twice": largest_gap(runs[2], runs[1]),
         }
         names = ("replayed", "launched", "launched again")
         results.add("graph", model, {**dict(zip(names, runs, strict=True)), "apart": gaps})
-        said = "; ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
-        print(f"{model}: largest relative difference of {len(runs[0])} losses: {said}")
+        text = "; ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
+        print(f"{model}: largest relative difference of {len(runs[0])} losses: {text}")
     compare_speed("packed, mask", {}, measure_with_mask)
 
 
@@ -320,16 +324,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_records(dataset)
         lengths = np.array([])
 
-        def look(run: Run) -> dict[str, Any]:
+        def measure_lengths(run: Run) -> dict[str, Any]:
             nonlocal lengths
             lengths = run.data.train.lengths
             quantiles = np.quantile(lengths, [0.1, 0.5, 0.9, 0.99]).tolist()
             return {"count": len(lengths), "mean": float(lengths.mean()), "quantiles": quantiles}
 
         values = {**COMMON, "model": "gpt2-tiny", "dataset": str(dataset), "max_length": 1024}
-        for _, found in each_run(group, {"look": values}, look):
-            results.values["records"] = found[0]
-            print(f"records: {found[0]}")
+        for _, ranks in each_run(group, {"look": values}, measure_lengths):
+            results.values["records"] = ranks[0]
+            print(f"records: {ranks[0]}")
         results.write()
         if torch.cuda.is_available():
             for row in time_attention(lengths):

@@ -1,11 +1,11 @@
-"""What communication takes of a step under every run of a plan, in one process group.
+"""Measure the communication of every run of a plan in one process group.
 
     torchrun --nproc_per_node=4 results/lab/traces.py PLAN.json FOLDER
 
-After a warm-up a few steps are timed, and two more are traced on every rank and read as
-overlap.py reads the traces of a run. FOLDER/overlap.json holds all runs: every rank's seconds, and
-what rank 0 does when in the first of the two steps. A run that fails ends the processes, and the
-file says so; the same command then goes on with the runs that are not in the file.
+After a warm-up, the program times a few steps, traces two more on every rank, and reads the traces
+as overlap.py does. FOLDER/overlap.json holds the seconds of every rank for each run, and a timeline
+of rank 0 in the first of the two steps. A run that fails ends the processes and is marked as failed
+in the file. The same command then continues with the runs that are not in the file.
 """
 
 import functools
@@ -35,15 +35,15 @@ from distributed_training.train.profiling import SILENT
 from results.lab.overlap import STEP, Rank, Spans, clip, read_trace, union
 from results.lab.runs import read_plan
 
-NUM_WARMUP = NUM_EAGER_STEPS + 2  # the first replay of a graph included
+NUM_WARMUP = NUM_EAGER_STEPS + 2  # includes the first replay of a graph
 NUM_TIMED = 8
 NUM_TRACED = 2
-FINEST = 3000  # of a step: spans that are closer than a third of a pixel are kept as one
-FAILED = "it ended the processes; what they printed says why"
+FINEST = 3000  # Spans closer than this fraction of a step, a third of a pixel, are kept as one.
+FAILED = "The run ended the processes, which printed the reason."
 
 
 def trace(run: harness.Run) -> dict[str, Any]:
-    """Train a few steps: this rank's times; on rank 0 also when it did what. Collective."""
+    """Train a few steps. Return this rank's times, and on rank 0 also its timeline. Collective."""
     topology = run.topology
     train = _trainer(run)
     timer = StepTimer(topology.device)
@@ -55,7 +55,7 @@ def trace(run: harness.Run) -> dict[str, Any]:
         timer.mark()
     timed_s = float(np.median(timer.durations_s()))
     rank = _traced(train, topology)
-    found = {
+    measured = {
         "rank": topology.rank,
         "timed_s": timed_s,
         "traced_s": rank.seconds(),
@@ -64,10 +64,10 @@ def trace(run: harness.Run) -> dict[str, Any]:
     if topology.rank == 0:
         config = run.plan.config
         names = ("precision", "compile", "cuda_graphs")
-        how = {name: getattr(config, name) for name in names}
-        found["how"] = {**how, "mesh": run.plan.mesh, "batch": run.plan.batch.model_dump()}
-        found["timeline"] = timeline(rank)
-    return found
+        settings = {name: getattr(config, name) for name in names}
+        measured["how"] = {**settings, "mesh": run.plan.mesh, "batch": run.plan.batch.model_dump()}
+        measured["timeline"] = timeline(rank)
+    return measured
 
 
 def _trainer(run: harness.Run) -> Any:
@@ -93,11 +93,13 @@ def _traced(train: Any, topology: Topology) -> Rank:
             train()
             wait()
             profiler.step()
-            gather(None)  # else the first step of some would wait for the profiler of others
+            gather(
+                None
+            )  # Otherwise the first step of a rank would wait for the profiler of another.
             profiler.step()
-            for left in reversed(range(NUM_TRACED)):
+            for num_remaining in reversed(range(NUM_TRACED)):
                 train()
-                if not left:
+                if not num_remaining:
                     wait()
                 profiler.step()
         document = json.loads(Path(file.name).read_text())
@@ -105,7 +107,7 @@ def _traced(train: Any, topology: Topology) -> Rank:
 
 
 def without_first_step(trace: dict[str, Any]) -> dict[str, Any]:
-    """A trace without what began before its second step."""
+    """Return the trace without events that began before its second step."""
     steps = [
         event["ts"]
         for event in trace["traceEvents"]
@@ -117,32 +119,32 @@ def without_first_step(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def timeline(rank: Rank) -> dict[str, Any]:
-    """What the rank did when in the first of its steps, which are taken to be equally long: lists
-    of [begin, end] in microseconds since it began."""
+    """Return the activity of a rank in its first step: lists of [begin, end] in microseconds since
+    the step began. All steps are assumed to be equally long."""
     begin, end = rank.window
-    long = (end - begin) / rank.steps
+    step_us = (end - begin) / rank.steps
 
-    def whole(spans: Spans) -> list[list[int]]:
-        spans = union(clip(spans, (begin, begin + long)), long / FINEST)
+    def in_first_step(spans: Spans) -> list[list[int]]:
+        spans = union(clip(spans, (begin, begin + step_us)), step_us / FINEST)
         return [[round(first - begin), round(last - begin)] for first, last in spans]
 
     lanes = {"computing": rank.computing, "exposed": rank.exposed}
     return {
-        "step_us": round(long),
-        **{name: whole(spans) for name, spans in lanes.items()},
-        "by_kind": {kind: whole(spans) for kind, spans in rank.by_kind.items()},
+        "step_us": round(step_us),
+        **{name: in_first_step(spans) for name, spans in lanes.items()},
+        "by_kind": {kind: in_first_step(spans) for kind, spans in rank.by_kind.items()},
     }
 
 
 def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """A row a run that did not fail: milliseconds a step without the profiler; of the traced steps,
-    the mean over the ranks of their shares, and the lowest and highest exposed one; operations of
-    the rank that has most."""
+    """Return one row per run that did not fail. It has the milliseconds per step without the
+    profiler, and the operations of the rank that has most. For the traced steps, it has the mean
+    shares over the ranks, and the lowest and highest exposed share."""
     rows = {}
-    for name, found in runs.items():
-        if "failed" in found:
+    for name, result in runs.items():
+        if "failed" in result:
             continue
-        ranks = found["ranks"]
+        ranks = result["ranks"]
         shares = {
             part: [100 * rank["traced_s"][part] / rank["traced_s"]["step"] for rank in ranks]
             for part in ("computing", "communicating", "exposed", "neither")
@@ -157,15 +159,15 @@ def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def result_of(found: list[dict[str, Any]] | str) -> dict[str, Any]:
-    """A run's entry, from what its ranks found or why it was refused."""
-    if isinstance(found, str):
-        return {"failed": found}
-    return {"how": found[0].pop("how"), "timeline": found[0].pop("timeline"), "ranks": found}
+def result_of(ranks: list[dict[str, Any]] | str) -> dict[str, Any]:
+    """Build a run's entry from the measurements of its ranks, or the reason of its refusal."""
+    if isinstance(ranks, str):
+        return {"failed": ranks}
+    return {"how": ranks[0].pop("how"), "timeline": ranks[0].pop("timeline"), "ranks": ranks}
 
 
 def build_record(plan: Any, group: harness.Group, runs: dict[str, Any], commit: str | None) -> Any:
-    """All that is known so far."""
+    """Build the document of all runs so far."""
     on_gpu = group.device.type == "cuda"
     return {
         "what": plan["what"],
@@ -177,52 +179,54 @@ def build_record(plan: Any, group: harness.Group, runs: dict[str, Any], commit: 
         "steps": {"warm_up": NUM_WARMUP, "timed": NUM_TIMED, "traced": NUM_TRACED},
         "plan": plan,
         "shares": summarize(runs),
-        "failed": {name: found["failed"] for name, found in runs.items() if "failed" in found},
+        "failed": {name: run["failed"] for name, run in runs.items() if "failed" in run},
         "runs": runs,
     }
 
 
 def runs_so_far(file: Path, plan: Any) -> dict[str, Any]:
-    """What the file holds. Raises UserError where that is of another plan."""
+    """Return the runs in the file. Raises UserError if the file belongs to another plan."""
     before = load_json(file, "record") if file.exists() else {"plan": plan, "runs": {}}
     if before["plan"] != plan:
-        raise UserError(f"{file} is of another plan", fix="delete it, or name another folder")
+        raise UserError(f"{file} belongs to another plan", fix="delete it, or name another folder")
     return dict(before["runs"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments, plan, runs = read_plan("Exposed communication of every run of a plan.", argv)
+    arguments, plan, runs = read_plan(
+        "Measure the exposed communication of every run of a plan.", argv
+    )
     file = arguments.out / "overlap.json"
     began = time.monotonic()
-    done = runs_so_far(file, plan)  # before the processes meet: rank 0 has not written since
+    done = runs_so_far(file, plan)  # read before the processes meet, so rank 0 has not written yet
     with harness.open_group_for(runs) as group:
         first = group.process.rank == 0
         kept = harness.Kept()
         say = functools.partial(print, flush=True) if first else lambda text: None
 
-        def keep(name: str, found: dict[str, Any]) -> None:
-            done[name] = found
+        def keep(name: str, result: dict[str, Any]) -> None:
+            done[name] = result
             if first:
                 write_json(file, build_record(plan, group, done, arguments.git_commit))
 
         for name, values in runs.items():
             if name in done:
-                say(f"in {file} already: {name}")
+                say(f"{file} already has: {name}")
                 continue
             if from_rank_0(time.monotonic() - began > arguments.deadline_s):
                 say(f"not started: {name}")
                 continue
             keep(name, {"failed": FAILED})
-            for _, found in harness.each_run(group, {name: values}, trace, kept=kept):
-                keep(name, result_of(found))
+            for _, ranks in harness.each_run(group, {name: values}, trace, kept=kept):
+                keep(name, result_of(ranks))
             row = summarize(done).get(name)
-            told = done[name]["failed"] if row is None else _told(row)
-            say(f"[{time.monotonic() - began:5.0f} s] {name}: {told}")
+            text = done[name]["failed"] if row is None else _row_text(row)
+            say(f"[{time.monotonic() - began:5.0f} s] {name}: {text}")
         say(f"{len(summarize(done))} of {len(runs)} runs in {file}")
     return 0
 
 
-def _told(row: dict[str, float]) -> str:
+def _row_text(row: dict[str, float]) -> str:
     return ", ".join(f"{value:.1f} {name}" for name, value in row.items())
 
 

@@ -1,11 +1,11 @@
-"""Bytes that one training step hands to other processes, counted, beside what the formulas say.
+"""Count the bytes that one training step sends to other processes, and compare with the formulas.
 
     python results/lab/traffic.py results/records/cpu-traffic/traffic.json
 
-Trains a small GPT-2 in bf16 on CPU processes over gloo under every case of
-results/plans/cpu-traffic.json: two steps that are not looked at (DDP rearranges its buckets in the
-second), then one in which every operation of torch.distributed is counted as PyTorch dispatches it.
-Tensors of at most 8 bytes (gradient norm, overflow flags) are left out. Exit code 1 where a
+The program trains a small GPT-2 in bf16 on CPU processes over gloo under every case of
+results/plans/cpu-traffic.json. It ignores two steps, because DDP rearranges its buckets in the
+second. In the third step it counts every operation of torch.distributed that PyTorch dispatches.
+It leaves out tensors of at most 8 bytes (gradient norm, overflow flags). The exit code is 1 if a
 count and its formula differ.
 """
 
@@ -34,10 +34,11 @@ from distributed_training.start.ranks import current_process, run_ranks
 from distributed_training.tools.harness import Run, every_run, open_group
 
 PLAN = load_json(ROOT / "results/plans/cpu-traffic.json", "plan")
-DEEPER = ", 12 blocks"  # ends the name of a case's second row: the difference is what blocks send
+# End of the name of a case's second row. The difference of both rows is sent for blocks.
+DEEPER = ", 12 blocks"
 BLOCK_SENDS = ("in all", "by formula")
 SMALL_BYTES = 8
-# Operation -> (kind, its argument that is counted, whether the argument is one process's part).
+# Operation -> (kind, index of the counted argument, whether it is the part of one process)
 COUNTED = {
     "c10d.allreduce_": ("all_reduce", 0, False),
     "c10d._allgather_base_": ("all_gather", 0, False),
@@ -49,14 +50,14 @@ COUNTED = {
     "_c10d_functional.all_gather_into_tensor": ("all_gather", 0, True),
     "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0, False),
 }
-# The other end of a send; waiting, and marks for autograd.
-PASSED_OVER = {
+# The other end of a send, waiting, and marks for autograd
+NOT_COUNTED = {
     "c10d.recv_", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd",
 }  # fmt: skip
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what is handed to torch.distributed while it is entered, on this thread."""
+    """Count the tensors given to torch.distributed on this thread while the mode is active."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
@@ -66,27 +67,27 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if DTensor in types:
-            return NotImplemented  # DTensor takes the operation apart and comes here again
-        namespace = getattr(func, "namespace", "")  # operators of higher order have none
+            return NotImplemented  # DTensor splits the operation and dispatches its parts here.
+        namespace = getattr(func, "namespace", "")  # Operators of higher order have no namespace.
         name = f"{namespace}.{func.__name__.split('.')[0]}"
         if name in COUNTED:
             self._count(name, args)
-        elif "c10d" in namespace and name not in PASSED_OVER:
-            raise NotImplementedError(f"{name} is not known here: add it to COUNTED")
+        elif "c10d" in namespace and name not in NOT_COUNTED:
+            raise NotImplementedError(f"{name} is unknown: add it to COUNTED or NOT_COUNTED")
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        kind, place, is_part = COUNTED[name]
-        # c10d's operations carry their group as an object, functional ones its name, last.
+        kind, index, is_part = COUNTED[name]
+        # c10d's operations have their group as an object. Functional ones have its name last.
         if isinstance(args[-1], str):
             group = dist.distributed_c10d._resolve_process_group(args[-1])
         else:
-            boxed = next(each for each in args if isinstance(each, torch.ScriptObject))
+            boxed = next(value for value in args if isinstance(value, torch.ScriptObject))
             group = dist.ProcessGroup.unbox(boxed)
         members = dist.get_process_group_ranks(group)
         if kind == "send":
             members = [self.topology.rank, members[args[2]]]
-        size = _num_bytes(args[place]) * (len(members) if is_part else 1)
+        size = _num_bytes(args[index]) * (len(members) if is_part else 1)
         if size <= SMALL_BYTES:
             return
         key = f"{self._axis(members)} {kind}"
@@ -94,26 +95,26 @@ class Traffic(TorchDispatchMode):
         self.counted.setdefault(key, Counter()).update(calls=1, tensor_bytes=size, sent_bytes=sent)
 
     def _axis(self, members: list[int]) -> str:
-        """The axes along which these ranks differ."""
-        places = [dataclasses.replace(self.topology, rank=rank) for rank in members]
+        """Return the axes along which these ranks differ."""
+        positions = [dataclasses.replace(self.topology, rank=rank) for rank in members]
         shards = self.topology.dp_shard
         coordinates = {
-            "pp": {p.pp_rank for p in places},
-            "dp_replicate": {p.dp_rank // shards for p in places},
-            "dp_shard": {p.dp_rank % shards for p in places},
-            "tp": {p.tp_rank for p in places},
+            "pp": {p.pp_rank for p in positions},
+            "dp_replicate": {p.dp_rank // shards for p in positions},
+            "dp_shard": {p.dp_rank % shards for p in positions},
+            "tp": {p.tp_rank for p in positions},
         }
         return "+".join(axis for axis, values in coordinates.items() if len(values) > 1)
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """DDP's hooks start a second operation when the first is done, on gloo's thread, unless it is
-    done before they ask."""
+    """Finish each operation before its caller continues. Otherwise DDP's hooks start their second
+    operation on gloo's thread, where it is not counted."""
 
     def waiting(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def start(*args: Any, **words: Any) -> Any:
-            started = operation(*args, **words)
+        def start(*args: Any, **kwargs: Any) -> Any:
+            started = operation(*args, **kwargs)
             if started is not None:
                 started.get_future().wait()
             return started
@@ -137,7 +138,7 @@ def _num_bytes(tensors: Any) -> int:
 
 
 def config_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """All CONFIG values of a case; a JSON of its own is written to `folder`."""
+    """Return all CONFIG values of a case. Write its DeepSpeed JSON to `folder` if it has one."""
     values = {**PLAN["common"], **case}
     changes = values.pop("zero_optimization", None)
     if changes is not None:
@@ -150,8 +151,8 @@ def config_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def count_step(run: Run) -> dict[str, Any]:
-    """What this process handed over in the third step, or on average in as many as lie between two
-    exchanges. Collective."""
+    """Count the bytes that this process sends in the third step. If exchanges are rarer, return the
+    average over the steps between two exchanges. Collective."""
     topology = run.topology
     for step in range(2):
         run.engine.train_step(run.batch(step))
@@ -160,8 +161,8 @@ def count_step(run: Run) -> dict[str, Any]:
         for step in range(2, 2 + every):
             run.engine.train_step(run.batch(step))
     for counts in traffic.counted.values() if every > 1 else ():
-        for what in ("tensor_bytes", "sent_bytes"):
-            counts[what] /= every  # type: ignore[assignment]
+        for name in ("tensor_bytes", "sent_bytes"):
+            counts[name] /= every  # type: ignore[assignment]
     return {
         "rank": topology.rank,
         "counted": {key: dict(value) for key, value in sorted(traffic.counted.items())},
@@ -170,21 +171,21 @@ def count_step(run: Run) -> dict[str, Any]:
 
 
 def work(out: Path) -> None:
-    """All cases of this number of processes, in one process group."""
+    """Count all cases with this number of processes in one process group."""
     SIZES.update({name: gpt2_size(**shape) for name, shape in PLAN["models"].items()})
-    found = {}
+    results = {}
     with open_group() as group:
         count = group.process.world_size
         cases = PLAN["cases"][str(count)]
         runs = {name: config_of(values, group.folder) for name, values in cases.items()}
         for name, ranks in every_run(group, runs, count_step):
-            found[name] = {"config": cases[name], "processes": count, "ranks": ranks}
+            results[name] = {"config": cases[name], "processes": count, "ranks": ranks}
         if group.process.rank == 0:
-            out.write_text(json.dumps(found))
+            out.write_text(json.dumps(results))
 
 
 def table_row(case: dict[str, Any]) -> dict[str, float]:
-    """The row of the process that sends most."""
+    """Return the row of the process that sends most."""
     rows = []
     for rank in case["ranks"]:
         row = {"over tp": 0.0, "over dp": 0.0, "over pp": 0.0}
@@ -196,18 +197,18 @@ def table_row(case: dict[str, Any]) -> dict[str, float]:
 
 
 def differences(cases: dict[str, Any]) -> list[str]:
-    """Where a count is not what its formula says."""
-    found = []
+    """Return a line for each count that differs from its formula."""
+    lines = []
     for name, case in cases.items():
         for rank in case["ranks"]:
             counted = {key: value["sent_bytes"] for key, value in rank["counted"].items()}
             if counted != (formula := rank["formula_sent_bytes"]):
-                found.append(f"{name}, rank {rank['rank']}: counted {counted}, formula {formula}")
-    return found
+                lines.append(f"{name}, rank {rank['rank']}: counted {counted}, formula {formula}")
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start the processes, put their parts together, write the record."""
+    """Start the processes, collect their results and write the record."""
     parser = checkout.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     out = parser.parse_args(argv).out
@@ -220,9 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             part = Path(folder) / f"{count}.json"
             command = [str(Path(__file__)), str(part)]
             if run_ranks(command, count).exit_code != 0:
-                raise UserError(
-                    f"measuring {count} processes failed", fix="see what is printed above"
-                )
+                raise UserError(f"measuring {count} processes failed", fix="see the output above")
             cases.update(json.loads(part.read_text()))
     rows = {name: table_row(case) for name, case in cases.items()}
     deeper = {name.removesuffix(DEEPER): rows.pop(name) for name in cases if DEEPER in name}
@@ -235,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "base": PLAN["common"],
         "bytes_sent": rows,
         "bytes_sent_for_a_block": {
-            name: {what: (row[what] - rows[name][what]) / (twelve - eight) for what in BLOCK_SENDS}
+            name: {key: (row[key] - rows[name][key]) / (twelve - eight) for key in BLOCK_SENDS}
             for name, row in deeper.items()
         },
         "cases": cases,
@@ -243,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, record)
     wrong = differences(cases)
-    print("\n".join(wrong) or f"{len(cases)} cases, every count as its formula says; wrote {out}")
+    print("\n".join(wrong) or f"wrote {out}: all counts of {len(cases)} cases equal their formulas")
     return int(bool(wrong))
 
 

@@ -46,7 +46,7 @@ def test_budgets_and_losses():
         with refused("GPUs and a time"):
             parse_budget(text)
     for loss in (1.69, 1.75, 0.0, math.nan, math.inf):
-        with refused("is reached by no model"):
+        with refused("no model reaches --target_loss"):
             REPLICATION.flops_for(loss)
 
 

@@ -120,7 +120,7 @@ def test_refusals(tmp_path):
     with refused("holds no trace-rank*.json.gz", "--profile"):
         main([str(tmp_path)])
     (tmp_path / "trace-rank0.json.gz").write_text("no gzip")
-    with refused("trace-rank0.json.gz is no trace"):
+    with refused("trace-rank0.json.gz is not a trace"):
         main([str(tmp_path)])
     with refused("rank 3 has no steps"):
         read_trace({"traceEvents": [event("gemm", (0, 1))]}, 3)

@@ -60,7 +60,7 @@ def test_runs_of_two_processes(tmp_path):
         [tmp_path / "plan.json", tmp_path], num_processes=2, script=ROOT / "results/lab/traces.py"
     )
     assert_ok(shown)
-    assert f"in {record} already: failed before" in shown.stdout
+    assert f"{record} already has: failed before" in shown.stdout
     found = json.loads(record.read_text())
     assert set(found["failed"]) == {"failed before", "refused"}
     assert "does not go with strategy='dp'" in found["failed"]["refused"]

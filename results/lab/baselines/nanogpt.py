@@ -1,11 +1,12 @@
-"""Our GPT-2 against nanoGPT's, compiled, in one process on one GPU: tokens per second.
+"""Compare the speed of our GPT-2 with nanoGPT's, both compiled, in one process on one GPU.
 
     python -m results.lab.baselines.nanogpt path/to/nanoGPT/model.py OUT.json
 
-nanoGPT is not part of this repository; give a checkout's model.py. Both train in bf16 with fused
-AdamW and clipping at 1.0 on the same tokens, in several sizes and batches; the two are timed in
-turns, several rounds, and the medians are compared. Ours replays a step as one CUDA graph where
-CONFIG's "auto" says so; nanoGPT's is composed as in its train.py.
+nanoGPT is not part of this repository, so give the model.py of a checkout. Both models train in
+bf16 with fused AdamW and clipping at 1.0 on the same tokens, in several sizes and batches. The
+program times both alternately for several rounds and compares the medians of tokens per second.
+Ours replays a step as one CUDA graph if CONFIG's "auto" chooses it. nanoGPT's step is composed as
+in its train.py.
 """
 
 import functools
@@ -28,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "dataset": "embedded",
     "tokenizer": "embedded", "weights": "random", "num_samples": -1,
 }  # fmt: skip
-SHAPES = (  # model, sequences, tokens of each
+SHAPES = (  # model, sequences, tokens per sequence
     ("gpt2-medium", 4, 512), ("gpt2-medium", 64, 512), ("gpt2-medium", 32, 1024),
     ("gpt2", 64, 1024), ("gpt2-large", 32, 1024),
 )  # fmt: skip
@@ -38,7 +39,7 @@ ROUNDS = 3
 
 
 def build_nanogpt(run: Run, file: Path) -> Callable[[], Any]:
-    """One training step of nanoGPT's model as its train.py composes it: autocast, compile."""
+    """Return a training step of nanoGPT's model as its train.py composes it: autocast, compile."""
     sys.path.insert(0, str(file.resolve().parent))
     module = importlib.import_module(file.stem)
     size = run.plan.size
@@ -69,7 +70,7 @@ def build_nanogpt(run: Run, file: Path) -> Callable[[], Any]:
 
 
 def compare(run: Run, file: Path) -> dict[str, list[float]]:
-    """Seconds a step of both models on the run's first batch, of each round."""
+    """Return the seconds per step of both models on the run's first batch, for each round."""
     ours: Callable[[], Any] = functools.partial(run.engine.train_step, run.batch(0))
     steps = {"ours": ours, "nanoGPT": build_nanogpt(run, file)}
     for step in steps.values():
@@ -106,12 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     with open_group() as group:
         use = functools.partial(compare, file=arguments.nanogpt_model)
-        for name, found in each_run(group, runs, use):
-            if isinstance(found, str):
-                raise SystemExit(found)
-            (times,) = found
+        for name, ranks in each_run(group, runs, use):
+            if isinstance(ranks, str):
+                raise SystemExit(ranks)
+            (times,) = ranks
             tokens = runs[name]["batch_size"] * runs[name]["max_length"]
-            speeds = {who: tokens / statistics.median(rounds) for who, rounds in times.items()}
+            speeds = {model: tokens / statistics.median(rounds) for model, rounds in times.items()}
             ratio = speeds["ours"] / speeds["nanoGPT"]
             result["shapes"][name] = {
                 **speeds, "ours / nanoGPT": ratio, "step_time_s": times,

@@ -1,10 +1,11 @@
-"""Ours against transformers' Trainer, compiled and not, on one GPU or CPU: tokens per second.
+"""Compare our speed with transformers' Trainer, compiled and not, on one GPU or CPU.
 
     python -m results.lab.baselines.trainer OUT.json [--tiny]
 
 Both train the same model from the same random weights in bf16 with fused AdamW and clipping at 1.0.
-Each measurement has a process of its own, so that none inherits memory or compiled kernels of
-another. No download is needed: tokens are random, or the embedded text's. --tiny rehearses it.
+Each measurement has its own process, so that it inherits no memory or compiled kernels of another.
+No download is needed, because tokens are random or come from the embedded text. --tiny is a smoke
+test.
 """
 
 import json
@@ -25,7 +26,7 @@ from distributed_training.records.record import provenance, write_json
 from distributed_training.tools.harness import Run, each_run, open_group
 from results.lab import checkout
 
-CASES = (  # model, sequences, tokens of each
+CASES = (  # model, sequences, tokens per sequence
     ("Qwen3-0.6B", 8, 1024), ("SmolLM2-135M", 32, 1024), ("gpt2-medium", 4, 512),
     ("gpt2", 64, 1024),
 )  # fmt: skip
@@ -37,7 +38,7 @@ LIMIT_S = 900
 
 
 class Clock:
-    """Seconds of the steps after the first ones, and the peak of GPU memory in them."""
+    """Measure the seconds and the peak GPU memory of the steps after the warm-up."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -45,7 +46,7 @@ class Clock:
         self.seconds = 0.0
 
     def tick(self) -> None:
-        """After every step."""
+        """Count a step that has just ended."""
         self.done += 1
         if self.done in (WARMUP_STEPS, WARMUP_STEPS + TIMED_STEPS):
             if torch.cuda.is_available():
@@ -54,15 +55,15 @@ class Clock:
             self.began = time.perf_counter()
 
     def result(self) -> dict[str, float]:
-        """Of the timed steps."""
-        found = {"step_time_s": self.seconds / TIMED_STEPS}
+        """Return the seconds per timed step, and on a GPU the peak memory."""
+        measured = {"step_time_s": self.seconds / TIMED_STEPS}
         if torch.cuda.is_available():
-            found["peak_bytes"] = float(torch.cuda.max_memory_allocated())
-        return found
+            measured["peak_bytes"] = float(torch.cuda.max_memory_allocated())
+        return measured
 
 
 def train_ours(model: str, batch: int, length: int) -> dict[str, float]:
-    """As CONFIG's "auto" has it on this machine, but in bf16."""
+    """Train our model in bf16 with all other settings at CONFIG's "auto"."""
     config = {
         "strategy": "dp", "precision": "bf16", "learning_rate": 1e-4, "dataset": "embedded",
         "tokenizer": "embedded", "weights": "random", "model": model, "batch_size": batch,
@@ -77,15 +78,15 @@ def train_ours(model: str, batch: int, length: int) -> dict[str, float]:
         return clock.result()
 
     with open_group() as group:
-        for _, found in each_run(group, {"ours": config}, train):
-            if isinstance(found, str):
-                raise SystemExit(found)
-            return dict(found[0])
+        for _, ranks in each_run(group, {"ours": config}, train):
+            if isinstance(ranks, str):
+                raise SystemExit(ranks)
+            return dict(ranks[0])
     raise AssertionError("one run")
 
 
 def train_theirs(model: str, batch: int, length: int, *, compiled: bool) -> dict[str, float]:
-    """With transformers' Trainer, from our random weights."""
+    """Train the model with transformers' Trainer, from our random weights."""
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     clock = Clock()
@@ -99,12 +100,12 @@ def train_theirs(model: str, batch: int, length: int, *, compiled: bool) -> dict
     with tempfile.TemporaryDirectory() as folder:
         state = dict(spec.build(dropout=0.0, seed=0).state_dict())
         spec.save(state, Path(folder), eos_token_id=0)
-        theirs = AutoModelForCausalLM.from_pretrained(folder)
-        theirs.config.use_cache = False
-        for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):  # GPT-2's; ours is 0
-            if hasattr(theirs.config, key):
-                setattr(theirs.config, key, 0.0)
-        for module in theirs.modules():
+        hf_model = AutoModelForCausalLM.from_pretrained(folder)
+        hf_model.config.use_cache = False
+        for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):  # GPT-2's dropout. Ours is 0.
+            if hasattr(hf_model.config, key):
+                setattr(hf_model.config, key, 0.0)
+        for module in hf_model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         ids = torch.randint(spec.size.vocab_size, (steps * batch, length))
@@ -115,23 +116,25 @@ def train_theirs(model: str, batch: int, length: int, *, compiled: bool) -> dict
             use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
         rows = [{"input_ids": row, "labels": row} for row in ids]
-        Trainer(theirs, arguments, train_dataset=rows, callbacks=[Ticks()]).train()
+        Trainer(hf_model, arguments, train_dataset=rows, callbacks=[Ticks()]).train()
     return clock.result()
 
 
 def measure(way: str, case: tuple[str, int, int]) -> dict[str, float]:
-    """In a process of its own."""
+    """Measure one case in its own process."""
     module = "results.lab.baselines.trainer"
     command = [sys.executable, "-m", module, "--one", json.dumps([way, *case])]
-    # Of several GPUs the Trainer would take all, in DataParallel.
-    one = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
+    # With several GPUs the Trainer would use all of them in DataParallel.
+    one_gpu = {
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    }
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **one}
+        command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **one_gpu}
     )
     if done.returncode:
         raise SystemExit(f"{way}, {case}: {done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,8 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         way, *case = json.loads(arguments.one)
         compiled = way != "Trainer"
         ours = way == "ours"
-        found = train_ours(*case) if ours else train_theirs(*case, compiled=compiled)
-        print(json.dumps(found))
+        measured = train_ours(*case) if ours else train_theirs(*case, compiled=compiled)
+        print(json.dumps(measured))
         return 0
     on_gpu = torch.cuda.is_available()
     result: dict[str, Any] = {
@@ -158,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, batch, length = case
         name = f"{model} {batch} x {length}"
         steps = {way: measure(way, case) for way in WAYS}
-        speeds = {way: batch * length / found["step_time_s"] for way, found in steps.items()}
+        speeds = {way: batch * length / step["step_time_s"] for way, step in steps.items()}
         ratios = {f"ours / {way}": speeds["ours"] / speeds[way] for way in WAYS[1:]}
         result["cases"][name] = {**speeds, **ratios, "steps": steps}
         shown = ", ".join(f"{ratio:.2f} x {key[7:]}" for key, ratio in ratios.items())
