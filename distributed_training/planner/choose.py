@@ -16,6 +16,7 @@ from distributed_training.planner.data import continue_adapters
 from distributed_training.planner.deepspeed_sections import fill_sizes
 from distributed_training.planner.layouts import Candidate
 from distributed_training.planner.search import search_orders
+from distributed_training.predict.costs.pp import message_s
 from distributed_training.predict.predict import Cluster
 from distributed_training.predict.rates import rates_of
 from distributed_training.predict.speed import Work
@@ -393,5 +394,5 @@ def _time_orders(plan: Draft, cluster: Cluster) -> FoundOrders:
     seconds = tuple((costs["F", s], costs["I", s], costs["W", s]) for s in range(len(blocks)))
     m = plan.batch.num_microbatches
     if plan.schedule.searched:
-        return search_orders(seconds, blocks, m, work.message())
-    return time_orders(seconds, m, work.message())
+        return search_orders(seconds, blocks, m, message_s(work))
+    return time_orders(seconds, m, message_s(work))

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from distributed_training.plan.orders import find_orders
 from distributed_training.plan.plan import Draft
+from distributed_training.predict.costs.lora import base_bytes
+from distributed_training.predict.costs.precision import MOMENT_BYTES
+from distributed_training.predict.mechanism import Place, all_places
 from distributed_training.predict.rates import FITTED
-from distributed_training.predict.traffic import Formulas, formulas_by_place
 from distributed_training.settings.strategies import Strategy
 
 STATE = ("parameters", "gradients", "optimizer")
 OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's devices -> `estimate_state`'s
 COMPONENTS = (*STATE, "copies", "buffers", "activations", "logits")
-# Bytes per parameter of Adam moments. torchao's have an fp32 scale per 256 values.
-MOMENT_BYTES = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256)}
 SPLIT_LOGIT_BYTES = 2  # per logit of a micro-batch whose W has not run
 EAGER_CHUNK = 17  # bytes per logit of one chunk that loss_and_gradient allocates, uncompiled
 STATISTICS_BYTES = 2 * 2 * 4  # fp32 mean and deviation of two norms, per token and block
@@ -90,7 +90,7 @@ def estimate_memory(plan: Draft, *, tokenised: bool = False) -> MemoryEstimate:
 def estimate_state(plan: Draft) -> dict[str, int]:
     """Return the bytes of model state of the process that holds most of the model: each of STATE on
     the device, and offloaded state on "host" and "disk"."""
-    return _state_of(max(formulas_by_place(plan), key=lambda process: process.parameters))
+    return _state_of(max(all_places(plan), key=lambda process: process.parameters))
 
 
 def estimate_copy(plan: Draft) -> int:
@@ -98,7 +98,7 @@ def estimate_copy(plan: Draft) -> int:
     moments, and its own state."""
     if plan.config.checkpoint_every in (0, "signal") or plan.strategy.swaps_to_disk:
         return 0
-    held = max(process.learning for process in formulas_by_place(plan))
+    held = max(process.learning for process in all_places(plan))
     per_parameter = 12 / plan.batch.num_replicas + plan.engine_bytes_per_parameter
     if plan.steps_between_exchanges is not None:  # replicas differ
         per_parameter += 12
@@ -142,7 +142,7 @@ def _total(parts: Mapping[str, float]) -> float:
     return sum(parts.values())
 
 
-def _state_of(process: Formulas) -> dict[str, int]:
+def _state_of(process: Place) -> dict[str, int]:
     plan = process.plan
     per_parameter = bytes_a_parameter(
         plan.strategy, plan.config.precision, plan.mesh, plan.config.optimizer
@@ -155,11 +155,11 @@ def _state_of(process: Formulas) -> dict[str, int]:
         if plan.uses_fsdp and process.pp > 1:  # gathered whole for all micro-batches
             copies += 1
         where = OFFLOADED.get(plan.strategy.offload["param"], "parameters")
-        parts[where] += copies * process.frozen_bytes
+        parts[where] += copies * base_bytes(process)
     return {part: round(size) for part, size in parts.items()}
 
 
-class Held(Formulas):
+class Held(Place):
     """Memory of the process at one pipeline rank."""
 
     def peak(self) -> dict[str, int]:
@@ -226,8 +226,8 @@ class Held(Formulas):
             num_blocks = max(1, self.num_blocks)
             block = self.in_blocks / num_blocks
             # The root's parameters stay gathered, of the blocks the one in use and those ahead.
-            frozen = (self.frozen_bytes - self.width * self.around) / num_blocks
-            adapters = self.width * (self.in_blocks + self.around - self.parameters) / num_blocks
+            frozen = (base_bytes(self) - self.width * self.around) / num_blocks
+            adapters = self.width * self.adapters / num_blocks
             blocks = (1 + config.fsdp_prefetch) * (frozen + adapters)
             parts["copies"] = self.width * self.around + blocks
             per_block = self.learning / num_blocks if self.frozen else block

@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Decoder
 from distributed_training.planner.make_plan import draft_plan
-from distributed_training.predict.memory import MOMENT_BYTES
+from distributed_training.predict.costs.block import BACKWARD_ATTENTION
+from distributed_training.predict.costs.loss import head
+from distributed_training.predict.costs.precision import MOMENT_BYTES, UPDATE_BYTES
 from distributed_training.predict.predict import this_machine
 from distributed_training.predict.rates import cpu_rates, from_calibration
-from distributed_training.predict.speed import BACKWARD_ATTENTION, UPDATE_BYTES, Work
+from distributed_training.predict.speed import Work
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import build_config
 from distributed_training.settings.machine import Machine, detect_machine
@@ -149,9 +151,9 @@ def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any
     unit_rates = dict.fromkeys(("block", "head", "update"), 1.0)
     calibration = {**measured, "memory_bytes_per_s": unit_rates}
     work = Work(plan, from_calibration(calibration, cpu_rates(machine.num_cpus, 1)))
-    bytes_per_parameter = UPDATE_BYTES[False] + 2 * MOMENT_BYTES["adamw"]
+    bytes_per_parameter = UPDATE_BYTES + 2 * MOMENT_BYTES["adamw"]
     traffic = {"update": bytes_per_parameter * plan.size.num_parameters / seconds["update"]}
-    for name, costs in (("block", work.block()), ("head", work.head())):
+    for name, costs in (("block", work.block()), ("head", head(work))):
         arithmetic, memory, _ = np.sum(costs, axis=0)
         # Matrix multiplications can be slower alone. Assume at least a tenth.
         traffic[name] = memory / max(seconds[name] - arithmetic, 0.1 * seconds[name])

@@ -1,6 +1,6 @@
 """Measure communication: six operations over every group of the mesh, or single links.
 
-A size is that of the whole tensor, as in predict/traffic.py. The algorithm bandwidth is size /
+A size is that of the whole tensor, as in predict/mechanism.py. The algorithm bandwidth is size /
 seconds, and the bus bandwidth is bytes sent by a process in a ring / seconds. The fit, latency +
 sent bytes / bandwidth, minimizes relative errors, so that small messages count as much as large
 ones."""
@@ -26,7 +26,7 @@ from torch.utils.benchmark import Timer
 from distributed_training.parallel.agree import gather
 from distributed_training.parallel.mesh import process_group
 from distributed_training.plan.layout import show_axes
-from distributed_training.predict.traffic import TURNS, sent_bytes
+from distributed_training.predict.mechanism import TURNS, sent_bytes
 from distributed_training.records.display import duration, short_path
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.config import RENDEZVOUS_S

@@ -12,8 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from distributed_training.models.gpt2 import SIZES, gpt2_size
 from distributed_training.parallel.mesh import Topology
 from distributed_training.planner.make_plan import draft_plan
+from distributed_training.predict.mechanism import Place, sent_bytes
 from distributed_training.predict.predict import this_machine
-from distributed_training.predict.traffic import Formulas, sent_by_axis, sent_bytes
+from distributed_training.predict.traffic import sent_by_axis, tensor_bytes
 from distributed_training.settings.config import build_config
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.strategies import load_strategy, strategy_options
@@ -25,9 +26,9 @@ from tests.support import CPU_MACHINE, cpu_topology
 RECORD = json.loads((ROOT / "results/records/cpu-traffic/traffic.json").read_text())
 
 
-def formulas_of(config, processes, rank):
+def place_of(config, processes, rank):
     plan = draft_plan(config, this_machine(CPU_MACHINE, processes, processes))
-    return Formulas(plan, cpu_topology(plan, rank).pp_rank)
+    return Place(plan, cpu_topology(plan, rank).pp_rank)
 
 
 @pytest.mark.parametrize("name", RECORD["cases"])
@@ -45,7 +46,7 @@ def test_published_counts_are_what_the_formulas_say(name, tmp_path, monkeypatch)
     config = build_config(values)
     assert len(case["ranks"]) == case["processes"]
     for rank in case["ranks"]:
-        total = formulas_of(config, case["processes"], rank["rank"]).total()
+        total = tensor_bytes(place_of(config, case["processes"], rank["rank"]))
         expected = {" ".join(key): bytes_ for key, bytes_ in total.items() if bytes_}
         assert {key: row["tensor_bytes"] for key, row in rank["counted"].items()} == expected
 
@@ -120,9 +121,9 @@ def test_worked_examples(folder, said, processes, rank, axes, words):
     cut = {"micro_batch_size": size, "num_microbatches": count}
     config = build_config({**values, **cut, "batch_size": each, "grad_accum_steps": 1})
     sent = 0.0
-    for (axis, kind), tensor_bytes in formulas_of(config, processes, rank).total().items():
+    for (axis, kind), size in tensor_bytes(place_of(config, processes, rank)).items():
         if axis in axes.split():
-            sent += sent_bytes(kind, tensor_bytes, 2 if axis == "pp" else mesh[axis])
+            sent += sent_bytes(kind, size, 2 if axis == "pp" else mesh[axis])
     text = " ".join((ROOT / "strategies" / folder / "README.md").read_text().split())
     assert said.format(sent / (2**20 if "MiB" in said else 2**30)) in text
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from distributed_training.predict.traffic import TURNS, sent_bytes
+from distributed_training.predict.mechanism import TURNS, sent_bytes
 from distributed_training.tools.links import Link, describe, fit_line, mesh_of, pairs, summarize
 from tests.conftest import assert_ok, heavy_pool, light_pool
 from tests.support import refused

@@ -1,0 +1,41 @@
+"""Costs of a step, in one file per mechanism. No torch import.
+
+A new mechanism is a new file and a line in MECHANISMS."""
+
+from distributed_training.plan.plan import Draft
+from distributed_training.predict.costs import (
+    block,
+    checkpointing,
+    dp,
+    fsdp,
+    lora,
+    pp,
+    precision,
+    tp,
+    zero,
+)
+from distributed_training.predict.mechanism import Mechanism
+
+# Costs are added up in this order.
+MECHANISMS = (
+    lora.LORA,
+    lora.NF4,
+    block.BLOCK,
+    block.TENSORS,
+    precision.FP32,
+    precision.AUTOCAST,
+    dp.DP,
+    fsdp.FSDP,
+    zero.MASTER_COPY,
+    zero.HOOKS,
+    zero.ZERO,
+    pp.PP,
+    tp.TP,
+    checkpointing.FULL,
+    checkpointing.SELECTIVE,
+)
+
+
+def used_by(plan: Draft) -> list[Mechanism]:
+    """Return the mechanisms of a plan."""
+    return [mechanism for mechanism in MECHANISMS if mechanism.used(plan)]

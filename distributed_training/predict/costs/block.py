@@ -1,0 +1,108 @@
+"""Cost of the blocks of the model itself. No torch import.
+
+Element-wise operations and attention are those of models/; the constants were fitted."""
+
+import math
+
+import numpy as np
+
+from distributed_training.predict.mechanism import (
+    ARITHMETIC,
+    MEMORY,
+    Cost,
+    Mechanism,
+    Passes,
+    Place,
+    Timing,
+)
+from distributed_training.predict.rates import FITTED
+
+# Matrix multiplications of the backward pass relative to the forward pass
+BACKWARD_ATTENTION = 5 / 2
+
+
+def block(at: Timing) -> Passes:
+    """Return the seconds of matrix multiplications, attention and element-wise operations."""
+    costs = np.zeros((3, 3))
+    for n, k in _matrices(at):
+        costs += at.gemm(at.tokens, k, n), at.gemm(at.tokens, n, k), at.gemm(k, at.tokens, n)
+    attention = _attention(at)
+    forward, backward = elementwise(at)
+    costs[:2] += forward + attention, backward + BACKWARD_ATTENTION * attention
+    return costs
+
+
+def last_product(at: Timing) -> Cost:
+    """Return the cost of a block's last matrix multiplication in the forward pass."""
+    n, k = _matrices(at)[-1]
+    return at.gemm(at.tokens, k, n)
+
+
+def elementwise(at: Timing) -> tuple[Cost, Cost]:
+    """Return the cost of a block's element-wise operations: (forward, backward). Unless they
+    were traced, the backward pass reads and writes twice as much."""
+    fitted = FITTED.elementwise
+    eager = 1.0 if at.config.compile else fitted.eager
+    starts = fitted.starts * eager * at.rates.kernel_s
+    if at.size.traced is not None:
+        way = "compiled" if at.config.compile else "eager"
+        share = FITTED.traced_traffic
+        forward = at.moving(share.forward * at.traced_bytes("forward", way))
+        backward = at.moving(share.backward * at.traced_bytes("backward", way))
+        return forward + starts * MEMORY, backward + 2 * starts * MEMORY
+    by_gpt2 = at.split_values / 12  # whose blocks were measured
+    values = fitted.between * at.between + fitted.split * by_gpt2 / at.tp
+    forward = at.moving(values * eager * at.hidden) + starts * MEMORY
+    return forward, 2 * forward
+
+
+def _matrices(at: Place) -> list[tuple[float, float]]:
+    """Return (rows, columns) of a block's matrices, which tp splits in turn."""
+    return [
+        (rows, columns / at.tp) if index % 2 else (rows / at.tp, columns)
+        for index, (rows, columns) in enumerate(at.size.block_matrices)
+    ]
+
+
+def _attention(at: Timing) -> Cost:
+    """Return the cost of causal attention of one block, forward. For packed records, a kernel
+    skips the other records of a block. A mask hides them and costs more than whole blocks."""
+    packing = at.plan.packing
+    masked = packing is not None and not _has_kernel(at)
+    length = at.config.max_length if masked else at.plan.attended
+    rate = at.rates.attention_flops * length / (length + FITTED.attention_half)
+    fitted = FITTED.packed_attention
+    if at.width == 4:  # the kernel for fp32 is bound by arithmetic at any length
+        rate = at.rates.fp32_gemm_flops / 2
+    elif masked:
+        rate /= fitted.mask
+    elif packing is not None:
+        rate /= fitted.kernel
+    traced = at.size.traced
+    seen = 1 if traced is None or traced.fused else 2  # share of the square
+    seconds = 2 * seen * at.tokens * length * at.size.attention_width / at.tp / rate
+    if packing is not None and not masked:
+        tiles = math.ceil(at.config.max_length / fitted.tile) * packing.max_documents
+        heads = at.tokens / at.config.max_length * at.size.num_heads / at.tp
+        seconds += tiles * heads * fitted.tile_s / (1 + BACKWARD_ATTENTION)
+    return seconds * ARITHMETIC
+
+
+def _has_kernel(at: Timing) -> bool:
+    """Return whether packed records have their own kernel, as in models/attention.py."""
+    head_size = at.size.attention_width // at.size.num_heads
+    on_gpu = at.config.precision == "bf16" and not at.rates.on_host
+    return on_gpu and not at.config.dropout and head_size % 8 == 0 and head_size <= 256
+
+
+def _moved(at: Place) -> float:
+    """Return the bytes of adding two gradients: both are read, their sum is written."""
+    return 10 if at.micro_batches > 1 or at.pp > 1 else 0
+
+
+BLOCK = Mechanism(used=lambda plan: True, block=block, moved=_moved)
+# Without hooks of its own, an engine visits each tensor once per step if there are several ranks.
+TENSORS = Mechanism(
+    used=lambda plan: not plan.strategy.traits.hooks_between_blocks,
+    hooks=lambda at, rates: (at.plan.num_processes > 1, 0.0),
+)

@@ -1,0 +1,38 @@
+"""Cost of whole replicas whose gradients are averaged: by PyTorch's DDP, or by a strategy's own
+engine. No torch import."""
+
+from collections import Counter
+
+from distributed_training.predict.mechanism import Bytes, Mechanism, Place
+from distributed_training.settings.keys import Options
+from distributed_training.settings.strategies import strategy_options
+
+
+def exchange(at: Place) -> Bytes:
+    """Return the average of gradients, block by block during the backward pass. An engine may
+    average parameters instead, all at once and not in every step."""
+    kinds = {"all_reduce": 2 * at.learning}
+    if at.config.gradient_compression == "none":
+        matrices = _matrices(at) * at.trained  # adapters are as small as compressed matrices
+        values = at.plan.engine_options
+        options = strategy_options(at.strategy.name)(**values) if values else Options()
+        kinds = options.sent_bytes(at.learning, matrices, at.mesh["dp_replicate"])
+    steps = at.plan.steps_between_exchanges or 1
+    return Counter({("dp_replicate", kind): sent // steps for kind, sent in kinds.items()})
+
+
+def _matrices(at: Place) -> list[tuple[int, int]]:
+    """Return the (rows, columns) of all matrices of the model."""
+    size = at.size
+    hidden = size.hidden_size
+    tables = [(size.padded_vocab_size, hidden)] * (1 if size.tied else 2)
+    positions = (size.position_parameters // hidden, hidden)
+    return [*size.block_matrices] * at.num_blocks + [*tables, positions]
+
+
+# Scaled gradients are copied into the buckets once per step.
+DP = Mechanism(
+    used=lambda plan: plan.only_copies and not plan.strategy.traits.takes_json,
+    exchange=exchange,
+    moved=lambda at: 8 / at.micro_batches if at.has_buckets else 0,
+)

@@ -1,0 +1,25 @@
+"""Cost of training state in fp32, and of rounding it to the compute dtype. No torch import."""
+
+from distributed_training.plan.plan import Draft
+from distributed_training.predict.mechanism import Mechanism, Place
+
+# Bytes per parameter of Adam moments. torchao's have an fp32 scale per 256 values.
+MOMENT_BYTES = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256)}
+# Bytes per parameter of weight and gradient that AdamW and clipping read and write
+UPDATE_BYTES = 12 + 12
+
+
+def updated(at: Place) -> float:
+    return (UPDATE_BYTES + 2 * MOMENT_BYTES[at.config.optimizer]) * (at.learning / at.shards)
+
+
+def rounds_in_passes(plan: Draft) -> bool:
+    """Return whether autocast rounds fp32 weights in each forward pass: without FSDP or a pipeline,
+    which round them in their own ways."""
+    whole = plan.mesh["pp"] == 1 and not plan.uses_fsdp
+    return whole and plan.config.precision != "fp32" and not plan.strategy.traits.rounds_weights
+
+
+# Weights are rounded and gradients are widened in every micro-batch.
+AUTOCAST = Mechanism(used=rounds_in_passes, moved=lambda at: 12)
+FP32 = Mechanism(used=lambda plan: not plan.strategy.traits.rounds_weights, updated=updated)

@@ -1,0 +1,69 @@
+"""Cost of tensor parallelism: every layer split over tp. No torch import."""
+
+from collections import Counter
+
+import numpy as np
+
+from distributed_training.predict.mechanism import (
+    NETWORK,
+    Bytes,
+    Cost,
+    Mechanism,
+    Passes,
+    Place,
+    Timing,
+)
+from distributed_training.predict.rates import FITTED
+
+
+def traffic(at: Place) -> Bytes:
+    """Return the traffic of tp. With sequence parallelism a block gathers and reduce-scatters
+    twice in each direction; without it, it all-reduces as often. Embedding, output layer and
+    loss follow. Gradients of norms and positions are exchanged once per step."""
+    count = at.micro_batches
+    exchanged = count * 4 * at.num_blocks * at.hidden
+    reduced = 4 * at.terms // at.shards
+    gathered = 0
+    if at.last:
+        exchanged += count * at.hidden
+        if at.config.loss_chunk_tokens:  # two fp32 numbers per token of each process
+            gathered += count * 8 * at.tokens * at.tp
+        else:
+            reduced += count * 12 * at.tokens
+    if at.first:  # parameters are fp32 where FSDP rounds none
+        width = at.width if at.plan.num_processes > at.tp else 4
+        exchanged += at.trained * count * at.tokens * at.size.hidden_size * width
+    # Recomputation stops before the last exchange of the forward pass, whose result is unused.
+    again = at.recomputes * count * at.num_blocks * at.hidden
+    if not at.config.sequence_parallel:
+        sums = exchanged + again + reduced
+        return Counter({("tp", "all_reduce"): sums, ("tp", "all_gather"): gathered})
+    return Counter(
+        {
+            ("tp", "all_reduce"): reduced,
+            ("tp", "all_gather"): exchanged + 2 * again + gathered,
+            ("tp", "reduce_scatter"): exchanged + again,
+        }
+    )
+
+
+def exchange_in_block(at: Timing) -> Cost:
+    """Return the cost of a block's exchanges over tp in one direction: two gathers and two
+    scatters, or two all-reduces."""
+    if at.tp == 1:
+        return np.zeros(3)
+    if not at.config.sequence_parallel:
+        return at.collective("tp", "all_reduce", 2 * at.hidden, 2) * NETWORK
+    seconds = at.collective("tp", "all_gather", 4 * at.hidden, 4)
+    if at.config.async_tp:
+        seconds *= 1 - FITTED.async_tp_share
+    return seconds * NETWORK
+
+
+def block(at: Timing) -> Passes:
+    return np.outer((1, 1, 0), exchange_in_block(at))
+
+
+TP = Mechanism(
+    used=lambda plan: plan.mesh["tp"] > 1, traffic=traffic, block=block, launches=lambda at: 1
+)

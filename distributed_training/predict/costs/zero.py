@@ -1,0 +1,75 @@
+"""Cost of DeepSpeed's ZeRO: state rounded to the compute dtype beside an fp32 master copy, sharded
+by stage, and offloaded to the host or a disk. No torch import."""
+
+from collections import Counter
+
+from distributed_training.predict.costs.precision import MOMENT_BYTES
+from distributed_training.predict.mechanism import Bytes, Mechanism, Place
+from distributed_training.predict.rates import FITTED, Rates
+
+# Bytes per parameter that AdamW and clipping read and write, without Adam moments: weight,
+# gradient, the rounded weight, and the gradient, which is widened, scaled and added.
+UPDATE_BYTES = 44
+# Bytes per parameter that a step on a disk reads and writes: fp32 weights and Adam moments 12 + 12,
+# gradients 4 + 4, rounded weights 2 per pass and 2 after the update.
+SWAPPED_BYTES = 38
+
+
+def exchange(at: Place) -> Bytes:
+    """Return the traffic of ZeRO's stages, on the whole model or on a stage of a pipeline."""
+    learning = at.width * at.learning
+    times = at.micro_batches if at.zero.stage > 1 else 1
+    gathered = learning
+    kind = "all_reduce"
+    if at.zero.stage == 3:
+        kind = "reduce_scatter"
+        gathered = times * at.width * at.parameters
+        if at.adapters:  # gathered parameters stay until the update
+            gathered = at.width * at.parameters + learning
+        if not at.zero.stage3_max_reuse_distance:
+            gathered *= 2
+    return Counter({("dp_shard", "all_gather"): gathered, ("dp_shard", kind): times * learning})
+
+
+def updated(at: Place) -> float:
+    if at.strategy.steps_on_host:
+        return 0.0
+    part = at.learning / (at.shards if at.zero.stage > 0 else 1)
+    return (UPDATE_BYTES + 2 * MOMENT_BYTES[at.config.optimizer]) * part
+
+
+def launches(at: Place) -> float:
+    """Return stage 3's gathers of parameters, one per pass, and its scatter of gradients."""
+    if at.zero.stage < 3:
+        return 0
+    return 2 if at.shards == 1 else 3
+
+
+def hooks(at: Place, rates: Rates) -> tuple[float, float]:
+    """Return the cost of hooks. Those of stages 0 to 2 run for each tensor in every micro-batch,
+    whether or not they exchange anything."""
+    wait_s = rates.host.wait * at.num_blocks
+    if at.zero.stage < 3:
+        return at.micro_batches, wait_s / at.shards
+    return 0, wait_s if at.shards == 1 else 2 * wait_s
+
+
+def off_device(at: Place, learning: float) -> dict[str, float]:
+    """Return the seconds of each node's files, or of the optimizer step on the host."""
+    here = at.plan.processes_here
+    share = learning / at.shards
+    if at.strategy.swaps_to_disk:
+        return {"disk": SWAPPED_BYTES * (share * here) / FITTED.disk_bytes_per_s}
+    if at.strategy.steps_on_host:
+        return {"host RAM": FITTED.host_adam_s * (share * min(here, at.shards))}
+    return {}
+
+
+ZERO = Mechanism(
+    used=lambda plan: plan.strategy.traits.takes_json,
+    exchange=exchange,
+    launches=launches,
+    off_device=off_device,
+)
+MASTER_COPY = Mechanism(used=lambda plan: plan.strategy.traits.rounds_weights, updated=updated)
+HOOKS = Mechanism(used=lambda plan: plan.strategy.traits.hooks_between_blocks, hooks=hooks)

@@ -1,0 +1,174 @@
+"""The record of what a mechanism costs, and what costs are computed from: sizes of a plan's
+tensors, and seconds of elementary operations. No torch import.
+
+Sizes of exchanges are of the tensors given to an operation: the whole tensor for all-reduce,
+all-gather and reduce-scatter. `sent_bytes` converts them to the bytes that a process sends."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distributed_training.plan.plan import Draft
+from distributed_training.predict.rates import Rates, tiled
+
+# Operation -> number of turns around a ring of all processes. A message goes to one process.
+TURNS = {
+    "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1,
+    "send": 0,
+}  # fmt: skip
+Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
+# A cost is a vector of seconds along these axes.
+ARITHMETIC, MEMORY, NETWORK = np.eye(3)
+Cost = NDArray[np.float64]
+Passes = NDArray[np.float64]  # costs of the forward pass, of input gradients, of weight gradients
+
+
+def sent_bytes(kind: str, tensor_bytes: float, members: int) -> float:
+    """Return the bytes that each of `members` processes sends if collectives run as rings."""
+    if kind in ("send", "broadcast"):
+        return tensor_bytes
+    return TURNS[kind] * (members - 1) / members * tensor_bytes
+
+
+class Place:
+    """Sizes of tensors in the processes at one pipeline rank."""
+
+    def __init__(self, plan: Draft, place: int = 0) -> None:
+        config = plan.config
+        size = plan.size
+        self.plan = plan
+        self.config = config
+        self.size = size
+        self.strategy = plan.strategy
+        self.zero = plan.strategy.zero
+        self.mesh = plan.mesh
+        self.tp = plan.mesh["tp"]
+        self.pp = plan.mesh["pp"]
+        self.shards = plan.mesh["dp_shard"]
+        self.micro_batches = plan.batch.num_microbatches
+        # Times per step that FSDP and ZeRO exchange a block: in a pipeline once, after its phase
+        self.rounds = 1 if self.pp > 1 else self.micro_batches
+        self.frozen = config.lora_rank > 0  # the model's own weights, beside adapters
+        self.trained = 0 if self.frozen else 1  # share of the model's own weights
+        # Whether DDP averages gradients in every step, in permanent buckets
+        self.has_buckets = plan.uses_ddp and plan.steps_between_exchanges is None
+        self.recomputes = config.activation_checkpointing != "none"
+        self.width = 4 if config.precision == "fp32" else 2
+        self.tokens = plan.batch.micro_batch_size * config.max_length
+        # Bytes of one micro-batch between two blocks, and parts that tp divides them into
+        self.hidden = self.tokens * size.hidden_size * self.width
+        self.parts = self.tp if config.sequence_parallel else 1
+        self.between = 1 / self.parts
+        # What tp splits in a block, by hidden size
+        values = size.values_in + size.values_out + size.kept_values
+        self.split_values = values / size.hidden_size
+        # Kind of the loss: over tp it consists of several kernels
+        self.loss = "split" if self.tp > 1 else "compiled" if config.compile else "eager"
+        # Sizes from here on depend on the rank.
+        self.place = place
+        ranks = plan.layout.ranks
+        self.first = ranks[0] == place
+        self.last = ranks[-1] == place
+        # Between stages of this process and of another
+        self.edges = sum(place in pair for pair in itertools.pairwise(ranks) if len({*pair}) > 1)
+        stages = zip(ranks, plan.layout.blocks_per_stage, strict=True)
+        self.num_blocks = sum(count for rank, count in stages if rank == place)
+        # Parameters before dp_shard divides them: in blocks, and around them
+        whole = size.block_parameters - size.block_parameters_split
+        self.in_blocks = self.num_blocks * (size.block_parameters_split // self.tp + whole)
+        self.embedding = size.padded_vocab_size * size.hidden_size // self.tp
+        self.around = 0
+        # Parameters that every process along tp has, and uses for its own tokens or terms
+        terms = self.num_blocks * size.block_norm_parameters
+        if self.first:
+            self.around += self.embedding + size.position_parameters
+            terms += size.position_parameters
+        if self.last:
+            self.around += size.final_norm_parameters
+            terms += size.final_norm_parameters
+            if len(ranks) > 1 or not size.tied:
+                self.around += self.embedding
+        self.parameters = self.in_blocks + self.around
+        self.terms = terms if config.sequence_parallel else 0
+        self.adapters = 0
+        self.learning = self.parameters
+        if self.frozen:
+            counts = size.count_adapters(config.lora_rank, config.lora_targets, self.tp)
+            self.adapters, self.terms = (self.num_blocks * count for count in counts)
+            self.learning = self.adapters
+
+    def traced_bytes(self, what: str, way: str) -> float:
+        """Return bytes of a block and micro-batch of a model that was traced, in bf16."""
+        traced = self.size.traced
+        assert traced is not None
+        length = self.config.max_length
+        return self.tokens * self.width / 2 * traced.bytes_per_token(what, way, length)
+
+
+class Timing(Place):
+    """Sizes of a plan, and seconds of elementary operations on its machine."""
+
+    def __init__(self, plan: Draft, rates: Rates) -> None:
+        super().__init__(plan)
+        gbit = plan.config.network_gbit
+        self.rates = rates if gbit is None else replace(rates, network_bytes=gbit * 1e9 / 8)
+
+    def gemm(self, m: float, k: float, n: float) -> Cost:
+        """Return the cost of an m x k by k x n matrix multiplication."""
+        rates = self.rates
+        flops = rates.fp32_gemm_flops if self.width == 4 else rates.gemm_flops
+        return 2 * tiled(m, k, n, rates.num_sms) / flops * ARITHMETIC
+
+    def moving(self, num_bytes: float) -> Cost:
+        """Return the cost of reading and writing `num_bytes` in element-wise kernels."""
+        return num_bytes / self.rates.memory_bytes * MEMORY
+
+    def collective(self, axis: str, kind: str, tensor_bytes: float, times: float) -> float:
+        """Return the seconds of `times` collectives over an axis, of `tensor_bytes` in total."""
+        members = self.mesh[axis]
+        # tp varies fastest with the rank. If a group spans nodes, each of its members in a node has
+        # an adapter, and NCCL's rings use all of them.
+        faster = ["tp", "dp_shard", "dp_replicate", "pp"]
+        stride = math.prod(self.mesh[name] for name in faster[: faster.index(axis)])
+        together = min(members, max(1, self.plan.processes_here // stride))
+        rate = self.rates.link_bytes
+        latency = self.rates.link_latency_s
+        if together < members:
+            rate = min(rate, self.rates.network_bytes * together)
+            latency *= 2
+        sent = sent_bytes(kind, tensor_bytes, members)
+        return times * latency * math.sqrt(max(1, members - 1)) + sent / rate
+
+
+def all_places(plan: Draft) -> list[Place]:
+    """Return the sizes in the processes of each pipeline rank."""
+    return [Place(plan, rank) for rank in range(plan.mesh["pp"])]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mechanism:
+    """Costs that one mechanism adds to a plan that uses it. Omitted fields add nothing."""
+
+    used: Callable[[Draft], bool]
+    # Bytes per step of exchanges inside blocks and between stages, and of data parallelism's
+    traffic: Callable[[Place], Bytes] = lambda _: Counter()
+    exchange: Callable[[Place], Bytes] = lambda _: Counter()
+    # Seconds of a block and micro-batch, and costs of its forward pass that the backward pass
+    # repeats
+    block: Callable[[Timing], Passes] = lambda _: np.zeros((3, 3))
+    again: Callable[[Timing, Cost], Sequence[Cost]] = lambda _, forward: ()
+    # Bytes per parameter of a block that one micro-batch moves for gradients and rounded weights
+    moved: Callable[[Place], float] = lambda _: 0
+    # Bytes that clipping and the optimizer step of a process read and write
+    updated: Callable[[Place], float] = lambda _: 0
+    # Exchanges of a block that the host launches
+    launches: Callable[[Place], float] = lambda _: 0
+    # (times per step that Python code runs for each tensor, seconds that the GPU waits for it)
+    hooks: Callable[[Place, Rates], tuple[float, float]] = lambda _, rates: (0, 0.0)
+    # Seconds per step off the device, by bottleneck, for the largest number of trained parameters
+    off_device: Callable[[Place, float], dict[str, float]] = lambda _, learning: {}
