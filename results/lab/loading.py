@@ -1,10 +1,10 @@
-"""Seconds, RAM and GPU memory of building a run's model on each rank.
+"""Measure the seconds, RAM and GPU memory that building a run's model takes on each rank.
 
     torchrun --nproc_per_node=N results/lab/loading.py --out FOLDER [--set key=value ...]
 
-`--set model=FOLDER weights=pretrained` reads a Hugging Face folder; without it the weights of
-Llama-3.2-1B are random. Each rank builds the strategy's engine once. `ram` is the peak of the
-process (ru_maxrss) less what it was before, `file pages` the pages of mapped files in it.
+`--set model=FOLDER weights=pretrained` reads a Hugging Face folder. By default the model is
+Llama-3.2-1B with random weights. Each rank builds the strategy's engine once. `ram` is the growth
+of the process's peak RAM (ru_maxrss), and `file pages` is the part of its RAM for mapped files.
 """
 
 import json
@@ -49,29 +49,29 @@ def file_pages_gib() -> float:
 
 
 def measure(values: dict[str, Any], group: Group) -> list[dict[str, Any]]:
-    """Return what building the engine takes, by rank. Collective."""
-    words = {"output_dir": str(group.folder), **values}
-    config = build_config(words, defaults=strategy_defaults, options=strategy_options)
+    """Return the time and memory of building the engine, by rank. Collective."""
+    settings = {"output_dir": str(group.folder), **values}
+    config = build_config(settings, defaults=strategy_defaults, options=strategy_options)
     plan = agree_on_plan(config, group.process, gather)
     topology = build_topology(plan, group.process, group.device)
     cut_data(plan)
-    plan.strategy.load_engine()  # imports
+    plan.strategy.load_engine()  # Import the engine before the measurement.
     on_gpu = group.device.type == "cuda"
     if on_gpu:
         torch.zeros(1, device=group.device)
     before = peak_ram_gib()
     began = time.perf_counter()
     engine = build_engine(plan, topology)
-    found: dict[str, Any] = {"seconds": time.perf_counter() - began, "ram before": before}
-    found |= {"ram": peak_ram_gib() - before, "file pages": file_pages_gib()}
+    measured: dict[str, Any] = {"seconds": time.perf_counter() - began, "ram before": before}
+    measured |= {"ram": peak_ram_gib() - before, "file pages": file_pages_gib()}
     if on_gpu:
-        found["gpu"] = torch.cuda.memory_allocated() / GIB
-        found["gpu peak"] = torch.cuda.max_memory_allocated() / GIB
-    held = sum(each.to_local().nbytes if hasattr(each, "to_local") else each.nbytes
-               for each in engine.parts.parameters())  # type: ignore[attr-defined]  # fmt: skip
-    found["own part"] = held / GIB
+        measured["gpu"] = torch.cuda.memory_allocated() / GIB
+        measured["gpu peak"] = torch.cuda.max_memory_allocated() / GIB
+    held = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes
+               for p in engine.parts.parameters())  # type: ignore[attr-defined]  # fmt: skip
+    measured["own part"] = held / GIB
     engine.close()
-    return gather(found)
+    return gather(measured)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args(argv)
     values = dict(COMMON)
-    for each in arguments.set:
-        key, text = each.split("=", 1)
+    for override in arguments.set:
+        key, text = override.split("=", 1)
         values[key] = json.loads(text) if text.isdigit() else text
     with open_group() as group:
         ranks = measure(values, group)

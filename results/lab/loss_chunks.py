@@ -1,13 +1,15 @@
-"""Time and memory of the loss by chunk size, beside the whole loss and Liger's fused one.
+"""Compare the time and memory of the loss by chunk size, without chunks, and in Liger's kernel.
 
     torchrun --nproc_per_node=N results/lab/loss_chunks.py --out FOLDER [--set key=value ...]
 
 N is 1, or 2 with `--set strategy=fsdp` or tp. The default is Llama-3.2-1B, 4 x 2048 tokens per GPU,
 with random weights in bf16. "liger" is used if liger_kernel is installed and the strategy is not
-tp. Every variant trains the same steps: op by op, then as a CUDA graph. The columns, of the fullest
-rank: `state` and `entry` are GiB allocated before a step and before the loss, `in loss` and `after`
-are peaks inside the loss's forward pass and from there to the end of the step, `peak` that of all
-steps.
+tp. Every variant trains the same steps, first operation by operation, then as a CUDA graph. Columns
+show the fullest rank:
+
+- `state` and `entry`: GiB allocated before a step and before the loss.
+- `in loss` and `after`: peak GiB in the loss's forward pass, and from there to the end of the step.
+- `peak`: peak GiB of all steps without a graph.
 """
 
 import json
@@ -40,27 +42,27 @@ DEADLINE_S = 90.0
 
 
 class LigerLoss:
-    """liger_kernel's fused linear cross entropy, in the place of `Decoder.loss`."""
+    """liger_kernel's fused linear cross entropy, as a replacement of `Decoder.loss`."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
     ) -> torch.Tensor:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-        assert weight.shape[0] == vocab_size, "Liger's loss knows no padding of the vocabulary"
+        assert weight.shape[0] == vocab_size, "Liger's loss does not support a padded vocabulary"
         arguments = (x.flatten(0, -2), weight, targets.flatten(), None, None, -100, 0.0, 0.0, "sum")
         loss: Any = LigerFusedLinearCrossEntropyFunction.apply(*arguments)
         return loss[0] if isinstance(loss, tuple) else loss
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Return milliseconds of a step and GiB of memory of this rank."""
+    """Return milliseconds per step and GiB of memory of this rank."""
     on_gpu = run.topology.device_type == "cuda"
     part = next(iter(run.engine.parts.values()))  # type: ignore[attr-defined]
     loss = part.loss
     gib: dict[str, float] = {}
 
-    def now(name: str, *, peak: bool) -> None:
+    def note_gib(name: str, *, peak: bool) -> None:
         if on_gpu:
             torch.cuda.synchronize()
             count = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
@@ -68,9 +70,9 @@ def measure(run: Run) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
 
     def watched(*arguments: Any, **options: Any) -> Any:
-        now("entry", peak=False)
+        note_gib("entry", peak=False)
         result = loss(*arguments, **options)
-        now("in loss", peak=True)
+        note_gib("in loss", peak=True)
         return result
 
     seconds = []
@@ -78,11 +80,11 @@ def measure(run: Run) -> dict[str, Any]:
     num_steps = NUM_EAGER_STEPS + 2 + TIMED_STEPS if on_gpu else 4
     for step in range(num_steps):
         if step == 2:
-            now("state", peak=False)
+            note_gib("state", peak=False)
             if not run.plan.config.compile or run.plan.config.loss_chunk_tokens:
-                part.loss = watched  # else it has been compiled with what precedes it
+                part.loss = watched  # Otherwise the loss is compiled together with the layers.
         if step == 3:
-            now("after", peak=True)
+            note_gib("after", peak=True)
             part.loss = loss
         batch = run.batch(step)
         began = time.perf_counter()
@@ -90,21 +92,21 @@ def measure(run: Run) -> dict[str, Any]:
         losses.append(float(result.loss_sum) / batch.num_targets)
         seconds.append(time.perf_counter() - began)
         if step == NUM_EAGER_STEPS - 1:
-            now("peak", peak=True)
+            note_gib("peak", peak=True)
     launched = seconds[3:NUM_EAGER_STEPS]
-    found = {
+    measured = {
         "ms": 1000 * statistics.median(seconds[-TIMED_STEPS:] if on_gpu else launched),
         "ms op by op": 1000 * statistics.median(launched),
         "graph": bool(getattr(run.engine.step, "graph", None)),  # type: ignore[attr-defined]
         "losses": losses,
     }
     if on_gpu:
-        found["reserved"] = torch.cuda.max_memory_reserved() / GIB
-    return found | gib
+        measured["reserved"] = torch.cuda.max_memory_reserved() / GIB
+    return measured | gib
 
 
 def measure_liger(run: Run) -> dict[str, Any]:
-    """`measure` with Liger's loss."""
+    """Measure as `measure`, with Liger's loss."""
     next(iter(run.engine.parts.values())).loss = LigerLoss()  # type: ignore[attr-defined]
     return measure(run)
 
@@ -114,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args(argv)
-    changed = dict(each.split("=", 1) for each in arguments.set)
-    common = {**COMMON, **{key: _value(text) for key, text in changed.items()}}
+    overrides = dict(text.split("=", 1) for text in arguments.set)
+    common = {**COMMON, **{key: _value(text) for key, text in overrides.items()}}
     runs = {name: {**common, "loss_chunk_tokens": n} for name, n in VARIANTS.items()}
     order = list(VARIANTS)
     if common["strategy"] != "tp" and _has_liger():
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = Kept()
     with open_group_for(runs) as group:
         for name in order:
-            # Liger's loss replaces one in chunks, which is not compiled. It cannot be captured.
+            # Liger's loss replaces a chunked loss, which is not compiled. Graphs cannot hold it.
             values = runs.get(name, {**runs["2048"], "cuda_graphs": False})
             use = measure_liger if name == "liger" else measure
             deadline_s = DEADLINE_S - (time.monotonic() - began)
@@ -151,9 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fullest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's results, with the slowest times and the largest memory of all ranks."""
+    """Return rank 0's results with the slowest times and the largest memory of all ranks."""
     return {
-        key: max(each[key] for each in ranks) if isinstance(value, float) else value
+        key: max(rank[key] for rank in ranks) if isinstance(value, float) else value
         for key, value in ranks[0].items()
     }
 

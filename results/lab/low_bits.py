@@ -1,12 +1,17 @@
-"""AdamW's moments and LoRA's frozen base in fewer bits: losses, memory, seconds, prediction.
+"""Measure AdamW's moments and LoRA's frozen base in fewer bits: losses, memory and seconds.
 
     python results/lab/low_bits.py PART --out FOLDER [--tiny]
     torchrun --nproc_per_node=2 results/lab/low_bits.py PART --out FOLDER
 
-PART optimizers: gpt2 over 300 steps of real text under each `optimizer`, and a second seed, whose
-distance from the first is the noise. PART base: LoRA of Qwen3-8B and -4B at 1 x 1024 with a base
-in 16 and in 4 bits, random weights. PART full: Llama-3.2-1B, all weights, each `optimizer`. --tiny
-is a smoke test for CPUs. FOLDER/low_bits_PART.json has everything; a table is printed.
+PART is one of:
+
+- optimizers: gpt2 over 300 steps of real text under each `optimizer`, and under two other seeds.
+  The differences between seeds show the noise.
+- base: LoRA of Qwen3-8B and Qwen3-4B at 1 x 1024, with random weights in 16 and in 4 bits.
+- full: all weights of Llama-3.2-1B under each `optimizer`.
+
+--tiny is a smoke test for CPUs. The program prints a table that includes the predictions, and
+writes all results to FOLDER/low_bits_PART.json.
 """
 
 import shlex
@@ -78,7 +83,8 @@ PARTS = {
 
 
 def measure(run: Run, num_steps: int) -> dict[str, Any]:
-    """Losses and seconds of all steps, the loss of EVALUATED samples after them, and the peak."""
+    """Return the losses and times of all steps, the final loss of EVALUATED samples, and the
+    peak."""
     losses = []
     seconds = []
     if torch.cuda.is_available():
@@ -96,27 +102,27 @@ def measure(run: Run, num_steps: int) -> dict[str, Any]:
         arrays = run.data.validation.batch(indices)
         total += run.engine.eval_step(*arrays)
         targets += int((arrays[1] >= 0).sum())
-    found = {
+    measured = {
         "losses": losses, "step_time_s": statistics.median(seconds[-TIMED_STEPS:]),
         "first_step_s": seconds[0], "evaluation": float(total) / targets,
         "tokens_per_step": batch.num_tokens, "prediction": run.plan.prediction,
         "dtypes": run.engine.describe_dtypes(),
     }  # fmt: skip
     if torch.cuda.is_available():
-        found |= {
+        measured |= {
             "loading_peak_bytes": loaded, "peak_bytes": torch.cuda.max_memory_allocated(),
             "graph": run.engine.step.graph is not None,  # type: ignore[attr-defined]
         }  # fmt: skip
-    return found
+    return measured
 
 
-def show(name: str, found: Mapping[str, Any]) -> str:
-    predicted = found["prediction"]
-    gib = found.get("peak_bytes", 0) / 2**30
+def show(name: str, result: Mapping[str, Any]) -> str:
+    predicted = result["prediction"]
+    gib = result.get("peak_bytes", 0) / 2**30
     return (
-        f"{name:24} {1000 * found['step_time_s']:9.1f} ms {gib:7.2f} GiB"
-        f"  last losses {statistics.mean(found['losses'][-20:]):.4f}"
-        f"  evaluation {found['evaluation']:.4f}"
+        f"{name:24} {1000 * result['step_time_s']:9.1f} ms {gib:7.2f} GiB"
+        f"  last losses {statistics.mean(result['losses'][-20:]):.4f}"
+        f"  evaluation {result['evaluation']:.4f}"
         f"  predicted {predicted.get('peak_bytes', 0) / 2**30:.2f} GiB,"
         f" {1000 * (predicted.get('step_time_s') or 0):.0f} ms"
     )
@@ -128,19 +134,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int)
-    asked = parser.parse_args()
-    make_runs, num_steps = PARTS[asked.part]
-    num_steps = asked.steps or num_steps
+    arguments = parser.parse_args()
+    make_runs, num_steps = PARTS[arguments.part]
+    num_steps = arguments.steps or num_steps
     record = {**provenance(shlex.join(sys.argv)), "runs": {}}
     with open_group() as group:
-        runs = make_runs(tiny=asked.tiny)
-        for name, found in each_run(group, runs, lambda run: measure(run, num_steps)):
+        runs = make_runs(tiny=arguments.tiny)
+        for name, ranks in each_run(group, runs, lambda run: measure(run, num_steps)):
             if group.process.rank > 0:
                 continue
-            record["runs"][name] = found
-            print(name, found if isinstance(found, str) else show("", found[0]), flush=True)
-            asked.out.mkdir(parents=True, exist_ok=True)
-            write_json(asked.out / f"low_bits_{asked.part}.json", record)
+            record["runs"][name] = ranks
+            print(name, ranks if isinstance(ranks, str) else show("", ranks[0]), flush=True)
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            write_json(arguments.out / f"low_bits_{arguments.part}.json", record)
     return 0
 
 

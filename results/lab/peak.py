@@ -1,11 +1,11 @@
-"""What is in GPU memory at the peak of a training step, by the line of code that allocated it.
+"""Show the content of GPU memory at the peak of a training step, by allocating line of code.
 
     torchrun --nproc_per_node=N results/lab/peak.py --out FOLDER CASE ...
 
-A CASE is "NAME key=value ...", with CONFIG's keys. `layers=N` takes the model with fewer blocks, so
-that a case takes seconds. Each case trains a few steps op by op. The last one is recorded by
-torch's allocator, and its events are replayed up to the moment of the largest sum. The table shows
-what exists then on rank 0 beside the state that the step found.
+A CASE is "NAME key=value ...", with CONFIG's keys. `layers=N` uses the model with fewer blocks, so
+that a case takes seconds. Each case trains a few steps operation by operation. torch's allocator
+records the last step, and the program replays its events up to the largest sum. The table shows the
+memory on rank 0 at that moment, without the state from before the step.
 """
 
 import collections
@@ -32,35 +32,36 @@ COMMON: dict[str, Any] = {
     "checkpoint_every": 0, "learning_rate": 1e-4, "cuda_graphs": False,
 }  # fmt: skip
 NUM_STEPS = 3
-SHOWN_BYTES = 8 * 2**20  # smaller sums are added up in one line
+SHOWN_BYTES = 8 * 2**20  # One line adds up all smaller sums.
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Return the peak of a step, its components by prediction, and what existed at the peak."""
+    """Return the peak of a step, its predicted components, and the content of memory at the
+    peak."""
     for step in range(NUM_STEPS - 1):
         run.engine.train_step(run.batch(step))
     synchronize()
     predicted: Any = run.plan.prediction
-    found: dict[str, Any] = {"predicted": predicted["memory_bytes"]}
-    found["predicted_bytes"] = predicted["peak_bytes"]
+    measured: dict[str, Any] = {"predicted": predicted["memory_bytes"]}
+    measured["predicted_bytes"] = predicted["peak_bytes"]
     if not torch.cuda.is_available():
-        return found
+        return measured
     torch.cuda.reset_peak_memory_stats()
-    found["before_bytes"] = torch.cuda.memory_allocated()
+    measured["before_bytes"] = torch.cuda.memory_allocated()
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
     run.engine.train_step(run.batch(NUM_STEPS - 1))
     synchronize()
     snapshot = torch.cuda.memory._snapshot()
     torch.cuda.memory._record_memory_history(enabled=None)
-    found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    measured["peak_bytes"] = torch.cuda.max_memory_allocated()
     (events,) = (trace for trace in snapshot["device_traces"] if trace)
-    found["at_peak"] = at_peak(events)
-    return found
+    measured["at_peak"] = at_peak(events)
+    return measured
 
 
 def at_peak(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
-    """Return (bytes, number, allocating line) of the memory that the step had allocated, or minus
-    what it had freed of earlier steps, at the moment of the largest sum."""
+    """Return (bytes, number, allocating line) of the step's memory at the moment of the largest
+    sum. A negative entry is the memory from before the step that the step had freed."""
     live: dict[int, dict[str, Any]] = {}
     total = most = 0
     moment = -1
@@ -84,15 +85,15 @@ def at_peak(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
         entry[1] += 1
     rows = sorted(((size, count, line) for line, (size, count) in sums.items()), reverse=True)
     shown = [row for row in rows if row[0] >= SHOWN_BYTES]
-    rest = rows[len(shown) :]
-    shown.append((sum(row[0] for row in rest), sum(row[1] for row in rest), "less than 8 MiB"))
-    shown.append((-freed_before, 0, "freed of what was there before the step"))
+    small = rows[len(shown) :]
+    shown.append((sum(row[0] for row in small), sum(row[1] for row in small), "less than 8 MiB"))
+    shown.append((-freed_before, 0, "freed memory from before the step"))
     shown.append((most, 0, "all"))
     return shown
 
 
 def where(frames: Sequence[dict[str, Any]]) -> str:
-    """Return the innermost line of this project or of compiled code, and what called it."""
+    """Return the innermost line of this project or of compiled code, and its caller."""
     names = []
     for frame in frames:
         file = frame["filename"]
@@ -150,16 +151,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def show(name: str, found: Any) -> str:
-    if isinstance(found, str) or "at_peak" not in found:
-        return f"{name}: {found}"
-    parts = ", ".join(f"{key} {size / GIB:.2f}" for key, size in found["predicted"].items())
+def show(name: str, result: Any) -> str:
+    if isinstance(result, str) or "at_peak" not in result:
+        return f"{name}: {result}"
+    parts = ", ".join(f"{key} {size / GIB:.2f}" for key, size in result["predicted"].items())
     lines = [
-        f"{name}: peak {found['peak_bytes'] / GIB:.2f} GiB, before the step"
-        f" {found['before_bytes'] / GIB:.2f}, predicted"
-        f" {found['predicted_bytes'] / GIB:.2f} ({parts})"
+        f"{name}: peak {result['peak_bytes'] / GIB:.2f} GiB, before the step"
+        f" {result['before_bytes'] / GIB:.2f}, predicted"
+        f" {result['predicted_bytes'] / GIB:.2f} ({parts})"
     ]
-    for size, count, line in found["at_peak"]:
+    for size, count, line in result["at_peak"]:
         lines.append(f"  {size / GIB:7.3f} {count:4} {line}")
     return "\n".join(lines)
 

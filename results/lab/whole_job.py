@@ -1,11 +1,11 @@
-"""A whole job on a model of 8B, step by step: seconds, RAM and GPU memory of each.
+"""Measure the seconds, RAM and GPU memory of each step of a whole job on a model of 8B.
 
     python results/lab/whole_job.py OUT.json [--model NAME] [--tiny]
 
-Makes a folder in Hugging Face's format with random weights in bf16 and chats of Python's own
-library, then: LoRA on all GPUs, Ctrl-C in the middle, resume on one GPU, generate, export, merge,
-and both exports opened by transformers and PEFT, whose logits must agree. RAM is the greatest
-resident size that any process of a step reached; it counts pages of mapped files.
+The program makes a folder in Hugging Face's format with random weights in bf16, and chats from
+Python's own library. Then it trains LoRA on all GPUs, presses Ctrl-C in the middle, resumes on one
+GPU, generates, exports and merges. It opens both exports in transformers and PEFT and compares
+their logits. RAM is the largest resident size of any process of a step, with pages of mapped files.
 """
 
 import json
@@ -64,7 +64,7 @@ print(json.dumps({
 
 
 def make_model(name: str, folder: Path) -> dict[str, Any]:
-    """Write a folder with random weights in bf16, in several files, and a tokenizer with chats."""
+    """Write a folder with random weights in bf16 in several files, and a tokenizer for chats."""
     spec = find_model(name)
     folder.mkdir(parents=True)
     with torch.device("meta"):
@@ -82,13 +82,13 @@ def make_model(name: str, folder: Path) -> dict[str, Any]:
         weight_map.update(dict.fromkeys(tensors, file))
         tensors.clear()
 
-    for ours, parameter in model.named_parameters():
+    for name_here, parameter in model.named_parameters():
         values = torch.ones(parameter.shape, device=device, dtype=torch.bfloat16)
         if parameter.dim() > 1:
             values.normal_(std=0.02)
-        for theirs, part in spec.code.to_hf(ours, values, spec.size).items():
-            tensors[theirs] = part.reshape(-1, *values.shape[1:]).cpu().contiguous()
-            total += tensors[theirs].nbytes
+        for hf_name, part in spec.code.to_hf(name_here, values, spec.size).items():
+            tensors[hf_name] = part.reshape(-1, *values.shape[1:]).cpu().contiguous()
+            total += tensors[hf_name].nbytes
         if sum(part.nbytes for part in tensors.values()) > SHARD_BYTES:
             write_shard()
     if tensors:
@@ -129,8 +129,8 @@ class Done(NamedTuple):
 
 
 def run(arguments: list[str], *, gpus: int, interrupt: Callable[[], bool] | None = None) -> Done:
-    """Run a command to its end, or send it Ctrl-C when `interrupt` says so."""
-    visible = ",".join(str(each) for each in range(gpus))
+    """Run a command to its end, or send it Ctrl-C once `interrupt` returns True."""
+    visible = ",".join(str(gpu) for gpu in range(gpus))
     process = subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": visible}, start_new_session=True,
@@ -165,8 +165,8 @@ def summarize(record: dict[str, Any]) -> dict[str, Any]:
 
 def newest_record(folder: Path) -> dict[str, Any]:
     files = [file for file in folder.glob("*/record.json") if not file.parent.is_symlink()]
-    found: dict[str, Any] = json.loads(max(files, key=os.path.getmtime).read_text())
-    return found
+    record: dict[str, Any] = json.loads(max(files, key=os.path.getmtime).read_text())
+    return record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,15 +180,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = 64 if arguments.tiny else 1024
     result: dict[str, Any] = {
         "what": f"the whole job: LoRA of {name}",
-        "gpus": [torch.cuda.get_device_name(each) for each in range(num_gpus)],
+        "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(num_gpus)],
         **provenance("python results/lab/whole_job.py OUT.json"),
         "steps": {},
     }
 
     def step(label: str, work: Callable[[], dict[str, Any]]) -> None:
         began = time.perf_counter()
-        found = work()
-        row = {"seconds": time.perf_counter() - began, RAM: None, **found}
+        measured = work()
+        row = {"seconds": time.perf_counter() - began, RAM: None, **measured}
         result["steps"][label] = row
         print(f"{label}: {json.dumps(row)[:600]}", flush=True)
         write_json(arguments.output, result)
@@ -210,16 +210,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return any(f'"step":{STOP_AFTER},' in file.read_text() for file in files)
 
         def train() -> dict[str, Any]:
-            many = max(num_gpus, 2)
-            strategy = ["--strategy", "fsdp", "--num_gpus", str(many)]
+            num_ranks = max(num_gpus, 2)
+            strategy = ["--strategy", "fsdp", "--num_gpus", str(num_ranks)]
             run([script, *common, *strategy], gpus=num_gpus, interrupt=stopped)
             return summarize(newest_record(runs))
 
         def resume() -> dict[str, Any]:
-            (first,) = (each for each in runs.iterdir() if each.is_dir() and not each.is_symlink())
+            (first,) = (path for path in runs.iterdir() if path.is_dir() and not path.is_symlink())
             accumulate = ["--grad_accum_steps", str(max(num_gpus, 2))]  # the same global batch
-            again = ["--resume", str(first), "--strategy", "dp", "--num_gpus", "1", *accumulate]
-            run([script, *common, *again], gpus=1)
+            continued = ["--resume", str(first), "--strategy", "dp", "--num_gpus", "1", *accumulate]
+            run([script, *common, *continued], gpus=1)
             sizes = [file.stat().st_size for file in first.glob("**/*") if file.is_file()]
             return {**summarize(newest_record(runs)), "GB of the run": sum(sizes) / 1e9}
 
@@ -227,8 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return str(max(runs.glob("*/record.json"), key=os.path.getmtime).parent)
 
         def generate() -> dict[str, Any]:
-            words = ["generate", finished(), "--prompt", "def add(a, b):", "--num_tokens", "32"]
-            done = run([script, *words], gpus=1)
+            options = ["generate", finished(), "--prompt", "def add(a, b):", "--num_tokens", "32"]
+            done = run([script, *options], gpus=1)
             return {"text": done.printed[-200:], RAM: done.ram_gib}
 
         def export(*merge: str) -> dict[str, Any]:
@@ -240,8 +240,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         def open_exports() -> dict[str, Any]:
             folders = [str(base), str(Path(folder, "adapter")), str(Path(folder, "merged"))]
             done = run(["-c", OPEN_EXPORTS, *folders], gpus=1)
-            found: dict[str, Any] = json.loads(done.printed.splitlines()[-1])
-            return {**found, RAM: done.ram_gib}
+            logits: dict[str, Any] = json.loads(done.printed.splitlines()[-1])
+            return {**logits, RAM: done.ram_gib}
 
         step("make the model", lambda: make_model(name, base))
         step("make the chats", lambda: make_chats(chats))

@@ -1,11 +1,11 @@
-"""Models of 1 to 8B: this suite as a user runs it, and transformers' Trainer on the same machine.
+"""Compare this suite, as a user runs it, with transformers' Trainer on models of 1 to 8B.
 
     python -m results.lab.baselines.large OUT.json [--rows NAME ...] [--tiny]
 
-Each measurement has processes of its own. Ours is `real_model_example.py` with the row's CONFIG;
-its record holds the prediction, made before the first step. Trainer's model has random weights of
-the same configuration, made on the GPU: bf16, Liger's kernels, fused AdamW; adapters are PEFT's.
-Rows without "trainer" run only ours. --tiny rehearses everything on CPUs.
+Each measurement has its own processes. Ours runs `real_model_example.py` with the row's CONFIG. Its
+record holds the prediction from before the first step. The Trainer's model has the same
+configuration with random weights made on the GPU. It trains in bf16 with Liger's kernels, fused
+AdamW and PEFT's adapters. Rows without "trainer" run only ours. --tiny is a smoke test for CPUs.
 """
 
 import json
@@ -99,7 +99,7 @@ LIMIT_S = 300
 
 
 def train_ours(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run the script and return its record."""
+    """Run the script of a row and return its record."""
     settings = {key: value for key, value in row.items() if key not in ("gpus", "trainer")}
     config = {**COMMON, **settings, "max_steps": MAX_STEPS, "output_dir": str(folder)}
     arguments = []
@@ -115,7 +115,7 @@ def train_ours(row: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def train_theirs(row: dict[str, Any]) -> dict[str, float]:
-    """Train with transformers' Trainer in this process: seconds per step and GPU memory."""
+    """Train with transformers' Trainer in this process. Return seconds per step and GPU memory."""
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -163,22 +163,22 @@ def train_theirs(row: dict[str, Any]) -> dict[str, float]:
             gradient_checkpointing=options.get("checkpointing", False), use_cpu=not on_gpu,
             fsdp=options.get("fsdp"),
         )  # fmt: skip
-        rows = [{"input_ids": each, "labels": each} for each in ids]
+        rows = [{"input_ids": tokens, "labels": tokens} for tokens in ids]
         Trainer(model, arguments, train_dataset=rows, callbacks=[Ticks()]).train()
     timed = torch.tensor(times).diff()[-TRAINER_STEPS:]
     step_time_s = float(timed.median())
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    found = {
+    measured = {
         "step_time_s": step_time_s,
         "tokens_per_s": batch * row["max_length"] * world_size / step_time_s,
     }
     if on_gpu:
-        found["peak_allocated_bytes"] = float(torch.cuda.max_memory_allocated())
-    return found
+        measured["peak_allocated_bytes"] = float(torch.cuda.max_memory_allocated())
+    return measured
 
 
 def run(command: list[str], gpus: int) -> str:
-    """Run to the end and return what it printed; on as many GPUs as the row asks for."""
+    """Run a command on the given number of GPUs and return its output."""
     known = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(known[:gpus])}
     done = subprocess.run(
@@ -190,18 +190,18 @@ def run(command: list[str], gpus: int) -> str:
 
 
 def measure_theirs(row: dict[str, Any]) -> dict[str, float]:
-    """In processes of its own."""
+    """Measure the Trainer on a row, in its own processes."""
     gpus = row.get("gpus", 1)
     start = [sys.executable]
     if gpus > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
     module = ["-m", "results.lab.baselines.large", "--one", json.dumps(row)]
-    found: dict[str, float] = json.loads(run([*start, *module], gpus).splitlines()[-1])
-    return found
+    measured: dict[str, float] = json.loads(run([*start, *module], gpus).splitlines()[-1])
+    return measured
 
 
 def summarize(record: dict[str, Any], theirs: dict[str, float] | None) -> dict[str, Any]:
-    """One row of the published table: GiB, seconds, tokens per second."""
+    """Return one row of the published table: GiB, seconds, tokens per second."""
     performance, memory, predicted = (
         record[key] for key in ("performance", "memory", "prediction")
     )
@@ -224,16 +224,16 @@ def summarize(record: dict[str, Any], theirs: dict[str, float] | None) -> dict[s
     return row
 
 
-def show(name: str, found: dict[str, Any]) -> str:
-    """The figures of a row on a line, and the end of its error if it failed."""
-    figures = (f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, float))
-    error = f" ERROR {found['error'][-700:]}" if "error" in found else ""
+def show(name: str, result: dict[str, Any]) -> str:
+    """Return the figures of a row on one line, and the end of its error if it failed."""
+    figures = (f"{key} {value:.4g}" for key, value in result.items() if isinstance(value, float))
+    error = f" ERROR {result['error'][-700:]}" if "error" in result else ""
     return f"{name}: {', '.join(figures)}{error}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = checkout.Parser(
-        description="Measure models of 1 to 8B, and transformers' Trainer beside them."
+        description="Compare this suite with transformers' Trainer on models of 1 to 8B."
     )
     parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS))
@@ -251,17 +251,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for name in arguments.rows or ROWS:
         row = {**ROWS[name], **(TINY if arguments.tiny else {})}
-        found: dict[str, Any] = {}
+        measured: dict[str, Any] = {}
         try:
             with tempfile.TemporaryDirectory() as folder:
                 record = train_ours(row, Path(folder))
-            found = {**summarize(record, None), "record": record}
+            measured = {**summarize(record, None), "record": record}
             if "trainer" in row:
-                found |= summarize(record, measure_theirs(row))
+                measured |= summarize(record, measure_theirs(row))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            found["error"] = str(error)
-        result["rows"][name] = found
-        print(show(name, found), flush=True)
+            measured["error"] = str(error)
+        result["rows"][name] = measured
+        print(show(name, measured), flush=True)
         write_json(arguments.output, result)
     return 0
 

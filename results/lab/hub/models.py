@@ -1,9 +1,9 @@
-"""Models through transformers' code: speed beside native code and the Trainer with Liger, and
-predictions of memory and time for models that no constant was fitted to.
+"""Measure models through transformers' code. Compare their speed with native code and with the
+Trainer with Liger, and compare predictions for models to which no constant was fitted.
 
     python -m results.lab.hub.models OUT.json [--tiny] [--only NAME ...]
 
-Everything trains in bf16 from random weights on one GPU. The Trainer has a process of its own.
+All models train in bf16 from random weights on one GPU. The Trainer has its own process.
 """
 
 import json
@@ -28,7 +28,7 @@ from results.lab.baselines import large
 from results.lab.steps import time_step
 
 TIMED_STEPS = 10
-DEADLINE_S = 150  # no further case starts
+DEADLINE_S = 150  # No case starts later.
 _GEMMA2: dict[str, Any] = {
     "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
     "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
@@ -46,7 +46,8 @@ _NEOX: dict[str, Any] = {
     "model_type": "gpt_neox", "vocab_size": 50304, "hidden_size": 1024, "intermediate_size": 4096,
     "num_hidden_layers": 24, "num_attention_heads": 16, "max_position_embeddings": 2048,
 }  # fmt: skip
-# Name -> (config.json or a model of ours, whether through transformers, batch_size, max_length)
+# Name -> (config.json or the name of a native model, whether through transformers, batch_size,
+# max_length)
 CASES: dict[str, tuple[Any, bool, int, int]] = {
     "Qwen3-0.6B native": ("Qwen3-0.6B", False, 8, 1024),
     "Qwen3-0.6B hub": ("Qwen3-0.6B", True, 8, 1024),
@@ -64,7 +65,7 @@ _SMALL = {
 
 
 def write_config(model: Any, folder: Path, *, tiny: bool) -> Path:
-    """Write a config.json, of a model of ours or as given, and return its folder."""
+    """Write the config.json of a native model, or the given one, and return its folder."""
     folder.mkdir(parents=True)
     if isinstance(model, str):
         spec = find_model(model)
@@ -89,7 +90,7 @@ def config_of(name: str, root: Path, *, tiny: bool) -> dict[str, Any]:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Train a few steps; return time, memory and what was predicted."""
+    """Train a few steps. Return the time, the memory and the predictions."""
     on_gpu = torch.cuda.is_available()
     before = torch.cuda.memory_allocated() if on_gpu else 0
     seconds: list[float] = []
@@ -106,7 +107,7 @@ def measure(run: Run) -> dict[str, Any]:
     plan = run.plan
     predicted: Any = plan.prediction or {}
     tokens = plan.batch.global_batch_size * plan.config.max_length
-    found = {
+    measured = {
         "ms": 1000 * statistics.median(seconds[-TIMED_STEPS:]),
         "ms op by op": 1000 * statistics.median(seconds[3:NUM_EAGER_STEPS]),
         "all_s": time.perf_counter() - began_all,
@@ -123,7 +124,7 @@ def measure(run: Run) -> dict[str, Any]:
         "bound_by": predicted.get("bound_by"),
         "notes": list(plan.notes),
     }
-    return {**found, "tokens_per_s": tokens / found["ms"] * 1000}
+    return {**measured, "tokens_per_s": tokens / measured["ms"] * 1000}
 
 
 def train_with_trainer(*, tiny: bool) -> dict[str, Any]:
@@ -155,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = [name for name in CASES if name in arguments.only]
         configs = {name: config_of(name, Path(root), tiny=tiny) for name in names}
         with open_group() as group:
-            for name, found in each_run(group, configs, measure, deadline_s=DEADLINE_S):
-                cases[name] = found if isinstance(found, str) else found[0]
+            for name, ranks in each_run(group, configs, measure, deadline_s=DEADLINE_S):
+                cases[name] = ranks if isinstance(ranks, str) else ranks[0]
                 print(name, json.dumps(cases[name]), flush=True)
                 write_json(arguments.output, result)
     if TRAINER in arguments.only:
@@ -167,15 +168,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_json(arguments.output, result)
     columns = ("ms", "predicted_ms", "peak_gib", "predicted_gib", "tokens_per_s")
     rows = [
-        [name, *(found.get(column) for column in columns)]
-        if isinstance(found, dict)
-        else [name, found[:200]]
-        for name, found in cases.items()
+        [name, *(case.get(column) for column in columns)]
+        if isinstance(case, dict)
+        else [name, case[:200]]
+        for name, case in cases.items()
     ]
     print(tabulate(rows, ["case", *columns], floatfmt=".1f"))
-    speed = {
-        name: found["tokens_per_s"] for name, found in cases.items() if isinstance(found, dict)
-    }
+    speed = {name: case["tokens_per_s"] for name, case in cases.items() if isinstance(case, dict)}
     for name, goal in (("Qwen3-0.6B native", 0.85), (TRAINER, 1.15)):
         if {name, "Qwen3-0.6B hub"} <= speed.keys():
             ratio = speed["Qwen3-0.6B hub"] / speed[name]
