@@ -21,6 +21,8 @@ from distributed_training.settings.strategies import load_strategy, strategy_opt
 from results.lab import exchanges, slow_links
 from results.lab.exchanges import PLAN
 from results.lab.traffic import Traffic
+from tests.parity.support import run_cases
+from tests.parity.test_fewer_bytes import CASES
 from tests.support import CPU_MACHINE, cpu_topology
 
 RECORD = json.loads((ROOT / "results/records/cpu-traffic/traffic.json").read_text())
@@ -49,6 +51,20 @@ def test_published_counts_are_what_the_formulas_say(name, tmp_path, monkeypatch)
         total = tensor_bytes(place_of(config, case["processes"], rank["rank"]))
         expected = {" ".join(key): bytes_ for key, bytes_ in total.items() if bytes_}
         assert {key: row["tensor_bytes"] for key, row in rank["counted"].items()} == expected
+
+
+def test_counted_bytes_are_the_formulas():
+    """The bytes of local SGD fall by its number of local steps."""
+    found = run_cases(CASES, 4, what="count_bytes", module="tests.lab.cases")
+    for name, ranks in found.items():
+        for rank in ranks:
+            counted = {key: row["sent_bytes"] for key, row in rank["counted"].items()}
+            assert counted == rank["formula_sent_bytes"], name
+    sent = {name: sum(ranks[0]["formula_sent_bytes"].values()) for name, ranks in found.items()}
+    assert sent["one local step"] == sent["all of top-k"] == sent["dp"]
+    assert sent["diloco"] == sent["four local steps"] == sent["dp"] / 4
+    assert sent["bf16"] == sent["dp"] / 2
+    assert sent["powersgd"] < sent["topk-int8"] < 0.4 * sent["dp"]
 
 
 @pytest.fixture(scope="module")

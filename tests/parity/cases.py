@@ -35,7 +35,6 @@ from distributed_training.tools.harness import Run, every_run, open_group
 from distributed_training.tools.parity.apart import rows_of
 from distributed_training.train.build import build_engine
 from distributed_training.train.loop import learning_rate
-from results.lab import traffic
 from tests.support import save_now, started
 
 # Vocabulary, blocks and width of models that are deep enough to be cut into stages of unequal
@@ -64,7 +63,7 @@ llama.SIZES["eight-wide-llama-layers-2050"] = llama.llama_size(
 PROMPT = torch.tensor([[5, 700, 2047, 9, 9]])  # a length that no number of processes here divides
 
 
-def _all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
+def all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
     """Return the result of `use` for each case on this rank."""
     # Kernels that give the same sums each time.
     torch.use_deterministic_algorithms("CUBLAS_WORKSPACE_CONFIG" in os.environ, warn_only=True)
@@ -78,7 +77,7 @@ def _all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
     """Losses (means over the global batch's real tokens), gradient norms and the full fp32 weights
     after `steps` steps; halfway, the loss of one global batch and the logits of PROMPT."""
-    return _all_cases(arguments, lambda run: _train(run, arguments["steps"]))
+    return all_cases(arguments, lambda run: _train(run, arguments["steps"]))
 
 
 def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def train_apart(arguments: dict[str, Any]) -> dict[str, Any]:
     """As `train`, each record of the packed blocks being a padded sample of its own."""
-    return _all_cases(arguments, lambda run: _train(run, arguments["steps"], take=_take_apart))
+    return all_cases(arguments, lambda run: _train(run, arguments["steps"], take=_take_apart))
 
 
 def _take_apart(run: Run, batch: StepBatch) -> StepBatch:
@@ -165,13 +164,13 @@ def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
             graph.step = asking
         return {**_train(run, arguments["steps"]), "replayed": graph.graph is not None}
 
-    return _all_cases(arguments, use)
+    return all_cases(arguments, use)
 
 
 def resume(arguments: dict[str, Any]) -> dict[str, Any]:
     """Two full states: after steps in a row, and after loading what was saved halfway into a new
     engine that takes the second half of them."""
-    return _all_cases(arguments, lambda run: _resume(run, arguments["steps"]))
+    return all_cases(arguments, lambda run: _resume(run, arguments["steps"]))
 
 
 def _resume(run: Run, num_steps: int) -> dict[str, Any]:
@@ -220,7 +219,7 @@ def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
         save_now(run.engine, plan, topology, step=step, data_fingerprint=fingerprint)
         return str(run.plan.run_dir)
 
-    return _all_cases(arguments, use)
+    return all_cases(arguments, use)
 
 
 def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -232,12 +231,7 @@ def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
         step = load_checkpoint(run.plan.checkpoint, *whose)
         return _train(run, arguments["steps"], range(step, arguments["steps"]))
 
-    return _all_cases(arguments, use)
-
-
-def count_bytes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the bytes that every rank sent per step on average, and those of the formulas."""
-    return _all_cases(arguments, lambda run: gather(traffic.count_step(run)))
+    return all_cases(arguments, use)
 
 
 DRAWING = {"dropout": "residual", "scaled_dot_product_attention": "attention"}
@@ -271,7 +265,7 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
         _train(run, 1)
         return gather(seen)
 
-    return _all_cases(arguments, step)
+    return all_cases(arguments, step)
 
 
 def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -285,7 +279,7 @@ def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
         names = [event.name for event in events]
         return {**found, "names": [name for name in names if name.startswith("FSDP::")]}
 
-    return _all_cases(arguments, use)
+    return all_cases(arguments, use)
 
 
 def exchange(arguments: dict[str, Any]) -> torch.Tensor:

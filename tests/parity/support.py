@@ -48,12 +48,13 @@ def run_cases(
     num_processes: int,
     *,
     what: str = "train",
+    module: str = "tests.parity.cases",
     steps: int = NUM_STEPS,
     failing: bool = False,
     pool: Pool | None = None,
     **environment: str,
 ) -> dict[str, Any]:
-    """Return the result of a function of tests.parity.cases for each case, which may set
+    """Return the result of the function `what` of a module for each case, which may set
     `global_batch` instead of batch_size. It runs on `pool` or on the pool that all tests share."""
     cases = {name: dict(values) for name, values in cases.items()}
     for values in cases.values():
@@ -61,7 +62,7 @@ def run_cases(
             values["batch_size"], rest = divmod(values.pop("global_batch"), num_processes)
             assert rest == 0, "the global batch is the same on any number of processes"
     return (pool or _pool(**environment)).call(
-        f"tests.parity.cases:{what}",
+        f"{module}:{what}",
         {"cases": cases, "steps": steps, "failing": failing},
         num_processes=num_processes,
     )

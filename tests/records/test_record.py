@@ -24,7 +24,6 @@ from distributed_training.records.record import (
     truncate_metrics,
 )
 from distributed_training.settings.files import ROOT
-from results.lab.pages.columns import COLUMNS, table
 from tests.support import record_values, refused, started
 
 
@@ -161,7 +160,7 @@ def test_a_cause_stays_where_a_full_disk_had_no_room_to_note_it(tmp_path):
     assert load_record(tmp_path).error == "rank 1: no room"
 
 
-def test_every_published_record_loads_and_fills_a_table():
+def test_every_published_record_loads():
     """Published records load with the current schema."""
     documents = [json.loads(path.read_text()) for path in ROOT.glob("results/records/**/*.json")]
     published = [values for values in documents if "schema_version" in values]
@@ -176,7 +175,6 @@ def test_every_published_record_loads_and_fills_a_table():
         tokens = samples * values["config"]["max_length"] * record.data["real_token_share"]
         seconds = record.performance["step_time_s"]["p50"]
         assert record.performance["tokens_per_s"] * seconds == pytest.approx(tokens)
-    assert len(table(records, list(COLUMNS)).splitlines()) == len(records) + 2
 
 
 def test_version_1_is_read_by_its_names_and_nothing_is_lost():

@@ -1,5 +1,9 @@
 """Test the parts of tables that no generated document covers."""
 
+import json
+
+from distributed_training.records.record import load_record
+from distributed_training.settings.files import ROOT
 from results.lab.pages.columns import COLUMNS, table
 from tests.support import made_record
 
@@ -51,3 +55,14 @@ def test_what_earlier_runs_left_is_not_a_ranks_memory_nor_logging_disk_traffic()
     assert row["disk a step"] == "0.0 GB read, 0.1 GB written"
     disk["write_bytes"] -= 64
     assert one_row(disk=disk)["disk a step"] == "none"
+
+
+def test_every_published_record_fills_a_row():
+    files = [path for path in ROOT.glob("results/records/**/*.json") if is_run(path)]
+    assert len(files) > 80
+    records = [load_record(path) for path in files]
+    assert len(table(records, list(COLUMNS)).splitlines()) == len(records) + 2
+
+
+def is_run(path):
+    return "schema_version" in json.loads(path.read_text())
