@@ -163,8 +163,12 @@ class Held(Place):
     """Memory of the process at one pipeline rank."""
 
     def peak(self) -> dict[str, int]:
-        """Return the larger of two peaks: in forward and backward, and in the optimizer step."""
-        fullest = max(self._while_computing(), self._at_the_update(), key=_total)
+        """Return the largest of three peaks: in forward and backward, in the backward pass of the
+        first block, and in the optimizer step."""
+        moments = [self._while_computing(), self._at_the_update()]
+        if self.pp == 1:
+            moments.append(self._at_the_first_block())
+        fullest = max(moments, key=_total)
         return {name: round(size) for name, size in fullest.items()}
 
     def _while_computing(self) -> dict[str, float]:
@@ -179,19 +183,28 @@ class Held(Place):
             # the backward pass of the loss has freed the logits.
             bucket = min(zero.reduce_bucket_size, self.learning)
             parts["buffers"] += max(0, 2 * self.width * bucket - logits)
-        # Around the blocks: on the last stage input and output of the last norm, the gradient of
-        # one, and of the output layer's weight; on the first the embedding's gradient.
-        embedding = 0 if self.frozen else self.embedding
-        if self.last:
-            blocks += self.hidden * (self.between + 2)
-            if not self.config.loss_chunk_tokens:  # else `_logits` counts it
-                blocks += self.width * embedding
         if self.pp > 1:
             # torch has a buffer for each message of a step that this process receives.
             blocks += self.edges * self.micro_batches * self.hidden * self.between
-            if self.first:
-                blocks += 4 * embedding
+            if self.first and not self.frozen:
+                blocks += 4 * self.embedding
         return parts | {"activations": blocks, "logits": logits}
+
+    def _at_the_first_block(self) -> dict[str, float]:
+        """Return the state, the gradients of all other blocks, and what the backward pass of the
+        first block needs. It is the last of the step."""
+        parts = self._state()
+        block = self.learning / max(1, self.num_blocks)
+        if not self.frozen:
+            block = self.in_blocks / max(1, self.num_blocks)
+            block += 0 if self.size.tied else self.embedding
+        if not self.has_buckets and self.micro_batches == 1:
+            parts["gradients"] *= 1 - block / self.learning
+        if not (self.frozen or self.plan.uses_fsdp or self.strategy.traits.rounds_weights):
+            parts["copies"] /= max(1, self.num_blocks)  # those of other blocks are gone
+        kept = self.block_bytes(self.config.activation_checkpointing)
+        parts["activations"] = kept + self._block_backward()
+        return parts
 
     def _at_the_update(self) -> dict[str, float]:
         """Return the state, all gradients and the buffers of the update."""
@@ -199,8 +212,15 @@ class Held(Place):
         if not self.strategy.traits.rounds_weights:
             if self.size.tied and not self.frozen:  # a second gradient is added to the first
                 parts["buffers"] += 4 * self.embedding
-            if self.pp == 1 and self.plan.only_copies:
+            if self.pp == 1 and (self.plan.only_copies or not self.frozen):
                 parts["copies"] = 0  # what autograd kept is gone
+            if self.pp == 1 and not self.frozen and self.plan.uses_fsdp:
+                # The root's gradients, whole in fp32 on their way to a reduce-scatter, and the
+                # output rows' in the compute dtype. The parameters are no longer gathered.
+                parts["buffers"] = 4 * self.around + self.width * self.embedding
+            elif self.pp == 1 and self.tp > 1 and not self.frozen and not self.size.tied:
+                # The embedding's gradient, summed over tp and copied to the parameter's layout
+                parts["buffers"] += 2 * 4 * self.embedding
         elif not self.strategy.steps_on_host:
             # DeepSpeed makes fp32 gradients of its part for Adam, and has a flat copy of the
             # rounded.
@@ -240,9 +260,6 @@ class Held(Place):
             elif config.activation_checkpointing != "none":
                 rounded = self.around
             parts["copies"] = 2 * rounded
-        if config.base_dtype == "nf4":  # a matrix in use
-            largest = max(rows * columns for rows, columns in self.size.block_matrices)
-            parts["buffers"] += self.width * largest
         if self.has_buckets and self.micro_batches > 1:
             parts["buffers"] += parts["gradients"]  # summed beside the buckets until the last one
         return parts
@@ -298,6 +315,27 @@ class Held(Place):
             beside = max(beside, 4 * output_rows)
         return kept, kept + beside, 0
 
+    def _block_backward(self) -> float:
+        """Return the bytes that the backward pass of a block needs beside what blocks keep.
+
+        The peak is in the MLP: the gradient of its first matrix's output has been made, and that of
+        the second matrix's input has taken the place of the input. With checkpointing, the block
+        has been recomputed. Adapters: the gradients of the second matrix's input by the base and by
+        the adapter, and recomputed outputs of both, exist side by side."""
+        mode = self.config.activation_checkpointing
+        if self.size.traced is not None:
+            inner = self.size.values_out
+            outer = inner
+        else:
+            outer, inner = self.size.block_matrices[2][0], self.size.block_matrices[3][1]
+        values = outer
+        if self.frozen:
+            values += inner + (outer if mode != "none" else 0)
+        backward = self.tokens * self.width * values / self.tp
+        if mode == "none":
+            return backward + self.hidden * self.between  # the gradient that arrives
+        return backward + self.block_bytes("none")  # its input makes room for that gradient
+
     def _activations(self) -> tuple[float, float]:
         """Return the bytes (of blocks, of logits) at the peak of the process's order."""
         blocks = self.plan.layout.blocks_per_stage
@@ -314,10 +352,24 @@ class Held(Place):
             waiting = 0
         else:
             pending = self.tokens * self.width * sum(rows for rows, _ in self.size.block_matrices)
-        # Inside a block the gradients of what attention and MLP give to their last matrices.
-        backward = self.tokens * self.width * self.size.values_out / self.tp
-        if mode != "none":
-            backward += self.block_bytes("none")
+        backward = self._block_backward()
+        # Around the blocks of the last stage: input and output of the last norm, the gradient of
+        # one, and of the output layer's weight.
+        beside_loss = 0.0
+        if self.last:
+            beside_loss = self.hidden * (self.between + 2)
+            if not (self.frozen or self.config.loss_chunk_tokens):  # else `_logits` counts it
+                beside_loss += self.width * self.embedding
+        # After the loss, the gradient of the output rows is kept with the parameter's dtype, where
+        # gradients are not counted otherwise.
+        after_loss = 0.0
+        if not (self.frozen or self.has_buckets or self.micro_batches > 1):
+            sharded = self.strategy.traits.rounds_weights or self.plan.uses_fsdp
+            after_loss = (self.width if sharded else 4) * self.embedding
+        dequantized = 0.0
+        if self.config.base_dtype == "nf4":  # a matrix in use
+            largest = max(rows * columns for rows, columns in self.size.block_matrices)
+            dequantized = self.width * largest
         of_logits = {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}
         held = held_logits = 0.0
         most = (0.0, 0.0)
@@ -333,11 +385,17 @@ class Held(Place):
             held += blocks[stage] * of_block[action]
             if last:
                 held_logits += of_logits[action]
+            moments = [during]
             if action == "F":
                 during = (held, held_logits)
+                moments = [(held + dequantized, held_logits)]
             if last and action != "W":
-                during = (during[0], during[1] + worst - kept)
-            elif action in "BI":
-                during = (during[0] + backward, during[1])
-            most = max(most, during, key=sum)
-        return most
+                moments.append((during[0], during[1] + worst - kept))
+            if action in "BI":
+                freed = kept - after_loss if last else 0
+                beside_block = 0 if self.pp == 1 else beside_loss
+                moments.append(
+                    (during[0] + backward + beside_block - beside_loss, during[1] - freed)
+                )
+            most = max(most, *moments, key=sum)
+        return most[0] + beside_loss, most[1]

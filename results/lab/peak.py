@@ -3,9 +3,10 @@
     torchrun --nproc_per_node=N results/lab/peak.py --out FOLDER CASE ...
 
 A CASE is "NAME key=value ...", with CONFIG's keys. `layers=N` uses the model with fewer blocks, so
-that a case takes seconds. Each case trains a few steps operation by operation. torch's allocator
-records the last step, and the program replays its events up to the largest sum. The table shows the
-memory on rank 0 at that moment, without the state from before the step.
+that a case takes seconds. Each case trains a few steps operation by operation, or with
+`cuda_graphs=true` up to the step that is captured. torch's allocator records the last step, and the
+program replays its events up to the largest sum. The table shows the memory on rank 0 at that
+moment, without the state from before the step.
 """
 
 import collections
@@ -20,6 +21,7 @@ from typing import Any
 import checkout
 import torch
 
+from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
 from distributed_training.settings.machine import GIB
@@ -38,7 +40,8 @@ SHOWN_BYTES = 8 * 2**20  # One line adds up all smaller sums.
 def measure(run: Run) -> dict[str, Any]:
     """Return the peak of a step, its predicted components, and the content of memory at the
     peak."""
-    for step in range(NUM_STEPS - 1):
+    num_steps = NUM_EAGER_STEPS if run.plan.config.cuda_graphs else NUM_STEPS - 1
+    for step in range(num_steps):
         run.engine.train_step(run.batch(step))
     synchronize()
     predicted: Any = run.plan.prediction
@@ -46,10 +49,11 @@ def measure(run: Run) -> dict[str, Any]:
     measured["predicted_bytes"] = predicted["peak_bytes"]
     if not torch.cuda.is_available():
         return measured
+    measured["peak_before_bytes"] = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     measured["before_bytes"] = torch.cuda.memory_allocated()
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
-    run.engine.train_step(run.batch(NUM_STEPS - 1))
+    run.engine.train_step(run.batch(num_steps))
     synchronize()
     snapshot = torch.cuda.memory._snapshot()
     torch.cuda.memory._record_memory_history(enabled=None)

@@ -137,10 +137,8 @@ def llama_size(config: Config) -> ModelSize:
     whole_bias = d if config.biases[1] else 0
     split = sum(rows * columns for rows, columns in matrices) + split_bias
     norms = [d, d]
-    kept = 0
     if config.norms_heads:
         norms += [config.head_dim, config.head_dim]
-        kept = (heads + qkv) // 2  # q and k before their norms
     return ModelSize(
         vocab_size=config.vocab_size,
         num_positions=config.num_positions,
@@ -154,7 +152,8 @@ def llama_size(config: Config) -> ModelSize:
         block_parameters_split=split,
         block_norm_parameters=sum(norms),
         block_tensors=len(matrices) + len(norms) + config.biases.count(True),
-        kept_values=kept,
+        kept_values=(heads + qkv)
+        // 2,  # q and k after rotation; v is a view of the matrix's output
         final_norm_parameters=d,
         tied=config.tie_word_embeddings,
         config=config,

@@ -60,6 +60,14 @@ ROWS: dict[str, dict[str, Any]] = {
         "model": "Qwen/Qwen3-4B", **LORA, "batch_size": 4, "max_length": 1024,
         "activation_checkpointing": "selective",
     },
+    "Qwen3-4B LoRA 2 x 4096, full": {
+        "model": "Qwen/Qwen3-4B", **LORA, "batch_size": 2, "max_length": 4096,
+        "activation_checkpointing": "full",
+    },
+    "Mistral-7B LoRA 2 x 2048, selective": {
+        "model": "mistralai/Mistral-7B-v0.3", **LORA, "batch_size": 2, "max_length": 2048,
+        "activation_checkpointing": "selective",
+    },
     "Llama-3.2-1B 4 x 2048": {**ONE, "batch_size": 4, "max_length": 2048, "trainer": {}},
     "Llama-3.1-8B fsdp 2 x 2048, selective": {
         **EIGHT, "strategy": "fsdp", "batch_size": 2, "max_length": 2048,
@@ -76,6 +84,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "Llama-3.2-1B fsdp 4 x 2048": {
         **ONE, "gpus": 2, "strategy": "fsdp", "batch_size": 4, "max_length": 2048,
         "trainer": {"fsdp": True},
+    },
+    "Qwen3-4B fsdp 2 x 2048, full": {
+        "model": "Qwen/Qwen3-4B", "optimizer": "adamw-bf16", "gpus": 2, "strategy": "fsdp",
+        "batch_size": 2, "max_length": 2048, "activation_checkpointing": "full",
+    },
+    "Llama-3.2-1B tp 4 x 2048, selective": {
+        **ONE, "gpus": 2, "strategy": "tp", "batch_size": 4, "max_length": 2048,
+        "activation_checkpointing": "selective",
     },
     "Llama-3.2-1B tp 1 x 16384, full": {
         **ONE, "gpus": 2, "strategy": "tp", "batch_size": 1, "grad_accum_steps": 1,
