@@ -332,6 +332,9 @@ class Held(Place):
         if self.frozen:
             values += inner + (outer if mode != "none" else 0)
         backward = self.tokens * self.width * values / self.tp
+        if self.config.base_dtype == "nf4":  # or a matrix in use, when outputs are gone
+            largest = max(rows * columns for rows, columns in self.size.block_matrices)
+            backward = max(backward, self.width * largest)
         if mode == "none":
             return backward + self.hidden * self.between  # the gradient that arrives
         return backward + self.block_bytes("none")  # its input makes room for that gradient
@@ -360,16 +363,12 @@ class Held(Place):
             beside_loss = self.hidden * (self.between + 2)
             if not (self.frozen or self.config.loss_chunk_tokens):  # else `_logits` counts it
                 beside_loss += self.width * self.embedding
-        # After the loss, the gradient of the output rows is kept with the parameter's dtype, where
+        # After the loss, the gradient of the output rows is kept in the parameter's dtype, where
         # gradients are not counted otherwise.
         after_loss = 0.0
         if not (self.frozen or self.has_buckets or self.micro_batches > 1):
             sharded = self.strategy.traits.rounds_weights or self.plan.uses_fsdp
             after_loss = (self.width if sharded else 4) * self.embedding
-        dequantized = 0.0
-        if self.config.base_dtype == "nf4":  # a matrix in use
-            largest = max(rows * columns for rows, columns in self.size.block_matrices)
-            dequantized = self.width * largest
         of_logits = {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}
         held = held_logits = 0.0
         most = (0.0, 0.0)
@@ -385,17 +384,14 @@ class Held(Place):
             held += blocks[stage] * of_block[action]
             if last:
                 held_logits += of_logits[action]
-            moments = [during]
             if action == "F":
                 during = (held, held_logits)
-                moments = [(held + dequantized, held_logits)]
+            moments = [during]
             if last and action != "W":
                 moments.append((during[0], during[1] + worst - kept))
             if action in "BI":
-                freed = kept - after_loss if last else 0
-                beside_block = 0 if self.pp == 1 else beside_loss
-                moments.append(
-                    (during[0] + backward + beside_block - beside_loss, during[1] - freed)
-                )
+                logits = during[1] - kept + after_loss if last else during[1]
+                freed = beside_loss if self.pp == 1 else 0
+                moments.append((during[0] + backward - freed, logits))
             most = max(most, *moments, key=sum)
         return most[0] + beside_loss, most[1]

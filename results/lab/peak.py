@@ -58,8 +58,7 @@ def measure(run: Run) -> dict[str, Any]:
     snapshot = torch.cuda.memory._snapshot()
     torch.cuda.memory._record_memory_history(enabled=None)
     measured["peak_bytes"] = torch.cuda.max_memory_allocated()
-    (events,) = (trace for trace in snapshot["device_traces"] if trace)
-    measured["at_peak"] = at_peak(events)
+    measured["at_peak"] = at_peak(snapshot["device_traces"][torch.cuda.current_device()])
     return measured
 
 

@@ -89,15 +89,15 @@ ROWS: dict[str, dict[str, Any]] = {
         "model": "Qwen/Qwen3-4B", "optimizer": "adamw-bf16", "gpus": 2, "strategy": "fsdp",
         "batch_size": 2, "max_length": 2048, "activation_checkpointing": "full",
     },
-    "Llama-3.2-1B tp 4 x 2048, selective": {
+    "Llama-3.2-1B tp 8 x 2048, selective": {
         **ONE, "gpus": 2, "strategy": "tp", "batch_size": 4, "max_length": 2048,
         "activation_checkpointing": "selective",
     },
-    "Llama-3.2-1B tp 1 x 16384, full": {
+    "Llama-3.2-1B tp 2 x 16384, full": {
         **ONE, "gpus": 2, "strategy": "tp", "batch_size": 1, "grad_accum_steps": 1,
         "max_length": 16384, "activation_checkpointing": "full",
     },
-    "Llama-3.2-1B tp 1 x 32768, full": {
+    "Llama-3.2-1B tp 2 x 32768, full": {
         **ONE, "gpus": 2, "strategy": "tp", "batch_size": 1, "max_length": 32768,
         "activation_checkpointing": "full",
     },
