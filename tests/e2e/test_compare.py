@@ -69,7 +69,7 @@ def test_a_plan_of_results_is_input(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--strategies", "dp,fspd"], ["strategy='fspd' is not known", "did you mean 'fsdp'"]),
+        (["--strategies", "dp,fspd"], ["strategy='fspd' is not known", "Did you mean 'fsdp'"]),
         ([], ["either a plan or --strategies"]),
         (["--strategies", "dp", "--seeds", "0"], ["--seeds", "'0' is not"]),
         (["--strategies", "dp", "--batch_size", "auto"], ["needs a batch_size"]),

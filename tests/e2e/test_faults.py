@@ -74,7 +74,7 @@ def test_a_run_ends_soon_after_its_launcher_was_killed(tmp_path):
     with running(launcher_command("spawn", values), log) as process:
         wait_for(lambda: list(output_dir.glob("*/checkpoints/step-*")), process, log)
         second = script(values, "--num_gpus", "2")
-        assert_refused(second, "is still in use", f"process {process.pid} on {platform.node()}")
+        assert_refused(second, "is still in use", f"Process {process.pid} on {platform.node()}")
         assert len(run_folders(output_dir)) == 1
         process.kill()  # A process that is not reaped counts as dead.
         begin = time.monotonic()
