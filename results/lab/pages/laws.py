@@ -46,6 +46,11 @@ QWEN3: dict[str, dict[str, Any]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
            "num_attention_heads": 32, "tie_word_embeddings": False},
 }  # fmt: skip
+TRAINED: dict[str, dict[str, Any]] = {
+    "LoRA": {"lora_rank": 16},
+    "LoRA, nf4": {"lora_rank": 16, "base_dtype": "nf4"},
+    "all weights": {},
+}
 BATCH_SIZES = (16, 8, 4, 2, 1)
 MODES = ("none", "selective", "full")
 
@@ -56,14 +61,14 @@ def recipes() -> str:
     first = SIZES["Qwen3-0.6B"].config.model_dump(mode="json")
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        for lora_rank in (16, 0):
+        for trains, settings in TRAINED.items():
             for label, changes in QWEN3.items():
                 folder = Path(name) / label
                 folder.mkdir(exist_ok=True)
                 (folder / "config.json").write_text(json.dumps({**first, **changes}))
-                config = {**RECIPE, "model": str(folder), "lora_rank": lora_rank}
+                config = {**RECIPE, "model": str(folder), **settings}
                 cells = [_what_fits(config, size) for size in GPU_SIZES.values()]
-                rows.append([f"Qwen3-{label}", "LoRA" if lora_rank else "all weights", *cells])
+                rows.append([f"Qwen3-{label}", trains, *cells])
     return markdown_table(rows, ["model", "trains", *GPU_SIZES])
 
 
