@@ -39,9 +39,10 @@ def rank_layouts(
     build: Callable[[str], Request], cluster: Cluster, asked: str = AUTO, *, only: str = AUTO
 ) -> list[Prediction]:
     """Return all layouts that can start, the best first. `build` returns CONFIG under a strategy's
-    name and raises UserError if they do not go together. Algorithms that compute something else,
-    and on CPUs strategies that offload state to the host, are included only if `asked` names them.
-    `only` names the single strategy to rank."""
+    name and raises UserError if they do not go together. Algorithms that compute something else are
+    included only if `asked` names them. On CPUs, strategies that offload state to the host are
+    included only if `asked` names them or CONFIG has a DeepSpeed JSON. `only` names the single
+    strategy to rank."""
     choices: dict[object, Prediction] = {}
     names = tuple(list_strategies()) if only == AUTO else (only,)
     for name in with_progress(names, "strategies"):
@@ -51,7 +52,8 @@ def rank_layouts(
             for plan in enumerate_plans(build(name), cluster):
                 # The key is equal for two names of one layout.
                 strategy = plan.strategy
-                if strategy.steps_on_host and name != asked and not cluster.machine.num_gpus:
+                named = name == asked or plan.config.deepspeed_config
+                if strategy.steps_on_host and not named and not cluster.machine.num_gpus:
                     continue
                 engine = name if strategy.traits.takes_json else strategy.engine
                 schedule = plan.config.pipeline_schedule if plan.mesh["pp"] > 1 else None

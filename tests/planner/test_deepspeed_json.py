@@ -198,3 +198,5 @@ def test_a_json_runs_under_the_strategy_of_its_form_and_others_name_it(zero, str
         load_strategy(
             build_config({**given, "strategy": "zero3" if zero["stage"] < 3 else "zero2"})
         )
+    plan = plan_for(tmp_path, checked=False, **given, strategy="auto")
+    assert plan.strategy.name == strategy
