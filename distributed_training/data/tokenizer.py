@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -155,6 +155,16 @@ class Tokenizer:
         return UserError(
             f"tokenizer {self.folder} cannot be read", " ".join(why.split())[:300], fix
         )
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Turn an error of the library, for example about a vocabulary without its unk_token, into
+        a UserError."""
+        try:
+            yield
+        except BaseException as error:
+            _pass_on_interrupts(error)
+            raise self._unreadable(str(error)) from None
 
     @cached_property
     def _loaded(self) -> Any:
@@ -356,11 +366,8 @@ class Tokenizer:
     def _encode(self, texts: Sequence[str], *, special: bool) -> list[Any]:
         if self._library is not None:
             # The "fast" variant omits character offsets, which would double the time.
-            try:
+            with self._readable():
                 coded = self._library.encode_batch_fast(list(texts), add_special_tokens=special)
-            except BaseException as error:  # for example a vocabulary without its unk_token
-                _pass_on_interrupts(error)
-                raise self._unreadable(str(error)) from None
             return [encoding.ids for encoding in coded]
         return list(self._loaded(list(texts), add_special_tokens=special)["input_ids"])
 
@@ -400,16 +407,15 @@ class Tokenizer:
         As in transformers, a token is in the loss if one of its characters is. The exception is a
         token beside an answer that contains no more of it than white space."""
         assert piece.spans is not None
+        borders = None
         if self._library is not None:
-            encoding = self._library.encode(piece.text, add_special_tokens=special)
+            with self._readable():
+                encoding = self._library.encode(piece.text, add_special_tokens=special)
             ids = np.array(encoding.ids, np.int32)
-            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            # Some tokenizers exclude spaces from their tokens' offsets. Let each token begin where
-            # the previous one ends.
-            lasts = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
-            firsts = np.minimum(offsets[:, 0], np.concatenate([[0], lasts[:-1]]))
+            borders = self._read_offsets(piece.text, encoding.offsets)
         else:
             ids = np.array(self._encode([piece.text], special=special)[0], np.int32)
+        if borders is None:
             edges = {
                 edge: self._count_before(piece.text, edge, ids=ids, special=special)
                 for span in piece.spans
@@ -417,7 +423,8 @@ class Tokenizer:
             }
         mask = np.zeros(len(ids), bool)
         for first, last in piece.spans:
-            if self._library is not None:
+            if borders is not None:
+                firsts, lasts = borders
                 inside = np.flatnonzero((lasts > first) & (firsts < last))
                 for edge in (0, -1):
                     if len(inside):
@@ -431,9 +438,32 @@ class Tokenizer:
                 mask[edges[first] : edges[last]] = True
         return ids, mask
 
+    def _read_offsets(
+        self, text: str, pairs: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return (first character, one after the last) of each token, from the offsets that the
+        library gives, or None if they are wrong.
+
+        If a character has no token at all, the library leaves it out and shifts the offsets of the
+        tokens that follow in the same word, so that the end of the word belongs to no token."""
+        offsets = np.array(pairs, np.int64).reshape(-1, 2)
+        lasts = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
+        previous = np.concatenate([[0], lasts])
+        following = np.concatenate([offsets[:, 0], [len(text)]])
+        normalizer = self._library.normalizer
+        for index in np.flatnonzero(following > previous):
+            gap = text[previous[index] : following[index]].strip()
+            if gap and normalizer is not None:
+                gap = normalizer.normalize_str(gap)  # It may remove characters.
+            if gap.strip(" \u2581"):
+                return None
+        # Some tokenizers exclude spaces from their tokens' offsets. Let each token begin where the
+        # previous one ends.
+        return np.minimum(offsets[:, 0], previous[:-1]), lasts
+
     def _count_before(self, text: str, edge: int, *, ids: np.ndarray, special: bool) -> int:
         """Return the number of tokens before the character at `edge`, for a tokenizer that gives no
-        offsets.
+        offsets or wrong ones.
 
         They are the tokens of the text before it, if the ids of the whole text begin with these.
         Raises UserError if they do not."""
@@ -446,8 +476,8 @@ class Tokenizer:
             if np.array_equal(ids[first : first + len(before)], before):
                 return first + len(before)
         what = f"the tokens of an answer cannot be found with tokenizer {self.folder}"
-        why = f"{self.facts.kind} gives no offsets, and the ids of the whole text do not begin "
-        raise UserError(what, f"{why}with those of the text before the answer")
+        why = f"{self.facts.kind} gives no correct offsets, and the ids of the whole text do "
+        raise UserError(what, f"{why}not begin with those of the text before the answer")
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of ids, with special tokens if `special`."""

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from distributed_training.data.corpus import read_corpus, read_prose
+from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import EMBEDDED_DIR, END_OF_TEXT, Tokenizer
 from tests.data.test_samples import jsonl, prepare
 from tests.support import refused
@@ -219,6 +220,8 @@ def test_tokenizers_that_the_library_cannot_use(changes, words, folder, tmp_path
         tokenizer = Tokenizer(tmp_path)
         assert tokenizer.ends
         tokenizer.encode_batch(["What is a list?"])
+    with refused(f"tokenizer {tmp_path} ", words):
+        Tokenizer(tmp_path).encode([Piece("What is a list?", [(0, 4)], templated=True)])
 
 
 def test_a_pipe_for_settings_is_refused_at_once(tmp_path):
@@ -227,3 +230,17 @@ def test_a_pipe_for_settings_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "tokenizer_config.json")
     with refused(f"tokenizer {tmp_path} cannot be read", "tokenizer_config.json is a pipe"):
         assert Tokenizer(tmp_path).facts
+
+
+def test_answers_are_found_though_characters_without_a_token_are_left_out(tmp_path):
+    built = Builder(models.BPE(vocab={letter: i for i, letter in enumerate("|:abcd")}, merges=[]))
+    built.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
+    built.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "|"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = "a1b 22a:4b cd5| b"
+    spans = [(text.index(":") + 1, text.index("|") + 1)]
+    ((ids, mask),) = Tokenizer(tmp_path).encode([Piece(text, spans, templated=True)])
+    letters = AutoTokenizer.from_pretrained(tmp_path).convert_ids_to_tokens(ids.tolist())
+    assert "".join(letters) == "aba:bcd|b"
+    assert "".join(letters[i] for i in np.flatnonzero(mask)) == "bcd|"
