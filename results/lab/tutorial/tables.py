@@ -29,13 +29,12 @@ def study_intro(study: Record) -> str:
         for row in study["gradient_errors"]
         if row["mode"] == "pipedream"
     ]
-    largest = f"{max(stashed):.2g}" if any(stashed) else "exactly 0"
+    agrees = f"is up to {max(stashed):.2g} off" if any(stashed) else "equals"
     return wrapped(
         "`python results/lab/tutorial/staleness.py` trained a residual network under each order in "
-        f"{study['dtype']}, in {study['cpu_seconds']:.0f} s of CPU time. With stashing, the error "
-        f"of a microbatch's gradient is {largest}, compared with autograd's at the same weights. "
-        "The table gives the final loss, the median of 5 seeds. The learning rate is for a batch. "
-        "A microbatch's update uses 1/m of it."
+        f"{study['dtype']}, in {study['cpu_seconds']:.0f} s of CPU time. With stashing, each "
+        f"gradient {agrees} autograd's at the same weights. The table gives the median final loss "
+        "of 5 seeds. A microbatch's update uses 1/m of the learning rate."
     )
 
 

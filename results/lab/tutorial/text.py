@@ -1,5 +1,6 @@
 """Records as text: the tables and paragraphs of TEST_RESULTS.md. Imports no torch."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,11 @@ def describe(record: Record) -> str:
 def title(record: Record) -> str:
     """'4 stages, CPU, times from GPipe'."""
     calibration = title_of(record["calibration"]["schedule"])
-    return f"{record['num_stages']} stages, {_device(record)}, times from {calibration}"
+    return f"{_place(record)}, times from {calibration}"
+
+
+def _place(record: Record) -> str:
+    return f"{record['num_stages']} stages, {_device(record).replace('NVIDIA ', '')}"
 
 
 def _device(record: Record) -> str:
@@ -32,19 +37,20 @@ def _device(record: Record) -> str:
 def summary(records: Mapping[str, Record]) -> str:
     """One line a record: how far the simulator was off at most, and whether that is the goal."""
     lines = [
-        "| record, runs predicted | makespan off by | utilization off by | goal |",
-        "|---|---:|---:|---|",
+        "| record | times from | runs predicted | makespan off by | points off by | goal |",
+        "|---|---|---:|---:|---:|---|",
     ]
     for name, record in records.items():
-        link = f"[{title(record)}](records/{name})"
+        link = f"[{_place(record)}](records/{name})"
+        link += f" | {title_of(record['calibration']['schedule'])}"
         cases = checked(record)
         if not cases:
-            lines.append(f"| {link}, 0 | - | - | nothing was predicted |")
+            lines.append(f"| {link} | 0 | - | - | nothing was predicted |")
             continue
         percent = max(abs(makespan_error(case)) for case in cases)
         points = max(abs(points_error(case)) for case in cases)
         lines.append(
-            f"| {link}, {len(cases)} | {percent:.1f}% | {points:.1f} points "
+            f"| {link} | {len(cases)} | {percent:.1f}% | {points:.1f} "
             f"| {'met' if is_met(record) else 'not met'} |"
         )
     return "\n".join(lines)
@@ -61,18 +67,17 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         ),
         "## Prediction against measurement",
         wrapped(
-            "The simulator gets the mean times of one run and predicts the other runs. "
-            "The makespan is the time from the first start to the last end. "
-            "The utilization is the share of the makespan in which stages compute. "
+            "The simulator gets the mean times of one run and predicts the others. The makespan "
+            "lasts from the first start to the last end. The utilization is the share of the "
+            "makespan in which stages compute; its error is in points. "
             f"The goals are {_goals(records)}."
         ),
         summary(records),
         "![Measured and simulated utilization](figures/prediction.png)",
         wrapped(
-            "The tables below are for the largest machine. For each m they give the makespan in "
-            "ms, the utilization, and in brackets the error of the simulation in points. "
-            "The times are from the run marked \\*. If runs were repeated, the tables show the "
-            "run with the largest error."
+            "The tables below are for the largest machine. They give the makespan in ms, the "
+            "utilization, and in brackets the error of its simulation. The times are from the run "
+            "marked \\*. Of repeated runs, the tables show the one with the largest error."
         ),
         *sections(records),
     ]
@@ -99,10 +104,9 @@ def verdict(records: Mapping[str, Record]) -> str:
         f"The simulator predicts {len(records) - len(missed)} of {len(records)} records within "
         f"their goal{missing}. "
         f"{_share_of([same for same in equal if same is not None])} final weights that were "
-        f"compared with those of one process are equal bit for bit. "
-        f"{_share_of(same_versions)} simulated runs kept as many weight versions as in the "
-        f"simulation. {early or 'No'} results were received before they were sent, "
-        "which shows that the clocks agree."
+        f"compared equal one process's bit for bit. "
+        f"{_share_of(same_versions)} simulated runs kept as many weight versions as simulated. "
+        f"{early or 'No'} results arrived before they were sent, so the clocks agree."
         + (f" A GPU waited for its host in {', '.join(late)}." if late else "")
     )
 
@@ -133,6 +137,7 @@ def sections(records: Mapping[str, Record]) -> list[str]:
         if record["num_stages"] == most:
             workload = record["workload"].replace(" (no embedding, no head)", "")
             workload = workload.replace(" a stage", " per stage").replace(" a micro", " per micro")
+            workload = re.sub(r" of hidden size \d+", "", workload)  # the model's own
             groups.setdefault(wrapped(f"Work: {workload}."), {})[name] = record
     parts: list[str] = []
     for work, alike in groups.items():
