@@ -143,19 +143,20 @@ def build(name: str, p: int, m: int, v: int = 2, duration: Any = None) -> list[O
 
 # --- The clock -------------------------------------------------------------------------------
 
-Times = dict[Op, tuple[int, int]]  # operation -> start and end
+Times = dict[Op, tuple[Fraction, Fraction]]  # operation -> start and end
+Durations = dict[str, Fraction]  # of F, B, I and W on a stage, and of sending a message
 
 
 def simulate(
-    orders: list[Order], duration: dict[str, int], free: Sequence[int] = ()
-) -> tuple[Times, list[int]]:
+    orders: list[Order], duration: Durations, free: Sequence[Fraction] = ()
+) -> tuple[Times, list[Fraction]]:
     """Start each operation when its rank is free and its input has arrived.
 
     `free`: when each rank may begin, 0 by default. Return all times and when each rank ends.
     """
     rank_of = {op: rank for rank, order in enumerate(orders) for op in order}
     last_stage = max(stage for _, stage, _ in rank_of)
-    now = list(free) or [0] * len(orders)
+    now = list(free) or [Fraction(0)] * len(orders)
     left = [order[::-1] for order in orders]  # the next operation is last
     times: Times = {}
     while any(left):
@@ -163,11 +164,11 @@ def simulate(
         for rank, order in enumerate(left):
             while order:
                 op = order[-1]
-                source = need(op, last_stage)
-                if source is not None and source not in times:
-                    break  # another rank has to get there first
                 start = now[rank]
+                source = need(op, last_stage)
                 if source is not None:
+                    if source not in times:
+                        break  # another rank has to get there first
                     sending = 0 if rank_of[source] == rank else duration["send"]
                     start = max(start, times[source][1] + sending)
                 order.pop()
@@ -186,8 +187,7 @@ class Row(NamedTuple):
     """One schedule: a batch on its own, and `num_batches` of them in a row (the stream)."""
 
     orders: list[Order]  # what is drawn: a batch, or for PipeDream the stream
-    times: Times  # in ticks
-    tick: Fraction
+    times: Times
     makespan: Fraction
     idle: Fraction  # share of all ranks' time until the last one ends
     span_idle: Fraction  # share of the time between a rank's own first start and last end
@@ -202,7 +202,7 @@ def measure(name: str, config: dict[str, Any]) -> Row:
     """Simulate one schedule. Raises ValueError for sizes that it does not allow."""
     p, m, count = config["num_stages"], config["num_microbatches"], config["num_batches"]
     v = {"interleaved": config["chunks"], "zb-v": 2}.get(name, 1)
-    duration, tick = in_ticks(config, v)
+    duration = stage_durations(config, v)
     orders = build(name, p, m, v, duration)
     times, ends = simulate(orders, duration)
     makespan = max(ends)
@@ -218,19 +218,16 @@ def measure(name: str, config: dict[str, Any]) -> Row:
     stream = max(ends)
     work = m * v * (duration["F"] + duration["B"])  # of a rank, in a batch
     return Row(
-        orders, times, tick, makespan * tick, 1 - Fraction(work, makespan),
-        1 - Fraction(work * p, spans), stream * tick, 1 - Fraction(work * count, stream),
+        orders, times, makespan, 1 - work / makespan, 1 - work * p / spans,
+        stream, 1 - work * count / stream,
         [peak_activations(order, v) for order in orders], versions, staleness,
     )  # fmt: skip
 
 
-def in_ticks(config: dict[str, Any], v: int) -> tuple[dict[str, int], Fraction]:
-    """Return durations on one of a rank's v stages as multiples of a tick, and the tick: sums of
-    whole numbers are exact."""
-    exact = [Fraction(config[key]) for key in DURATIONS]
-    tick = Fraction(1, v * math.lcm(*(time.denominator for time in exact)))
-    f, i, w, send = (int(time / tick) for time in exact)
-    return {"F": f // v, "B": (i + w) // v, "I": i // v, "W": w // v, "send": send}, tick
+def stage_durations(config: dict[str, Any], v: int) -> Durations:
+    """Return the durations on one of a rank's v stages, as fractions: their sums are exact."""
+    f, i, w, send = (Fraction(config[key]) for key in DURATIONS)
+    return {"F": f / v, "B": (i + w) / v, "I": i / v, "W": w / v, "send": send}
 
 
 def peak_activations(order: Order, v: int) -> Fraction:
@@ -311,12 +308,20 @@ def notes(config: dict[str, Any]) -> list[str]:
 def cells(row: Row) -> list[Cell]:
     shown = []
     for rank, order in enumerate(row.orders):
-        for op in order:
-            kind, stage, i = op
+        for kind, stage, i in order:
             letter = kind if stage < len(row.orders) else kind.lower()
-            start, end = row.times[op]
-            shown.append((rank, f"{letter}{i}", start * row.tick, end * row.tick))
+            shown.append((rank, f"{letter}{i}", *row.times[kind, stage, i]))
     return shown
+
+
+def time_axis(last: Fraction, rate: Fraction) -> str:
+    """Return marks at least 10 columns apart: at multiples of 1, 2 or 5 times a power of ten."""
+    steps = (step * Fraction(10) ** power for power in range(-9, 99) for step in (1, 2, 5))
+    every = next(step for step in steps if step * rate >= 10)
+    marks = ""
+    for mark in range(math.ceil(last / every)):
+        marks = marks.ljust(math.floor(mark * every * rate)) + f"{float(mark * every):.12g}"
+    return marks
 
 
 def draw(shown: Sequence[Cell], columns: int, paint: Paint = lambda text, letters: letters) -> str:
@@ -324,19 +329,14 @@ def draw(shown: Sequence[Cell], columns: int, paint: Paint = lambda text, letter
     last = max(end for *_, end in shown)
     rate = max(len(text) / (end - start) for _, text, start, end in shown if start < end)
     rate = min(rate, MOST_COLUMNS / last)  # columns per unit of time
-    every = Fraction(1, 10**9)  # time between two marks of the axis: 1, 2 or 5 times a power of ten
-    while every * rate < 10:
-        every *= Fraction(5, 2) if str(float(every)).strip("0.")[0] == "2" else 2
-    marks = ""
-    for mark in range(math.ceil(last / every)):
-        marks = marks.ljust(math.floor(mark * every * rate)) + f"{float(mark * every):.12g}"
     width = math.ceil(last * rate)
     lines = [["."] * width for _ in range(1 + max(rank for rank, *_ in shown))]
     for rank, text, start, end in shown:
         first, after = math.floor(start * rate), math.floor(end * rate)
         letters = text if len(text) <= after - first else text[0]
         lines[rank][first:after] = paint(text, letters.ljust(after - first, "-")[: after - first])
-    named = [("time", marks), *((f"rank {rank} ", line) for rank, line in enumerate(lines))]
+    named = [("time", time_axis(last, rate))]
+    named += [(f"rank {rank} ", line) for rank, line in enumerate(lines)]
     prefix = len(named[-1][0])
     wide = max(40, columns - prefix - 1)
     return "\n".join(
@@ -369,7 +369,7 @@ def main(config: dict[str, Any]) -> None:
     for name in names:
         title, _ = SCHEDULES[name]
         try:
-            line = table_line(title, measure(name, config)[3:], config["columns"])
+            line = table_line(title, measure(name, config)[2:], config["columns"])
         except ValueError as error:
             line = f"{title:<24}not possible: {error}"
         print(line, flush=True)
@@ -378,6 +378,9 @@ def main(config: dict[str, Any]) -> None:
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """Return CONFIG with each `--set key=value`. Exit with one line if a value is not accepted."""
+    if "--help" in arguments:
+        print(__doc__)
+        sys.exit()
     config = dict(CONFIG)
     for change in arguments:
         key, _, text = change.partition("=")
@@ -404,36 +407,36 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 # --- ZB-V, whose order depends on the durations ----------------------------------------------
 
 
-def zb_v(p: int, m: int, duration: dict[str, int]) -> list[Order]:
+def zb_v(p: int, m: int, duration: Durations) -> list[Order]:
     """Return the order of ZB-V's authors (arXiv 2401.10241): of several fillings of the V, the one
     whose ranks idle least. A filling shows which ranks may idle longer in the next one."""
     best: list[str] = []
-    least = math.inf
+    least: Fraction | float = math.inf
     for more in ("iFf", "i", "Ff", ""):
-        allowed = [0] * p
-        before = math.inf
+        allowed = [Fraction(0)] * p
+        before: Fraction | float = math.inf
         while least:
             words, idle = fill_v(p, m, duration, allowed, more)
             if max(idle) < least:
                 best, least = words, max(idle)
             if max(idle) >= before:
                 break
-            before = max(idle)
-            allowed = [before - idle_time for idle_time in idle]
+            before = longest = max(idle)
+            allowed = [longest - idle_time for idle_time in idle]
     return from_words(best)
 
 
 def fill_v(
-    p: int, m: int, duration: dict[str, int], allowed: Sequence[int], more: str
-) -> tuple[list[str], list[int]]:
+    p: int, m: int, duration: Durations, allowed: Sequence[Fraction], more: str
+) -> tuple[list[str], list[Fraction]]:
     """Return each rank's word, and how long it idles after its first F. F and I follow a pattern,
     on the way down the V as F and I, on the way up as f and i. W fills the time for which a rank
     would wait. `allowed`: how much longer than the others a rank may idle; `more`: steps that W may
     delay."""
     words = [""] * p
     late = [""] * p  # by rank: each W whose I has run
-    clock, idle = [0] * p, [0] * p
-    ends: dict[tuple[str, int, int], int] = {}  # by step, rank and microbatch
+    clock, idle = [Fraction(0)] * p, [Fraction(0)] * p
+    ends: dict[tuple[str, int, int], Fraction] = {}  # by step, rank and microbatch
 
     def done(r: int, step: str) -> int:
         return words[r].count(step)
@@ -441,11 +444,11 @@ def fill_v(
     def held(r: int) -> int:
         return done(r, "F") + done(r, "f") - done(r, "W") - done(r, "w")
 
-    def arrival(r: int, step: str) -> int:
+    def arrival(r: int, step: str) -> Fraction:
         """Return when the step's input comes from the rank before or after, 0 if from neither."""
         source = r - 1 if step in "Fi" else r + 1
         if step in "Ww" or not 0 <= source < p:
-            return 0
+            return Fraction(0)
         return ends[step, source, done(r, step)] + duration["send"]
 
     def run(r: int, step: str) -> None:

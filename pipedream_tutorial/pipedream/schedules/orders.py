@@ -8,8 +8,9 @@ papers. Where torch.distributed.pipelining has the schedule, the order is the sa
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 
 import pipedream_simple as simple
@@ -175,7 +176,7 @@ def build_schedule(
     v: int = 2,
     *,
     reorder: bool = True,
-    duration: dict[str, int] | None = None,
+    duration: Mapping[str, Fraction | int] | None = None,
 ) -> Schedule:
     """Build the named schedule for p ranks, m microbatches and, if it is interleaved, v chunks.
 

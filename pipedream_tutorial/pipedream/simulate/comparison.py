@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipedream_simple import DURATIONS, in_ticks
+from pipedream_simple import DURATIONS, stage_durations
 
 from pipedream.errors import UserError
 from pipedream.schedules.closed_forms import CLOSED_FORMS, Case, ClosedForm
@@ -167,7 +167,7 @@ def measure(name: str, config: Config) -> Row:
     if name in SCHEDULES:
         title = SCHEDULES[name].title
         policy = SCHEDULES[name].policy
-        duration, _ = in_ticks({**config}, 2)  # ZB-V's: as its authors do, as if stages were even
+        duration = stage_durations({**config}, 2)  # for ZB-V, as if stages were even
         schedule = build_schedule(
             name, p, m, config["chunks"], reorder=config["reorder"], duration=duration
         )
