@@ -1,5 +1,6 @@
 """Files from the Hugging Face Hub or its local cache, with errors that tell users what to do."""
 
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ TOKENIZER_ID = "openai-community/gpt2"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
 # Words in the names of files that tokenizers read
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "spiece", "tekken", ".bpe")
+_REPO_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _TEMPLATES = "additional_chat_templates/"
 _DOWNLOAD = (
     "download it on a machine with internet access and copy its ~/.cache/huggingface here. "
@@ -72,6 +74,11 @@ def ask_for_dataset(key: str, dataset: str, *, download: bool) -> dict[str, list
     finally:
         if unanswered:  # The run may upload its model to the Hub at its end.
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
+
+
+def is_repo_id(name: str) -> bool:
+    """Return whether a model on the Hub may have this name."""
+    return _REPO_ID.fullmatch(name) is not None
 
 
 def has_tokenizer(folder: Path) -> bool:

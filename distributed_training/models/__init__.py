@@ -12,7 +12,6 @@ import functools
 import importlib
 import json
 import pkgutil
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise, zip_longest
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from distributed_training.data.hub import cannot_fetch, fetch_folder
+from distributed_training.data.hub import cannot_fetch, fetch_folder, is_repo_id
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.weights import (
     FLOATS,
@@ -461,7 +460,8 @@ def find_model(name: str) -> ModelSpec:
     is_native = not name.startswith(HUB_PREFIX)
     name = name.removeprefix(HUB_PREFIX)
     expand_home("model", name)  # A name from a plan.json may not be usable as a path.
-    hub_id = name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
+    is_hub = "/" in name and is_repo_id(name) and not Path(name).exists()
+    hub_id = name if is_hub else None
     folder = _fetch_config(name) if hub_id else Path(name).resolve()
     if (folder / CONFIG_FILE).is_file():
         config = load_json(folder / CONFIG_FILE, "model")

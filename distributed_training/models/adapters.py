@@ -29,7 +29,7 @@ class AdapterConfig(BaseModel, strict=True):
     peft_type: Literal["LORA"]
     base_model_name_or_path: str
     r: Annotated[int, Field(ge=1, le=2**16)]
-    lora_alpha: FiniteFloat
+    lora_alpha: Annotated[FiniteFloat, Field(gt=0, le=2**31)]  # as in CONFIG
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     use_rslora: bool = False
     revision: Literal["main"] | None = None
@@ -56,7 +56,8 @@ def read_adapters(folder: Path) -> AdapterConfig:
         fix = "save them with PEFT's path_initial_model_for_weight_conversion, or merge them first"
         raise UserError(what, why, fix)
     for key in sorted(set(document) - _IGNORED_KEYS - set(AdapterConfig.model_fields)):
-        if value := document[key]:
+        value = document[key]
+        if value is not None and value is not False and value not in ("", [], {}):
             what = f"{file}: {key}={shown(value)} is not supported"
             raise UserError(what, "it changes the function of the adapters", _FIX)
     return config
@@ -75,6 +76,10 @@ def base_folder(folder: Path) -> Path:
     name = read_adapters(folder).base_model_name_or_path
     if Path(name).is_dir():
         return Path(name).resolve()
+    if not hub.is_repo_id(name):
+        what = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={shown(name)} is not available"
+        why = "it is neither a folder nor the name of a model on the Hub"
+        raise UserError(what, why, "set it to the folder of the base model")
     try:
         return fetch_weights(name)
     except OSError as error:

@@ -193,7 +193,8 @@ def evaluate(asked: argparse.Namespace) -> int:
 def _evaluate(asked: argparse.Namespace, plan: Plan | None, kind: str) -> None:
     trained, tokenizer, _ = find_trained(asked.run, kind)
     size = trained.spec.size
-    default = build_config({"max_length": min(MAX_LENGTH, size.num_positions)})
+    length = min(MAX_LENGTH, size.num_positions)
+    default = build_config({"model": asked.run, "max_length": length})
     config = plan.config if plan else default
     config = with_values(config, max_length=asked.max_length or config.max_length)
     if config.max_length > size.num_positions:

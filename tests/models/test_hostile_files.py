@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from distributed_training.models import find_model, peft, save_tensors
+from distributed_training.models.adapters import base_folder
 from distributed_training.models.weights import weight_files
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.files import ROOT
@@ -115,8 +116,10 @@ B = "base_model.model.transformer.h.1.mlp.c_proj.lora_B.weight"
         ({}, {"r": 3}, ["has rank 2 and r is 3"]),
         ({}, {"r": 0}, ["r=0"]),
         ({}, {"lora_alpha": "16"}, ["lora_alpha"]),
+        ({}, {"lora_alpha": 0}, ["adapter_config.json: lora_alpha=0"]),
         ({}, {"bias": "all"}, ["bias='all'"]),
         ({}, {"layers_to_transform": [0]}, ["layers_to_transform=[0]"]),
+        ({}, {"layers_to_transform": 0}, ["layers_to_transform=0"]),
         ({}, {"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
         ({}, {"target_modules": ["c_attn"]}, ["mlp.c_proj has an adapter and is no target"]),
         ({}, {"init_lora_weights": "pissa"}, ["init_lora_weights"]),
@@ -148,6 +151,16 @@ def test_adapters_whose_base_has_no_fingerprint(fingerprint, adapters):
     save_file(load_file(file), file, {"base_fingerprint": fingerprint})
     with refused(str(file), "is not a number"):
         peft.read_folder(spec, folder)
+
+
+@pytest.mark.parametrize("base", ["/dev/zero", "/home/me/llama", "../llama", "a/b/c", "a b"])
+def test_adapters_whose_base_is_no_folder_here(base, adapters):
+    _, folder = adapters
+    document = json.loads((folder / "adapter_config.json").read_text())
+    document["base_model_name_or_path"] = base
+    (folder / "adapter_config.json").write_text(json.dumps(document))
+    with refused(str(folder), f"{base!r} is not available", "neither a folder"):
+        base_folder(folder)
 
 
 @pytest.mark.parametrize("damage", ["absent", "pipe", "cut"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 
 import numpy as np
@@ -114,6 +115,15 @@ def test_what_cannot_be_evaluated_is_refused(model, tmp_path):
     (tmp_path / "a.txt").write_text("")
     assert "contains no text" in refusal(model, "--dataset", tmp_path / "a.txt")
     assert "pip install 'lm-eval[hf]'" in refusal(model, "--tasks", "arc_easy")
+    too_small = tmp_path / "too-small"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(too_small)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, too_small)
+    (tmp_path / "a.txt").write_text("A list isn't a tuple.")
+    said = refusal(too_small, "--dataset", tmp_path / "a.txt")
+    assert f"has 401 tokens, but {too_small} has only 400 rows" in said
 
 
 @pytest.mark.parametrize("place", [EMBEDDED_DIR, None])
