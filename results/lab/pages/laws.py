@@ -46,6 +46,7 @@ QWEN3: dict[str, dict[str, Any]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
            "num_attention_heads": 32, "tie_word_embeddings": False},
 }  # fmt: skip
+SMALL = ("0.6B", "1.7B")  # models that need no 4-bit base on these GPUs
 TRAINED: dict[str, dict[str, Any]] = {
     "LoRA": {"lora_rank": 16},
     "LoRA, nf4": {"lora_rank": 16, "base_dtype": "nf4"},
@@ -63,6 +64,8 @@ def recipes() -> str:
     with tempfile.TemporaryDirectory() as name:
         for trains, settings in TRAINED.items():
             for label, changes in QWEN3.items():
+                if "base_dtype" in settings and label in SMALL:
+                    continue
                 folder = Path(name) / label
                 folder.mkdir(exist_ok=True)
                 (folder / "config.json").write_text(json.dumps({**first, **changes}))
@@ -86,7 +89,7 @@ def _what_fits(config: Mapping[str, Any], memory_gib: float) -> str:
                 break
     enough = [pair for pair in fitting if pair[0] >= 4]
     best = next(iter(enough), max(fitting, default=None))
-    return NONE if best is None else f"{best[0]}, {best[1]}"
+    return NONE if best is None else ", ".join(str(part) for part in best if part != "none")
 
 
 def state(counts: Sequence[int] = (2, 4, 8)) -> str:
