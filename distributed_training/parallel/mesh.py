@@ -86,9 +86,13 @@ class Topology:
         return torch.device("cuda", self.local_rank) if on_gpu else torch.device("cpu")
 
 
-def limit_channels(*strategies: str) -> None:
-    """Let NCCL use few channels for messages, unless one of these strategies sends messages from
-    all processes to all. NCCL_MAX_P2P_NCHANNELS in the environment takes precedence."""
+def set_nccl_variables(*strategies: str) -> None:
+    """Set NCCL's variables for runs of these strategies. The user's own values take precedence.
+
+    Messages use few channels, unless a strategy sends messages from all processes to all. Buffers
+    in a CUDA graph are not registered: NCCL 2.28 registers the buffer of a large message on one
+    side where it cannot on the other, and then the replayed pipeline waits forever."""
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if not any(map(sends_all_to_all, strategies)):
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(P2P_CHANNELS))
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.parallel import agree
-from distributed_training.parallel.mesh import limit_channels, process_group
+from distributed_training.parallel.mesh import process_group, set_nccl_variables
 from distributed_training.plan.plan import Plan
 from distributed_training.records import record as records
 from distributed_training.settings.config import Request
@@ -34,7 +34,7 @@ def run(given: Plan | Request, process: Process, startup: Startup) -> int:
     config = given.config if isinstance(given, Plan) else given
     watch = Watch(process)
     process, device, store = join(process, num_gpus, config.rendezvous_timeout_s)
-    limit_channels(config.strategy)
+    set_nccl_variables(config.strategy)
     with process_group(device, store):
         ask = agree.gather_in(store, process.rank, process.world_size)
         if isinstance(given, Request):

@@ -31,7 +31,7 @@ from distributed_training.data.samples import Data, Sampler, StepBatch
 from distributed_training.engines.base import Engine
 from distributed_training.models.decoder import Decoder
 from distributed_training.parallel.agree import from_rank_0, gather
-from distributed_training.parallel.mesh import Topology, limit_channels
+from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.plan.plan import Plan
 from distributed_training.planner.data import cut_data
 from distributed_training.settings.config import AUTO, Request, build_config
@@ -79,9 +79,9 @@ def open_group() -> Iterator[Group]:
 
 
 def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Group]:
-    """`open_group`, with as many of NCCL's channels for messages as trainings of `runs` have."""
+    """`open_group`, with NCCL's variables as trainings of `runs` have them."""
     if runs:
-        limit_channels(*(run.get("strategy", AUTO) for run in runs.values()))
+        set_nccl_variables(*(run.get("strategy", AUTO) for run in runs.values()))
     return open_group()
 
 

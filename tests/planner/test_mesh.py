@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from distributed_training.parallel.mesh import Topology
+from distributed_training.parallel.mesh import Topology, set_nccl_variables
 from distributed_training.plan.schedules import divisors
 from distributed_training.planner.layouts import fill_mesh, nearest_layouts, show_settings
 from distributed_training.settings import strategies as strategy_module
@@ -126,3 +127,17 @@ def test_tp_is_innermost_and_every_place_is_taken_once():
     places = [(one.pp_rank, one.dp_rank, one.tp_rank) for one in all_of_them]
     assert places == list(itertools.product(range(2), range(6), range(4)))
     assert all_of_them[0].axes == mesh
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"NCCL_GRAPH_REGISTER": "0", "NCCL_MAX_P2P_NCHANNELS": "4"}),
+        ({"NCCL_GRAPH_REGISTER": "1"}, {"NCCL_GRAPH_REGISTER": "1", "NCCL_MAX_P2P_NCHANNELS": "4"}),
+    ],
+)
+def test_nccl_registers_no_buffers_of_a_graph_unless_told(monkeypatch, given, expected):
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
+    set_nccl_variables("pp")
+    assert environment == expected
