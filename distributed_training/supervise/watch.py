@@ -6,16 +6,18 @@ each frozen or unreachable process is missed by one other. Rank 0 also limits th
 step. Time in which this process itself was stopped, for example by Ctrl-Z, does not count."""
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import sys
+import tempfile
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -40,15 +42,38 @@ LOST_S = 30.0  # a process is lost after this time without a heartbeat
 NOTED_WITHIN_S = 10.0  # a process that fails records its reason within this time
 SLOW_S = 45.0  # after this time in one step, rank 0 prints which rank the others wait for
 GRACE_S = 10.0  # time to save after the launcher is lost
-# Modules whose functions wait for other ranks in collectives. DeepSpeed's CPU Adam and its file
+# Files whose functions wait for other ranks in collectives. DeepSpeed's CPU Adam and its file
 # transfers are not among them, because they work for long without other ranks.
-_WAITING = (
-    "torch.distributed.", "torch.autograd.", "torch.nn.parallel.", "torch._ops",
-    "deepspeed.comm.", "deepspeed.runtime.zero.", "deepspeed.runtime.pipe.",
-)  # fmt: skip
-_WRAPPER = "deepspeed.utils.nvtx"  # wraps all of DeepSpeed's functions
+_WAITING = re.compile(
+    r"/(torch/(distributed/|autograd/|nn/parallel/|_ops\.py)"
+    r"|deepspeed/(comm/|runtime/zero/|runtime/pipe/))"
+)
+_WRAPPER = "/deepspeed/utils/nvtx.py"  # wraps all of DeepSpeed's functions
+# As faulthandler writes them
+_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # Set by our launcher, torchrun and deepspeed
 _LAUNCHED = (LAUNCHER, "TORCHELASTIC_RUN_ID", "LOCAL_SIZE")
+
+
+def read_stacks() -> dict[int, list[tuple[str, int, str]]]:
+    """Return (file, line, function) of each frame of each thread, the innermost first, by thread.
+
+    faulthandler writes them without making frame objects. `sys._current_frames()` makes them, and
+    a function that returns meanwhile keeps its local variables: up to 5 GiB of GPU memory, where
+    the function was the compiled backward pass of a block."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    stacks: dict[int, list[tuple[str, int, str]]] = {}
+    frames: list[tuple[str, int, str]] = []
+    for line in text.splitlines():
+        if thread := _THREAD.match(line):
+            frames = stacks.setdefault(int(thread[1], 16), [])
+        elif frame := _FRAME.fullmatch(line):
+            frames.append((frame[1], int(frame[2]), frame[3]))
+    return stacks
 
 
 class Watch:
@@ -154,16 +179,14 @@ class Watch:
 
     def _describe(self) -> dict[str, Any]:
         """Return the activity of this process and its current line of code, for other processes."""
-        frames = sys._current_frames()
+        stacks = read_stacks()
         waits = None
         where = ""
-        for frame, line in traceback.walk_stack(frames.get(self._thread, frames[self.main])):
-            file = frame.f_code.co_filename
-            module = str(frame.f_globals.get("__name__"))
-            if waits is None and module != _WRAPPER:  # only the innermost frame decides
-                waits = module.startswith(_WAITING)
+        for file, line, function in stacks.get(self._thread) or stacks[self.main]:
+            if waits is None and not file.endswith(_WRAPPER):  # only the innermost frame decides
+                waits = bool(_WAITING.search(file))
             if "distributed_training/" in file:
-                where = f"{Path(file).name}:{line} {frame.f_code.co_name}"
+                where = f"{Path(file).name}:{line} {function}"
                 break
         return {
             "host": platform.node(), "pid": os.getpid(), "activity": self._activity,

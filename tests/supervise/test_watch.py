@@ -1,14 +1,15 @@
 """Test what processes know about each other, and when they give up."""
 
+import platform
 import re
-import sys
 import threading
 import time
+import weakref
 
 import pytest
 
 from distributed_training.supervise.process import Process
-from distributed_training.supervise.watch import LOST_S, Watch, who_is_late
+from distributed_training.supervise.watch import LOST_S, Watch, read_stacks, who_is_late
 
 
 @pytest.fixture
@@ -19,37 +20,66 @@ def watch():
 
 
 @pytest.mark.parametrize(
-    ("module", "waits"),
+    ("file", "waits"),
     [
-        ("torch.distributed.distributed_c10d", True),
-        ("torch.nn.parallel.distributed", True),  # DDP's forward pass exchanges sizes of buckets
-        ("torch._ops", True),  # a wait_tensor of tensor parallelism
-        ("deepspeed.comm.torch", True),
-        ("deepspeed.runtime.swap_tensor.async_swapper", False),
+        ("torch/distributed/distributed_c10d", True),
+        ("torch/nn/parallel/distributed", True),  # DDP's forward pass exchanges sizes of buckets
+        ("torch/_ops", True),  # a wait_tensor of tensor parallelism
+        ("deepspeed/comm/torch", True),
+        ("deepspeed/runtime/swap_tensor/async_swapper", False),
         # The wrapper of all of DeepSpeed's functions does not tell whether they wait.
-        ("deepspeed.runtime.zero.partition_parameters > deepspeed.utils.nvtx", True),
-        ("deepspeed.ops.adam.cpu_adam > deepspeed.utils.nvtx", False),
-        ("__main__", False),
+        ("deepspeed/runtime/zero/partition_parameters > deepspeed/utils/nvtx", True),
+        ("deepspeed/ops/adam/cpu_adam > deepspeed/utils/nvtx", False),
+        ("user/script", False),
     ],
 )
-def test_whether_it_waits_for_others(watch, module, waits):
-    *callers, inner = module.split(" > ")
+def test_whether_it_waits_for_others(watch, file, waits):
+    *callers, inner = (f"/site-packages/{name}.py" for name in file.split(" > "))
     gate = threading.Lock()
-    there = {"__name__": inner, "gate": gate}
-    exec("def inside():\n    gate.acquire()", there)
+    there = {"gate": gate}
+    exec(compile("def inside():\n    gate.acquire()", inner, "exec"), there)
     target = there["inside"]
     for caller in callers:
-        above = {"__name__": caller, "target": target}
-        exec("def outside():\n    target()", above)
+        above = {"target": target}
+        exec(compile("def outside():\n    target()", caller, "exec"), above)
         target = above["outside"]
     with gate:
         thread = threading.Thread(target=target, daemon=True)
         thread.start()
-        while sys._current_frames()[thread.ident].f_code.co_name != "inside":
+        while all(function != "inside" for _, _, function in read_stacks()[thread.ident]):
             time.sleep(0.001)
         watch.at("where another thread works", thread=thread.ident)
         assert watch._describe()["waits"] == waits
     thread.join(10)
+
+
+def test_a_look_at_a_thread_keeps_none_of_its_local_variables(watch, monkeypatch):
+    class Tensor:
+        pass
+
+    tensors = weakref.WeakSet()
+    entered, leave = threading.Event(), threading.Event()
+
+    def work():
+        tensor = Tensor()
+        tensors.add(tensor)
+        entered.set()
+        leave.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait()
+    left = []
+
+    def node():  # `_describe` calls it at its end
+        leave.set()
+        thread.join()
+        left.append(len(tensors))
+        return "n"
+
+    monkeypatch.setattr(platform, "node", node)
+    watch._describe()
+    assert left == [0]
 
 
 def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
