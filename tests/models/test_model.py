@@ -144,6 +144,23 @@ def test_selective_checkpointing_repeats_adapters_and_no_other_product():
     assert flops["selective"] == flops["none"] + repeated
 
 
+def test_selective_checkpointing_saves_sums_over_processes_and_gathers_again():
+    model = random_model()
+    apply_checkpointing(model, "selective")
+    saves = model.blocks["0"].forward.keywords["context_fn"].args[0]
+    communicate = torch.ops._c10d_functional
+    x = torch.ones(4, 2)
+    decided = {}
+    for op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+        saves(None, getattr(communicate, op).default, x)
+        decided[op] = saves(None, communicate.wait_tensor.default, x).name
+    assert decided == {
+        "all_gather_into_tensor": "PREFER_RECOMPUTE",
+        "reduce_scatter_tensor": "MUST_SAVE",
+        "all_reduce": "MUST_SAVE",
+    }
+
+
 def test_dropout_acts_in_training_only():
     model = random_model(dropout=0.5)
     inputs, _ = random_batch()
