@@ -6,7 +6,8 @@ A CASE is "NAME key=value ...", with CONFIG's keys. `layers=N` uses the model wi
 that a case takes seconds. Each case trains a few steps operation by operation, or with
 `cuda_graphs=true` up to the step that is captured. torch's allocator records the last step, and the
 program replays its events up to the largest sum. The table shows the memory on rank 0 at that
-moment, without the state from before the step.
+moment, without the state from before the step. As in training, the host does not wait for the GPU
+between steps, so memory that the host has freed and another stream still uses has its own rows.
 """
 
 import collections
@@ -43,7 +44,6 @@ def measure(run: Run) -> dict[str, Any]:
     num_steps = NUM_EAGER_STEPS if run.plan.config.cuda_graphs else NUM_STEPS - 1
     for step in range(num_steps):
         run.engine.train_step(run.batch(step))
-    synchronize()
     predicted: Any = run.plan.prediction
     measured: dict[str, Any] = {"predicted": predicted["memory_bytes"]}
     measured["predicted_bytes"] = predicted["peak_bytes"]
@@ -71,19 +71,25 @@ def at_peak(events: Sequence[dict[str, Any]]) -> list[tuple[int, int, str]]:
     for index, event in enumerate(events):
         if event["action"] == "alloc":
             total += event["size"]
-        elif event["action"] == "free_requested":
+        elif event["action"] == "free_completed":
             total -= event["size"]
         if total > most:
             most, moment = total, index
     freed_before = 0
+    freed = set()
     for event in events[: moment + 1]:
+        address = event["addr"]
         if event["action"] == "alloc":
-            live[event["addr"]] = event
-        elif event["action"] == "free_requested" and not live.pop(event["addr"], None):
+            live[address] = event
+            freed.discard(address)
+        elif event["action"] == "free_requested":
+            freed.add(address)
+        elif event["action"] == "free_completed" and not live.pop(address, None):
             freed_before += event["size"]
     sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
-    for event in live.values():
-        entry = sums[where(event.get("frames", []))]
+    for address, event in live.items():
+        in_use = "freed, but another stream uses it: " if address in freed else ""
+        entry = sums[in_use + where(event.get("frames", []))]
         entry[0] += event["size"]
         entry[1] += 1
     rows = sorted(((size, count, line) for line, (size, count) in sums.items()), reverse=True)
