@@ -1,4 +1,4 @@
-"""The record of what a mechanism costs, and what costs are computed from: sizes of a plan's
+"""The record of a mechanism's costs, and the values that costs are computed from: sizes of
 tensors, and seconds of elementary operations. No torch import.
 
 Sizes of exchanges are of the tensors given to an operation: the whole tensor for all-reduce,
@@ -7,8 +7,9 @@ all-gather and reduce-scatter. `sent_bytes` converts them to the bytes that a pr
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,10 @@ Bytes = Counter[tuple[str, str]]  # (axis, kind of operation) -> bytes
 # A cost is a vector of seconds along these axes.
 ARITHMETIC, MEMORY, NETWORK = np.eye(3)
 Cost = NDArray[np.float64]
+# Moments of a step at which memory may be fullest: during the passes, in the backward pass of the
+# first block, which is the last of the step, and in the optimizer step
+Moment = Literal["passes", "first block", "update"]
+Parts = Mapping[str, float]  # component of memory (predict/memory.py) -> bytes
 Passes = NDArray[np.float64]  # costs of the forward pass, of input gradients, of weight gradients
 
 
@@ -67,8 +72,7 @@ class Place:
         # What tp splits in a block, by hidden size
         values = size.values_in + size.values_out + size.kept_values
         self.split_values = values / size.hidden_size
-        # Kind of the loss: over tp it consists of several kernels
-        self.loss = "split" if self.tp > 1 else "compiled" if config.compile else "eager"
+        self.way = "compiled" if config.compile else "eager"
         # Sizes from here on depend on the rank.
         self.place = place
         ranks = plan.layout.ranks
@@ -103,7 +107,7 @@ class Place:
             self.learning = self.adapters
 
     def traced_bytes(self, what: str, way: str) -> float:
-        """Return bytes of a block and micro-batch of a model that was traced, in bf16."""
+        """Return bytes of a block and micro-batch of a model whose traces were made in bf16."""
         traced = self.size.traced
         assert traced is not None
         length = self.config.max_length
@@ -155,6 +159,19 @@ class Mechanism:
     """Costs that one mechanism adds to a plan that uses it. Omitted fields add nothing."""
 
     used: Callable[[Draft], bool]
+    # Bytes of model state per trained parameter, and bytes of frozen weights: of "parameters",
+    # "gradients" and "optimizer" on the device, or offloaded to "host" or "disk"
+    state: Callable[[Place], Parts] = lambda _: {}
+    frozen: Callable[[Place], Parts] = lambda _: {}
+    # Bytes beside the given state at a moment, and the share of all gradients that exists then
+    held: Callable[[Place, Moment, Parts], Parts] = lambda _, moment, state: {}
+    gradients: Callable[[Place, Moment], float] = lambda _, moment: 0
+    # Bytes of buckets that fill after the backward pass of the loss has freed the logits
+    buckets: Callable[[Place], float] = lambda _: 0
+    # Bytes that a block keeps of a micro-batch, and that its backward pass needs beside them
+    kept: Callable[[Place], float] = lambda _: 0
+    backward: Callable[[Place], float] = lambda _: 0
+    on_host: Callable[[Place], float] = lambda _: 0  # bytes of RAM besides offloaded state
     # Bytes per step of exchanges inside blocks and between stages, and of data parallelism's
     traffic: Callable[[Place], Bytes] = lambda _: Counter()
     exchange: Callable[[Place], Bytes] = lambda _: Counter()

@@ -1,4 +1,4 @@
-"""Costs of a step, in one file per mechanism. No torch import.
+"""Memory, traffic and time of a step, in one file per mechanism. No torch import.
 
 A new mechanism is a new file and a line in MECHANISMS."""
 
@@ -9,6 +9,7 @@ from distributed_training.predict.costs import (
     dp,
     fsdp,
     lora,
+    loss,
     pp,
     precision,
     tp,
@@ -24,6 +25,7 @@ MECHANISMS = (
     block.TENSORS,
     precision.FP32,
     precision.AUTOCAST,
+    loss.TIED,
     dp.DP,
     fsdp.FSDP,
     zero.MASTER_COPY,
@@ -31,6 +33,7 @@ MECHANISMS = (
     zero.ZERO,
     pp.PP,
     tp.TP,
+    checkpointing.NONE,
     checkpointing.FULL,
     checkpointing.SELECTIVE,
 )

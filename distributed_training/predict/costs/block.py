@@ -11,6 +11,7 @@ from distributed_training.predict.mechanism import (
     MEMORY,
     Cost,
     Mechanism,
+    Moment,
     Passes,
     Place,
     Timing,
@@ -19,6 +20,7 @@ from distributed_training.predict.rates import FITTED
 
 # Matrix multiplications of the backward pass relative to the forward pass
 BACKWARD_ATTENTION = 5 / 2
+NORM_BYTES = 2 * 2 * 4  # fp32 mean and deviation of two norms, per token and block
 
 
 def block(at: Timing) -> Passes:
@@ -45,10 +47,9 @@ def elementwise(at: Timing) -> tuple[Cost, Cost]:
     eager = 1.0 if at.config.compile else fitted.eager
     starts = fitted.starts * eager * at.rates.kernel_s
     if at.size.traced is not None:
-        way = "compiled" if at.config.compile else "eager"
         share = FITTED.traced_traffic
-        forward = at.moving(share.forward * at.traced_bytes("forward", way))
-        backward = at.moving(share.backward * at.traced_bytes("backward", way))
+        forward = at.moving(share.forward * at.traced_bytes("forward", at.way))
+        backward = at.moving(share.backward * at.traced_bytes("backward", at.way))
         return forward + starts * MEMORY, backward + 2 * starts * MEMORY
     by_gpt2 = at.split_values / 12  # whose blocks were measured
     values = fitted.between * at.between + fitted.split * by_gpt2 / at.tp
@@ -95,12 +96,60 @@ def _has_kernel(at: Timing) -> bool:
     return on_gpu and not at.config.dropout and head_size % 8 == 0 and head_size <= 256
 
 
+def kept(at: Place) -> float:
+    """Return the bytes that a block keeps for its backward pass: tensor by tensor, as models/ and
+    torch.compile keep them, in values of the compute dtype per token and hidden unit."""
+    if at.size.traced is not None:
+        return at.traced_bytes("kept", at.way)
+    values = 2 * at.between + at.split_values / at.tp
+    values += 2  # whole: the input of both column-split layers
+    if at.config.dropout:  # a byte for each value that two masks are for
+        values += 2 * at.between / at.width
+    return at.hidden * values + statistics_bytes(at)
+
+
+def statistics_bytes(at: Place) -> float:
+    """Return the bytes of fp32 statistics that attention and norms keep."""
+    return at.tokens * (4 * at.size.num_heads / at.tp + NORM_BYTES * at.between)
+
+
+def mlp_values(at: Place) -> tuple[int, int]:
+    """Return the values per token of the output of an MLP's first matrix, and of the input of its
+    second matrix."""
+    if at.size.traced is not None:
+        return at.size.values_out, at.size.values_out
+    return at.size.block_matrices[2][0], at.size.block_matrices[3][1]
+
+
+def backward(at: Place) -> float:
+    """Return the bytes that the backward pass of a block needs at its peak in the MLP: the gradient
+    of its first matrix's output. The gradient of the second matrix's input has taken the place of
+    the input."""
+    return at.tokens * at.width * mlp_values(at)[0] / at.tp
+
+
+def gradients(at: Place, moment: Moment) -> float:
+    """Return 0 during the passes, because gradients come while activations go, unless earlier
+    micro-batches have left theirs. Then only the first block's are missing."""
+    if at.micro_batches > 1 or moment == "update":
+        return 1
+    if moment == "passes":
+        return 0
+    block = at.learning / max(1, at.num_blocks)
+    if at.trained:
+        block = at.in_blocks / max(1, at.num_blocks)
+        block += 0 if at.size.tied else at.embedding
+    return 1 - block / at.learning
+
+
 def _moved(at: Place) -> float:
     """Return the bytes of adding two gradients: both are read, their sum is written."""
     return 10 if at.micro_batches > 1 or at.pp > 1 else 0
 
 
-BLOCK = Mechanism(used=lambda plan: True, block=block, moved=_moved)
+BLOCK = Mechanism(
+    used=lambda plan: True, gradients=gradients, backward=backward, block=block, moved=_moved
+)
 # Without hooks of its own, an engine visits each tensor once per step if there are several ranks.
 TENSORS = Mechanism(
     used=lambda plan: not plan.strategy.traits.hooks_between_blocks,

@@ -1,10 +1,10 @@
-"""Cost of activation checkpointing: the backward pass computes again what it needs. No torch
-import."""
+"""Cost of activation checkpointing: a block keeps less, and the backward pass computes the rest
+again. No torch import."""
 
 from collections.abc import Sequence
 
 from distributed_training.predict.costs import block, lora, tp
-from distributed_training.predict.mechanism import Cost, Mechanism, Timing
+from distributed_training.predict.mechanism import Cost, Mechanism, Place, Timing
 
 
 def all_again(at: Timing, forward: Cost) -> Sequence[Cost]:
@@ -22,7 +22,37 @@ def elementwise_again(at: Timing, forward: Cost) -> Sequence[Cost]:
     return (block.elementwise(at)[0] + 0.5 * tp.exchange_in_block(at),)
 
 
-FULL = Mechanism(used=lambda plan: plan.config.activation_checkpointing == "full", again=all_again)
+def between_blocks(at: Place) -> float:
+    """Return the bytes of a block's input, or of the gradient of its output."""
+    return at.hidden * at.between
+
+
+def kept_selectively(at: Place) -> float:
+    """Return the bytes of a block's input and the results of attention and matrix multiplications.
+    Only uncompiled blocks keep the last of them, which no gradient needs."""
+    if at.size.traced is not None:
+        return at.traced_bytes("kept", "selective")
+    returned = (at.size.values_in + at.size.attention_width) / at.size.hidden_size
+    values = (2 if at.config.compile else 3) * at.between + returned / at.tp
+    return at.hidden * values + block.statistics_bytes(at)
+
+
+# The gradient that arrives is beside all that the block keeps. A recomputed block's input makes
+# room for that gradient.
+NONE = Mechanism(
+    used=lambda plan: plan.config.activation_checkpointing == "none",
+    kept=block.kept,
+    backward=between_blocks,
+)
+FULL = Mechanism(
+    used=lambda plan: plan.config.activation_checkpointing == "full",
+    kept=between_blocks,
+    backward=block.kept,
+    again=all_again,
+)
 SELECTIVE = Mechanism(
-    used=lambda plan: plan.config.activation_checkpointing == "selective", again=elementwise_again
+    used=lambda plan: plan.config.activation_checkpointing == "selective",
+    kept=kept_selectively,
+    backward=block.kept,
+    again=elementwise_again,
 )

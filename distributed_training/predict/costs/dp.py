@@ -3,7 +3,7 @@ engine. No torch import."""
 
 from collections import Counter
 
-from distributed_training.predict.mechanism import Bytes, Mechanism, Place
+from distributed_training.predict.mechanism import Bytes, Mechanism, Moment, Parts, Place
 from distributed_training.settings.keys import Options
 from distributed_training.settings.strategies import strategy_options
 
@@ -30,9 +30,16 @@ def _matrices(at: Place) -> list[tuple[int, int]]:
     return [*size.block_matrices] * at.num_blocks + [*tables, positions]
 
 
+def held(at: Place, moment: Moment, state: Parts) -> Parts:
+    """Return the sum of gradients, which is beside the buckets until the last micro-batch."""
+    return {"buffers": state["gradients"]} if at.has_buckets and at.micro_batches > 1 else {}
+
+
 # Scaled gradients are copied into the buckets once per step.
 DP = Mechanism(
     used=lambda plan: plan.only_copies and not plan.strategy.traits.takes_json,
+    held=held,
+    gradients=lambda at, moment: at.has_buckets,
     exchange=exchange,
     moved=lambda at: 8 / at.micro_batches if at.has_buckets else 0,
 )

@@ -4,7 +4,7 @@ No torch import."""
 from collections import Counter
 
 from distributed_training.predict.costs.lora import base_bytes
-from distributed_training.predict.mechanism import Bytes, Mechanism, Place
+from distributed_training.predict.mechanism import Bytes, Mechanism, Moment, Parts, Place
 
 
 def exchange(at: Place) -> Bytes:
@@ -21,6 +21,22 @@ def exchange(at: Place) -> Bytes:
     return traffic
 
 
+def held(at: Place, moment: Moment, state: Parts) -> Parts:
+    """Return gathered parameters, and whole fp32 gradients on their way to a reduce-scatter. The
+    parameters around the blocks stay gathered; of the blocks, the one in use and those ahead."""
+    if at.pp > 1:  # see costs/pp.py
+        return {}
+    if moment == "update" and at.trained:
+        # The root's gradients, and the output rows' in the compute dtype
+        return {"buffers": 4 * at.around + at.width * at.embedding}
+    num_blocks = max(1, at.num_blocks)
+    base = (base_bytes(at) - at.width * at.around) / num_blocks
+    adapters = at.width * at.adapters / num_blocks
+    blocks = (1 + at.config.fsdp_prefetch) * (base + adapters)
+    learning = at.in_blocks if at.trained else at.learning
+    return {"copies": at.width * at.around + blocks, "buffers": 4 * (learning / num_blocks)}
+
+
 def _moved(at: Place) -> float:
     """Return the bytes of parameters that are copied out of a buffer twice, and of widened
     gradients that are copied into another one."""
@@ -28,5 +44,9 @@ def _moved(at: Place) -> float:
 
 
 FSDP = Mechanism(
-    used=lambda plan: plan.uses_fsdp, exchange=exchange, moved=_moved, launches=lambda at: 1
+    used=lambda plan: plan.uses_fsdp,
+    held=held,
+    exchange=exchange,
+    moved=_moved,
+    launches=lambda at: 1,
 )

@@ -1,11 +1,76 @@
 """Cost of the output layer and the loss, whole or in chunks. No torch import."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
-from distributed_training.predict.mechanism import MEMORY, Passes, Timing
+from distributed_training.predict.mechanism import (
+    MEMORY,
+    Mechanism,
+    Moment,
+    Parts,
+    Passes,
+    Place,
+    Timing,
+)
 from distributed_training.predict.rates import FITTED
+
+SPLIT_LOGIT_BYTES = 2  # per logit of a micro-batch whose W has not run
+EAGER_CHUNK = 17  # bytes per logit of one chunk that loss_and_gradient allocates, uncompiled
+
+
+class LossBytes(NamedTuple):
+    """Bytes that the loss of one micro-batch needs on the last stage."""
+
+    kept: float  # from forward to backward
+    peak: float
+    waiting: float  # until W
+    around: float  # of the last norm and the output layer, throughout the passes
+    after: float  # of the output rows' gradient, if gradients are not counted otherwise
+
+
+def loss_bytes(at: Place) -> LossBytes:
+    """Return the bytes of logits, and of tensors around them.
+
+    The compiled loss keeps logits and writes their gradient over them. Uncompiled, log_softmax
+    keeps its fp32 result, and its backward pass holds two more of that size. Over tp the
+    probabilities are kept in fp32, and the gradient is allocated beside them."""
+    sharded = at.strategy.traits.rounds_weights or at.plan.uses_fsdp
+    after = 0.0
+    if at.trained and not at.has_buckets and at.micro_batches == 1:
+        after = (at.width if sharded else 4) * at.embedding
+    around = at.hidden * (at.between + 2)  # input and output of the norm, and one gradient
+    count = at.tokens * at.size.padded_vocab_size / at.tp
+    chunk = int(at.config.loss_chunk_tokens)
+    if chunk:
+        # Gradients of hidden states and output rows. Then one chunk, and after it, if weights are
+        # fp32, the rows' gradient in fp32.
+        rows = at.trained * (at.size.padded_vocab_size * at.size.hidden_size / at.tp)
+        kept = at.hidden + at.width * rows
+        share = min(chunk, at.tokens) / at.tokens
+        beside = share * count * (at.width if at.config.compile else at.width + EAGER_CHUNK)
+        if at.width < 4 and not sharded:
+            beside = max(beside, 4 * rows)
+        return LossBytes(kept, kept + beside, 0, around, after)
+    around += at.trained * at.width * at.embedding
+    kept, peak = {
+        "split": (4, 4 + at.width), "compiled": (at.width, at.width), "eager": (4, 12)
+    }[_kind(at)]  # fmt: skip
+    waiting = 0 if at.config.compile else SPLIT_LOGIT_BYTES
+    return LossBytes(kept * count, peak * count, waiting * count, around, after)
+
+
+def _kind(at: Place) -> str:
+    return "split" if at.tp > 1 else at.way  # over tp the loss consists of several kernels
+
+
+def _second_gradient(at: Place, moment: Moment, state: Parts) -> Parts:
+    """Return a tied embedding's second gradient, which is added to the first."""
+    in_fsdp_buffers = at.plan.uses_fsdp and at.pp == 1
+    if moment == "update" and at.trained and not in_fsdp_buffers:
+        return {"buffers": 4 * at.embedding}
+    return {}
 
 
 def head(at: Timing) -> Passes:
@@ -13,9 +78,10 @@ def head(at: Timing) -> Passes:
     d = at.size.hidden_size
     vocabulary = at.size.padded_vocab_size / at.tp
     rate = at.rates.memory_bytes
-    if at.loss != "split":  # torch's loss is one kernel
+    kind = _kind(at)
+    if kind != "split":  # torch's loss is one kernel
         rate = at.rates.head_memory_bytes or rate
-    moved = vars(FITTED.logit_traffic)[at.loss] * at.width / 2 * at.tokens * vocabulary
+    moved = vars(FITTED.logit_traffic)[kind] * at.width / 2 * at.tokens * vocabulary
     traffic = 0.5 * (moved / rate) * MEMORY
     # Each chunk but the first reads and writes the gradient of the output rows.
     chunk = int(at.config.loss_chunk_tokens)
@@ -28,3 +94,9 @@ def head(at: Timing) -> Passes:
             at.trained * weights,
         ]
     )
+
+
+TIED = Mechanism(
+    used=lambda plan: plan.size.tied and not plan.strategy.traits.rounds_weights,
+    held=_second_gradient,
+)

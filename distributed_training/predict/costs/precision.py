@@ -1,12 +1,32 @@
 """Cost of training state in fp32, and of rounding it to the compute dtype. No torch import."""
 
 from distributed_training.plan.plan import Draft
-from distributed_training.predict.mechanism import Mechanism, Place
+from distributed_training.predict.mechanism import Mechanism, Moment, Parts, Place
 
 # Bytes per parameter of Adam moments. torchao's have an fp32 scale per 256 values.
 MOMENT_BYTES = {"adamw": 8, "adamw-bf16": 4, "adamw-8bit": 2 * (1 + 4 / 256)}
 # Bytes per parameter of weight and gradient that AdamW and clipping read and write
 UPDATE_BYTES = 12 + 12
+
+
+def state(at: Place) -> Parts:
+    return {
+        "parameters": 4 / at.shards,
+        "gradients": 4 / at.shards,
+        "optimizer": MOMENT_BYTES[at.config.optimizer] / at.shards,
+    }
+
+
+def rounded(at: Place, moment: Moment, state: Parts) -> Parts:
+    """Return the rounded weights that autograd keeps for the backward pass. Recomputed blocks round
+    them again."""
+    if moment == "update" and (at.plan.only_copies or at.trained):
+        return {}
+    kept = at.learning
+    if at.trained and at.recomputes:
+        kept = at.around
+    shares = max(1, at.num_blocks) if moment == "first block" and at.trained else 1
+    return {"copies": 2 * kept / shares}
 
 
 def updated(at: Place) -> float:
@@ -21,5 +41,7 @@ def rounds_in_passes(plan: Draft) -> bool:
 
 
 # Weights are rounded and gradients are widened in every micro-batch.
-AUTOCAST = Mechanism(used=rounds_in_passes, moved=lambda at: 12)
-FP32 = Mechanism(used=lambda plan: not plan.strategy.traits.rounds_weights, updated=updated)
+AUTOCAST = Mechanism(used=rounds_in_passes, held=rounded, moved=lambda at: 12)
+FP32 = Mechanism(
+    used=lambda plan: not plan.strategy.traits.rounds_weights, state=state, updated=updated
+)

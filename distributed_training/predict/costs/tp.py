@@ -9,6 +9,8 @@ from distributed_training.predict.mechanism import (
     Bytes,
     Cost,
     Mechanism,
+    Moment,
+    Parts,
     Passes,
     Place,
     Timing,
@@ -60,10 +62,23 @@ def exchange_in_block(at: Timing) -> Cost:
     return seconds * NETWORK
 
 
+def held(at: Place, moment: Moment, state: Parts) -> Parts:
+    """Return an untied embedding's gradient, which is summed over tp and then copied to the
+    parameter's layout."""
+    alone = at.pp == 1 and not at.plan.uses_fsdp
+    if moment == "update" and alone and at.trained and not at.size.tied:
+        return {"buffers": 2 * 4 * at.embedding}
+    return {}
+
+
 def block(at: Timing) -> Passes:
     return np.outer((1, 1, 0), exchange_in_block(at))
 
 
 TP = Mechanism(
-    used=lambda plan: plan.mesh["tp"] > 1, traffic=traffic, block=block, launches=lambda at: 1
+    used=lambda plan: plan.mesh["tp"] > 1,
+    held=held,
+    traffic=traffic,
+    block=block,
+    launches=lambda at: 1,
 )

@@ -4,7 +4,7 @@ by stage, and offloaded to the host or a disk. No torch import."""
 from collections import Counter
 
 from distributed_training.predict.costs.precision import MOMENT_BYTES
-from distributed_training.predict.mechanism import Bytes, Mechanism, Place
+from distributed_training.predict.mechanism import Bytes, Mechanism, Moment, Parts, Place
 from distributed_training.predict.rates import FITTED, Rates
 
 # Bytes per parameter that AdamW and clipping read and write, without Adam moments: weight,
@@ -13,6 +13,51 @@ UPDATE_BYTES = 44
 # Bytes per parameter that a step on a disk reads and writes: fp32 weights and Adam moments 12 + 12,
 # gradients 4 + 4, rounded weights 2 per pass and 2 after the update.
 SWAPPED_BYTES = 38
+OFFLOADED = {"cpu": "host", "nvme": "disk"}  # DeepSpeed's devices -> names of state there
+
+
+def state(at: Place) -> Parts:
+    """Return the bytes per parameter of rounded weights and gradients, and of the fp32 master copy
+    and both Adam moments (ZeRO paper, section 3.1)."""
+    stage = at.zero.stage
+    state: dict[str, float] = {
+        "parameters": at.width / (at.shards if stage >= 3 else 1),
+        "gradients": at.width / (at.shards if stage >= 2 else 1),
+        "optimizer": 12 / (at.shards if stage >= 1 else 1),
+        "host": 0,
+        "disk": 0,
+    }
+    for what, part in (("optimizer", "optimizer"), ("param", "parameters")):
+        if device := OFFLOADED.get(at.strategy.offload[what]):
+            state[device] += state.pop(part)
+    if at.strategy.steps_on_host:  # gradients wait in RAM, in fp32, for the optimizer step
+        state["host"] += 4 / at.shards
+        del state["gradients"]
+    return state
+
+
+def gathered(at: Place, moment: Moment, state: Parts) -> Parts:
+    """Return stage 3's copies of parameters of other processes, of the host or of a disk."""
+    if at.zero.stage < 3:
+        return {}
+    most = min(at.zero.stage3_max_live_parameters, at.parameters)
+    share = 1 if at.strategy.fetches_parameters else 1 - 1 / at.shards
+    return {"copies": at.width * most * share}
+
+
+def buckets(at: Place) -> float:
+    """Return two buckets of gradients: one fills while the other is reduced."""
+    if at.zero.stage not in (1, 2) or at.pp > 1:
+        return 0
+    return 2 * at.width * min(at.zero.reduce_bucket_size, at.learning)
+
+
+def widened(at: Place, moment: Moment, state: Parts) -> Parts:
+    """Return the fp32 gradients that Adam needs of this process's part, and a flat copy of the
+    rounded ones."""
+    if moment != "update" or at.strategy.steps_on_host:
+        return {}
+    return {"buffers": (4 + at.width) * at.learning / at.shards}
 
 
 def exchange(at: Place) -> Bytes:
@@ -67,9 +112,20 @@ def off_device(at: Place, learning: float) -> dict[str, float]:
 
 ZERO = Mechanism(
     used=lambda plan: plan.strategy.traits.takes_json,
+    held=gathered,
+    # Stage 3 has a flat buffer for all gradients.
+    gradients=lambda at, moment: at.zero.stage == 3 and moment == "passes",
+    buckets=buckets,
+    # Two bytes per value, also in fp32 runs
+    on_host=lambda at: 2 * at.strategy.swap_buffer_values,
     exchange=exchange,
     launches=launches,
     off_device=off_device,
 )
-MASTER_COPY = Mechanism(used=lambda plan: plan.strategy.traits.rounds_weights, updated=updated)
+MASTER_COPY = Mechanism(
+    used=lambda plan: plan.strategy.traits.rounds_weights,
+    state=state,
+    held=widened,
+    updated=updated,
+)
 HOOKS = Mechanism(used=lambda plan: plan.strategy.traits.hooks_between_blocks, hooks=hooks)
