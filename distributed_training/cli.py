@@ -230,11 +230,11 @@ def links(parser: argparse.ArgumentParser, program: Program) -> Act:
     for axis in ("pp", "dp_shard", "tp"):
         size = f"processes along {axis}; the remaining ones are dp_replicate"
         add(f"--{axis}", metavar="N", type=int, default=1, help=size)
-    largest = "largest tensor; 1024 on GPUs, 16 without"
+    largest = "largest tensor in MiB (default: 1024 on GPUs, 16 without)"
     add("--largest", metavar="MIB", type=at_least(1), help=largest)
-    add("--seconds", metavar="S", type=float, default=0.15, help="for a figure (default 0.15)")
+    add("--seconds", metavar="S", type=float, default=0.15, help="seconds per value (default 0.15)")
     folder = program.output_dir / "links"
-    add("--out", metavar="FOLDER", type=Path, default=folder, help="of the record and picture")
+    add("--out", metavar="FOLDER", type=Path, default=folder, help="folder for the results")
 
     def act(a: argparse.Namespace) -> int:
         process = current_process()

@@ -131,6 +131,7 @@ def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
         if other.plan.strategy.name != first.plan.strategy.name and other.step:
             times = other.step.seconds / first.step.seconds
             more = f"{times:.1f} times as long" if times > 2 else f"{times - 1:.1%} longer"
+            more = "as long" if times < 1.0005 else more
             return f"{text} {layout_name(other.plan)} takes {more}."
     return text
 
