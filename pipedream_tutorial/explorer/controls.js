@@ -91,13 +91,15 @@ function toHash(chosen) {
     return typeof value === "object" ? Object.values(value).join(".") : String(value); // a move
   };
   const parts = Object.keys(START).map((key) => [key, written(chosen[key])]);
-  return "#" + new URLSearchParams(parts.filter(([key, text]) => text !== written(START[key])));
+  const start = startOf(chosen.level);
+  return "#" + new URLSearchParams(parts.filter(([key, text]) => text !== written(start[key])));
 }
 
 // {chosen, refused}: what is not accepted is left at its usual value, and refused says why.
 function fromHash(hash) {
-  const chosen = { ...START };
-  const refused = [...new URLSearchParams(hash.slice(1))].map(([key, text]) => refusal(() => {
+  const given = new URLSearchParams(hash.slice(1));
+  const chosen = startOf(given.get("level"));
+  const refused = [...given].map(([key, text]) => refusal(() => {
     if (!(key in START)) throw new RuleError(`the address has the unknown key ${key}`);
     chosen[key] = readValue(key, text);
   }));

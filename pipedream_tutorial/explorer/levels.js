@@ -93,9 +93,11 @@ function buildLevelBar() {
   ));
 }
 
+const startOf = (level) => ({ ...START, ...LEVELS[level - 1]?.start });
+
 function startLevel(level) {
   const { solved } = store.chosen;
-  store.restart({ ...START, solved, ...(LEVELS[level - 1]?.start ?? {}), level });
+  store.restart({ ...startOf(level), solved, level });
 }
 
 // facts: {numbers, trained} of the timeline, or null where it cannot run.

@@ -242,6 +242,9 @@ def test_the_levels_can_be_solved_and_are_not_at_first(browser):
         browser.js(f"document.querySelectorAll('#levels button')[{level}].click()")
         assert text(browser, "lesson-title").startswith(f"Level {level}: ")
         assert browser.js("document.getElementById('learned').hidden"), level
+        fresh = "JSON.stringify(fromHash('#level={}').chosen)"
+        started = "JSON.stringify({ ...explorer.store.chosen, solved: [] })"
+        assert browser.js(fresh.format(level)) == browser.js(started), level
         browser.js(f"explorer.store.change({{ {solution} }})")
         assert not browser.js("document.getElementById('learned').hidden"), level
     assert browser.js("explorer.store.chosen.solved") == [1, 2, 3, 4, 5, 6]
