@@ -19,6 +19,7 @@ from distributed_training.data.hub import WIKITEXT_ID
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import find_model
 from distributed_training.models.decoder import Past
+from distributed_training.models.weights import all_finite
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill, in_markdown, last_part, short_path
 from distributed_training.records.record import BEST, RECORD_FILE, Record, load_record
@@ -114,7 +115,7 @@ def write_folder(
     config = plan.config
     if config.lora_rank:
         for name, values in state.items():
-            if not values.isfinite().all():
+            if not all_finite(values):
                 what = f"{folder.name}/ is not written: {name} has numbers that are not finite"
                 raise RunError(what, fix="lower learning_rate")
     trained = trained_by(plan, state, base_fingerprint)

@@ -26,6 +26,7 @@ from distributed_training.models.weights import (
     FLOATS,
     TORCH_DTYPES,
     Stored,
+    all_finite,
     convert_command,
     open_weights,
     require_weights,
@@ -260,7 +261,7 @@ class ModelSpec:
             for rows, (tensor, transposed) in zip(indices.values(), pieces[ours], strict=True):
                 rows = rows.flatten()
                 (inside,) = torch.where((rows >= first) & (rows < stop))
-                for run in _consecutive(inside):
+                for run in consecutive(inside):
                     their_rows = slice(int(run[0]), int(run[-1]) + 1)
                     box_in_file = [*columns, their_rows] if transposed else [their_rows, *columns]
                     piece = tensor.read(*box_in_file)
@@ -346,7 +347,7 @@ class ModelSpec:
                 values = weights(ours, ()) if callable(weights) else weights[ours]
                 for name, rows in self._stored(ours, values):
                     written = rows.to(dtype)
-                    if not written.isfinite().all():
+                    if not all_finite(written):
                         what = f"{name} has numbers that are not finite in {name_of(dtype)}"
                         raise RunError(what, fix="lower learning_rate")
                     yield written
@@ -394,7 +395,7 @@ class ModelSpec:
             self._match(dict(self.build(dropout=0.0, seed=0).named_parameters()), folder)
 
 
-def _consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
+def consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
     """Cut ascending numbers into runs without gaps."""
     import torch
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from distributed_training.models import ModelSize, ModelSpec, save_tensors
+from distributed_training.models import ModelSize, ModelSpec, consecutive, save_tensors
 from distributed_training.models.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -22,6 +22,7 @@ from distributed_training.models.adapters import (
     read_adapters,
 )
 from distributed_training.models.decoder import Box, Source
+from distributed_training.models.weights import all_finite
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import open_regular, shown
@@ -96,7 +97,9 @@ class Adapters:
                 values = values.to(torch.float32, copy=True)
                 for adapter in adapters:
                     update = (adapter.b @ adapter.a).mul_(self.scale)
-                    values.index_add_(0, adapter.rows, update)
+                    runs = consecutive(adapter.rows)
+                    for run, part in zip(runs, update.split([*map(len, runs)]), strict=True):
+                        values[run[0] : run[-1] + 1] += part  # index_add_ takes 10 times as long
             return values[box]
 
         return read
@@ -315,7 +318,7 @@ def _checked_pair(
             problem = f"{what}: lora_{name} is {actual}"
             fix = "use the adapters of this model"
             raise UserError(problem, f"it should be a float {expected}", fix)
-        if not tensor.isfinite().all():
+        if not all_finite(tensor):
             fix = "train or download the adapters again"
             raise UserError(f"{what}: lora_{name} has numbers that are not finite", fix=fix)
     return a, b

@@ -1,5 +1,7 @@
 """Weight files of a Hugging Face folder, chosen in the same order as transformers chooses them."""
 
+from __future__ import annotations
+
 import math
 import pickle
 import re
@@ -8,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
@@ -17,6 +19,9 @@ from distributed_training.data import hub
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, open_regular, parse_as, shown
+
+if TYPE_CHECKING:
+    import torch
 
 # (one file, index that names several files). The first form that a folder has is used.
 FORMS = (
@@ -29,6 +34,12 @@ FLOATS = set(TORCH_DTYPES)
 # Buffers that older releases of transformers saved beside the weights
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
 _BIN_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Return whether no value is NaN or infinite. `isfinite().all()` takes 14 times as long."""
+    # NaN propagates to both.
+    return not values.numel() or all(map(math.isfinite, values.aminmax()))
 
 
 class _Index(BaseModel, strict=True):

@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from distributed_training.models.weights import all_finite
 from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
@@ -126,7 +127,7 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
 def _finite(part: Part) -> torch.Tensor:
     """Return the values of a part on the CPU. Raises FloatingPointError if they are not finite."""
     numbers = part.get().cpu().contiguous()
-    if not all(map(math.isfinite, numbers.aminmax())):  # NaN propagates to both
+    if not all_finite(numbers):
         raise FloatingPointError(f"{part.name} has numbers that are not finite")
     return numbers
 
