@@ -78,7 +78,7 @@ def this_machine(
     rates = None
     if machine.num_gpus == 0:
         name = f"{plural(num_processes, 'process')} on {machine.num_cpus} cores"
-        guess = cpu_rates(machine.num_cpus, processes_here)
+        guess = cpu_rates(machine.num_cpus, processes_here, has_bf16=machine.cpu_has_bf16)
         rates = measured_rates(f"cpu-x{processes_here}", guess)
     else:
         name = f"{num_processes} x {machine.gpu_name}"

@@ -26,6 +26,7 @@ from distributed_training.settings.files import did_you_mean, load_json, parse_a
 GIB = 2**30
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_CPU_INFO = Path("/proc/cpuinfo")
 # By version: the limit and what is used
 _MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -47,6 +48,7 @@ class Machine:
     ram_bytes: int  # available: limited by free RAM and by the cgroup
     num_cpus: int
     power_w: float | None = None  # that each GPU may draw; None where that is not known
+    cpu_has_bf16: bool = False  # whether the CPU has instructions for products in bf16
 
 
 def detect_machine() -> Machine:
@@ -60,6 +62,16 @@ def detect_machine() -> Machine:
         power_w=min((gpu.power_w for gpu in gpus if gpu.power_w), default=None),
         ram_bytes=available_ram_bytes(),
         num_cpus=available_cpus(),
+        cpu_has_bf16=has_bf16(_CPU_INFO),
+    )
+
+
+def has_bf16(info: Path) -> bool:
+    """Return whether a CPU has instructions for products in bf16, by Linux's list of its features:
+    AVX-512 or AMX of x86, or Arm's. False if there is no list."""
+    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    return (
+        re.search(r"^(flags|Features)\b.*\b(avx512_bf16|amx_bf16|bf16)\b", text, re.M) is not None
     )
 
 

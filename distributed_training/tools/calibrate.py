@@ -150,7 +150,12 @@ def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any
     # term is the number of bytes.
     unit_rates = dict.fromkeys(("block", "head", "update"), 1.0)
     calibration = {**measured, "memory_bytes_per_s": unit_rates}
-    work = Work(plan, from_calibration(calibration, cpu_rates(machine.num_cpus, 1)))
+    work = Work(
+        plan,
+        from_calibration(
+            calibration, cpu_rates(machine.num_cpus, 1, has_bf16=machine.cpu_has_bf16)
+        ),
+    )
     bytes_per_parameter = UPDATE_BYTES + 2 * MOMENT_BYTES["adamw"]
     traffic = {"update": bytes_per_parameter * plan.size.num_parameters / seconds["update"]}
     for name, costs in (("block", work.block()), ("head", head(work))):

@@ -130,3 +130,18 @@ def test_limits_of_a_container_count(groups, files, ram, cpus, tmp_path, monkeyp
     assert machines.available_ram_bytes() == ram
     assert machines.available_cpus() == cpus
     assert machines.threads_per_process(2) == max(1, cpus // 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd bf16", True),
+        ("flags\t\t: fpu avx2 avx512_fp16", False),
+        ("model name\t: bf16", False),
+    ],
+)
+def test_instructions_for_bf16(tmp_path, line, expected):
+    assert not machines.has_bf16(tmp_path / "none")
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t: none\n")
+    assert machines.has_bf16(tmp_path / "cpuinfo") == expected

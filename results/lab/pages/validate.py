@@ -164,7 +164,7 @@ def cpu_rows(file: Path = RECORDS / "cpu" / "strategies.json") -> tuple[CpuRow, 
         built = build_config(todays_keys(run["config"]), options=strategy_options)
         plan = draft_plan(built, this_machine(machine, count, count))
         if run["step_time_s"] is not None:
-            guess = cpu_rates(machine.num_cpus, count)
+            guess = cpu_rates(machine.num_cpus, count, has_bf16=machine.cpu_has_bf16)
             rates = from_calibration(document["calibrations"][str(count)], guess)
             seconds = run["step_time_s"], estimate_step(plan, rates).seconds
         rows.append(
