@@ -26,14 +26,14 @@ from distributed_training.records.record import BEST, RECORD_FILE, Record, load_
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.settings.files import load_json, plural, publish
 
-LENGTHS = 64  # texts are padded to multiples of this length
-# Without cuDNN, which makes a new plan for each length, and a growing text has a new length per
-# token
+LENGTHS = 64  # texts are padded to multiples of this many tokens
+# Without cuDNN, which compiles a new plan for each length. A growing text has a new length per
+# token.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CARD = "README.md"
 GENERATION_CONFIG = "generation_config.json"
 DTYPES = {
-    "auto": torch.float32,  # in plans of earlier releases
+    "auto": torch.float32,  # in plans that earlier releases wrote
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 }  # fmt: skip
 _PUBLISHED_DATA: dict[str, Any] = {WIKITEXT: {"datasets": [WIKITEXT_ID], "language": "en"}}
@@ -63,12 +63,12 @@ def continuation(
     for _ in range(num_tokens):
         if len(ids) > context:
             past = None
-        seen = ids[past.length :] if past else ids[-context:]
-        # With few different lengths, kernels are chosen only a few times.
-        padding = 0 if past else min(-len(seen) % LENGTHS, context - len(seen))
+        model_ids = ids[past.length :] if past else ids[-context:]
+        # With few distinct lengths, kernels are selected only a few times.
+        padding = 0 if past else min(-len(model_ids) % LENGTHS, context - len(model_ids))
         with sdpa_kernel(ATTENTION):
-            padded = torch.tensor([seen + [eos_ids[0]] * padding])
-            last = logits(padded, past)[0, len(seen) - 1].float().cpu()
+            padded = torch.tensor([model_ids + [eos_ids[0]] * padding])
+            last = logits(padded, past)[0, len(model_ids) - 1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
         if not values[0].isfinite():
             why = "its weights are damaged, or its adapters too large"
@@ -94,7 +94,8 @@ def in_thread(write: Callable[..., None], *arguments: Any) -> Future[None]:
 
 
 def copy_folder(made: Path, folder: Path) -> None:
-    """Copy the folder `made` to `folder`, which appears only when the copy is complete."""
+    """Copy the folder `made` to `folder`. The copy appears under its name only when it is
+    complete."""
     with writing(folder) as unfinished:
         shutil.copytree(made, unfinished)
 
@@ -109,9 +110,9 @@ def write_folder(
     *,
     merge: bool = False,
 ) -> None:
-    """Write the trained weights `state`, by the model's names, to `folder`, which appears only when
-    it is complete. A LoRA run writes only its adapters, unless `merge` is set or the base has
-    random weights. Raises RunError, and keeps an older folder, if a value is not finite."""
+    """Write the trained weights `state` to `folder`, by the model's names. The folder appears only
+    when it is complete. A LoRA run writes only its adapters, unless `merge` is set or the base has
+    random weights. Raises RunError if a value is not finite; an older folder then stays."""
     config = plan.config
     if config.lora_rank:
         for name, values in state.items():
@@ -142,8 +143,8 @@ def save_whole(
     folder: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Write a whole model and its tokenizer to `folder`, which appears only when it is complete.
-    One tensor is in memory at a time."""
+    """Write a whole model and its tokenizer to `folder`. The folder appears only when it is
+    complete. Only one tensor is in memory at a time."""
     with writing(folder) as unfinished:
         trained.save(unfinished, eos_token_id=tokenizer.eos_id, dtype=dtype)
         write_generation_config(unfinished, tokenizer, chat, base)
@@ -166,11 +167,12 @@ def write_generation_config(
     folder: Path, tokenizer: Tokenizer, chat: bool, base: Path | None
 ) -> None:
     """Write generation_config.json with our end tokens, so that other programs stop generation at
-    the same tokens. Keeps the sampling settings of the `base` model."""
+    the same tokens. The sampling settings of the `base` model are kept."""
     document: dict[str, Any] = {}
     if base is not None and (base / GENERATION_CONFIG).is_file():
         document = load_json(base / GENERATION_CONFIG, "model")
-    # With this mark, transformers may generate the file again from config.json, without our tokens.
+    # If this mark stays, transformers may generate the file again from config.json, without our end
+    # tokens.
     document.pop("_from_model_config", None)
     ends = document.get("eos_token_id", [])
     ends = ends if isinstance(ends, list) else [ends]
@@ -180,11 +182,12 @@ def write_generation_config(
 
 
 def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
-    """Write README.md for `folder`, a run's hf/ or best/. `repo_id` is its name on the Hub."""
+    """Write README.md, the model card, for `folder`, which is a run's hf/ or best/. `repo_id`: the
+    model's name on the Hub."""
     from huggingface_hub import ModelCardData  # slow to import
 
     published = r.config["weights"] == "pretrained"
-    front = ModelCardData(  # without license and language if they are unknown
+    front = ModelCardData(  # license and language are left out if they are unknown
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=find_model(r.config["model"]).hub_id if published else None,
@@ -200,7 +203,7 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
         for entry in r.evaluations
         if entry["step"] in (0, steps)
     ]
-    # The card must not contain paths of this machine.
+    # The card must not contain local paths.
     settings = [(key, in_markdown(last_part(str(value)))) for key, value in r.work.items()]
     text = fill(
         "card.md.jinja", r=r, repo_id=repo_id,
@@ -219,7 +222,7 @@ def write_card(folder: Path, r: Record, repo_id: str | None = None) -> None:
 
 def push_folder(folder: Path, repo_id: str) -> str:
     """Upload `folder` as the model `repo_id` and return its address. Raises UserError if the Hub
-    refuses it."""
+    rejects the upload."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
@@ -230,7 +233,7 @@ def push_folder(folder: Path, repo_id: str) -> str:
     try:
         address = str(api.create_repo(repo_id, exist_ok=True))
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Trained model")
-    except Exception as error:  # depends on the HTTP client of the library
+    except Exception as error:  # the exception type depends on the library's HTTP client
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         status = getattr(getattr(error, "response", None), "status_code", None)
         fix = f"type: python real_model_example.py push {short_path(folder)} {repo_id}"

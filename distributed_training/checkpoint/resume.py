@@ -1,5 +1,5 @@
 """Find and check the checkpoint that a run continues from, before processes start. No torch import.
-saver.py, which writes checkpoints, describes their files."""
+saver.py, which writes checkpoints, documents their files."""
 
 import contextlib
 import logging
@@ -29,11 +29,12 @@ from distributed_training.settings.files import (
 )
 from distributed_training.supervise import claims
 
-CHECKSUM = "checksum"  # key in meta.json; the checksum of the other values
+CHECKSUM = "checksum"  # key in meta.json: the checksum of all other values
 FORMAT = 5
-MOVED_KEYS = {"compression_rank", "compression_k"}  # to an engine's own, from every run's work
-INSTEAD = "remove that folder to use the checkpoint before it, or set resume to None"
-TOGETHER = (
+# Keys that belonged to every run's work and now belong to one engine
+MOVED_KEYS = {"compression_rank", "compression_k"}
+USE_OLDER = "remove that folder to use the checkpoint before it, or set resume to None"
+MERGE_FOLDERS = (
     "resume with shared_disk=False and the same layout on the same nodes in the same order, or "
     "merge the run's folders of all nodes and copy the result to every node to use any layout"
 )
@@ -41,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 
 class ElsewhereError(UserError):
-    """Files of a run that this node needs are on other nodes."""
+    """Error for a node that needs files that are on other nodes."""
 
 
 class Meta(BaseModel, strict=True):
-    """A checkpoint's meta.json."""
+    """Values in a checkpoint's meta.json."""
 
     format: int = FORMAT
     step: Annotated[int, Field(ge=0)]
@@ -61,7 +62,7 @@ class Meta(BaseModel, strict=True):
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
-    """Write a checkpoint's meta.json, with a checksum of its values."""
+    """Write a checkpoint's meta.json with a checksum of its values."""
     values = meta.model_dump(mode="json")
     write_json(folder / META_FILE, {**values, CHECKSUM: crc32_of(values)})
 
@@ -73,7 +74,7 @@ def read_meta(folder: Path) -> Meta:
         values = parse_json(read_small(folder / META_FILE).decode())
         form = values.get("format")
     except (OSError, ValueError, AttributeError):
-        raise UserError(f"{folder} is not a checkpoint of this suite", fix=INSTEAD) from None
+        raise UserError(f"{folder} is not a checkpoint of this suite", fix=USE_OLDER) from None
     if isinstance(form, int) and form != FORMAT:
         age = "an earlier" if form < FORMAT else "a later"
         what = f"Checkpoint {folder} was written by {age} release (format {form}, not {FORMAT})"
@@ -82,10 +83,10 @@ def read_meta(folder: Path) -> Meta:
     is_intact = values.pop(CHECKSUM, None) == crc32_of(values)
     meta = None
     if is_intact:
-        meta = parse_as(Meta, values, f"Checkpoint {folder}: {META_FILE}", INSTEAD)
+        meta = parse_as(Meta, values, f"Checkpoint {folder}: {META_FILE}", USE_OLDER)
     if meta is None or folder.name != name_of(meta.step):
         why = f"{META_FILE} has changed since it was written, or the folder was renamed"
-        raise UserError(f"Checkpoint {folder} is damaged", why, INSTEAD)
+        raise UserError(f"Checkpoint {folder} is damaged", why, USE_OLDER)
     return meta
 
 
@@ -94,9 +95,9 @@ def file_of(rank: int) -> str:
 
 
 def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
-    """Return the files of a checkpoint that `rank` needs: all of them or, on nodes with their own
-    disks and the same layout, those of its node. Raises ElsewhereError if files are missing that
-    other hosts have."""
+    """Return the files of a checkpoint that `rank` needs. If nodes have their own disks and the
+    layout is unchanged, these are the files of the rank's node; otherwise all files. Raises
+    ElsewhereError if required files are on other hosts."""
 
     def absent() -> list[str]:
         return [name for name in (*names, META_FILE) if not (folder / name).is_file()]
@@ -112,12 +113,13 @@ def files_to_read(folder: Path, meta: Meta, plan: Plan | None = None, rank: int 
         why = f"it lacks {', '.join(missing[:3])}{more}"
         if hosts:
             why += f", which were written without a shared disk on {', '.join(hosts)}"
-        raise ElsewhereError(what, why, TOGETHER)
+        raise ElsewhereError(what, why, MERGE_FOLDERS)
     return names
 
 
 def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 0) -> list[str]:
-    """Return `files_to_read`. Raises UserError if one of the files is missing or damaged."""
+    """Return `files_to_read` after checking the files. Raises UserError if a file is missing or
+    damaged."""
     names = files_to_read(folder, meta, plan, rank)
 
     def find_damage(name: str) -> str:
@@ -129,7 +131,7 @@ def check_files(folder: Path, meta: Meta, plan: Plan | None = None, rank: int = 
 
     with ThreadPoolExecutor(8) as pool:
         for damage in filter(None, pool.map(find_damage, names)):
-            raise UserError(f"Checkpoint {folder} is damaged", damage, INSTEAD)
+            raise UserError(f"Checkpoint {folder} is damaged", damage, USE_OLDER)
     return names
 
 
@@ -140,28 +142,28 @@ def choose_checkpoint(plan: Plan, notes: list[str]) -> Path | None:
         return None
     checkpoint, meta = resumed
     saved = meta.spread
-    now = plan.spread
+    current = plan.spread
     before, after = (
-        f"{spread.get('strategy')} x {spread.get('num_processes')}" for spread in (saved, now)
+        f"{layout.get('strategy')} x {layout.get('num_processes')}" for layout in (saved, current)
     )
-    changed_keys = [key for key in saved if saved[key] != now.get(key)]
+    changed_keys = [key for key in saved if saved[key] != current.get(key)]
     if before != after:
         notes.append(f"saved {before} -> resuming {after}: resharding. The folder keeps its name.")
     elif changed_keys:
         key = changed_keys[0]
-        change = f"{key} {saved[key]} -> resuming with {now.get(key)}"
+        change = f"{key} {saved[key]} -> resuming with {current.get(key)}"
         notes.append(f"saved {before} with {change}: resharding")
     return checkpoint
 
 
 def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
-    """Return the checkpoint to continue from and its meta.json; None to start a new run.
+    """Return the checkpoint to continue from and its meta.json, or None to start a new run.
 
     "auto" uses the newest readable checkpoint of the newest unfinished run with the same work,
     preferably with the same strategy. It logs a warning for each damaged checkpoint, and adds a
-    note if it finds none. Raises UserError if the run is in use or has files on other nodes. A
-    checkpoint given by name also raises it if it is missing, damaged, without its run's record or
-    from a run with other work."""
+    note if it finds no checkpoint. Raises UserError if the run is in use or has files on other
+    nodes. If the checkpoint is given by name, UserError is also raised if the checkpoint is missing
+    or damaged, has no record of its run, or is from a run with other work."""
     resume = plan.config.resume
     if resume is None:
         return None
@@ -194,7 +196,8 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 
 
 def _start_from(checkpoint: Path) -> str:
-    """Return the option, or a command and the option, for a new run with a checkpoint's weights."""
+    """Return the --weights option that starts a new run from a checkpoint's weights, with the
+    command to type first if the weights are not exported yet."""
     run_dir = os.path.relpath(checkpoint.parents[1])
     option = f"--weights {os.path.join(run_dir, LAST)}"
     return option if Path(run_dir, LAST).is_dir() else f"type export {run_dir}, then {option}"
@@ -212,8 +215,8 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
         with _passing_over(checkpoint):
             meta = read_meta(checkpoint)
             if differences := _differences(meta, plan):
-                named = os.path.relpath(run_dir)
-                why = f"did other work: {differences}. To continue it, add --resume {named}"
+                run_path = os.path.relpath(run_dir)
+                why = f"did other work: {differences}. To continue it, add --resume {run_path}"
             else:
                 why = "has finished" if state_of(checkpoint, meta).status == "ok" else ""
             if not why:
@@ -226,7 +229,7 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
     def has_other_strategy(checkpoint: Path) -> bool:
         return candidates[checkpoint].spread.get("strategy") != plan.strategy.name
 
-    # Prefer the same strategy: strategies that are compared each continue their own run.
+    # Prefer the same strategy, so that each of several compared strategies continues its own run.
     for checkpoint in sorted(candidates, key=has_other_strategy):
         with _passing_over(checkpoint):
             check_files(checkpoint, candidates[checkpoint], plan)
@@ -240,8 +243,8 @@ def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
 
 @contextlib.contextmanager
 def _passing_over(checkpoint: Path) -> Iterator[None]:
-    """Log a warning about a damaged checkpoint. Raises ElsewhereError if other nodes have its
-    files."""
+    """Log a warning about a damaged checkpoint instead of raising its error. Raises ElsewhereError
+    if the checkpoint's files are on other nodes."""
     try:
         yield
     except ElsewhereError:
@@ -251,13 +254,13 @@ def _passing_over(checkpoint: Path) -> Iterator[None]:
 
 
 def state_of(checkpoint: Path, meta: Meta) -> Record:
-    """Return the record of the checkpoint's run or, if that is damaged or missing, the copy in the
-    checkpoint. Raises ElsewhereError if another node has the record."""
+    """Return the record of the checkpoint's run. If that record is damaged or missing, return the
+    copy in the checkpoint. Raises ElsewhereError if another node has the record."""
     run_dir = checkpoint.parents[1]
     if meta.hosts and not (run_dir / RECORD_FILE).is_file():
         what = f"{RECORD_FILE} of {run_dir} is not on {socket.gethostname()}"
         first = meta.hosts.get(file_of(0))
-        raise ElsewhereError(what, f"it is on the run's first node, {first}", TOGETHER)
+        raise ElsewhereError(what, f"it is on the run's first node, {first}", MERGE_FOLDERS)
     try:
         return load_record(run_dir)
     except UserError:
@@ -267,35 +270,39 @@ def state_of(checkpoint: Path, meta: Meta) -> Record:
 
 
 def identity(plan: Plan) -> dict[str, Any]:
-    """Return values that identify a run: resume=auto refuses to run two equal ones at the same
+    """Return values that identify a run. resume=auto refuses to run two identical runs at the same
     time."""
     return {**plan.work, "strategy": plan.strategy.name}
 
 
 def _typed_longer(meta: Meta, plan: Plan) -> set[str]:
-    """Return the typed keys that make a resumed run train longer than before."""
+    """Return the keys typed by the user that make a resumed run train longer than before."""
     keys = {key for key in ("max_steps", "epochs") if plan.requested.is_set(key)}
     keys = {key for key in keys if meta.work.get(key) != plan.work.get(key)}
     return keys if keys and (plan.num_steps is None or plan.num_steps > meta.step) else set()
 
 
 def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
-    # Runs of earlier releases lack the keys that were added since.
+    # Runs of earlier releases lack keys that were added later.
     work = plan.work
     saved = {name: key.default for name, key in KEYS.items() if name in work}
-    gone = MOVED_KEYS - work.keys()
-    saved |= {name: value for name, value in meta.work.items() if name not in gone}
-    before = meta.spread.get("strategy")
-    now = plan.strategy.name
+    moved_keys = MOVED_KEYS - work.keys()
+    saved |= {name: value for name, value in meta.work.items() if name not in moved_keys}
+    old_strategy = meta.spread.get("strategy")
+    new_strategy = plan.strategy.name
     differences = list[str]()
     names = list(saved | work)
-    if before != now and saved.keys() != work.keys():  # an engine with its own keys
-        differences = [f"strategy was {before} and is {now}, which computes something else"]
+    # An engine with keys of its own
+    if old_strategy != new_strategy and saved.keys() != work.keys():
+        differences = [
+            f"strategy was {old_strategy} and is {new_strategy}, which computes something else"
+        ]
         names = [name for name in work if name in saved]
     names = [name for name in names if saved.get(name) != work.get(name) and name not in allowed]
-    same = _same_contents(meta, plan) if names else set()
-    names = [name for name in names if name not in same]
-    # If the user typed some of these keys, the other differences follow from them.
+    unchanged_keys = _same_contents(meta, plan) if names else set()
+    names = [name for name in names if name not in unchanged_keys]
+    # If the user typed some of these keys, report only those, because the other differences follow
+    # from them.
     requested = plan.requested
     typed = [name for name in names if requested.is_set(name)]
     if "global_batch_size" in names and requested.is_set("batch_size", "grad_accum_steps"):
@@ -307,8 +314,10 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
 
 def _same_contents(meta: Meta, plan: Plan) -> set[str]:
     """Return the keys that name the same texts, tokenizer, weights or model as in the run that
-    saved the checkpoint, although under another path or spelling."""
-    same = {key for key, known in meta.sources.items() if plan.sources.get(key) == known}
+    saved the checkpoint, although under a different path or spelling."""
+    unchanged_keys = {
+        key for key, fingerprint in meta.sources.items() if plan.sources.get(key) == fingerprint
+    }
     if meta.data_fingerprint and meta.data_fingerprint == plan.data_fingerprint:
-        same |= {"dataset", "validation_dataset", "tokenizer"}
-    return same
+        unchanged_keys |= {"dataset", "validation_dataset", "tokenizer"}
+    return unchanged_keys

@@ -46,27 +46,27 @@ from distributed_training.settings.files import publish, remove_folder
 from distributed_training.settings.machine import available_ram_bytes
 from distributed_training.supervise import claims
 
-MEMORY_MARGIN = 1.3  # a copy is made if this factor of its size is free
+MEMORY_MARGIN = 1.3  # a copy is made if this factor times its size is free
 
 
 class Saver:
-    """Saves a run during training, in a thread, from a copy in host memory. One save runs at a
-    time."""
+    """Background saves during training: a thread writes a copy of the state in host memory. Only
+    one save runs at a time."""
 
     def __init__(self, plan: Plan, topology: Topology) -> None:
         self.plan = plan
         self.topology = topology
-        self.memory: HostMemory | None = None  # for the copy; None if it does not fit
+        self.memory: HostMemory | None = None  # memory for the copy; None if the copy does not fit
         self.step = 0  # step of the last save
-        self._copies: list[Part] = []  # parts in that memory
-        # Keep the memory between saves, unless the state itself is in host memory.
+        self._copies: list[Part] = []  # parts that are copied to `memory`
+        # Keep the memory between saves, unless the training state itself is in host memory.
         self._keeps = topology.device_type == "cuda" and not plan.strategy.steps_on_host
         # One rank per disk creates and removes folders.
         self._leads = (topology.local_rank if plan.own_disks else topology.rank) == 0
-        self._group: dist.ProcessGroup | None = None  # for collectives of the thread
+        self._group: dist.ProcessGroup | None = None  # for collectives of the writing thread
         self._pool = ThreadPoolExecutor(1)
-        self.thread = self._pool.submit(threading.get_ident).result()  # the writing thread
-        self.ending: Future[Path] | None = None  # result of the current save, for `finish`
+        self.thread = self._pool.submit(threading.get_ident).result()  # id of the writing thread
+        self.ending: Future[Path] | None = None  # set during a save, for `finish`
         self._row: dict[str, Any] = {}
 
     def prepare(self, engine: Engine) -> None:
@@ -75,9 +75,9 @@ class Saver:
             self._find_memory(self._parts_to_write(engine))
 
     def begin(self, engine: Engine, *, step: int, data_fingerprint: str) -> None:
-        """Start to write the state. The previous save must have finished. If `memory` has space, a
-        copy is written while training continues. Otherwise the state itself is written, and
-        training must wait. Collective over all processes."""
+        """Start to write the state. The previous save must have finished. If the host has enough
+        memory, a copy is written while training continues. Otherwise the state itself is written,
+        and training must wait. Collective over all processes."""
         began = time.monotonic()
         self.step = step
         writing = self.plan.run_dir / resume.CHECKPOINTS / f".writing-{step:08d}"
@@ -88,7 +88,7 @@ class Saver:
         parts = self._parts_to_write(engine)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        self._copies = []  # frees the memory of the previous copy
+        self._copies = []  # frees the previous copy
         self._find_memory(parts)
         if self.memory is not None:
             parts = self._copies = self.memory.copy(parts)
@@ -104,27 +104,27 @@ class Saver:
 
     def _parts_to_write(self, engine: Engine) -> list[Part]:
         """Return the parts of the state that this rank writes. Collective."""
-        parts = (*engine.state_parts(), *own_parts(engine, self.topology))
-        held = [part for part in parts if all(part.size)]
-        copies = _copies_here(held, self.topology) if self.plan.own_disks else []
-        return [part for part in held if part.writes] + copies
+        all_parts = (*engine.state_parts(), *own_parts(engine, self.topology))
+        nonempty_parts = [part for part in all_parts if all(part.size)]
+        copies = _copies_here(nonempty_parts, self.topology) if self.plan.own_disks else []
+        return [part for part in nonempty_parts if part.writes] + copies
 
     def _find_memory(self, parts: list[Part]) -> None:
-        """Allocate memory for a copy of the parts, if it fits on all ranks. Collective."""
-        needed = bytes_to_copy(parts)
-        if all(gather(self.memory is not None and len(self.memory.memory) >= needed)):
+        """Allocate memory for a copy of the parts if the memory fits on all ranks. Collective."""
+        needed_bytes = bytes_to_copy(parts)
+        if all(gather(self.memory is not None and len(self.memory.memory) >= needed_bytes)):
             return
         if self.memory is not None:  # free the old memory before allocating more
             self.memory.finding.join()
             self.memory = None
-        fits = available_ram_bytes() > MEMORY_MARGIN * needed * self.plan.processes_here
-        # A strategy that swaps to disk has no memory to spare.
+        fits = available_ram_bytes() > MEMORY_MARGIN * needed_bytes * self.plan.processes_here
+        # A strategy that swaps to disk leaves no free memory.
         if all(gather(fits and not self.plan.strategy.swaps_to_disk)):
-            self.memory = HostMemory(needed, self.topology.device if self._keeps else None)
+            self.memory = HostMemory(needed_bytes, self.topology.device if self._keeps else None)
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
         """Return all weights after `step` by the model's names, from the copy in host memory.
-        Return {} if the copy does not hold all of them."""
+        Return {} if the copy does not contain all of them."""
         if self.step != step or self.topology.world_size > 1:
             return {}
         parts = [part for part in self._copies if part.name.startswith("weight/")]
@@ -132,8 +132,8 @@ class Saver:
 
     def finish(self) -> tuple[Path, dict[str, Any]]:
         """Wait for the current save. Return the checkpoint and its row of the record's `saves`.
-        Raises the error of any rank, such as OSError, or FloatingPointError if the state is not
-        finite and was therefore not saved."""
+        Raises the error of any rank, such as OSError, or FloatingPointError if the state was not
+        saved because it is not finite."""
         assert self.ending is not None
         began = time.monotonic()
         try:
@@ -146,8 +146,8 @@ class Saver:
         return folder, self._row
 
     def _write(self, writing: Path, parts: list[Part], meta: resume.Meta) -> Path:
-        """Write this rank's file. Once all files are on disk, publish them with one rename per disk
-        and delete old checkpoints. Return the new one. Collective in the thread's group."""
+        """Write this rank's file. When all files are on disk, publish them with one rename per disk
+        and delete old checkpoints. Return the new checkpoint. Collective in the thread's group."""
         began = time.monotonic()
         is_rank_0 = self.topology.rank == 0
         final = writing.with_name(name_of(meta.step))
@@ -169,9 +169,11 @@ class Saver:
         # and this run repeats their steps.
         with failing_together(self._group):
             checkpoints = list_checkpoints(self.plan.run_dir) if self._leads else []
-            older = [other for other in checkpoints if other <= final]
-            for other in set(checkpoints).difference(older[-self.plan.config.keep_checkpoints :]):
-                remove_folder(other)
+            older = [checkpoint for checkpoint in checkpoints if checkpoint <= final]
+            for checkpoint in set(checkpoints).difference(
+                older[-self.plan.config.keep_checkpoints :]
+            ):
+                remove_folder(checkpoint)
         self._row |= {"write_s": time.monotonic() - began, "bytes": sum(meta.files.values())}
         return final
 
@@ -180,7 +182,7 @@ def _publish(writing: Path, final: Path, meta: resume.Meta) -> None:
     run_dir = final.parents[1]
     claims.renew(run_dir)  # raises if another process has claimed the folder
     record = run_dir / RECORD_FILE
-    if record.is_file():  # only on the disk of rank 0
+    if record.is_file():  # only rank 0's disk has the record
         shutil.copy(record, writing)
     resume.write_meta(writing, meta)
     publish(writing, final)
@@ -207,20 +209,22 @@ def load_checkpoint(
         engine.load(saved, meta.counters)
         if meta.spread == plan.spread:
             load_own(engine, saved, topology)
-        else:  # under another layout, draw masks that the run has not drawn yet
+        # Under another layout, seed dropout so that it draws masks that the run has not drawn
+        # before.
+        else:
             seed_dropout(plan, topology, meta.step)
-    except Exception as error:  # each library raises its own errors
+    except Exception as error:  # each library raises errors of its own
         what = f"Checkpoint {folder} cannot be loaded"
         first_line = str(error).partition("\n")[0]
-        raise UserError(what, f"{type(error).__name__}: {first_line}", resume.INSTEAD) from error
+        raise UserError(what, f"{type(error).__name__}: {first_line}", resume.USE_OLDER) from error
     return meta.step
 
 
-def _copies_here(held: Iterable[Part], topology: Topology) -> list[Part]:
+def _copies_here(parts: Iterable[Part], topology: Topology) -> list[Part]:
     """Return this rank's share of the parts that ranks of its node hold but none of them writes.
-    These are written under names with the prefix COPY. Collective."""
+    Each returned part has a name with the prefix COPY. Collective."""
     part_by_key: dict[str, Part] = {}
-    for part in held:  # with a zb-v schedule, a rank holds the tied embedding twice
+    for part in parts:  # with a zb-v schedule, one rank holds the tied embedding twice
         key = f"{part.name} {part.start} {part.size}"
         part_by_key[key] = part if part.writes else part_by_key.get(key, part)
     node = topology.rank - topology.local_rank
@@ -264,7 +268,7 @@ def load_own(engine: Engine, saved: TensorFiles, topology: Topology) -> None:
 
 def seed_dropout(plan: Plan, topology: Topology, step: int) -> None:
     """Seed the dropout of a run that starts or continues after `step`."""
-    # Ranks with the same activations must draw the same masks. Without sequence parallelism these
+    # Ranks with the same activations must draw the same masks. Without sequence parallelism, these
     # are the ranks along tp, except in attention.
     num_equal = 1 if plan.config.sequence_parallel else topology.tp
     first_seed = plan.config.seed + 1000 + step * topology.world_size

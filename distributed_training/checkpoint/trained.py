@@ -1,4 +1,4 @@
-"""Read the weights that a run has trained, tensor by tensor, to load or to export them."""
+"""Read the weights that a run has trained, one tensor at a time, to load or export them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ WEIGHT = "weight/"  # prefix of weights in checkpoints
 
 
 class Saved(Mapping[str, torch.Tensor]):
-    """The weights of a checkpoint by the model's names. Each is read when it is accessed."""
+    """Weights of a checkpoint by the model's names. Each tensor is read when it is accessed."""
 
     def __init__(self, files: TensorFiles) -> None:
         self.files = files
@@ -37,17 +37,17 @@ class Saved(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """The weights of a model. Only adapters are in memory."""
+    """Weights of a model. Only adapters are in memory; other tensors are read when needed."""
 
     spec: ModelSpec
-    weights: Source  # of a whole model, or of the base of `adapters`
+    weights: Source  # weights of a whole model, or of the base model of `adapters`
     adapters: peft.Adapters | None = None
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
-        """Build the model on `device`. With a `dtype` it is stored and computed in it, and a
-        quantized base stays quantized. Without one it is computed in fp32, and if fp32 weights
-        would take more than a quarter of the available RAM, each is stored in the dtype of its
-        file. Adapters are not merged."""
+        """Build the model on `device`. If `dtype` is set, weights and computation use it, and a
+        quantized base stays quantized. Otherwise the model computes in fp32. If fp32 weights would
+        take more than a quarter of the available RAM, each is stored in the dtype of its file.
+        Adapters are not merged."""
         with torch.device("meta"):
             model = self.spec.build(dropout=0.0, seed=0)
         weights, fingerprint = self._watched(model)
@@ -100,7 +100,7 @@ def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: 
         return Trained(spec=spec, weights=lambda name, box: state[name][box])
     if plan.weights_dir is not None:
         base = spec.weights_source(plan.weights_dir)
-    else:  # draw the same values as at the start of training
+    else:  # draw the same initial values as at the start of training
         with torch.device("meta"):
             outline = spec.build(dropout=0.0, seed=config.seed)
         hashed = plan.machine.num_gpus > 0
@@ -110,6 +110,7 @@ def trained_by(plan: Plan, state: Mapping[str, torch.Tensor], base_fingerprint: 
 
 
 def trained_folder(spec: ModelSpec, folder: Path, base: Path) -> Trained:
-    """Return the weights in `folder`; if it has adapters, the adapters and their `base`."""
+    """Return the weights in `folder`. If it contains adapters, return the adapters with their
+    `base`."""
     adapters = peft.read_folder(spec, folder) if base != folder else None
     return Trained(spec=spec, weights=spec.weights_source(base), adapters=adapters)

@@ -1,4 +1,4 @@
-"""Keep the bytecode that Python compiles. No imports that take time."""
+"""Keep the bytecode that Python compiles. Imports nothing slow."""
 
 import importlib.util
 import os
@@ -8,15 +8,18 @@ from pathlib import Path
 
 from distributed_training.settings.cache import private_folder
 
-LARGE = ("torch", "sympy", "networkx")  # what torch's compiler imports
-MANY_CORES = 8  # with fewer, compiling everything takes longer than compiling the imported modules
+LARGE = ("torch", "sympy", "networkx")  # packages that torch's compiler imports
+# With fewer cores, compiling everything takes longer than compiling only the imported modules
+MANY_CORES = 8
 
 
 def keep_bytecode() -> None:
-    """Let this process and its children keep compiled bytecode if Python would compile at every
-    start. It goes beside the sources, or into our cache if torch's bytecode is not there. Images
-    often set PYTHONDONTWRITEBYTECODE or are read-only, and compiling takes longer than
-    importing. For the first process, other cores compile most of torch meanwhile."""
+    """Let this process and its children keep compiled bytecode if Python would otherwise compile at
+    every start.
+
+    Images often set PYTHONDONTWRITEBYTECODE or are read-only, and compiling takes longer than
+    importing. Bytecode is written beside the sources, or into our cache if torch has no bytecode
+    there. In the first process, other cores compile most of torch in the background."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or sys.pycache_prefix is not None:
         return
@@ -32,11 +35,11 @@ def keep_bytecode() -> None:
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
     if Path(importlib.util.cache_from_source(torch.origin)).is_file():
         return
-    first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the processes of this machine
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # local rank 0 of this machine
     if first and (os.cpu_count() or 1) >= MANY_CORES:
         specs = map(importlib.util.find_spec, LARGE)
         folders = [str(Path(spec.origin).parent) for spec in specs if spec and spec.origin]
-        # Isolated: with -m Python looks for modules in the current folder first.
+        # Isolated mode, because -m makes Python look for modules in the current folder first.
         python = [sys.executable, "-I", "-X", f"pycache_prefix={folder}"]
         command = [*python, "-m", "compileall", "-q", "-j16", "-x/tests?/", *folders]
         quiet = subprocess.DEVNULL

@@ -1,8 +1,9 @@
-"""Start a run. Either this command plans and starts the processes, which read plan.json. Or a
-launcher has started this process: rank 0 plans, and the others receive the plan (rendezvous.py).
+"""Start a run, in one of two ways. Either this command plans and starts the processes, which read
+plan.json. Or a launcher has started this process; then rank 0 plans, and the other ranks receive
+the plan (rendezvous.py).
 
-Launch settings are read from the environment here, in ranks.py and in rendezvous.py. torch is
-not imported before training begins."""
+Launch settings are read from the environment here, in ranks.py and in rendezvous.py. torch is not
+imported before training begins."""
 
 import argparse
 import gc
@@ -44,7 +45,7 @@ from distributed_training.start.ranks import (
     MOST_PROCESSES,
     Command,
     Ranks,
-    answer_in_fork,
+    compute_in_fork,
     current_process,
     run_ranks,
     single_process,
@@ -52,16 +53,17 @@ from distributed_training.start.ranks import (
 )
 from distributed_training.supervise.process import Process, Startup
 
-SEEN_WITHIN_S = 5.0  # until the end of a killed process is seen; its GPU memory is freed first
-TRIAL_STEPS = 20  # after which a layout that "auto" chose has enough memory
-PLANNED = "--planned"  # the option of processes that are started here
-CPU_PROCESSES = 2  # what "--num_gpus all" means without GPUs, or the next number that fits the mesh
+# Time until the end of a killed process is noticed, because its GPU memory is freed first
+SEEN_WITHIN_S = 5.0
+TRIAL_STEPS = 20  # after this many steps, a layout that "auto" chose has enough memory
+PLANNED = "--planned"  # option of the processes that this command starts
+CPU_PROCESSES = 2  # processes of "--num_gpus all" without GPUs, rounded up to fit the mesh
 
 
-def start(config: Request, script: Path, words: list[str], options: argparse.Namespace) -> int:
-    """Train under `config` and return the exit code. There are two ways to start: this command
-    starts the processes, or a launcher has started this one. With --dry-run print the plan and the
-    command with these `words` that would carry it out."""
+def start(config: Request, script: Path, arguments: list[str], options: argparse.Namespace) -> int:
+    """Train under `config` and return the exit code. Either this command starts the processes, or a
+    launcher has started this process. With --dry-run, print the plan and the command, with these
+    `arguments`, that would carry it out."""
     process = current_process()
     unread = describe_unread(os.environ, config.precision)
     if unread and (process is None or process.rank == 0):
@@ -72,24 +74,24 @@ def start(config: Request, script: Path, words: list[str], options: argparse.Nam
         )
         raise UserError(what, fix="give the number to the launcher only")
     if options.dry_run:
-        return print_plan(config, script, words, options, process)
+        return print_plan(config, script, arguments, options, process)
     startup = Startup()
     if process is None or process.rank == 0:
         print("planning the run, importing torch ...", flush=True)
     if process is not None:
-        return _work(config, process, startup)  # rank 0 plans, the others receive the plan
+        return _work(config, process, startup)  # rank 0 plans, and the others receive the plan
     return start_processes(config, script, options, startup)
 
 
 def print_plan(
     config: Request,
     script: Path,
-    words: list[str],
+    arguments: list[str],
     options: argparse.Namespace,
     process: Process | None,
 ) -> int:
-    """Print what would run on a --cluster, under the launcher that started this `process`, or on
-    this machine. Start nothing."""
+    """Print the plan for a --cluster, for the launcher that started this `process`, or for this
+    machine. Start nothing."""
     if process is not None and process.rank > 0:
         return 0
     if options.cluster is not None or options.gpu is not None:
@@ -110,7 +112,7 @@ def print_plan(
         notes.append(f"{note}trained on, type data in its place")
     folder = checkpoint.parents[1] if checkpoint else plan.run_dir
     plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
-    command = launch_command(plan, os.path.relpath(script), words)
+    command = launch_command(plan, os.path.relpath(script), arguments)
     print(describe_plan(plan, "(this one)" if process else command))
     return 0
 
@@ -118,7 +120,7 @@ def print_plan(
 def start_processes(
     config: Request, script: Path, options: argparse.Namespace, startup: Startup
 ) -> int:
-    """Plan, write plan.json and start the processes that read it; return the run's exit code."""
+    """Plan, write plan.json and start the processes that read it. Return the run's exit code."""
     cluster = _requested_cluster(config, options.num_gpus)
     machine = cluster.machine
     count = cluster.num_processes
@@ -137,11 +139,11 @@ def start_processes(
         plan, command = _plan_before_forks(make, startup)
     else:
         command = [str(script), PLANNED]
-        # They import torch while the run is planned, unless they are too many for the machine.
+        # The processes import torch during planning, unless they are too many for the machine.
         with starting(command, count if count <= machine.num_gpus else 0) as begun:
             plan = run_dir.reserve_run_dir(make())
     code = spawn(plan, command, options.max_restarts, begun)
-    # If a layout that "auto" chose runs out of memory, try one that is predicted to need less.
+    # If a layout that "auto" chose runs out of memory, try one with a lower predicted need.
     while unsure and plan.checkpoint is None and ran_out_early(plan.run_dir):
         plan = _plan_smaller(plan, make)
         code = spawn(plan, command, options.max_restarts)
@@ -151,7 +153,7 @@ def start_processes(
 def _requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
     """Return this machine with as many processes as --num_gpus asks for."""
     machine = detect_machine()
-    mesh: Mapping[str, int] = {}  # every number of processes has layouts of some strategy
+    mesh: Mapping[str, int] = {}  # any number of processes fits a layout of some strategy
     if num_gpus == "all" and not machine.num_gpus and config.strategy != AUTO:
         mesh = load_strategy(config).mesh
     count = requested_processes(num_gpus, machine, mesh)
@@ -161,14 +163,15 @@ def _requested_cluster(config: Request, num_gpus: str | None) -> Cluster:
 def _plan_before_forks(
     make: Callable[[], Plan], startup: Startup
 ) -> tuple[Plan, Callable[[Path], int]]:
-    """Plan while this process imports torch; return the plan and what its forks do. Another process
-    plans, because tokenizers start threads and a process with threads cannot be forked."""
-    planned = answer_in_fork(lambda: run_dir.plan_as_text(make))
+    """Plan while this process imports torch. Return the plan and the work of this process's forks.
+    A separate process plans, because tokenizers start threads, and a process with threads cannot be
+    forked."""
+    planned = compute_in_fork(lambda: run_dir.plan_as_text(make))
     worker = import_worker()
     startup.end("import")
     plan = run_dir.reserve_run_dir(run_dir.plan_from_text(planned()))
     worker.use_cpu()
-    plan.strategy.load_engine()  # DeepSpeed, say
+    plan.strategy.load_engine()  # for example DeepSpeed's
     startup.end("plan")
     return plan, partial(train_as_fork, worker, startup.seconds)
 
@@ -177,19 +180,20 @@ def _plan_smaller(failed: Plan, make: Callable[..., Plan]) -> Plan:
     """Plan again below the memory that the failed layout was predicted to need."""
     what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
     plan = run_dir.reserve_run_dir(make(below_bytes=estimate_memory(failed).needed_bytes))
-    instead = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
-    print(f"note: {what} ran out of memory: starting again, {instead}", flush=True)
+    smaller = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
+    print(f"note: {what} ran out of memory: starting again, {smaller}", flush=True)
     return plan
 
 
 def can_fork(machine: Machine) -> bool:
     """Return whether ranks may be forks. CUDA does not survive a fork, and importing DeepSpeed may
-    start it."""
+    initialize CUDA."""
     return not machine.num_gpus
 
 
 def train_as_fork(worker: ModuleType, startup_s: Mapping[str, float], run_dir: Path) -> int:
-    """Run this process's part of the plan with what the launching process has imported."""
+    """Run this process's part of the plan in a fork that reuses the imports of the launching
+    process."""
     process = current_process()
     assert process is not None
     return exit_code(partial(worker.run, load_plan(run_dir), process, Startup(startup_s)))
@@ -204,8 +208,8 @@ def ran_out_early(run_dir: Path) -> bool:
 
 
 def start_planned() -> int:
-    """Run this process's part of the plan that the launching process makes meanwhile. The first
-    line of standard input has the run's folder and the folders of code that the user named."""
+    """Run this process's part of a plan that the launching process is still making. The first line
+    of standard input contains the run's folder and the folders of code that the user named."""
     process = current_process()
     assert process is not None
     worker = import_worker()
@@ -223,19 +227,19 @@ def start_planned() -> int:
     code = worker.run(plan, process, startup)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # ending torch and its compiler's processes takes seconds
+    os._exit(code)  # a normal exit takes seconds, because torch ends its compiler's processes
 
 
-def _work(given: Plan | Request, process: Process, startup: Startup) -> int:
+def _work(plan_or_request: Plan | Request, process: Process, startup: Startup) -> int:
     prepare_environment(process.local_world_size or process.world_size)
     worker = import_worker()
     startup.end("import")
-    return worker.run(given, process, startup)
+    return worker.run(plan_or_request, process, startup)
 
 
 def import_worker() -> ModuleType:
-    """Import the worker, and with it torch, after the environment is prepared."""
-    gc.disable()  # it would traverse the modules many times while they are imported
+    """Import the worker and torch. Call this after the environment is prepared."""
+    gc.disable()  # garbage collection would traverse the modules many times during the import
     worker = importlib.import_module("distributed_training.start.worker")
     gc.freeze()
     gc.enable()
@@ -255,15 +259,15 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
 
 
 def prepare_environment(processes_here: int) -> None:
-    """Set the variables that libraries read, for this process and its children."""
-    # Extensions are built with ninja, which is beside this Python even if it is not activated.
+    """Set the environment variables that libraries read, for this process and its children."""
+    # Extensions are built with ninja. It is beside this Python, which may not be activated.
     folder = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([folder, path])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes_here)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # Otherwise fragments take up to 10 GiB of a GPU with a model of 8B parameters.
+    # Otherwise fragmentation takes up to 10 GiB of a GPU with a model of 8B parameters.
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same variable
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -272,11 +276,11 @@ def spawn(
     plan: Plan, what: Command | Callable[[Path], int], max_restarts: int, begun: Ranks = ()
 ) -> int:
     """Start the plan's processes, unless they have `begun`, and restart them if one fails. Wait and
-    return the run's exit code. If a process was killed, its end is recorded here."""
+    return the run's exit code. If a process was killed, record its end."""
     if callable(what):
         what = partial(what, plan.run_dir)
     file = plan.run_dir / RECORD_FILE
-    before = file.stat().st_mtime_ns if file.is_file() else None
+    modified_before = file.stat().st_mtime_ns if file.is_file() else None
     line = json.dumps([str(plan.run_dir), named_code()])
     ended = run_ranks(what, plan.num_processes, begun, line)
     notes = plan.notes
@@ -287,26 +291,27 @@ def spawn(
         plan = replace(plan, checkpoint=saved, notes=(*notes, note))
         run_dir.write_plan(plan)
         ended = run_ranks(what, plan.num_processes, line=line)
-    if plan.offload_dir is not None:  # a run that failed could not remove its files
+    if plan.offload_dir is not None:  # a failed run cannot remove its own files
         shutil.rmtree(plan.offload_dir, ignore_errors=True)
     code = ended.exit_code
     reason = ended.reason
-    if not file.is_file() or file.stat().st_mtime_ns == before:  # no record was written
+    # The processes wrote no record
+    if not file.is_file() or file.stat().st_mtime_ns == modified_before:
         if reason and not ended.signum:
             print(f"failed: {reason}, before training began", file=sys.stderr)
         return code
-    # Unless the record already has a cause. Peers of a killed process may have failed before its
-    # end was seen here.
+    # mark_stopped keeps a cause that the record already has. Peers of a killed process may have
+    # failed before its end was noticed here.
     status = "interrupted" if ended.signum else "failed"
-    known = reason or ended.left_early
-    error = known or "a process ended without a message"
+    cause = reason or ended.left_early
+    error = cause or "a process ended without a message"
     ago_s = SEEN_WITHIN_S if min(ended.codes.values(), default=0) < 0 else 0.0
-    mark_stopped(plan.run_dir, status, error, consequence=not known, ago_s=ago_s)
+    mark_stopped(plan.run_dir, status, error, consequence=not cause, ago_s=ago_s)
     state = load_record(plan.run_dir)
     if state.status in ("oom", "failed"):
         print(f"{state.status}: {state.error}", file=sys.stderr)
         return 1
-    if state.status == "interrupted" and code < 128:  # only the processes got a signal
+    if state.status == "interrupted" and code < 128:  # only the processes received a signal
         return 128 + signal.SIGINT
     # The run had finished, except for an upload to the Hub.
     if state.status == "ok" and code and not ended.signum and plan.config.push is None:
@@ -316,21 +321,23 @@ def spawn(
     return code
 
 
-def launch_command(plan: Draft, script: str, words: list[str]) -> str:
-    """Return the command, to be typed on each node, that starts a plan. `words`: its options."""
-    here = plan.processes_here
-    nodes = plan.num_processes // here
+def launch_command(plan: Draft, script: str, arguments: list[str]) -> str:
+    """Return the command that starts a plan, to be typed on each node. `arguments`: its options."""
+    processes_here = plan.processes_here
+    nodes = plan.num_processes // processes_here
     start = ["python", script]
     if nodes > 1:
-        # By itself torchrun waits ten minutes for the others.
+        # By default torchrun waits ten minutes for the other nodes.
         wait = f"--rdzv_conf=join_timeout={plan.config.rendezvous_timeout_s}"
         rendezvous = [f"--nnodes={nodes}", "--rdzv_backend=c10d"]
         rendezvous.append("--rdzv_endpoint=FIRST_HOST:29500")
-        rendezvous.append(f"--rdzv_id={secrets.token_hex(8)}")  # cannot be guessed
-        start = ["torchrun", *rendezvous, wait, f"--nproc_per_node={here}", script]
-    elif here > 1 and not any(word.startswith(("--num_gpus", "--num-gpus")) for word in words):
-        start += ["--num_gpus", str(here)]
-    return shlex.join([*start, *words])
+        rendezvous.append(f"--rdzv_id={secrets.token_hex(8)}")  # an id that cannot be guessed
+        start = ["torchrun", *rendezvous, wait, f"--nproc_per_node={processes_here}", script]
+    elif processes_here > 1 and not any(
+        word.startswith(("--num_gpus", "--num-gpus")) for word in arguments
+    ):
+        start += ["--num_gpus", str(processes_here)]
+    return shlex.join([*start, *arguments])
 
 
 def describe_plan(plan: Plan, typed_command: str) -> str:

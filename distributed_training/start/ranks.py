@@ -1,12 +1,12 @@
-"""Find out which rank this process is, and start and end the ranks of one machine together. No
-torch.
+"""Determine which rank this process is. Start and end the ranks of one machine together. No torch
+import.
 
-torchrun's agent is not used: its store listens on every interface and unpickles what it receives.
-Here rank 0 gets a socket that is bound to loopback, and serves the store on it.
+torchrun's agent is not used, because its store listens on every interface and unpickles incoming
+data. Here rank 0 receives a socket that is bound to loopback and serves the store on it.
 
-On GPUs each rank is a new Python process, because CUDA does not survive a fork. On CPUs
-importing torch would occupy all cores for seconds, so the ranks are forks of one process that
-imported it."""
+On GPUs each rank is a new Python process, because CUDA does not survive a fork. On CPUs the ranks
+are forks of one process that has imported torch, because separate imports would occupy all cores
+for seconds."""
 
 import contextlib
 import ctypes
@@ -32,37 +32,38 @@ from distributed_training.settings.machine import threads_per_process
 from distributed_training.supervise.process import LAUNCHER, Process, handling, numbered
 
 LOOPBACK = "127.0.0.1"
-STORE_SOCKET = "RANKS_STORE_SOCKET"  # rank 0's file descriptor
+STORE_SOCKET = "RANKS_STORE_SOCKET"  # environment variable with rank 0's file descriptor
 
-# Seconds until ranks are killed: torchrun's variable, its default, and after a rank has failed
+# Seconds until ranks are killed: torchrun's variable, its default, and the time after a rank has
+# failed
 PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PATIENCE_S = 30.0
 FAILED_S = 10.0
-# Seconds without computing until ranks are ended, once another rank has ended well
+# Seconds without CPU time until ranks are ended, once another rank has ended without an error
 STOPPED_S = 30.0
-STILL_S = 600.0  # rank 0 may send its model to the Hub
+STILL_S = 600.0  # long, because rank 0 may be uploading its model to the Hub
 POLL_S = 0.05
 MOST_PROCESSES = 100_000
 STOPS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
     signal.SIGUSR1, signal.SIGUSR2,  # SLURM sends these before a time limit: --signal=USR1@90
 )  # fmt: skip
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent ends
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process receives when its parent ends
 Command = Sequence[str]  # a script with its arguments
 Body = Callable[[], int]  # the work of a fork, which returns the exit code
 Ranks = Sequence[psutil.Process]
 
 
 def current_process() -> Process | None:
-    """Return this process's rank as its launcher set it, and set torchrun's variables. None: no
-    launcher started this process. Raises UserError for ranks that cannot find each other."""
+    """Return this process's rank as its launcher set it, and set torchrun's variables. Return None
+    if no launcher started this process. Raises UserError if ranks could not find each other."""
     source = find_source(os.environ)
     if source is None:
         _refuse_other_launchers()
         return None
     rank = _number(source.rank)
     world_size = _number(source.world_size)
-    # Libraries look for these.
+    # Libraries read these variables.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if world_size > MOST_PROCESSES:
         what = f"{source.world_size}={world_size} is more than any cluster has"
@@ -83,10 +84,10 @@ def current_process() -> Process | None:
     if not 0 < (port := _number("MASTER_PORT")) < 2**16:
         raise UserError(f"MASTER_PORT={port} is not a port", fix="give one from 1 to 65535")
     local = {"local_rank": source.local_rank, "local_world_size": source.local_world_size}
-    told = {field: _number(name) for field, name in local.items() if name}
-    os.environ.update({field.upper(): str(number) for field, number in told.items()})
+    local_numbers = {field: _number(name) for field, name in local.items() if name}
+    os.environ.update({field.upper(): str(number) for field, number in local_numbers.items()})
     return Process(
-        rank=rank, world_size=world_size, **{"local_rank": 0, "local_world_size": 0} | told
+        rank=rank, world_size=world_size, **{"local_rank": 0, "local_world_size": 0} | local_numbers
     )
 
 
@@ -99,7 +100,7 @@ def _number(name: str) -> int:
 
 
 def _refuse_other_launchers() -> None:
-    """Raise UserError if a launcher meant several processes but gave this one no rank."""
+    """Raise UserError if a launcher intended several processes but gave this one no rank."""
     nodes = os.environ.get("PET_NNODES", "1").rpartition(":")[2]
     if "RANK" in os.environ:
         what = "RANK is set but WORLD_SIZE is not"
@@ -127,14 +128,15 @@ def single_process() -> Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """The way in which the ranks ended."""
+    """How the ranks ended."""
 
-    signum: int  # that told this process to stop; 0: none
-    codes: dict[int, int]  # of ranks that ended before they were told to, as in Popen.returncode
+    signum: int  # number of the signal that stopped this process; 0 if none
+    codes: dict[int, int]  # return codes, as Popen's, of ranks that ended before they were told to
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the launcher: the code of the failed ranks if they agree."""
+        """Return the exit code of the launcher: the code of the failed ranks if they agree,
+        otherwise 1."""
         if self.signum:
             return 128 + self.signum
         failed = {code for code in self.codes.values() if code}
@@ -144,7 +146,8 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """The signal to stop, or the ranks that were killed; "" if all ended by themselves."""
+        """Return the signal to stop or the ranks that were killed; "" if all ranks ended by
+        themselves."""
         if self.signum:
             return signal.Signals(self.signum).name
         # Ranks may abort because a peer was killed.
@@ -154,7 +157,7 @@ class Ended:
 
     @property
     def left_early(self) -> str:
-        """The ranks that had ended before others failed."""
+        """Return the ranks that ended without an error before others failed."""
         if 0 not in self.codes.values() or not any(self.codes.values()):
             return ""
         return f"{self._ranks_with(0)}: left before the run's end, with exit code 0"
@@ -165,7 +168,7 @@ class Ended:
 
 @contextlib.contextmanager
 def starting(command: Command, count: int) -> Iterator[Ranks]:
-    """Start ranks for `run_ranks` while the block runs. If the block fails, they are ended."""
+    """Start ranks for `run_ranks` while the block runs. If the block fails, end the ranks."""
     ranks: list[psutil.Process] = []
     try:
         if count:
@@ -177,36 +180,37 @@ def starting(command: Command, count: int) -> Iterator[Ranks]:
 
 
 def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "") -> Ended:
-    """Start `count` ranks, unless they have `begun`, send each command a `line` of input and
-    wait for all. A rank that fails ends the others. Signals to stop and Ctrl-Z are passed on."""
+    """Start `count` ranks, unless they have `begun`, and wait for all of them. Ranks that are
+    commands receive `line` on standard input. If a rank fails, the others are ended. Stop signals
+    and Ctrl-Z are passed on."""
     ranks = list(begun)
-    told: list[int] = []
+    signals: list[int] = []
     codes: dict[int, int] = {}
 
     def tell(signum: int, _frame: Any) -> None:
-        told.append(signum)
+        signals.append(signum)
         _send(ranks, signum)
 
     def pause(*_: Any) -> None:
         _send(ranks, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        _send(ranks, signal.SIGCONT)  # `fg` let this process continue
+        _send(ranks, signal.SIGCONT)  # after `fg` has continued this process
 
     with handling({**dict.fromkeys(STOPS, tell), signal.SIGTSTP: pause}):
         try:
             if not ranks:
                 _start(ranks, what, count)
             for process in [] if callable(what) else ranks:
-                # It may have ended already.
+                # The process may have ended already.
                 with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
                     pipe.write(f"{line}\n".encode())
-            if told:  # before all had started
-                _send(ranks, told[-1])
+            if signals:  # a signal came before all ranks had started
+                _send(ranks, signals[-1])
             moved_at = time.monotonic()
             moved: Any = None
-            while not (told or any(codes.values()) or len(codes) == len(ranks)):
-                gone, alive = psutil.wait_procs(ranks, POLL_S)
-                codes = {ranks.index(process): process.returncode for process in gone}
+            while not (signals or any(codes.values()) or len(codes) == len(ranks)):
+                ended, alive = psutil.wait_procs(ranks, POLL_S)
+                codes = {ranks.index(process): process.returncode for process in ended}
                 cpu_s, stopped = _activity(alive) if codes else (None, False)
                 if cpu_s is None or cpu_s != moved:
                     moved_at = time.monotonic()
@@ -218,12 +222,13 @@ def run_ranks(what: Command | Body, count: int, begun: Ranks = (), line: str = "
                     )
                     break
         finally:
-            _end(ranks, told=bool(told))
-    return Ended(signum=told[0] if told else 0, codes=codes)
+            _end(ranks, told=bool(signals))
+    return Ended(signum=signals[0] if signals else 0, codes=codes)
 
 
 def _activity(processes: Iterable[psutil.Process]) -> tuple[list[float], bool]:
-    """Return how long each process has been computing, and whether one is stopped (SIGSTOP)."""
+    """Return the CPU time of each process in seconds, and whether any process is stopped
+    (SIGSTOP)."""
     cpu_s = []
     stopped = False
     for process in processes:
@@ -251,7 +256,8 @@ def _start(ranks: list[psutil.Process], what: Command | Body, count: int) -> Non
                 env=variables,
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()] if rank == 0 else [],
-                start_new_session=True,  # a terminal's Ctrl-C reaches them once, from here
+                # Ctrl-C in a terminal reaches the ranks once, through this process.
+                start_new_session=True,
             )
             ranks.append(process)
 
@@ -260,7 +266,8 @@ def _be_rank(body: Body, environment: Mapping[str, str], of_rank_0: socket.socke
     if environment["RANK"] != "0":
         of_rank_0.close()
     os.environ.update(environment)
-    Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")  # for top; at most 15 letters
+    # Name in `top`, at most 15 characters
+    Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
     return body()
 
 
@@ -271,25 +278,26 @@ def _send(ranks: Ranks, signum: int) -> None:
 
 
 def _end(ranks: Ranks, *, told: bool) -> None:
-    """End all ranks after they had time to save or, if one failed, to report what they know."""
+    """End all ranks. They have time to save or, if a rank failed, to report what they know."""
     patience_s = float(os.environ.get(PATIENCE, PATIENCE_S))
     if not told:
         _send(ranks, signal.SIGTERM)
         patience_s = min(patience_s, FAILED_S)
-    _, left = psutil.wait_procs(ranks, patience_s)
-    _send(left, signal.SIGKILL)
-    psutil.wait_procs(left)
+    _, survivors = psutil.wait_procs(ranks, patience_s)
+    _send(survivors, signal.SIGKILL)
+    psutil.wait_procs(survivors)
 
 
 def fork(body: Body) -> psutil.Process:
-    """Run `body` in a fork of this process, which has no other threads. Signals are as in a new
-    process. The fork has its own session, so that it gets a terminal's Ctrl-C once, from here."""
+    """Run `body` in a fork of this process, which must have no other threads. Signal handlers are
+    those of a new process. The fork has its own session, so Ctrl-C in a terminal reaches it once,
+    through this process."""
     sys.stdout.flush()
     sys.stderr.flush()
     signals = (*STOPS, signal.SIGTSTP)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     if pid := os.fork():
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         return psutil.Process(pid)
     code = 1
     try:
@@ -300,7 +308,7 @@ def fork(body: Body) -> psutil.Process:
                     interrupts = signum == signal.SIGINT
                     handler = signal.default_int_handler if interrupts else signal.SIG_DFL
                     signal.signal(signum, handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # standard input
             code = body()
         except SystemExit as end:
@@ -309,19 +317,20 @@ def fork(body: Body) -> psutil.Process:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # also if a second signal arrives
-        os._exit(code)  # the stack below belongs to the process that forked
+    finally:  # runs even if a second signal arrives
+        os._exit(code)  # the callers on the stack belong to the parent process
 
 
-def answer_in_fork(answer: Callable[[], str]) -> Callable[[], str]:
-    """Start a fork that calls `answer`, and return a function that waits for the text. It raises
-    RunError if the fork was killed and SystemExit if it failed. The fork ends with this process."""
+def compute_in_fork(compute: Callable[[], str]) -> Callable[[], str]:
+    """Start a fork that calls `compute`, and return a function that waits for its text. That
+    function raises RunError if the fork was killed and SystemExit if it failed. The fork ends with
+    this process."""
     read, write = os.pipe()
 
     def body() -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
         with contextlib.suppress(KeyboardInterrupt), open(write, "w") as pipe:
-            pipe.write(answer())
+            pipe.write(compute())
         return 0
 
     process = fork(body)

@@ -1,4 +1,4 @@
-"""Create a run's folder and send its plan to the other processes. No torch import."""
+"""Create a run's folder and serialize its plan for the other processes. No torch import."""
 
 import contextlib
 import json
@@ -18,15 +18,15 @@ from distributed_training.settings.files import shown
 from distributed_training.settings.launchers import ACCELERATE_JSON
 from distributed_training.supervise import claims
 
-LATEST = "latest"  # in output_dir, a link to the newest run's folder
+LATEST = "latest"  # link in output_dir to the newest run's folder
 
 
 def reserve_run_dir(
     plan: Plan, launchers: Sequence[str] = (), more_notes: Sequence[str] = ()
 ) -> Plan:
-    """Choose the run to resume, or make a new folder. Write the plan into it, let
+    """Choose the run to resume, or make a new folder. Write the plan into the folder, let
     <output_dir>/latest point to it, and return the plan with its folder. Raises UserError if
-    another process has the run, even if it began after the plan was made."""
+    another process holds the run, even if that process began after the plan was made."""
     refuse_other_json(plan)
     plan.output_dir.mkdir(parents=True, exist_ok=True)
     with claims.one_at_a_time(plan.output_dir):
@@ -47,7 +47,7 @@ def reserve_run_dir(
         )
         claims.claim(plan.run_dir, resume.identity(plan))
         write_plan(plan)
-        with contextlib.suppress(OSError):  # a file system without links
+        with contextlib.suppress(OSError):  # the file system has no links
             latest = plan.output_dir / f".latest-{plan.run_dir.name}"
             latest.symlink_to(plan.run_dir.name)
             latest.replace(plan.output_dir / LATEST)
@@ -55,13 +55,13 @@ def reserve_run_dir(
 
 
 def refuse_other_json(plan: Plan) -> None:
-    """Raise UserError if `accelerate launch` names another DeepSpeed JSON than the plan's."""
-    given = os.environ.get(ACCELERATE_JSON)
-    ours = plan.strategy.source
-    if given is not None and os.path.realpath(given) != os.path.realpath(ours):
-        what = f"accelerate's deepspeed_config_file={shown(given)} is not CONFIG's"
-        fix = f"add --deepspeed_config {shlex.quote(given)}, or leave it out for accelerate"
-        raise UserError(what, f"strategy={plan.strategy.name!r} uses {ours}", fix)
+    """Raise UserError if `accelerate launch` names a different DeepSpeed JSON than the plan."""
+    other_json = os.environ.get(ACCELERATE_JSON)
+    plan_json = plan.strategy.source
+    if other_json is not None and os.path.realpath(other_json) != os.path.realpath(plan_json):
+        what = f"accelerate's deepspeed_config_file={shown(other_json)} is not CONFIG's"
+        fix = f"add --deepspeed_config {shlex.quote(other_json)}, or leave it out for accelerate"
+        raise UserError(what, f"strategy={plan.strategy.name!r} uses {plan_json}", fix)
 
 
 def plan_as_text(make: Callable[[], Plan]) -> str:
@@ -70,7 +70,7 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
         return PLAN_AS_JSON.dump_json(make()).decode()
     except UserError as error:
         message = str(error)
-    except OSError as error:  # a full or read-only disk under the cache, most often
+    except OSError as error:  # most often, the disk of the cache is full or read-only
         fix = "set output_dir to a folder on another disk"
         message = str(UserError("Preparing the data failed", str(error), fix))
     return json.dumps({"error": message})
@@ -78,9 +78,9 @@ def plan_as_text(make: Callable[[], Plan]) -> str:
 
 def plan_from_text(text: str) -> Plan:
     """Parse the plan that rank 0 sent. Raises UserError with rank 0's message if it has none."""
-    answer = json.loads(text)
-    if "error" in answer:
-        raise UserError(answer["error"])
+    message = json.loads(text)
+    if "error" in message:
+        raise UserError(message["error"])
     return PLAN_AS_JSON.validate_json(text)
 
 
@@ -90,12 +90,13 @@ def write_plan(plan: Plan) -> None:
     (plan.run_dir / PLAN_FILE).write_bytes(PLAN_AS_JSON.dump_json(plan, indent=2))
 
 
-def started_again(before: Plan, attempt: str = "") -> tuple[Path | None, str]:
-    """Return the checkpoint from which a restarted run continues, and a note. It is the last one
-    since the run was planned, or else the one that the run resumed from. None: the beginning."""
-    planned_at = (before.run_dir / PLAN_FILE).stat().st_mtime
-    saved = before.checkpoint
-    for checkpoint in list_checkpoints(before.run_dir):  # oldest first
+def started_again(plan: Plan, attempt: str = "") -> tuple[Path | None, str]:
+    """Return the checkpoint from which a restarted run continues, and a note. This is the last
+    checkpoint written after the run was planned, otherwise the checkpoint that the run resumed
+    from. None means the beginning."""
+    planned_at = (plan.run_dir / PLAN_FILE).stat().st_mtime
+    saved = plan.checkpoint
+    for checkpoint in list_checkpoints(plan.run_dir):  # oldest first
         if checkpoint.stat().st_mtime >= planned_at:
             saved = checkpoint
     return saved, f"started again{attempt}, from {saved.name if saved else 'the beginning'}"

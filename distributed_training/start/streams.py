@@ -1,4 +1,4 @@
-"""Keep standard streams open and writes to them from blocking."""
+"""Keep standard streams open, and prevent writes to them from blocking."""
 
 import contextlib
 import io
@@ -9,14 +9,15 @@ import sys
 import threading
 from typing import Any
 
-STALLED_S = 5.0  # to wait for a reader, until it reads again
+STALLED_S = 5.0  # time to wait for a stalled reader, until it reads again
 
 
 class LastingStream:
-    """An output stream whose reader may disappear (`| head -1`, a terminal that hangs up) or stall.
-    Text that it does not read is dropped, and the writer continues. Whole lines are written at
-    once, because `print` writes the newline separately and other processes write to the same
-    stream."""
+    """Output stream whose reader may disappear (`| head -1`, a closed terminal) or stall.
+
+    Text that the reader does not accept is dropped, and the writer continues. Whole lines are
+    written at once, because `print` writes the newline separately and other processes write to the
+    same stream."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -24,11 +25,12 @@ class LastingStream:
         self._writing = threading.RLock()  # signal handlers also print
         self._patience_s = STALLED_S
         self._file = -1
-        with contextlib.suppress(OSError, ValueError):  # no stream that may stall, as in a test
+        # For example in a test, the stream is one that cannot stall
+        with contextlib.suppress(OSError, ValueError):
             number = stream.fileno()
             if stat.S_ISFIFO(os.fstat(number).st_mode) or os.isatty(number):
-                # Opened again, because other processes share the open file. Libraries also write
-                # to it.
+                # The stream is opened again, because other processes share the open file and
+                # libraries also write to it.
                 opened = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
                 os.dup2(opened, number)
                 os.close(opened)
@@ -40,7 +42,7 @@ class LastingStream:
     def write(self, text: str) -> int:
         with self._writing:
             self._line += text
-            if "\n" in text or "\r" in text:  # a bar that ends moves the cursor back
+            if "\n" in text or "\r" in text:  # a progress bar that ends moves the cursor back
                 self._send()
         return len(text)
 
@@ -73,12 +75,14 @@ def replace_unwritable() -> None:
     """Replace characters that a stream's encoding lacks, so that they do not end a run."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-            with contextlib.suppress(io.UnsupportedOperation):  # an input that has been read from
+            # An input stream that has already been read
+            with contextlib.suppress(io.UnsupportedOperation):
                 stream.reconfigure(errors="replace")
 
 
 def fill_closed() -> None:
-    """Open /dev/null for closed streams (`>&-`). Otherwise the next file would get their number."""
+    """Open /dev/null for closed streams (`>&-`). Otherwise the next opened file would get their
+    descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)

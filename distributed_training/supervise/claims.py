@@ -22,12 +22,12 @@ from distributed_training.settings.files import shown
 OWNER_FILE = ".owner.json"
 LOCKED_S = 30.0  # a process creates its run directory within this time
 RENEWED_S = 20.0  # a live run renews its claim at least once within this time
-_held: dict[Path, int] = {}  # run directory -> file descriptor of the open claim
-_seen: dict[Path, "Claim"] = {}  # run directory -> the claim that this process knows
+_claim_fds: dict[Path, int] = {}  # run directory -> file descriptor of the open claim
+_claims: dict[Path, "Claim"] = {}  # run directory -> latest claim that this process knows
 
 
 class Claim(BaseModel):
-    """The content of the file."""
+    """Content of a run directory's owner file."""
 
     hostname: str
     pid: int
@@ -38,8 +38,8 @@ class Claim(BaseModel):
 
 @contextlib.contextmanager
 def one_at_a_time(output_dir: Path) -> Iterator[None]:
-    """Let one process at a time create run directories in `output_dir`, whichever user owns its
-    file `.lock`. Raises UserError if another process keeps the lock for LOCKED_S."""
+    """Let only one process at a time create run directories in `output_dir`. Other users may own
+    its lock file `.lock`. Raises UserError if another process keeps the lock for LOCKED_S."""
     file = output_dir / ".lock"
     try:
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -71,36 +71,36 @@ def one_at_a_time(output_dir: Path) -> Iterator[None]:
 def claim(run_dir: Path, identity: dict[str, Any]) -> None:
     """Claim a run directory for this process. Raises UserError if another process holds it."""
     refuse_held(run_dir)
-    if run_dir not in _held:
-        _held[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT)
+    if run_dir not in _claim_fds:
+        _claim_fds[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDWR | os.O_CREAT)
     kernel = _kernel()
     try:
-        fcntl.flock(_held[run_dir], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(_held[run_dir], fcntl.LOCK_SH)
+        fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_SH)
     except OSError:  # the file system has no locks, or a lost machine still holds this one
         kernel = ""
-    mine = Claim(
+    new_claim = Claim(
         hostname=platform.node(), pid=os.getpid(), claimed_at=time.time(),
         kernel=kernel, identity=identity,
     )  # fmt: skip
-    text = mine.model_dump_json().encode()
-    os.pwrite(_held[run_dir], text, 0)
-    os.truncate(_held[run_dir], len(text))
-    _seen[run_dir] = mine
+    text = new_claim.model_dump_json().encode()
+    os.pwrite(_claim_fds[run_dir], text, 0)
+    os.truncate(_claim_fds[run_dir], len(text))
+    _claims[run_dir] = new_claim
 
 
 def hold(run_dir: Path) -> None:
     """Share the lock of this process's run, if the run was claimed on this machine."""
     current = _read(run_dir)
-    if current and current.kernel == _kernel() and run_dir not in _held:
-        _held[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDONLY)
-        fcntl.flock(_held[run_dir], fcntl.LOCK_SH)
+    if current and current.kernel == _kernel() and run_dir not in _claim_fds:
+        _claim_fds[run_dir] = os.open(run_dir / OWNER_FILE, os.O_RDONLY)
+        fcntl.flock(_claim_fds[run_dir], fcntl.LOCK_SH)
 
 
 def renew(run_dir: Path) -> None:
     """Show other hosts that the run is alive. Raises RunError if another process has claimed it."""
     current = _read(run_dir)
-    if current is not None and current != _seen.setdefault(run_dir, current):
+    if current is not None and current != _claims.setdefault(run_dir, current):
         what = f"Process {current.pid} on {current.hostname} has taken over the run"
         raise RunError(what, f"this process gave no sign of life for {RENEWED_S:.0f} s")
     with contextlib.suppress(OSError):
@@ -108,18 +108,18 @@ def renew(run_dir: Path) -> None:
 
 
 def release(run_dir: Path) -> None:
-    """Give up the claim, because the run has ended."""
+    """Release the claim at the end of a run."""
     with contextlib.suppress(OSError):
         os.truncate(run_dir / OWNER_FILE, 0)
-    if run_dir in _held:
-        os.close(_held.pop(run_dir))
+    if run_dir in _claim_fds:
+        os.close(_claim_fds.pop(run_dir))
 
 
 def refuse_held(run_dir: Path) -> None:
     """Raise UserError if another process holds the run directory."""
     current = _read(run_dir)
     is_local = current is None or current.kernel == _kernel()
-    if run_dir in _held or not (is_locked(run_dir) if is_local else _is_renewed(run_dir)):
+    if run_dir in _claim_fds or not (is_locked(run_dir) if is_local else _is_renewed(run_dir)):
         return
     what = f"The run {shown(str(run_dir))} is still in use"
     owner = f"process {current.pid} on {current.hostname} started it, and " if current else ""
@@ -128,7 +128,7 @@ def refuse_held(run_dir: Path) -> None:
 
 
 def refuse_doubling(output_dir: Path, identity: dict[str, Any]) -> None:
-    """Raise UserError if a live run in `output_dir` has this identity."""
+    """Raise UserError if a live run in `output_dir` has the same identity."""
     for file in output_dir.glob(f"*/{OWNER_FILE}"):
         current = _read(file.parent)
         is_link = file.parent.is_symlink()  # `latest` links to one of the other folders

@@ -1,4 +1,4 @@
-"""Build the commands that a run prints: to continue it, use its model and train further."""
+"""Build the commands that a run prints: continue the run, use its model, train longer."""
 
 import os
 import shlex
@@ -29,8 +29,8 @@ def after_the_end(plan: Plan, record: Record) -> list[str]:
     if (plan.run_dir / LAST).is_dir():
         prompt = [] if config.generate is None else ["--prompt", config.generate]
         best = ["--best"] if best_before(record) and record.best else []
-        words = ["python", script, "generate", short_path(plan.run_dir), *best, *prompt]
-        suggestions.append(shlex.join(words))
+        arguments = ["python", script, "generate", short_path(plan.run_dir), *best, *prompt]
+        suggestions.append(shlex.join(arguments))
     is_default = plan.output_dir.absolute() == Path(script).absolute().parent / "runs"
     runs = [] if is_default else [short_path(plan.output_dir)]
     suggestions.append(shlex.join(["python", script, "report", *runs]))
@@ -52,21 +52,21 @@ def after_the_end(plan: Plan, record: Record) -> list[str]:
 
 
 def again(plan: Plan, **changes: Any) -> str:
-    """Return the command that started this run, without `resume` and with other values of some
-    keys, for the current folder."""
-    words = shlex.split(plan.command)
+    """Return the command that started this run, without `resume` and with `changes` to its keys.
+    The command is for the current folder."""
+    arguments = shlex.split(plan.command)
     dropped = {name for key in {"resume", *changes} for name in (key, *KEYS[key].aliases)}
-    kept = ["python", _script(plan)]
-    options = iter(words[2:])
+    kept_arguments = ["python", _script(plan)]
+    options = iter(arguments[2:])
     for word in options:
         name, equals, _ = word.removeprefix("--").partition("=")
         if word.startswith("--") and name.replace("-", "_") in dropped:
             if not equals:
                 next(options)
         elif word.startswith("--") or name not in dropped:  # skips KEY=VALUE after --set
-            kept.append(word)
+            kept_arguments.append(word)
     changed = [f"--{name}={value}" for name, value in changes.items()]
-    return shlex.join([*kept, *changed])
+    return shlex.join([*kept_arguments, *changed])
 
 
 def _script(plan: Plan) -> str:

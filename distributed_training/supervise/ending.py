@@ -23,24 +23,26 @@ from distributed_training.records.folder import list_checkpoints, remove_unfinis
 from distributed_training.settings.errors import RunError, UserError
 from distributed_training.supervise import commands
 
-# Parts of the messages of gloo and NCCL after the other process of a connection has ended
+# Phrases in errors of gloo and NCCL after the other end of a connection has exited
 SIGNS_OF_LOSS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
 )  # fmt: skip
-# Messages of the system for a full disk, quota or file size limit. Libraries quote them.
-FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
-CAUSE = "cause of the end"  # key in the store
-CHUNK = 8192  # a good loss_chunk_tokens, by results/records/h200-nanogpt/variants.json
+# Operating system messages for a full disk, quota or file size limit. Libraries quote these
+# messages.
+DISK_FULL_MESSAGES = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+CAUSE_KEY = "cause of the end"  # key of the reason in the store
+# A good loss_chunk_tokens, measured in results/records/h200-nanogpt/variants.json
+GOOD_CHUNK_TOKENS = 8192
 
 
 def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist.Store) -> NoReturn:
     """Record and print what went wrong, then exit this process immediately."""
     rank = f"rank {topology.rank}"
     if isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage"):
-        error = error.__cause__ or error  # torch only names the stage that failed
-    message = "".join(traceback.format_exception(error))  # includes the causes
-    if disk_error := next((text for text in FULL if text in message), ""):
-        # One process per disk cleans up, or files that others still write would fail again.
+        error = error.__cause__ or error  # torch's wrapper only names the pipeline stage
+    message = "".join(traceback.format_exception(error))  # includes the causes of the error
+    if disk_error := next((text for text in DISK_FULL_MESSAGES if text in message), ""):
+        # One process per disk removes the unfinished files. Others may still be writing theirs.
         if (topology.local_rank if plan.own_disks else topology.rank) == 0:
             remove_unfinished(plan.run_dir)
         what = f"{rank}: the disk of {short_path(plan.run_dir)} is full"
@@ -53,10 +55,12 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         error = RunError(what, why, "start the run again")
         first_line = str(error)
     status = "failed"
-    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_LOSS)
+    lost_connection = isinstance(error, RuntimeError) and any(
+        sign in str(error) for sign in SIGNS_OF_LOSS
+    )
     is_on_all_ranks = isinstance(error, (UserError, KeyboardInterrupt))
     reason = f"{rank}: {type(error).__name__}: {first_line}"
-    if lost:
+    if lost_connection:
         reason = message = f"{rank} {records.LOST}: {first_line}"
     elif isinstance(error, UserError):
         reason = str(error)
@@ -64,33 +68,37 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
     elif isinstance(error, torch.cuda.OutOfMemoryError):
         status = "oom"
         message = explain_out_of_memory(plan, topology, first_line)
-    elif isinstance(error, KeyboardInterrupt):  # before or after training, which handles it itself
+    # Outside the training loop, which handles the signal itself
+    elif isinstance(error, KeyboardInterrupt):
         status = "interrupted"
         message = "Interrupted before the first step. Nothing was saved."
         if list_checkpoints(plan.run_dir):
             sentence, command = commands.to_continue(plan)
             message = f"Interrupted. {sentence}\n{pasteable(command)}"
-    if plan.own_disks:  # other nodes do not see the record on this one
-        with contextlib.suppress(RuntimeError):  # the process with the store has ended
-            if not lost:
-                store.set(CAUSE, reason)
+    if plan.own_disks:  # other nodes cannot read this node's record
+        with contextlib.suppress(RuntimeError):  # the process that serves the store may have ended
+            if not lost_connection:
+                store.set(CAUSE_KEY, reason)
             else:
-                store.wait([CAUSE], timedelta(seconds=2))
-                reason = store.get(CAUSE).decode()
+                store.wait([CAUSE_KEY], timedelta(seconds=2))
+                reason = store.get(CAUSE_KEY).decode()
                 message = f"{rank} {records.LOST}. Cause: {reason}"
-                lost = False
+                lost_connection = False
     is_first = True
     try:
         try:
-            is_first = records.mark_stopped(plan.run_dir, status, reason, consequence=lost)
-        finally:  # also print if the disk is full
-            # All ranks notice a removed folder, so only rank 0 prints that.
+            is_first = records.mark_stopped(
+                plan.run_dir, status, reason, consequence=lost_connection
+            )
+        finally:  # runs even if the disk is full
+            # All ranks notice a removed folder, so only rank 0 prints the error.
             is_repeated = not plan.run_dir.is_dir() and topology.rank > 0
             if (is_first or not is_on_all_ranks) and not is_repeated:
                 print(message.rstrip(), file=sys.stderr, flush=True)
-        if status == "failed" and not (lost or is_on_all_ranks):
-            get_error_handler().record_exception(error)  # torchrun prints it last
-        if not is_first:  # let launchers see the process that failed first, and let it print
+        if status == "failed" and not (lost_connection or is_on_all_ranks):
+            get_error_handler().record_exception(error)  # torchrun prints this error last
+        # Lets launchers notice the rank that failed first, and lets that rank print
+        if not is_first:
             time.sleep(2)
         if plan.offload_dir is not None and topology.local_rank == 0:
             shutil.rmtree(plan.offload_dir, ignore_errors=True)
@@ -112,7 +120,7 @@ def explain_out_of_memory(plan: Plan, topology: Topology, detail: str) -> str:
         f"micro_batch_size={micro // 2} num_microbatches=auto (same work)": micro > 1,
         "activation_checkpointing=full": config.activation_checkpointing != "full",
         f"max_length={config.max_length // 2}": config.max_length > 128,
-        f"loss_chunk_tokens={CHUNK}": micro * config.max_length > CHUNK
+        f"loss_chunk_tokens={GOOD_CHUNK_TOKENS}": micro * config.max_length > GOOD_CHUNK_TOKENS
             and not config.loss_chunk_tokens and config.precision != "fp16",
         "strategy=zero3 or fsdp (shards the model state, not activations)":
             topology.dp_size == topology.world_size > 1

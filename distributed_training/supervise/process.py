@@ -1,4 +1,5 @@
-"""Describe a process of a run: its rank, the phases of its start, its signals. No torch import."""
+"""Describe a process of a run: its rank, its startup phases and its signal handlers. No torch
+import."""
 
 import contextlib
 import os
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Environment variable of the ranks with the process id of the launcher that started them
+# Environment variable through which ranks learn the process id of their launcher
 LAUNCHER = "RANKS_LAUNCHER"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """The rank of this process, as its launcher numbered it. `local_world_size` is 0 until
+    """Rank of this process, as numbered by its launcher. `local_world_size` is 0 until
     `rendezvous.locate` if the launcher did not set it."""
 
     rank: int
@@ -30,20 +31,20 @@ class Process:
 
 
 class Startup:
-    """Seconds of each phase from the start of this process to the end of its first step. A fork
-    continues the phases `before` it."""
+    """Seconds of each phase from the start of this process to the end of its first step. In a
+    forked process, the phases `before` the fork are kept."""
 
     def __init__(self, before: Mapping[str, float] | None = None) -> None:
         self.seconds = dict(before or {})
         self._last = time.monotonic()
         if not before:
-            # The process has the time of its start in ticks since the machine booted.
+            # /proc has the start time of this process in clock ticks since boot.
             fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
             begun_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
             self._last -= time.clock_gettime(time.CLOCK_BOOTTIME) - begun_s
 
     def end(self, phase: str) -> None:
-        """Note the end of a phase and the beginning of the next."""
+        """Record the end of a phase and begin the next one."""
         now = time.monotonic()
         self.seconds[phase] = round(now - self._last, 3)
         self._last = now
@@ -51,8 +52,8 @@ class Startup:
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator[None]:
-    """Handle signals with `handlers` in the block, except for ignored ones, such as SIGHUP under
-    nohup."""
+    """Handle signals with `handlers` while the block runs. Signals that are ignored, such as SIGHUP
+    under nohup, stay ignored."""
     before: dict[signal.Signals, Any] = {}
     for signum, handler in handlers.items():
         if signal.getsignal(signum) != signal.SIG_IGN:

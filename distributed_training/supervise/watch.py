@@ -1,9 +1,10 @@
-"""Send heartbeats and detect hangs. Threads of each process end it when its launcher or another
-process is lost, or when training no longer makes progress.
+"""Send heartbeats and detect hangs.
 
-Every process writes its activity to the process group's store and reads that of the next rank, so
-each frozen or unreachable process is missed by one other. Rank 0 also limits the duration of a
-step. Time in which this process itself was stopped, for example by Ctrl-Z, does not count."""
+Threads in each process end it if its launcher or another process is lost, or if training makes no
+progress. Every process writes its activity to the process group's store and reads the activity of
+the next rank, so one process notices each frozen or unreachable process. Rank 0 also limits the
+duration of a step. Time during which this process was stopped, for example by Ctrl-Z, does not
+count."""
 
 import contextlib
 import faulthandler
@@ -36,32 +37,33 @@ from distributed_training.supervise.process import LAUNCHER, Process
 
 THE_END = "the end"  # activity of a rank after the model is written
 BEAT_S = 2.0
-LEAST_S = 60.0  # smallest limit of a step; the limit is 20 times the median step
-UNKNOWN_S = 600.0  # limit of all other activities
+MIN_LIMIT_S = 60.0  # smallest limit of a step; the limit is 20 times the median step
+DEFAULT_LIMIT_S = 600.0  # limit of all other activities
 LOST_S = 30.0  # a process is lost after this time without a heartbeat
 NOTED_WITHIN_S = 10.0  # a process that fails records its reason within this time
 SLOW_S = 45.0  # after this time in one step, rank 0 prints which rank the others wait for
 GRACE_S = 10.0  # time to save after the launcher is lost
-# Files whose functions wait for other ranks in collectives. DeepSpeed's CPU Adam and its file
-# transfers are not among them, because they work for long without other ranks.
+# Files whose functions wait for other ranks in collectives. DeepSpeed's CPU Adam and file transfers
+# are excluded, because they run for a long time without other ranks.
 _WAITING = re.compile(
     r"/(torch/(distributed/|autograd/|nn/parallel/|_ops\.py)"
     r"|deepspeed/(comm/|runtime/zero/|runtime/pipe/))"
 )
 _WRAPPER = "/deepspeed/utils/nvtx.py"  # wraps all of DeepSpeed's functions
-# As faulthandler writes them
+# Lines of faulthandler's output
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-# Set by our launcher, torchrun and deepspeed
+# Variables that our launcher, torchrun and deepspeed set
 _LAUNCHED = (LAUNCHER, "TORCHELASTIC_RUN_ID", "LOCAL_SIZE")
 
 
 def read_stacks() -> dict[int, list[tuple[str, int, str]]]:
-    """Return (file, line, function) of each frame of each thread, the innermost first, by thread.
+    """Return the frames of each thread as (file, line, function), the innermost first, by thread
+    id.
 
-    faulthandler writes them without making frame objects. `sys._current_frames()` makes them, and
-    a function that returns meanwhile keeps its local variables: up to 5 GiB of GPU memory, where
-    the function was the compiled backward pass of a block."""
+    faulthandler does not create frame objects. `sys._current_frames()` does, and a frame object
+    keeps the local variables of its function alive after the function has returned. If that
+    function was the compiled backward pass of a block, this kept up to 5 GiB of GPU memory."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -77,7 +79,7 @@ def read_stacks() -> dict[int, list[tuple[str, int, str]]]:
 
 
 class Watch:
-    """Threads that watch one process. Its main thread calls `at` when it starts an activity."""
+    """Threads that watch one process. The main thread calls `at` at the start of each activity."""
 
     def __init__(self, process: Process) -> None:
         if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
@@ -87,41 +89,38 @@ class Watch:
         self.run_dir = Path(os.devnull)  # nothing can be recorded until `begin`
         self.rank = process.rank
         self.world_size = process.world_size
-        self._following = (
-            process.rank + 1
-        ) % process.world_size  # the rank that this process watches
-        self._given_s: float | None = None
-        self._least_s = 0.0
-        self._steps_s: deque[float] = deque(
-            maxlen=1000
-        )  # durations of the last steps, to the second
+        self._next_rank = (process.rank + 1) % process.world_size
+        self._timeout_s: float | None = None
+        self._min_limit_s = 0.0
+        # Durations of the last steps, to the nearest second
+        self._steps_s: deque[float] = deque(maxlen=1000)
         self._activity = "starting"
         self._since = 0.0
         self._count = 0  # activities so far; the start itself has no limit
         self._is_step = False
         self._thread = self.main
-        self._clock = (
-            0.0  # seconds that this process has run, excluding time in which it was stopped
-        )
-        self._others: dict[int, dict[str, Any]] = {}
-        self._heard = self._answered = float("inf")
-        self._said_slow = 0
+        self._clock = 0.0  # seconds that this process has run, without time while it was stopped
+        self._heartbeats: dict[int, dict[str, Any]] = {}
+        self._heartbeat_at = self._response_at = float("inf")
+        self._slow_count = 0
         self._is_on_first_node = process.rank == process.local_rank  # the node with the store
         self._ended = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
     def begin(self, run_dir: Path, config: RunConfig, store: dist.Store) -> None:
-        """Start to watch the other processes, once the run directory and the store are known."""
+        """Start to watch the other processes. Call this once the run directory and the store
+        exist."""
         claims.hold(run_dir)
         self.run_dir = run_dir
-        self._given_s = config.hang_timeout_s
+        self._timeout_s = config.hang_timeout_s
         # Compilation and traces delay some steps.
-        self._least_s = UNKNOWN_S if config.compile or config.profile else LEAST_S
-        self._heard = self._answered = self._clock
+        self._min_limit_s = DEFAULT_LIMIT_S if config.compile or config.profile else MIN_LIMIT_S
+        self._heartbeat_at = self._response_at = self._clock
         threading.Thread(target=self._beat, args=[store], daemon=True).start()
 
     def at(self, activity: str, *, is_step: bool = False, thread: int | None = None) -> None:
-        """Note that the main thread starts an activity, or waits for another `thread` that does."""
+        """Record that the main thread, or the other `thread` that it waits for, starts an
+        activity."""
         if self._is_step:
             self._steps_s.append(self._clock - self._since)
         self._is_step = is_step
@@ -132,27 +131,30 @@ class Watch:
 
     @property
     def activity(self) -> str:
-        """The current activity of the main thread."""
+        """Return the current activity of the main thread."""
         return self._activity
 
     @property
     def limit_s(self) -> float:
-        """Seconds that the current activity may take; 0 for no limit."""
-        if self._given_s is not None:
-            compiles = self._is_step and not self._steps_s and self._least_s == UNKNOWN_S
-            return max(self._given_s, UNKNOWN_S) if self._given_s and compiles else self._given_s
-        if self.world_size == 1:  # no other process waits, and a debugger may stop it
+        """Return the time limit of the current activity in seconds; 0 means no limit."""
+        if self._timeout_s is not None:
+            compiles = self._is_step and not self._steps_s and self._min_limit_s == DEFAULT_LIMIT_S
+            if self._timeout_s and compiles:
+                return max(self._timeout_s, DEFAULT_LIMIT_S)
+            return self._timeout_s
+        # A single process cannot hang in a collective, and a debugger may stop it.
+        if self.world_size == 1:
             return 0.0
         if self._is_step and self._steps_s:
-            return max(self._least_s, 20 * statistics.median(self._steps_s))
-        return UNKNOWN_S
+            return max(self._min_limit_s, 20 * statistics.median(self._steps_s))
+        return DEFAULT_LIMIT_S
 
     def end(self) -> None:
         """Stop watching."""
         self._ended.set()
 
     def _beat(self, main_store: dist.Store) -> None:
-        """Write and read heartbeats. Blocks while the store does not answer."""
+        """Write and read heartbeats periodically. Blocks while the store does not respond."""
         store = dist.PrefixStore("watch", main_store.clone())  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=LOST_S))
         beats = 0
@@ -165,25 +167,25 @@ class Watch:
                     self._give_up(str(error), 0)
             try:
                 store.set(str(self.rank), json.dumps({"beat": beats, **self._describe()}))
-                watched_ranks = {self._following}
+                watched_ranks = {self._next_rank}
                 if self.rank == 0 and self._clock - self._since > SLOW_S / 2:
                     watched_ranks.update(range(self.world_size))
                 known_ranks = [rank for rank in sorted(watched_ranks) if store.check([str(rank)])]
                 heartbeats = {rank: json.loads(store.get(str(rank))) for rank in known_ranks}
             except (RuntimeError, ValueError):
-                return  # the connection is lost for good, which _look notices
-            self._answered = self._clock
-            if heartbeats.get(self._following) != self._others.get(self._following):
-                self._heard = self._clock
-            self._others |= heartbeats
+                return  # the connection is lost for good, and _look reports it
+            self._response_at = self._clock
+            if heartbeats.get(self._next_rank) != self._heartbeats.get(self._next_rank):
+                self._heartbeat_at = self._clock
+            self._heartbeats |= heartbeats
 
     def _describe(self) -> dict[str, Any]:
-        """Return the activity of this process and its current line of code, for other processes."""
+        """Return this process's activity and its current line of code, for the heartbeat."""
         stacks = read_stacks()
         waits = None
         where = ""
         for file, line, function in stacks.get(self._thread) or stacks[self.main]:
-            if waits is None and not file.endswith(_WRAPPER):  # only the innermost frame decides
+            if waits is None and not file.endswith(_WRAPPER):  # only the innermost frame counts
                 waits = bool(_WAITING.search(file))
             if "distributed_training/" in file:
                 where = f"{Path(file).name}:{line} {function}"
@@ -194,7 +196,8 @@ class Watch:
         }  # fmt: skip
 
     def _look(self) -> None:
-        """Check once per second that the launcher and the others are alive and make progress."""
+        """Check once per second that the launcher and the other ranks are alive and make
+        progress."""
         before = time.monotonic()
         orphaned = 0.0
         while not self._ended.wait(1.0):
@@ -219,27 +222,27 @@ class Watch:
         host = platform.node()
         silent = f"it has shown no sign of life for {LOST_S:.0f} s"
         noted_s = LOST_S - NOTED_WITHIN_S
-        if self._clock - self._answered > LOST_S:
+        if self._clock - self._response_at > LOST_S:
             first = os.environ["MASTER_ADDR"]
             reason = f"rank {self.rank} on {host} lost rank 0 on {first}: {silent}"
-            # On other nodes the launcher would wait for minutes.
+            # On other nodes the launcher would wait for minutes, so kill it.
             launchers = [] if self._is_on_first_node else self.launchers[:1]
             self._give_up(reason, noted_s, [launcher.pid for launcher in launchers])
-        # Rank `_following` is lost only if the store answers. Otherwise the store is lost.
-        if self._clock - self._heard > LOST_S > 2 * (self._clock - self._answered):
-            other = self._others.get(self._following, {})
-            lost = f"rank {self._following}" + (f" on {other['host']}" if other else "")
-            reason = f"lost {lost} in {self._activity}: {silent} and is frozen or cut off"
+        # Rank `_next_rank` is lost only if the store responds. Otherwise the store is lost.
+        if self._clock - self._heartbeat_at > LOST_S > 2 * (self._clock - self._response_at):
+            beat = self._heartbeats.get(self._next_rank, {})
+            lost_rank = f"rank {self._next_rank}" + (f" on {beat['host']}" if beat else "")
+            reason = f"lost {lost_rank} in {self._activity}: {silent} and is frozen or cut off"
             # A frozen process does not react to SIGTERM, so kill it.
-            self._give_up(reason, noted_s, [other["pid"]] if other.get("host") == host else [])
+            self._give_up(reason, noted_s, [beat["pid"]] if beat.get("host") == host else [])
 
     def _look_at_progress(self, seconds: float) -> None:
         # The store may be slow, so use the current state of this rank instead of its heartbeat.
-        by_rank = {**self._others, 0: self._describe()}
+        by_rank = {**self._heartbeats, 0: self._describe()}
         states = [by_rank[rank] for rank in sorted(by_rank)]
         limit_s = self.limit_s
-        if seconds > SLOW_S and self._said_slow != self._count and len(states) == self.world_size:
-            self._said_slow = self._count
+        if seconds > SLOW_S and self._slow_count != self._count and len(states) == self.world_size:
+            self._slow_count = self._count
             text = f"{self._activity} has taken {seconds:.0f} s: {who_is_late(states)}."
             if limit_s:
                 text += f" The run ends after {limit_s:g} s (hang_timeout_s)."
@@ -249,8 +252,8 @@ class Watch:
             self._give_up(reason, seconds)
 
     def _give_up(self, reason: str, ago_s: float, others: Sequence[int] = ()) -> NoReturn:
-        """Record and print the reason of `ago_s` seconds ago, kill the processes `others`, and end
-        this one. Its launcher then ends the remaining ones."""
+        """Record and print the reason, which occurred `ago_s` seconds ago. Kill the processes
+        `others` and end this process. Its launcher then ends the remaining ones."""
         with contextlib.suppress(OSError):  # for example a full disk
             mark_stopped(self.run_dir, "failed", reason, ago_s=ago_s)
             get_error_handler().record_exception(RunError(reason))
@@ -278,14 +281,15 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def who_is_late(states: Sequence[Mapping[str, Any]]) -> str:
-    """Name the ranks that the others wait for: those with the fewest activities or, if all have the
-    same number, those outside a collective. `states` are from `_describe`, by rank."""
+    """Describe the ranks that the others wait for. These are the ranks with the fewest activities
+    or, if all ranks have the same number, the ranks outside a collective. `states`: results of
+    `_describe`, by rank."""
     least = min(state["count"] for state in states)
     late = [rank for rank, state in enumerate(states) if state["count"] == least]
     if len(late) == len(states):
         late = [rank for rank, state in enumerate(states) if not state["waits"]] or late
     if len(late) == len(states):
         return f"all ranks are in {states[0]['where']}"
-    named = [f"rank {rank} on {states[rank]['host']}" for rank in late[:4]]
+    late_ranks = [f"rank {rank} on {states[rank]['host']}" for rank in late[:4]]
     first = states[late[0]]
-    return f"waiting for {', '.join(named)}, in {first['activity']} at {first['where']}"
+    return f"waiting for {', '.join(late_ranks)}, in {first['activity']} at {first['where']}"

@@ -46,7 +46,7 @@ from distributed_training.settings.keys import at_least
 from distributed_training.settings.machine import detect_machine
 from distributed_training.settings.strategies import strategy_options
 from distributed_training.start.launch import requested_processes
-from distributed_training.start.ranks import answer_in_fork
+from distributed_training.start.ranks import compute_in_fork
 from distributed_training.supervise.process import handling
 
 # Defaults that leave out what a comparison does not need. Typed keys and the plan override them.
@@ -165,7 +165,7 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
             run_seconds.append(run_s + steps * step_s if steps and step_s else None)
         return json.dumps(run_seconds)
 
-    seconds = json.loads(answer_in_fork(predict)())
+    seconds = json.loads(compute_in_fork(predict)())
     return None if None in seconds else sum(seconds)
 
 

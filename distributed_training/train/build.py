@@ -20,7 +20,7 @@ from distributed_training.supervise.process import Process
 
 
 def build_topology(plan: Plan, process: Process, device: torch.device) -> Topology:
-    """Return the position of this process in the plan's mesh."""
+    """Return this process's position in the plan's mesh."""
     return Topology(
         world_size=process.world_size,
         rank=process.rank,
@@ -43,7 +43,8 @@ def build_sampler(plan: Plan, data: Data, topology: Topology) -> Sampler:
 def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
     """Compile DeepSpeed's extensions before the run, in one process per machine, and report how
     long it takes. Collective."""
-    plan.strategy.load_engine()  # All ranks import the engine now rather than one after another.
+    # All ranks import the engine at the same time instead of one after another.
+    plan.strategy.load_engine()
     names = built_extensions(plan.strategy) if topology.local_rank == 0 else ()
     for name in names:
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
@@ -57,7 +58,7 @@ def build_extensions(plan: Plan, topology: Topology, display: Display) -> None:
 
 def build_engine(plan: Plan, topology: Topology, drawn: Decoder | None = None) -> Engine:
     """Build the plan's engine with its initial weights, which are equal under every strategy, and
-    seed the dropout. `drawn` may hold random weights that were drawn before. Collective. Raises
+    seed the dropout. `drawn` holds random weights if they were drawn earlier. Collective. Raises
     UserError if adapters do not fit the weights."""
     config = plan.config
     model, fingerprint = build_model(plan, topology, drawn)
@@ -79,11 +80,11 @@ def build_model(
 ) -> tuple[Decoder, Fingerprint]:
     """Return the model and a fingerprint of its frozen weights, if it has any.
 
-    For PyTorch's parallelism the model is on the device "meta", and its `fill` loads the weights of
-    this rank's shards once these are known. DeepSpeed receives the whole model on the CPU. A base
-    in NF4 is whole on this rank's device. All weights are rounded to the compute dtype. Frozen
-    weights keep it (matrices of blocks have `base_dtype`), and trained weights are stored in fp32.
-    """
+    For PyTorch's parallelism the model is on the device "meta", and its `fill` method loads the
+    weights of this rank's shards once the shards are known. DeepSpeed receives the whole model on
+    the CPU. An NF4 base model is whole on this rank's device. All weights are rounded to the
+    compute dtype. Frozen weights keep the compute dtype (or `base_dtype` for the matrices of
+    blocks), and trained weights are stored in fp32."""
     config = plan.config
     compute_dtype = COMPUTE_DTYPES[config.precision]
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The training loop and its history. It calls an Engine and knows nothing of strategies."""
+"""Training loop and its history. The loop calls an Engine and does not depend on strategies."""
 
 import math
 import shutil
@@ -48,7 +48,7 @@ def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
 
 @dataclass
 class Trainer:
-    """One run: the engine's steps, with evaluation, logging and checkpoints around them.
+    """One run: the engine's steps, with evaluation, logging and checkpoints between them.
 
     The history is the same on every rank, except for times. Rank 0 also writes it to the record,
     prints it and sends it to the tracker."""
@@ -62,7 +62,8 @@ class Trainer:
     history: records.History = field(default_factory=records.History)
     record: records.RunRecord | None = None  # on rank 0 only
     tracker: metrics.Tracker = field(default_factory=metrics.Tracker)
-    at: Callable[..., None] = lambda activity, **_: None  # reports the current activity
+    # Reports the current activity to the watch
+    at: Callable[..., None] = lambda activity, **_: None
     startup: Startup = field(default_factory=Startup)
 
     def __post_init__(self) -> None:
@@ -70,8 +71,10 @@ class Trainer:
         self.num_steps = self.plan.num_steps
         self.timer = metrics.StepTimer(self.topology.device)
         self.memory = metrics.PeakMemory(self.topology.device)
-        self.timed: list[tuple[int, float]] = []  # (step, seconds) of steps of this process
-        self.disk: dict[str, int] = {}  # bytes read and written in training; {}: not counted
+        # (step, seconds) of the steps that this process ran
+        self.timed: list[tuple[int, float]] = []
+        # Bytes read and written during training; empty if they are not counted
+        self.disk: dict[str, int] = {}
         self.sample: str | None = None  # text that the trained model generated
         self.profile: Profile | None = None
         self.saver = saver.Saver(self.plan, self.topology)
@@ -80,10 +83,11 @@ class Trainer:
         self._pending: list[tuple[dict[str, Any], StepResult]] = []
         self._signum = 0  # number of the first signal, or 0
         self._signalled_at = 0.0
-        self._first = 0  # first step of this process, which compiles
-        self._says_saved = False  # whether to report the save in progress, which is the last one
+        self._first = 0  # first step of this process, which includes compilation
+        # Whether to report the save in progress, which is the last of the run
+        self._says_saved = False
         self._noted_waiting = False
-        self._num_bytes: int | None = None  # bytes of the validation text, once they are counted
+        self._num_bytes: int | None = None  # bytes of the validation text, None until counted
         self.faults = Faults(self.plan, self.history, self.engine)
 
     @property
@@ -95,7 +99,7 @@ class Trainer:
         """Train to the end or until a signal. Return the number of the signal, or 0. Collective."""
         if self.step == 0:
             self.history.sample_before = self._sample("before")
-        before = metrics.disk_bytes()
+        bytes_before = metrics.disk_bytes()
         stop = 0
         if self.plan.config.profile:
             if steps := steps_to_trace(self.plan, self.step):
@@ -116,7 +120,7 @@ class Trainer:
                         self._roll_back(error)
                 self.memory.end()
                 traffic = metrics.disk_bytes()
-                self.disk = {name: now - before[name] for name, now in traffic.items()}
+                self.disk = {name: total - bytes_before[name] for name, total in traffic.items()}
                 if self.step == self.num_steps:
                     self._leave()
                 self._finish_saving()
@@ -148,8 +152,8 @@ class Trainer:
         self._flushed_at = time.monotonic()
 
     def _train_one_step(self) -> int:
-        """Run one step, and an evaluation, the end of an epoch or a save if it is due.
-        Return the number of the signal to stop for, or 0, equal on every rank. Collective."""
+        """Run one step. Then evaluate, end the epoch or save a checkpoint if it is due. Return the
+        number of the signal to stop for, or 0. It is equal on every rank. Collective."""
         config = self.plan.config
         if self.step + 1 == self.faults.passed_over:
             self._flush()
@@ -164,12 +168,12 @@ class Trainer:
         last = self.step == self.num_steps
         epoch_ends = last or self.step % self.sampler.steps_per_epoch == 0
         evaluate = epoch_ends or (config.eval_every > 0 and self.step % config.eval_every == 0)
-        every = config.checkpoint_every
-        save = bool(stop) and every != 0
-        if every is None:
+        save_interval = config.checkpoint_every
+        save = bool(stop) and save_interval != 0
+        if save_interval is None:
             save = save or epoch_ends
-        elif isinstance(every, int) and every > 0:
-            save = save or last or self.step % every == 0
+        elif isinstance(save_interval, int) and save_interval > 0:
+            save = save or last or self.step % save_interval == 0
         if flush or stop or evaluate or save:
             self._flush()
         if evaluate or save:
@@ -179,7 +183,7 @@ class Trainer:
                 if self._stops_early() and not last:
                     self.num_steps = self.step
                     epoch_ends = True
-                    save = every != 0
+                    save = save_interval != 0
             if epoch_ends:
                 self._end_epoch()
             if save:
@@ -210,11 +214,11 @@ class Trainer:
             self.saver.prepare(self.engine)
 
     def _agree(self) -> tuple[int, bool]:
-        """Agree on (number of the signal to stop for, whether to flush) after a step.
+        """Agree after a step on (number of the signal to stop for, whether to flush).
 
         Signals reach ranks at different steps, and only rank 0's clock decides when to print. The
-        exchanged integers are on the CPU, so GPUs do not wait for them. If a save has ended on
-        some rank, all ranks finish it. Collective."""
+        exchanged integers are on the CPU, so GPUs do not wait for them. If a save has ended on any
+        rank, all ranks finish it. Collective."""
         waited_s = time.monotonic() - self._flushed_at
         due = self.topology.rank == 0 and (self.step == self._first or waited_s >= FLUSH_EVERY_S)
         saved = self.saver.ending is not None and self.saver.ending.done()
@@ -251,7 +255,7 @@ class Trainer:
                 "loss": loss_sum / row["num_targets"],
                 "grad_norm": None if norm is None else float(norm),
                 "step_time_s": seconds,
-                # The clock of a virtual machine may stand still.
+                # The clock of a virtual machine may not advance between two readings.
                 "tokens_per_s": row["num_tokens"] / seconds if seconds > 0 else None,
             }
             if row["skipped"]:
@@ -266,7 +270,7 @@ class Trainer:
             self.timed.append((row["step"], seconds))
             self.tracker.log_step(row)
             if error is not None:
-                break  # The steps after it ran on corrupted weights.
+                break  # The later steps ran on corrupted weights.
         if self.record is not None:
             records.append_metrics(self.plan.run_dir, rows)
         if error is not None:
@@ -276,8 +280,9 @@ class Trainer:
         self.display.progress(rows, self._first)
 
     def _evaluate(self, then: str = "") -> None:
-        """Compute loss, perplexity and bits per byte over the validation samples, and print them on
-        a line that ends with `then`. Export the model if it is the best so far. Collective."""
+        """Compute loss, perplexity and bits per byte over the validation samples. Print them on
+        one line that ends with `then`. Export the model if its loss is the lowest so far.
+        Collective."""
         samples = self.data.validation
         total = torch.zeros((), dtype=torch.float64)
         for indices in self.sampler.eval_indices(len(samples)):
@@ -301,8 +306,8 @@ class Trainer:
                 written.result()
 
     def _stops_early(self) -> bool:
-        """Return whether none of the last `stop_after` evaluations improved on those before
-        them."""
+        """Return whether none of the last `stop_after` evaluations improved on the evaluations
+        before them."""
         count = self.plan.config.stop_after
         losses = [row["loss"] for row in self.history.evaluations]
         losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
@@ -317,7 +322,7 @@ class Trainer:
         return True
 
     def _end_epoch(self) -> None:
-        """Add the epoch that has just ended and been evaluated to the history."""
+        """Add the epoch that has just ended to the history, after its evaluation."""
         epoch = (self.step - 1) // self.sampler.steps_per_epoch
         first = epoch * self.sampler.steps_per_epoch
         curve = self.history.loss_curve
@@ -333,7 +338,7 @@ class Trainer:
         self.write_record()
 
     def _save(self, *, says_saved: bool) -> None:
-        """Begin to save a checkpoint, after waiting for the previous save. Collective."""
+        """Wait for the previous save, then begin to save a checkpoint. Collective."""
         self._finish_saving()
         self._says_saved = says_saved
         self.at(f"saving step {self.step}")
@@ -344,8 +349,8 @@ class Trainer:
             self._finish_saving()
 
     def _finish_saving(self) -> None:
-        """Wait for a save in progress and add it to the history. Raises any error of the save.
-        Collective."""
+        """Wait for a save in progress and add it to the history. Raises the error if the save
+        failed. Collective."""
         if self.saver.ending is None:
             return
         self.at("the end of a save", thread=self.saver.thread)
@@ -370,7 +375,8 @@ class Trainer:
         last = self.plan.run_dir / records.LAST
         best = self.history.best
         written: Future[None] | None = None
-        if config.export and best and best["step"] == self.step:  # already gathered and written
+        # These weights are already gathered and written
+        if config.export and best and best["step"] == self.step:
             if self.topology.rank == 0:
                 best_folder = self.plan.run_dir / records.BEST
                 written = export.in_thread(export.copy_folder, best_folder, last)
@@ -382,8 +388,9 @@ class Trainer:
             self.display.say(f"exported {short_path(last)} (Hugging Face format)")
 
     def _export(self, folder: Path, weights: dict[str, torch.Tensor]) -> Future[None] | None:
-        """Begin to write the model to `folder` in a thread. Gather its weights if `weights` is
-        empty. Return None on ranks that have nothing to write. Collective."""
+        """Gather the weights if `weights` is empty, and begin to write the model to `folder` in
+        a thread. Return the thread's future, or None on ranks that have nothing to write.
+        Collective."""
         state = weights or self.engine.full_state()
         if state is None:  # Only rank 0 holds the weights.
             return None
@@ -391,8 +398,9 @@ class Trainer:
         return export.in_thread(export.write_folder, state, *about, folder)
 
     def _sample(self, when: str) -> str | None:
-        """Generate and print the text that follows CONFIG's prompt, or return None if it has none.
-        For a model of conversations, the prompt is a user's message. Collective."""
+        """Generate and print a continuation of CONFIG's prompt, and return the text. Return None if
+        CONFIG has no prompt. If the model is trained on conversations, the prompt is a user's
+        message. Collective."""
         config = self.plan.config
         tokenizer = self.data.tokenizer
         if config.generate is None:
@@ -410,7 +418,7 @@ class Trainer:
         prompt, eos_ids = encoded
         # Sequence parallelism pads the window to a multiple of its axis. Padding needs positions.
         context = self.plan.size.num_positions // self.topology.tp * self.topology.tp
-        # Rank 0 chooses each token. All ranks must follow to the end of the text, because sharded
+        # Rank 0 chooses each token. All ranks must run to the end of the text, because sharded
         # engines gather parameters.
         ids = list(export.continuation(
             self.engine.logits, prompt, num_tokens=60, context=context, seed=config.seed,
@@ -423,8 +431,7 @@ class Trainer:
         return sample
 
     def _prompt(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of a sample's prompt, and the ids of the tokens that end the
-        sample."""
+        """Return (token ids of the prompt `text`, ids of the tokens that end the sample)."""
         tokenizer = self.data.tokenizer
         ends = tokenizer.ends_of(chat=self._chat)
         if self._chat:
@@ -432,10 +439,10 @@ class Trainer:
         return tokenizer.begin(text), ends
 
     def _roll_back(self, error: NonFiniteError) -> None:
-        """Go back to the last checkpoint and skip the failed batch from then on, or raise the error
-        if `on_nonfinite` is not "rollback". Collective."""
+        """Return to the last checkpoint and skip the failed batch from then on. Raises `error` if
+        `on_nonfinite` is not "rollback". Collective."""
         checkpoint = self.faults.checkpoint_to_return_to(error)
-        self._pending = []  # Steps are pending if a save found the fault.
+        self._pending = []  # Steps are pending if a save detected the fault.
         self.memory.end()
         self.restore(checkpoint)
         self.display.note(f"{error.what}; returned to step {self.step} to skip that batch")
@@ -450,7 +457,8 @@ class Trainer:
         )
         self.history.cut(step)
         self.history.loads.append({"step": step, "load_s": time.monotonic() - began})
-        self.write_record()  # Otherwise a kill before the next save would lose this load.
+        # Otherwise, if the run is killed before the next save, the record lacks this resumption.
+        self.write_record()
         if self.topology.rank == 0:
             records.truncate_metrics(self.plan.run_dir, step)
             if self.history.best is None:  # best/ may hold a later step, which runs again.

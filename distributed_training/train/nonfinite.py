@@ -1,4 +1,5 @@
-"""Losses and gradients that are not finite: find their cause, and the checkpoint to return to."""
+"""Handle losses and gradients that are not finite: find the cause and the checkpoint to return
+to."""
 
 import math
 from pathlib import Path
@@ -12,13 +13,14 @@ from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import RunError
 from distributed_training.supervise.process import numbered
 
-# With on_nonfinite=skip, a run stops if more steps in a row are skipped: no batch is to blame.
+# With on_nonfinite=skip, a run stops if more than this many steps in a row are skipped, because the
+# cause is then not a single batch.
 SKIPS_IN_A_ROW = 10
 
 
 class NonFiniteError(RunError):
-    """A step whose loss or gradients are not finite. `saved` are the checkpoints of the run, and
-    `passed_over` is the step that a rollback has skipped before, or 0."""
+    """Error for a step whose loss or gradients are not finite. `saved`: the checkpoints of the run.
+    `passed_over`: the step that a rollback has already skipped, or 0."""
 
     def __init__(self, step: int, what: str, saved: list[Path], passed_over: int) -> None:
         fix = "nothing was saved before, so lower learning_rate or look for a bad sample"
@@ -45,7 +47,7 @@ def has_fault(result: StepResult, config: RunConfig) -> bool:
 
 
 class Faults:
-    """Find the cause of steps that are not finite, and remember the step that a rollback skips."""
+    """Cause of steps that are not finite, and the step that a rollback skips."""
 
     def __init__(self, plan: Plan, history: History, engine: Engine) -> None:
         self.on_nonfinite = plan.config.on_nonfinite
@@ -55,9 +57,9 @@ class Faults:
         self.passed_over = 0  # step whose batch is skipped after a rollback
 
     def describe(self, step: int, result: StepResult) -> str | None:
-        """Name the ranks whose loss is not finite and the first gradient that is not finite, in
-        the order of the model. Return None if on_nonfinite=skip left out the update and it was not
-        one of many in a row. Collective."""
+        """Name the ranks whose loss is not finite and the first gradient, in the order of the
+        model, that is not finite. Return None if on_nonfinite=skip skipped the update and too few
+        steps in a row were skipped to stop the run. Collective."""
         skips = self.on_nonfinite == "skip"
         skipped = set(self.history.skipped_steps)
         too_many = skipped.issuperset(range(step - SKIPS_IN_A_ROW, step))
@@ -89,8 +91,8 @@ class Faults:
         return NonFiniteError(step, what, saved, self.passed_over)
 
     def checkpoint_to_return_to(self, error: NonFiniteError) -> Path:
-        """Return the checkpoint to go back to, and skip the step from then on. Raises the error if
-        `on_nonfinite` is not "rollback", or if a step was skipped before."""
+        """Return the checkpoint to go back to, and skip the failed step from then on. Raises the
+        error if `on_nonfinite` is not "rollback", or if a step was skipped before."""
         if self.on_nonfinite != "rollback" or error.rolls_back_to is None:
             raise error
         self.passed_over = error.step

@@ -1,9 +1,8 @@
-"""The key `profile`: trace a few steps on every rank and, on GPUs, take memory snapshots.
+"""Trace a few steps on every rank and, on GPUs, record memory snapshots (the key `profile`).
 
-Traces are Chrome's JSON, which ui.perfetto.dev opens and results/lab/overlap.py reads. Memory
+Traces are Chrome JSON files, which ui.perfetto.dev opens and results/lab/overlap.py reads. Memory
 snapshots open at pytorch.org/memory_viz. The first steps are left out, because they compile,
-allocate and capture graphs.
-"""
+allocate and capture graphs."""
 
 import os
 
@@ -16,45 +15,47 @@ from distributed_training.plan.plan import Plan
 from distributed_training.records.metrics import MAX_WARMUP_STEPS
 from distributed_training.records.record import MEMORY_FILE, TRACE_FILE
 
-SILENT = "6"  # log level at which the profiler's library prints nothing
+SILENT = "6"  # log level at which Kineto prints nothing
 
 
-def steps_to_trace(plan: Plan, done: int) -> range:
-    """Return the steps to trace, counted from 1, of a run that continues after step `done`.
+def steps_to_trace(plan: Plan, last_step: int) -> range:
+    """Return the steps to trace, counted from 1, of a run that continues after `last_step`.
 
-    They follow the warm-up. A run shorter than warm-up and trace is traced at its end. Its first
-    step and the step that captures a graph are never traced."""
+    The traced steps follow the warm-up. If the run is shorter than warm-up and trace together, its
+    last steps are traced. Its first step and the step that captures a graph are never traced."""
     config = plan.config
-    num_left = (plan.num_steps or 0) - done
+    num_left = (plan.num_steps or 0) - last_step
     warm_up = MAX_WARMUP_STEPS
     if config.cuda_graphs:  # The profiler needs a warm-up step of its own after the capture.
         warm_up = NUM_EAGER_STEPS + 2
         if num_left < warm_up + config.profile:
             num_left = min(num_left, NUM_EAGER_STEPS)
     first = 1 + max(1, min(warm_up, num_left - config.profile))
-    return range(done + first, done + min(first + config.profile, num_left + 1))
+    return range(last_step + first, last_step + min(first + config.profile, num_left + 1))
 
 
 class Profile:
-    """Trace of `steps` in a run that has done `done` steps. Call `step_ended` after each step and
-    `stop` at the end."""
+    """Trace of `steps` in a run that continues after `last_step`. Call `step_ended` after each step
+    and `stop` at the end."""
 
-    def __init__(self, plan: Plan, topology: Topology, done: int, steps: range) -> None:
+    def __init__(self, plan: Plan, topology: Topology, last_step: int, steps: range) -> None:
         self.record: dict[str, object] | None = None  # the steps and files that were written
-        # Steps whose times do not count: profiling begins in the step before the first traced one,
-        # and writing ends in the step after the last.
+        # Steps whose times do not count. Profiling begins in the step before the first traced one,
+        # and files are written until the end of the step after the last one.
         self.slowed = range(steps.start - 1, steps.stop + 1)
         self._steps = steps
-        self._done = done
+        self._done = last_step
         self._on_gpu = topology.device_type == "cuda"
         self._rank = topology.rank
         self._run_dir = plan.run_dir
-        if self._rank == 0:  # Remove files of an earlier start, which may have had more processes.
+        # Remove the files of an earlier attempt, which may have had more processes.
+        if self._rank == 0:
             for name in (TRACE_FILE, MEMORY_FILE):
                 for file in self._run_dir.glob(name.format("*")):
                     file.unlink()
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-        wait = steps.start - done - 2  # The step before the first is the profiler's warm-up.
+        # The profiler warms up in the step before the first traced one.
+        wait = steps.start - last_step - 2
         self._profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=wait, warmup=1, active=len(steps), repeat=1),
             on_trace_ready=self._write,
@@ -69,12 +70,13 @@ class Profile:
         self._profiler.step()
 
     def stop(self) -> None:
-        """Stop the profiler and write the steps traced so far. Do not call this after a process has
-        failed, because the profilers of the others could wait for it forever."""
+        """Stop the profiler and write the steps traced so far. Do not call this after a rank has
+        failed, because the profilers of the other ranks could wait for it forever."""
         self._profiler.stop()
 
     def _write(self, profiler: torch.profiler.profile) -> None:
-        if self._done < self._steps[0]:  # A signal came before the first traced step ended.
+        # A signal stopped the run before the first traced step ended.
+        if self._done < self._steps[0]:
             return
         if self._on_gpu:
             dump_memory_history(self._run_dir / MEMORY_FILE.format(self._rank))

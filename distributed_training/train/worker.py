@@ -1,4 +1,4 @@
-"""One process's part of a run, from the data to the finished record."""
+"""Run one process's part of a run, from loading the data to the finished record."""
 
 import shutil
 import sys
@@ -45,7 +45,7 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
     history = records.History()
     record = None
     if first:
-        if plan.checkpoint is None:  # Remove the rows of an attempt that saved nothing.
+        if plan.checkpoint is None:  # Remove the rows of an attempt that saved no checkpoint.
             records.truncate_metrics(plan.run_dir, 0)
         else:
             state = resume.state_of(plan.checkpoint, resume.read_meta(plan.checkpoint))
@@ -113,14 +113,14 @@ def push(run_dir: Path, name: str) -> int:
     """Upload a finished run's model to the Hub and return the exit code."""
     try:
         print(f"pushed {push_folder(run_dir / records.LAST, name)}", flush=True)
-    except UserError as error:  # The run is finished, whether or not its model is uploaded.
+    except UserError as error:  # The run is finished, even if its model cannot be uploaded.
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
 
 def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
-    """Return the values that a record has before the first step. records/record.py describes
+    """Return the values that a record has before the first step. records/record.py documents
     them."""
     config = plan.config
     strategy = plan.strategy
@@ -152,7 +152,7 @@ def describe_run(plan: Plan, sampler: Sampler, data: Data) -> dict[str, Any]:
         "cuda": torch.version.cuda if plan.machine.num_gpus else None,
         "num_parameters": plan.size.num_parameters,
         "num_learning": plan.size.num_learning(config.lora_rank, config.lora_targets),
-        "dtypes": None,  # filled in once the engine is built
+        "dtypes": None,  # set once the engine is built
         "estimated_state_bytes": estimate_state(plan),
         "prediction": plan.prediction,
         "batch": plan.batch.model_dump(),
@@ -178,13 +178,13 @@ def collect_results(trainer: Trainer) -> dict[str, Any]:
     config = plan.config
     sampler = trainer.sampler
     timed = trainer.timed
-    # Time only full steps without tracing: the last step of an epoch takes as long with fewer
-    # tokens.
+    # Time only full steps without tracing. The last step of an epoch has fewer tokens but takes as
+    # long.
     slowed = trainer.profile.slowed if trainer.profile else ()
-    full = [s for step, s in timed if sampler.is_full(step - 1) and step not in slowed]
+    full_steps_s = [s for step, s in timed if sampler.is_full(step - 1) and step not in slowed]
     samples = min(sampler.global_batch_size, sampler.num_samples)
     performance = metrics.summarize_performance(
-        full or [seconds for _, seconds in timed],
+        full_steps_s or [seconds for _, seconds in timed],
         tokens_per_step=samples * config.max_length * trainer.data.train.real_share,
         flops_per_token=plan.size.flops_per_token(plan.attended, frozen=config.lora_rank > 0),
         world_size=plan.num_processes,

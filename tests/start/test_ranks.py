@@ -15,7 +15,7 @@ import pytest
 
 from distributed_training.settings.errors import RunError, exit_code
 from distributed_training.start import ranks as ranks_module
-from distributed_training.start.ranks import PATIENCE, answer_in_fork, fork, run_ranks, starting
+from distributed_training.start.ranks import PATIENCE, compute_in_fork, fork, run_ranks, starting
 from distributed_training.supervise.process import Startup
 from tests.conftest import clean_environment
 
@@ -152,12 +152,12 @@ def test_ctrl_z_stops_all_and_they_go_on_together(tmp_path):
 
 
 def test_another_process_answers_meanwhile(capfd):
-    answer = answer_in_fork(lambda: "x" * 100_000)  # more than a pipe holds
+    answer = compute_in_fork(lambda: "x" * 100_000)  # more than a pipe holds
     assert answer() == "x" * 100_000
     with pytest.raises(RunError, match="killed by SIGKILL; most often memory ran out"):
-        answer_in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL))()
+        compute_in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL))()
     with pytest.raises(SystemExit, match="1"):
-        answer_in_fork(lambda: str(1 / 0))()
+        compute_in_fork(lambda: str(1 / 0))()
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 

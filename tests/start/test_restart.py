@@ -8,7 +8,7 @@ import pytest
 from distributed_training.planner.make_plan import make_plan, take_over
 from distributed_training.predict.predict import this_machine
 from distributed_training.settings.config import build_config
-from distributed_training.start.rendezvous import go_on
+from distributed_training.start.rendezvous import continue_run
 from distributed_training.start.run_dir import reserve_run_dir, started_again
 from tests.planner.helpers import merged
 from tests.support import CPU_MACHINE, refused
@@ -44,9 +44,9 @@ def test_the_global_batch_stays(batch, begun, tmp_path):
             with refused(
                 f"{count} processes cannot share the global batch", "Use a number of processes"
             ):
-                go_on(asked, AGENTS[:1], count)
+                continue_run(asked, AGENTS[:1], count)
             continue
-        config, (note,) = go_on(asked, AGENTS[:1], count)
+        config, (note,) = continue_run(asked, AGENTS[:1], count)
         assert planned(config, count).work == before.work
         assert config.batch_size <= batch[0]
         assert ("global batch stays" in note) is (count != 4)
@@ -55,18 +55,18 @@ def test_the_global_batch_stays(batch, begun, tmp_path):
 
 def test_a_batch_that_was_left_to_the_planner_stays(begun, tmp_path):
     before = begun(2, batch_size="auto", strategy="auto")
-    config, _ = go_on(config_for(tmp_path, batch_size="auto", strategy="auto"), AGENTS, 1)
+    config, _ = continue_run(config_for(tmp_path, batch_size="auto", strategy="auto"), AGENTS, 1)
     assert planned(config, 1).work == before.work
 
 
 def test_it_is_the_run_of_these_launchers(begun, tmp_path):
     asked = config_for(tmp_path)
-    assert go_on(asked, AGENTS, 2) == (asked, [])
+    assert continue_run(asked, AGENTS, 2) == (asked, [])
     older, _ = begun(2), begun(2, launchers=["a 100 9.5"])
     saved = older.run_dir.resolve() / "checkpoints/step-00000007"
     saved.mkdir(parents=True)
-    assert go_on(asked, ["a 101 1.5"], 2) == go_on(asked, [], 2) == (asked, [])
-    config, notes = go_on(asked, AGENTS[1:], 2)
+    assert continue_run(asked, ["a 101 1.5"], 2) == continue_run(asked, [], 2) == (asked, [])
+    config, notes = continue_run(asked, AGENTS[1:], 2)
     assert config == asked.model_copy(update={"resume": str(saved)})
     assert notes == ["started again, from step-00000007"]
 

@@ -37,9 +37,9 @@ time.sleep(60)
 @pytest.fixture(autouse=True)
 def _nothing_held():
     yield
-    for run_dir in list(claims._held):
+    for run_dir in list(claims._claim_fds):
         claims.release(run_dir)
-    claims._seen.clear()
+    claims._claims.clear()
 
 
 def claim_as(run_dir, **changes):
@@ -88,7 +88,7 @@ def test_who_was_taken_over_meanwhile_stops(tmp_path):
     claim_as(tmp_path / "a")
     claims.renew(tmp_path / "a")
     claim_as(tmp_path / "a", hostname="another-host", claimed_at=time.time() + 60)
-    claims._seen[tmp_path / "a"] = claims._read(tmp_path / "a").model_copy(update={"pid": 1})
+    claims._claims[tmp_path / "a"] = claims._read(tmp_path / "a").model_copy(update={"pid": 1})
     with pytest.raises(RunError, match="on another-host has taken over the run"):
         claims.renew(tmp_path / "a")
 
@@ -101,8 +101,8 @@ def test_of_another_machine_or_without_locks_it_is_renewed_or_nobodys(
 ):
     monkeypatch.setattr(claims, "RENEWED_S", 30.0 if end == "renewed" else 1.0)
     claim_as(tmp_path / "a", hostname="another-host", kernel=kernel)
-    os.close(claims._held.pop(tmp_path / "a"))
-    claims._seen.clear()
+    os.close(claims._claim_fds.pop(tmp_path / "a"))
+    claims._claims.clear()
     does = {"renewed": claims.renew, "released": claims.release, "silent": lambda _: None}[end]
     timer = threading.Timer(0.3, does, [tmp_path / "a"])
     timer.start()

@@ -84,7 +84,7 @@ def test_a_look_at_a_thread_keeps_none_of_its_local_variables(watch, monkeypatch
 
 def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
     watch.end()
-    watch.world_size, watch._least_s = 2, 60.0
+    watch.world_size, watch._min_limit_s = 2, 60.0
     watch.at("saving step 3")
     watch._clock += 200  # not a step
     limits = []
@@ -96,16 +96,16 @@ def test_a_step_may_take_as_long_as_steps_take_and_all_else_ten_minutes(watch):
     assert [*limits, watch.limit_s] == [600, 60, 60, 100, 100]
     watch.at("the end")
     assert watch.limit_s == 600
-    watch._given_s = 7
+    watch._timeout_s = 7
     assert watch.limit_s == 7
-    watch._least_s = 600.0  # if steps are compiled
+    watch._min_limit_s = 600.0  # if steps are compiled
     watch.at("step", is_step=True)
     assert watch.limit_s == 7
     watch._steps_s.clear()  # the first step
     assert watch.limit_s == 600
-    watch._given_s = 0
+    watch._timeout_s = 0
     assert watch.limit_s == 0, "never, also while the first step is compiled"
-    watch._given_s, watch.world_size = None, 1
+    watch._timeout_s, watch.world_size = None, 1
     assert watch.limit_s == 0, "nobody waits for it"
 
 
@@ -125,7 +125,7 @@ def test_a_frozen_rank_0_is_told_from_a_node_cut_off(
     watch.end()
     watch.rank, watch.world_size = 1, 2
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    watch._heard, watch._answered = watch._clock - heard_s, watch._clock - answered_s
+    watch._heartbeat_at, watch._response_at = watch._clock - heard_s, watch._clock - answered_s
     reasons = [""]
     monkeypatch.setattr(watch, "_give_up", lambda reason, *_: reasons.append(reason))
     watch._look_at_others()
