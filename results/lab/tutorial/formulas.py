@@ -2,7 +2,8 @@
 
     python results/lab/tutorial/formulas.py
 
-The formulas of ADVANCED.md's tables are read from the page and evaluated as they stand there.
+The formulas in the tables of ADVANCED.md and COMPARISON.md are read from the page and evaluated as
+they stand there. COMPARISON.md's are compared with traffic.py, which tests compare with counts.
 """
 
 import random
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, prod
+from typing import NamedTuple
 
 import checkout  # noqa: F401
 from pipedream.errors import UserError
@@ -23,6 +25,7 @@ from pipedream.simulate.measures import peak_activations
 from pipedream.simulate.simulator import Timeline, build_costs, simulate
 
 from results.lab.tutorial.pages import FOLDER
+from results.lab.tutorial.traffic import Layout, Model, block_activations, cost, ring_share, sent
 
 CASES = 300
 RNG = random.Random(0)
@@ -55,7 +58,7 @@ def run(
     return simulate(schedule, costs)
 
 
-def evaluate(text: str, c: Case, **more: Fraction | int) -> Fraction:
+def evaluate(text: str, c: Case, **more: object) -> Fraction:
     """Evaluate a formula as a page writes it: '(p-1) (F+B) / v', '2p-1', 'p//2 + 1'."""
     text = re.sub(r"\|(F-B)\|", r"abs(\1)", text.replace("\\", ""))
     text = re.sub(r"(?<=\d)(?=[a-zA-Z(])|(?<=\))(?=\()|(?<=[\w)])\s+(?=[\w(])", "*", text)
@@ -190,6 +193,104 @@ def always(c: Case) -> bool:
     return True
 
 
+class Step(NamedTuple):
+    """A model, and a step of k microbatches of b sequences on d copies of p stages of t devices."""
+
+    model: Model
+    d: int
+    t: int
+    p: int
+    k: int
+    b: int
+
+    def symbols(self) -> dict[str, object]:
+        model, d, t, _, k, b = self
+        sizes = {"N": model.parameters, "L": model.layers, "D": model.hidden, "T": model.sequence}
+        sizes |= {"d": d, "t": t, "k": k, "b": b}
+        return {"r": ring_share} | {name: Fraction(size) for name, size in sizes.items()}
+
+    def cost_of(self, layout: Layout) -> tuple[Fraction, Fraction]:
+        """Return the bytes of state on the first device, and what it sends."""
+        sequences = self.b * self.k * layout.data
+        costs = cost(self.model, layout, sequences=sequences, microbatch=self.b)
+        moved = sent(self.model, layout, self.k, self.b, 0).values()
+        return costs.weights + costs.gradients + costs.optimizer, sum(moved, Fraction(0))
+
+
+def step_of(c: Case) -> Step:
+    """Return a random step; it is the same each time that a case is looked at."""
+    chance = random.Random(str(c))
+    t = chance.choice((2, 4, 8))
+    p = chance.randint(3, 6)
+    model = Model(
+        name="random", layers=2 * p * chance.randint(1, 3), hidden=8 * t * chance.randint(1, 9),
+        heads=t, vocabulary=t * chance.randint(1, 400), sequence=chance.randint(1, 64),
+    )  # fmt: skip
+    return Step(model, chance.randint(2, 9), t, p, chance.randint(1, 9), chance.randint(1, 4))
+
+
+def zero_state(s: Step, zero: int) -> Fraction:
+    """Return the state under a ZeRO stage without the gathered layer, which the page names."""
+    gathered = 2 * max(s.model.block_parameters, s.model.embedding_parameters) * (zero == 3)
+    return s.cost_of(Layout(title="", data=s.d, zero=zero))[0] - gathered
+
+
+def zero_sent(s: Step, zero: int) -> Fraction:
+    return s.cost_of(Layout(title="", data=s.d, zero=zero))[1]
+
+
+def tensor_state(s: Step, sequence_parallel: int) -> Fraction:
+    """Return the state as if t sharded the norms, biases and positions too, as the page has it."""
+    whole = (6 * s.model.layers + s.model.sequence + 2) * s.model.hidden
+    layout = Layout(title="", tensor=s.t, sequence_parallel=bool(sequence_parallel))
+    return s.cost_of(layout)[0] - 16 * (whole - Fraction(whole, s.t))
+
+
+def tensor_sent(s: Step, sequence_parallel: int) -> Fraction:
+    return s.cost_of(Layout(title="", tensor=s.t, sequence_parallel=bool(sequence_parallel)))[1]
+
+
+def middle_sent(s: Step, in_v: int) -> Fraction:
+    """Return what a stage between others sends, in a V the half of it."""
+    layout = Layout(title="", pipeline=s.p, schedule="zb-v" if in_v else "1f1b")
+    return sent(s.model, layout, s.k, s.b, 1)["pipeline"] / (2 if in_v else 1)
+
+
+def kept_by_block(s: Step, _: int) -> Fraction:
+    return block_activations(s.model, Layout(title=""), s.b)
+
+
+def cost_checks() -> Iterator[Check]:
+    """Compare the formulas of COMPARISON.md with traffic.py."""
+    page = (FOLDER / "COMPARISON.md").read_text().partition("## Formulas")[2]
+    rows = {
+        title: [cell.split(", ")[0] for cell in cells.split(" | ")]
+        for title, cells in re.findall(r"(?m)^\| ([^|]+) \| (.+) \|$", page)
+    }
+    formulas: list[tuple[str, str, Callable[[Step, int], Fraction], int]] = []
+    for stage, title in enumerate(("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP")):
+        state, moved = rows[title]
+        if moved == "the same":
+            moved = rows["data parallel"][1]
+        formulas += [(title, state, zero_state, stage), (title, moved, zero_sent, stage)]
+    for cut, title in enumerate(("tensor", "tensor, sequence parallel")):
+        state, moved = rows[title]
+        formulas += [(title, state, tensor_state, cut), (title, moved, tensor_sent, cut)]
+    formulas += [("pipeline", rows["pipeline"][1], middle_sent, in_v) for in_v in (0, 1)]
+    formulas.append(("a block's activations", "34 b T D", kept_by_block, 0))
+    for title, text, count, which in formulas:
+
+        def formula(c: Case, text: str = text) -> Fraction:
+            return evaluate(text, c, **step_of(c).symbols())
+
+        def counted(
+            c: Case, count: Callable[[Step, int], Fraction] = count, which: int = which
+        ) -> Fraction:
+            return count(step_of(c), which)
+
+        yield Check(f"{title}: {text}", always, formula, counted)
+
+
 def checks() -> Iterator[Check]:
     for name, (text,) in table("idle time").items():
         yield idle_check(name, text)
@@ -254,7 +355,7 @@ def checks() -> Iterator[Check]:
 
 def main() -> int:
     wrong = 0
-    for check in checks():
+    for check in (*checks(), *cost_checks()):
         seen, failed = 0, []
         for _ in range(200 * CASES):
             c = random_case()
