@@ -1,32 +1,22 @@
-"""Run DeepSpeed's ZeRO 1, 2 and 3, offload to the host and Infinity, and its pipeline with ZeRO-1.
-
-The pipeline runs 1F1B. Neighboring stages send each other activations and their gradients, [B, T,
-D] per micro-batch in the dtype of the weights. The first and the last stage sum the gradients of
-the tied embedding once per step."""
+"""Run DeepSpeed's ZeRO 1, 2 and 3, offload to the host and Infinity."""
 
 import contextlib
 import io
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import deepspeed
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from distributed_training.data.samples import StepBatch
 from distributed_training.engines import base
 from distributed_training.engines.graphs import to_device
-from distributed_training.models.attention import Documents
-from distributed_training.models.decoder import Block, Decoder, Past, parameter_groups
+from distributed_training.models.decoder import Decoder, Past, parameter_groups
 from distributed_training.parallel import blocks, private
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.mesh import Topology
@@ -205,129 +195,3 @@ class DeepSpeedEngine(base.Engine):
         self.engine.destroy()
         private.forget_pipeline_grid()
         super().close()
-
-
-def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
-    """Return the spec of a module with a tied weight. It keeps the module, which DeepSpeed would
-    otherwise build again."""
-    spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=[weight], **options)
-    spec.build = lambda log=False: module
-    return spec
-
-
-class PipelinedDecoder(private.CutWhereTold, PipelineModule):
-    """This process's stage of a model. For DeepSpeed a model is one list of layers: the embeddings,
-    the blocks, the final norm, and the rows of the output layer, which `head` uses."""
-
-    def __init__(self, model: Decoder, stages: tuple[range, ...], topology: Topology) -> None:
-        """Take the modules from `model`, which cannot be used afterwards. Collective."""
-        self.loss = model.loss
-        self.project = model.project
-        self.vocab_size = model.size.vocab_size
-        self.scale = 1.0
-        start = model.stage(range(0))
-        layers: list[Any] = [start, *model.blocks.values(), model.norm_out]
-        rows = start.token_embedding if model.size.tied else model.output_rows
-        if model.size.tied and rows.weight.requires_grad:
-            layers[0] = _tied_part(start, "token_embedding.weight")
-            layers.append(_tied_part(rows, "weight", forward_fn=lambda _rows, x: x))
-        else:  # `head` uses the rows, so their layer does nothing
-            layers.append(nn.Identity())
-            layers[-1].rows = rows
-        # A list hides the module, whose parameter would otherwise belong to two layers.
-        self.rows = [rows] if topology.pp_rank == topology.pp - 1 else []
-        self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
-        grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
-        # The constructor prints its arguments, and broadcasts the embedding, which needs no
-        # gradient.
-        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
-            super().__init__(layers, topology=grid, loss_fn=self.head)
-        # (positions, ends) of the next micro-batches of packed records, in the order in which all
-        # stages compute them. Each process has them, so they are not sent.
-        self.to_come = deque[Sequence[torch.Tensor]]()
-        self.documents: Documents | None = None  # of the current micro-batch
-        self.describe = model.describe
-        for layer in self.forward_funcs:
-            if isinstance(layer, Decoder | Block):
-                layer.register_forward_pre_hook(self._hand_over, with_kwargs=True)
-
-    def forward(self, forward_input: torch.Tensor) -> torch.Tensor:
-        """Compute this stage for the next micro-batch."""
-        self.documents = self.describe(*self.to_come.popleft()) if self.to_come else None
-        return super().forward(forward_input)
-
-    def _hand_over(self, layer: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
-        """Pass the documents of packed records to a layer."""
-        if self.documents is not None and isinstance(layer, Decoder):
-            options = {**options, "positions": self.documents.positions}
-        elif self.documents is not None:
-            options = {**options, "documents": self.documents}
-        return arguments, options
-
-    def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """Return `scale` x the summed loss, or the logits [B, T, V] without targets. DeepSpeed
-        calls this as its loss function."""
-        weight = self.rows[0].weight
-        if targets is None:
-            return self.project(x, weight, self.vocab_size)
-        return self.scale * self.loss(x, weight, targets, self.vocab_size)
-
-
-class DeepSpeedPipelineEngine(DeepSpeedEngine):
-    """Stages under DeepSpeed's 1F1B; the rest is as in the other DeepSpeed strategies."""
-
-    _shape: torch.Size | None = None
-
-    def _build_module(self, model: Decoder) -> nn.Module:
-        # PipelineModule makes groups of processes before deepspeed.initialize is called.
-        backend = get_accelerator().communication_backend_name()
-        deepspeed.init_distributed(backend, dist_init_required=False)
-        return PipelinedDecoder(model, self.plan.layout.stages, self.topology)
-
-    def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
-        device = self.topology.device
-        micro_batches = [to_device(device, *arrays) for arrays in batch.micro_batches]
-        self._expect(micro_batches[0][0].shape)
-        self.model.scale = scale
-        self.model.to_come.extend(documents for _, _, *documents in micro_batches if documents)
-        self.engine.train_batch(iter([(ids, targets) for ids, targets, *_ in micro_batches]))
-        last = self.engine.is_last_stage()
-        return self.engine.total_loss / scale if last else torch.zeros((), device=device)
-
-    def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
-        device = self.topology.device
-        loss = self._evaluate(*to_device(device, *arrays))
-        return torch.zeros((), device=device) if loss is None else loss
-
-    def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        logits = self._evaluate(input_ids, None)
-        if logits is None:
-            shape = (*input_ids.shape, self.model.vocab_size)
-            dtypes = self.engine.get_data_types()
-            logits = torch.empty(shape, dtype=dtypes[0], device=self.topology.device)
-        grid = self.engine.grid
-        logits = logits.contiguous()
-        last = grid.stage_to_global(self.topology.pp - 1)
-        dist.broadcast(logits, last, group=grid.get_pipe_parallel_group())
-        return logits
-
-    def _evaluate(
-        self, ids: torch.Tensor, targets: torch.Tensor | None, *documents: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return the output of `head` for one batch [B, T] on the last stage; None on others."""
-        self._expect(ids.shape)
-        if documents:
-            self.model.to_come.append(documents)
-        self.model.scale = 1.0
-        self.engine.total_loss = None  # DeepSpeed adds the output of the last batch to it
-        with base.evaluating(self.model):
-            outputs = self.engine.eval_batch(
-                iter([(ids, targets)]), reduce_output=None, bcast_loss=False, num_micro_batches=1
-            )
-        return outputs[0] if self.engine.is_last_stage() else None
-
-    def _expect(self, shape: torch.Size) -> None:
-        """Announce a new shape of batches. DeepSpeed sends the shape of a batch only once."""
-        if shape != self._shape:
-            self.engine.reset_activation_shape()
-            self._shape = shape

@@ -57,15 +57,6 @@ class Traits:
         return getattr(importlib.import_module(module), name)
 
 
-_DEEPSPEED = Traits(
-    build="distributed_training.engines.deepspeed:DeepSpeedEngine",
-    axes=("dp_shard",),
-    package="deepspeed",
-    packs_records=True,
-    hooks_between_blocks=True,
-    takes_json=True,
-    rounds_weights=True,
-)
 ENGINES: dict[str, Traits] = {
     "native": Traits(
         build="distributed_training.engines.native:NativeEngine",
@@ -77,11 +68,14 @@ ENGINES: dict[str, Traits] = {
         builds_on_device=True,
         compacts_moments=True,
     ),
-    "deepspeed": _DEEPSPEED,
-    "deepspeed_pipeline": replace(
-        _DEEPSPEED,
-        build="distributed_training.engines.deepspeed:DeepSpeedPipelineEngine",
-        axes=("pp", "dp_shard"),
+    "deepspeed": Traits(
+        build="distributed_training.engines.deepspeed:DeepSpeedEngine",
+        axes=("dp_shard",),
+        package="deepspeed",
+        packs_records=True,
+        hooks_between_blocks=True,
+        takes_json=True,
+        rounds_weights=True,
     ),
 }
 

@@ -19,6 +19,7 @@ from distributed_training.supervise import watch
 from distributed_training.train import worker as training
 from distributed_training.train.loop import Trainer
 from tests.pool import run_script
+from tests.support import named_strategy
 
 
 def with_bad_gradient(job: dict[str, Any]) -> None:
@@ -37,7 +38,7 @@ def with_bad_gradient(job: dict[str, Any]) -> None:
         return update(self)
 
     native.NativeEngine.update = bad_update
-    for engine in (deepspeed.DeepSpeedEngine, deepspeed.DeepSpeedPipelineEngine):
+    for engine in (deepspeed.DeepSpeedEngine, named_strategy("hybrid").load_engine()):
         run = engine._run
 
         def bad_run(self: Any, batch: Any, scale: float, run: Any = run) -> torch.Tensor:

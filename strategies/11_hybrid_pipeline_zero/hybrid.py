@@ -1,0 +1,9 @@
+"""Capabilities of DeepSpeed's pipeline. No torch import."""
+
+from dataclasses import replace
+
+from distributed_training.settings.strategies import ENGINES
+
+TRAITS = replace(
+    ENGINES["deepspeed"], build="pipeline.py:DeepSpeedPipelineEngine", axes=("pp", "dp_shard")
+)
