@@ -3,7 +3,7 @@
 torch."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +135,10 @@ class Plan(Draft):
 PLAN_AS_JSON = TypeAdapter(Plan)
 
 
-def _as_today(text: bytes) -> bytes:
+def _as_today(text: bytes) -> dict[str, Any]:
     """Return plan.json as this release writes it. Earlier releases left out the model's shape, had
     keys that are gone, and had the engine's options beside CONFIG's keys."""
-    document = parse_json(text.decode())
+    document: dict[str, Any] = parse_json(text.decode())
     if "model" not in document:
         spec = find_model(document["config"]["model"])
         document["model"] = TypeAdapter(ModelSpec).dump_python(spec, mode="json")
@@ -152,16 +152,16 @@ def _as_today(text: bytes) -> bytes:
     for name, model in (("config", RunConfig), ("requested", Request)):
         values = document[name]
         document[name] = {key: values[key] for key in model.model_fields if key in values}
-    return json.dumps(document).encode()
+    return document
 
 
 def load_plan(run_dir: Path) -> Plan:
     """Read the plan that the launching process wrote. Raises UserError if it is damaged."""
     file = run_dir / PLAN_FILE
     try:
-        # A run's folder may have been copied or moved.
-        plan = PLAN_AS_JSON.validate_json(_as_today(read_small(file)))
-        return replace(plan, run_dir=run_dir.resolve())
+        document = _as_today(read_small(file))
+        document["run_dir"] = str(run_dir.resolve())  # the folder may have been copied or moved
+        return PLAN_AS_JSON.validate_json(json.dumps(document))
     except OSError as error:
         why = str(error.strerror)
     except ValidationError as error:

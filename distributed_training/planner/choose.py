@@ -52,29 +52,38 @@ def choose_model(
     """Choose the model if it is "auto", and on a CPU the training settings for a text of the
     user's. Adapters that training continues set their own keys. `strategy` is None if the
     planner is to choose it."""
-    config = continue_adapters(config, notes)
-    if config.model != AUTO:
-        return config
-    if machine.num_gpus and machine.gpu_memory_bytes >= SMALL_GPU_BYTES:
-        return with_values(config, model="gpt2-medium")
-    if machine.num_gpus:
+    decided = continue_adapters(config, notes)
+    if decided.get("model", config.model) != AUTO:
+        pass
+    elif machine.num_gpus and machine.gpu_memory_bytes >= SMALL_GPU_BYTES:
+        decided["model"] = "gpt2-medium"
+    elif machine.num_gpus:
+        decided["model"] = "gpt2"
         notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
-        return with_values(config, model="gpt2")
+    else:
+        decided |= _choose_for_cpu(config, num_processes, strategy, notes)
+    return with_values(config, **decided) if decided else config
+
+
+def _choose_for_cpu(
+    config: Request, num_processes: int, strategy: Strategy | None, notes: list[str]
+) -> dict[str, Any]:
+    """Return the model, and settings for a text of the user's."""
     model = "gpt2-tiny"
     num_stages = _num_stages(config, strategy, num_processes) if strategy else 1
     if num_stages > find_model(model).size.num_layers:
         model = "gpt2-tiny-4-blocks"
     notes.append(f"no GPU found: training {model} on the CPU (a smoke test, not a result)")
     closed = PRESET_KEEPS.union(config.set_by)
-    decided: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if config.preset is None and Path(config.dataset).exists():
-        decided = {key: v for key, v in load_preset(WORDS_PRESET).items() if key not in closed}
-        values = ", ".join(f"{key} {value}" for key, value in decided.items())
+        settings = {key: v for key, v in load_preset(WORDS_PRESET).items() if key not in closed}
+        values = ", ".join(f"{key} {value}" for key, value in settings.items())
         source = f"--preset {WORDS_PRESET}, which is for small texts"
         notes.append(f"settings that you did not give come from {source}: {values}")
     elif config.preset is None and "eval_samples" not in closed:
-        decided = {"eval_samples": CPU_EVAL_SAMPLES}
-    return with_values(config, model=model, **decided)
+        settings = {"eval_samples": CPU_EVAL_SAMPLES}
+    return {"model": model, **settings}
 
 
 def _num_stages(config: Request, strategy: Strategy, num_processes: int) -> int:
@@ -93,12 +102,15 @@ def lay_out(
     mesh: dict[str, int] | None = None,
     requested: Request | None = None,
     notes: list[str] | None = None,
+    **changes: Any,
 ) -> Draft:
-    """Return a draft for a CONFIG whose model, strategy and batch size are known. `strategy` is the
-    one that CONFIG names, if it has been read, and `mesh` replaces its mesh. `requested` is CONFIG
-    before these were decided. Raises UserError if the number of processes does not fit the mesh or
-    a setting does not work with it."""
+    """Return a draft for a CONFIG whose model, strategy and batch size are known, with `changes`.
+    `strategy` is the one that CONFIG names, if it has been read, and `mesh` replaces its mesh.
+    `requested` is CONFIG before these were decided. Raises UserError if the number of processes
+    does not fit the mesh or a setting does not work with it."""
     notes = [] if notes is None else notes
+    if changes:
+        given = with_values(given, **changes)
     machine = cluster.machine
     num_processes = cluster.num_processes
     processes_here = cluster.processes_a_node

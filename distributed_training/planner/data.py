@@ -29,7 +29,7 @@ from distributed_training.models.adapters import (
 from distributed_training.models.config_file import CONFIG_FILE
 from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Draft, Packing, Plan
-from distributed_training.settings.config import AUTO, Request, RunConfig, with_values
+from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import sample_file
 
@@ -112,17 +112,17 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
     )
 
 
-def continue_adapters(config: Request, notes: list[str]) -> Request:
-    """Return CONFIG with the model that a folder in `weights` belongs to, if CONFIG names none, and
-    with the rank, alpha, targets and dropout of the adapters in it, if it holds any."""
+def continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
+    """Return the model that a folder in `weights` belongs to, if CONFIG names none, and the rank,
+    alpha, targets and dropout of the adapters in it, if it holds any."""
     folder = Path(config.weights)
-    if config.weights in (AUTO, "pretrained", "random") or not folder.is_dir():
-        return config
     decided: dict[str, Any] = {}
+    if config.weights in (AUTO, "pretrained", "random") or not folder.is_dir():
+        return decided
     if not is_adapter(folder):
         if config.model == AUTO and (folder / CONFIG_FILE).is_file():
-            return with_values(config, model=str(folder.resolve()))
-        return config
+            decided["model"] = str(folder.resolve())
+        return decided
     from distributed_training.models.peft import read_initial
 
     adapters = read_adapters(folder)
@@ -152,7 +152,7 @@ def continue_adapters(config: Request, notes: list[str]) -> Request:
             f"; as q, k, v or gate, up have an A each, they take memory as of rank {initial.rank}"
         )
     notes.append(note)
-    return with_values(config, **decided)
+    return decided
 
 
 def peek_data(draft: Draft, sources: Sources) -> Data | None:

@@ -90,18 +90,17 @@ def enumerate_plans(config: Request, cluster: Cluster) -> Iterator[Draft]:
         if mesh["pp"] > 1 and schedules == [AUTO]:
             # A search for orders takes 1 to 2 s, so it is done only if the user asks for it.
             schedules = [name for name in strategy.traits.schedules if not SCHEDULES[name].searched]
+        plan_for = functools.partial(lay_out, cluster, config, strategy=strategy, mesh=mesh)
         for schedule in schedules:
-            chosen = with_values(config, pipeline_schedule=schedule)
             with contextlib.suppress(UserError):
-                first = lay_out(cluster, chosen, strategy=strategy, mesh=mesh)
+                first = plan_for(pipeline_schedule=schedule)
                 yield first
                 if first.schedule.searched or not cut_is_open:
                     continue
                 # Fewer would hold more than `batch_size` sequences under dp.
                 for count in _more_microbatches(first)[:MOST_COUNTS]:
-                    more = with_values(chosen, num_microbatches=count)
                     with contextlib.suppress(UserError):
-                        yield lay_out(cluster, more, strategy=strategy, mesh=mesh)
+                        yield plan_for(pipeline_schedule=schedule, num_microbatches=count)
 
 
 def _more_microbatches(plan: Draft) -> list[int]:
@@ -274,8 +273,7 @@ def choose_spread(
         speeds: dict[int, float] = {}
         for size in with_progress([2**power for power in range(MOST_BATCH + 1)], "batch sizes"):
             with contextlib.suppress(UserError):
-                sized = with_values(config, batch_size=size)
-                plan = lay_out(cluster, sized, strategy=strategy)
+                plan = lay_out(cluster, config, strategy=strategy, batch_size=size)
                 prediction = predict(plan, cluster.rates)
                 if prediction.room == "yes" and _is_below(prediction, below_bytes):
                     speeds[size] = prediction.tokens_per_s or size

@@ -102,11 +102,6 @@ def estimate_copy(plan: Draft) -> int:
     return round(held * per_parameter)
 
 
-def block_bytes(at: Place) -> float:
-    """Return the bytes that one block keeps of one micro-batch for its backward pass."""
-    return sum(mechanism.kept(at) for mechanism in used_by(at.plan))
-
-
 def _total(parts: Parts) -> float:
     return sum(parts.values())
 

@@ -44,17 +44,19 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
     sampler = build_sampler(plan, data, topology)
     history = records.History()
     record = None
+    resumed_step = 0
     if first:
         if plan.checkpoint is None:  # Remove the rows of an attempt that saved no checkpoint.
             records.truncate_metrics(plan.run_dir, 0)
         else:
-            state = resume.state_of(plan.checkpoint, resume.read_meta(plan.checkpoint))
+            meta = resume.read_meta(plan.checkpoint)
+            resumed_step = meta.step
+            state = resume.state_of(plan.checkpoint, meta)
             history = records.History(**state.model_dump())
         values = describe_run(plan, sampler, data) | vars(history)
         record = records.start_record(plan.run_dir, **values)
     about = {**plan.work, "strategy": plan.strategy.name, "processes": plan.num_processes}
     log_to = plan.config.log_to if first else None
-    resumed_step = resume.read_meta(plan.checkpoint).step if plan.checkpoint and first else 0
     tracker = metrics.build_tracker(log_to, plan.run_dir, about, resumed_step)
     history = records.History(**agree.from_rank_0(vars(history)))
     engine = build_engine(plan, topology)

@@ -12,8 +12,9 @@ from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import SCHEDULES
 from distributed_training.planner.choose import lay_out
 from distributed_training.planner.make_plan import draft_plan
+from distributed_training.predict.costs import used_by
 from distributed_training.predict.mechanism import Place
-from distributed_training.predict.memory import STATE, block_bytes, estimate_state
+from distributed_training.predict.memory import STATE, estimate_state
 from distributed_training.predict.predict import parse_cluster, predict
 from distributed_training.settings.config import build_config
 from distributed_training.settings.errors import UserError
@@ -134,7 +135,7 @@ def activations() -> str:
                 activation_checkpointing=mode, **config,
             )  # fmt: skip
             tokens = plan.batch.micro_batch_size * plan.config.max_length
-            kept = block_bytes(Place(plan))
+            kept = sum(mechanism.kept(Place(plan)) for mechanism in used_by(plan))
             cells.append(f"{kept / tokens / plan.size.hidden_size:.1f}")
         rows.append([name, *cells])
     modes = [f"`{mode}`" for mode in ("none", "selective", "full")]
