@@ -8,9 +8,7 @@ weights and train in bf16. --tiny is a smoke test for CPUs. The program prints a
 all results to FOLDER/packing.json.
 """
 
-import ast
 import functools
-import json
 import shlex
 import statistics
 import sys
@@ -26,13 +24,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from distributed_training.data.corpus import read_embedded
 from distributed_training.data.samples import IGNORE_INDEX, StepBatch
 from distributed_training.engines.graphs import NUM_EAGER_STEPS
 from distributed_training.models import attention
 from distributed_training.records.record import provenance, write_json
 from distributed_training.tools.harness import Group, Run, each_run, open_group
 from distributed_training.tools.parity.apart import rows_of
+from results.lab.corpus.records import write_records
 from results.lab.steps import time_step
 
 COMMON: dict[str, Any] = {
@@ -50,24 +48,6 @@ ROWS = 8  # records per micro-batch if each record has its own row
 DEADLINE_S = 330.0
 # Heads, head size, blocks, tokens per block for measurements of attention alone
 SHAPES = ((16, 64, 8, 1024), (16, 128, 8, 1024), (16, 128, 2, 4096))
-
-
-def write_records(file: Path) -> None:
-    """Write a prompt and a completion for every documented function of the standard library."""
-    with file.open("w") as out:
-        for text in read_embedded():
-            try:
-                tree = ast.parse(text)
-            except (SyntaxError, ValueError):  # a help topic
-                continue
-            lines = text.splitlines(keepends=True)
-            for node in ast.walk(tree):
-                if isinstance(node, ast.FunctionDef) and (answer := ast.get_docstring(node)):
-                    first = node.body[0]
-                    source = lines[node.lineno - 1 : first.lineno - 1]
-                    source += lines[first.end_lineno or first.lineno : node.end_lineno]
-                    row = {"prompt": "".join(source), "completion": f'    """{answer}"""\n'}
-                    out.write(json.dumps(row) + "\n")
 
 
 def measure_speed(run: Run) -> dict[str, Any]:

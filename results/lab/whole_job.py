@@ -25,7 +25,7 @@ import torch
 
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
-from results.lab.packing import write_records
+from results.lab.corpus.records import write_records
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}"

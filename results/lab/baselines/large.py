@@ -10,6 +10,7 @@ AdamW and PEFT's adapters. Rows without "trainer" run only ours. --tiny is a smo
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,10 +24,12 @@ import torch
 from distributed_training.models import find_model
 from distributed_training.records.record import provenance, write_json
 from results.lab import checkout
+from results.lab.corpus.records import write_records
 
 LORA = {"lora_rank": 16, "lora_alpha": 32.0}
 EIGHT = {"model": "meta-llama/Llama-3.1-8B", "optimizer": "adamw-bf16", "gpus": 2}
 ONE = {"model": "meta-llama/Llama-3.2-1B"}
+RECORDS = "records.jsonl"  # written by packing.py beside the run
 ROWS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B LoRA 1 x 4096, selective": {
         "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
@@ -43,6 +46,17 @@ ROWS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B LoRA 2 x 8192, full": {
         "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 2, "max_length": 8192,
         "activation_checkpointing": "full",
+    },
+    "Llama-3.1-8B LoRA 1 x 4096, selective, packed records": {
+        "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
+        "activation_checkpointing": "selective", "dataset": RECORDS,
+    },
+    "Llama-3.1-8B 2 x 2048, full": {  # needs an H200
+        **EIGHT, "gpus": 1, "batch_size": 2, "max_length": 2048, "activation_checkpointing": "full",
+    },
+    "Llama-3.1-8B fsdp 2 x 2048, selective, 8-bit state": {
+        **EIGHT, "strategy": "fsdp", "batch_size": 2, "max_length": 2048,
+        "activation_checkpointing": "selective", "optimizer": "adamw-8bit",
     },
     "Llama-3.1-8B LoRA 1 x 4096, full, nf4": {
         "model": "meta-llama/Llama-3.1-8B", **LORA, "batch_size": 1, "max_length": 4096,
@@ -118,6 +132,9 @@ def train_ours(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run the script of a row and return its record."""
     settings = {key: value for key, value in row.items() if key not in ("gpus", "trainer")}
     config = {**COMMON, **settings, "max_steps": MAX_STEPS, "output_dir": str(folder)}
+    if config["dataset"] == RECORDS:
+        config["dataset"] = folder / RECORDS
+        write_records(config["dataset"])
     arguments = []
     for key, value in config.items():
         arguments += [f"--{key}", "none" if value is None else str(value)]
@@ -259,13 +276,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.one:
         print(json.dumps(train_theirs(json.loads(arguments.one))))
         return 0
+    rows = arguments.rows or list(ROWS)
     result: dict[str, Any] = {
         "what": "models of 1 to 8B in bf16: ours, and transformers' Trainer with PEFT and Liger",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        **provenance("python -m results.lab.baselines.large OUT.json"),
+        **provenance(f"python -m results.lab.baselines.large OUT.json --rows {shlex.join(rows)}"),
         "rows": {},
     }
-    for name in arguments.rows or ROWS:
+    for name in rows:
         row = {**ROWS[name], **(TINY if arguments.tiny else {})}
         measured: dict[str, Any] = {}
         try:
