@@ -18,20 +18,20 @@ from distributed_training.data.corpus import WIKITEXT
 from distributed_training.data.hub import WIKITEXT_ID
 from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.models import find_model
+from distributed_training.models.config_file import GENERATION_CONFIG, read_generation_config
 from distributed_training.models.decoder import Past
 from distributed_training.models.weights import all_finite
 from distributed_training.plan.plan import Plan
 from distributed_training.records.display import fill, in_markdown, last_part, short_path
 from distributed_training.records.record import BEST, RECORD_FILE, Record, load_record
 from distributed_training.settings.errors import RunError, UserError
-from distributed_training.settings.files import load_json, plural, publish
+from distributed_training.settings.files import plural, publish
 
 LENGTHS = 64  # texts are padded to multiples of this many tokens
 # Without cuDNN, which compiles a new plan for each length. A growing text has a new length per
 # token.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CARD = "README.md"
-GENERATION_CONFIG = "generation_config.json"
 DTYPES = {
     "auto": torch.float32,  # in plans that earlier releases wrote
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
@@ -168,14 +168,12 @@ def write_generation_config(
 ) -> None:
     """Write generation_config.json with our end tokens, so that other programs stop generation at
     the same tokens. The sampling settings of the `base` model are kept."""
-    document: dict[str, Any] = {}
-    if base is not None and (base / GENERATION_CONFIG).is_file():
-        document = load_json(base / GENERATION_CONFIG, "model")
+    document = {} if base is None else read_generation_config(base)
     # If this mark stays, transformers may generate the file again from config.json, without our end
     # tokens.
     document.pop("_from_model_config", None)
-    ends = document.get("eos_token_id", [])
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = document.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     document |= tokenizer.generation_tokens
     document["eos_token_id"] = list(dict.fromkeys([*tokenizer.ends_of(chat=chat), *ends]))
     (folder / GENERATION_CONFIG).write_text(json.dumps(document, indent=2) + "\n")

@@ -283,6 +283,8 @@ def count_targets(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
 
     The targets of part i are among ids[starts[i] + 1 : starts[i] + lengths[i] + 1]. Each part must
     have at least one token, and `starts` must ascend."""
+    if len(starts) == 0:
+        return np.zeros(0, np.int64)
     edges = np.stack([starts + 1, starts + lengths + 1], axis=1).ravel()
     if edges[-1] == len(mask):
         edges = edges[:-1]

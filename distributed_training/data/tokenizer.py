@@ -198,6 +198,8 @@ class Tokenizer:
             why = why or f"{type(error).__name__}: {error}"
             if re.search("Protobuf|protobuf|SentencePiece library but it was not found", why):
                 fix = f"run: pip install {SENTENCEPIECE}"
+            if "trust_remote_code" in why:
+                why = f"its {SETTINGS.name} names code, which is never run"
             raise self._unreadable(why, fix) from None
         finally:
             transformers_logging.remove_handler(warnings)
@@ -268,7 +270,7 @@ class Tokenizer:
                 why = f"its class {type(loaded).__name__} found no files in the folder"
                 fix = "use the folder that the model's tokenizer was saved in"
                 raise UserError(what, why, fix)
-            if not isinstance(eos_id, int):
+            if not isinstance(eos_id, int) or not eos:
                 what = f"tokenizer {self.folder} has no end-of-text token"
                 fix = 'set "eos_token" in its tokenizer_config.json'
                 raise UserError(what, f"its eos_token is {eos!r}", fix)
@@ -493,7 +495,7 @@ class Tokenizer:
     def _templates(self) -> tuple[str, str] | None:
         """The tokenizer's own chat templates (without tools, with tools), or None if it has none.
         Raises UserError if it has several and none is the default."""
-        if self._is_gpt2 or not self._loaded.chat_template or is_chat(self.folder):
+        if self._is_gpt2 or self._loaded.chat_template is None or is_chat(self.folder):
             return None
         choose = self._loaded.get_chat_template
         try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from distributed_training.data.hub import cannot_fetch, fetch_folder, is_repo_id
-from distributed_training.models.config_file import CONFIG_FILE
+from distributed_training.models.config_file import CONFIG_FILE, read_generation_config
 from distributed_training.models.weights import (
     FLOATS,
     TORCH_DTYPES,
@@ -389,6 +389,7 @@ class ModelSpec:
                 what = f"weights {folder} have {name}={theirs}, but the model has {ours}"
                 raise UserError(what, fix=f"set model to {shown(str(folder))}")
         require_weights(folder)
+        read_generation_config(folder)  # An export keeps its values, so it must be readable.
         import torch
 
         with torch.device("meta"):

@@ -16,6 +16,7 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import load_json, parse_json, shown
 
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 # Largest accepted values. transformers builds lists with an entry per layer and per label, and a
 # model from the Hub is built to measure it. Larger values would take hours or all memory.
 _MAX_COUNTS = {
@@ -39,13 +40,45 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(model_type := document.get("model_type"), str | None):
         what = f"{file}: model_type {shown(model_type)} is not accepted"
         raise UserError(what, "it must be the name of a model family, such as 'llama'")
+    for key, value in document.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            what = f"{file}: {key}={shown(value)} is not accepted"
+            raise UserError(what, "its numbers must be finite") from None
     for key, most in _MAX_COUNTS.items():
         count = document.get(key)
         if isinstance(count, int) and count > most:
             raise UserError(
                 f"{file}: {key}={count} is not accepted", f"at most {most:,} are supported"
             )
-    return json.loads(_read_with_transformers(json.dumps(document, sort_keys=True), folder))
+    values = json.loads(_read_with_transformers(json.dumps(document, sort_keys=True), folder))
+    rope = values.get("rope_parameters") or {}
+    # Some models have parameters for each type of layer.
+    for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        for key in ("rope_theta", "factor"):
+            number = parameters.get(key)
+            if isinstance(number, int | float) and number <= 0:
+                what = f"{file}: {key}={number} of rotary embeddings is not accepted"
+                raise UserError(what, "it must be greater than 0")
+    return values
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return the values of a folder's generation_config.json, or {} if it has none. Raises
+    UserError unless its end tokens are ids."""
+    file = folder / GENERATION_CONFIG
+    if not file.is_file():
+        return {}
+    document = load_json(file, "model")
+    if not isinstance(document, dict):
+        raise UserError(f"{file} is not a JSON object", fix="copy the model's folder again")
+    ends = document.get("eos_token_id")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if not isinstance(end, int | None) or isinstance(end, bool):
+            what = f"{file}: eos_token_id={shown(ends)} is not accepted"
+            raise UserError(what, "it must be an id or a list of ids")
+    return document
 
 
 @functools.cache
@@ -69,6 +102,8 @@ def _read_with_transformers(text: str, folder: Path) -> str:
     except Exception as error:  # transformers raises anything for a wrong value
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = f"{type(error).__name__}: {shown(' '.join(lines))[1:-1]}"
+        if json.loads(text).get("auto_map"):  # transformers would advise to run it.
+            why = "its auto_map names code, which is never run"
         raise UserError(f"transformers cannot read {folder / CONFIG_FILE}", why) from None
     keep_answer(answer, cached)
     return answer

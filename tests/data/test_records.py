@@ -157,6 +157,7 @@ def test_form_of_a_record():
         ({"messages": [{"role": "user", "content": 1}]}, ['no "content" string']),
         ({"messages": [{"role": "user"}]}, ['no "content" string']),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["is not text"]),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, ["is not text"]),
         ({"messages": 7}, ['no "messages" list']),
         ({"conversations": [{"from": "function_call", "value": "oops"}]}, ["not a JSON object"]),
     ],

@@ -54,3 +54,8 @@ def test_a_template_that_fails_for_parts_is_given_their_text():
     ((text, spans, *_),) = render.answering([template] * 2, {}, [])(Conversation(messages), False)
     assert text == "user:ab;assistant:ab;"
     assert [text[first:][:2] for first, _ in spans] == ["ab"]
+
+
+def test_empty_generation_marks_hold_no_answer():
+    template = "{% generation %}{% endgeneration %}{{ messages[1].content }}"
+    assert render.answering([template] * 2, {}, [])(Conversation(SAID), False) == []

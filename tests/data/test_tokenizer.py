@@ -224,6 +224,25 @@ def test_tokenizers_that_the_library_cannot_use(changes, words, folder, tmp_path
         Tokenizer(tmp_path).encode([Piece("What is a list?", [(0, 4)], templated=True)])
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"eos_token": {"__type": "AddedToken"}}, "has no end-of-text token"),
+        ({"eos_token": None}, "has no end-of-text token"),
+        (
+            {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "Own"},
+            "names code, which is never run",
+        ),
+    ],
+)
+def test_settings_that_no_tokenizer_can_have(settings, words, folder, tmp_path):
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    document = json.loads((folder / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**document, **settings}))
+    with refused(f"tokenizer {tmp_path} ", words):
+        assert Tokenizer(tmp_path).facts
+
+
 def test_a_pipe_for_settings_is_refused_at_once(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(EMBEDDED_DIR / name, tmp_path)

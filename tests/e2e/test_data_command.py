@@ -1,6 +1,7 @@
 """The command `data` shows what a run trains on."""
 
 import json
+import shutil
 
 import pytest
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -48,6 +49,26 @@ def test_each_answer_is_shown_once_in_its_context(model, tmp_path):
     assert f"<|turn|>assistant\n«{first}»" in text
     assert "1 of 3 records are left out: no answer to train on" in text
     assert "2 records have special tokens in their text" in text
+
+
+@pytest.mark.parametrize(
+    ("template", "code", "words"),
+    [
+        # An empty template is used as well: ours does not take its place.
+        ("", 2, "line 1 cannot be rendered by the chat template"),
+        ("{% generation %}a{% endgeneration %}", 0, "samples            0"),  # one token
+        ("{% generation %}{% endgeneration %}ab", 0, "left out           1 no answer to train on"),
+    ],
+)
+def test_templates_that_leave_nothing_to_train_on(template, code, words, model, tmp_path):
+    copy = shutil.copytree(model, tmp_path / "model")
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings["chat_template"] = template
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": SAID[:2]}))
+    options = ["--model", copy, "--dataset", tmp_path / "a.jsonl"]
+    result = heavy_pool().script(["data", *options])
+    assert (result.returncode, words in result.stdout + result.stderr) == (code, True), result
 
 
 def test_a_text_cannot_rewrite_the_terminal():

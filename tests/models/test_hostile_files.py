@@ -17,6 +17,8 @@ from tests.support import refused
 
 INDEX = "model.safetensors.index.json"
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 99}
+OLMO2 = {"model_type": "olmo2", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 99}
+OLMO2 |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
 LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
 
 
@@ -36,6 +38,16 @@ LLAMA = json.loads((ROOT / "tests/models/grouped/config.json").read_text())
         ({**LLAMA, "rope_parameters": None, "rope_scaling": [1, 2]}, ["config.json"]),
         ({**LLAMA, "rope_parameters": [1, 2]}, ["config.json"]),
         ({**LLAMA, "head_dim": 0}, ["head_dim=0"]),
+        ({**LLAMA, "max_position_embeddings": 0}, ["max_position_embeddings=0"]),
+        ({**LLAMA, "rms_norm_eps": float("nan")}, ["rms_norm_eps=nan", "must be finite"]),
+        ({**LLAMA, "rope_parameters": {"rope_theta": 0}}, ["rope_theta=0", "greater than 0"]),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": -1.0}}, ["factor=-1.0"]),
+        (
+            {**LLAMA, "rope_parameters": {"rope_theta": float("inf")}},
+            ["rope_parameters=", "must be finite"],
+        ),
+        ({**OLMO2, "max_position_embeddings": 0}, ["has 0 positions"]),
+        ({"model_type": "new", "auto_map": {"AutoConfig": "a.B"}}, ["code, which is never run"]),
         ({**GPT2, "num_labels": 10**9}, ["num_labels=1000000000", "At most 1,000,000"]),
     ],
 )
@@ -43,6 +55,25 @@ def test_configs_that_no_model_has(config, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused(*words):
         find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("generation", "words"),
+    [
+        ([1], ["is not a JSON object"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id='</s>'"]),
+        ({"eos_token_id": [0, True]}, ["eos_token_id=[0, True]"]),
+    ],
+)
+def test_settings_of_generation_that_an_export_could_not_keep(generation, words, tmp_path):
+    spec = find_model("gpt2-tiny")
+    with torch.device("meta"):
+        outline = dict(spec.build(dropout=0.0, seed=0).named_parameters())
+    spec.save({name: torch.zeros(p.shape) for name, p in outline.items()}, tmp_path, eos_token_id=0)
+    spec.check_weights(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    with refused("generation_config.json", *words):
+        spec.check_weights(tmp_path)
 
 
 def test_a_config_that_is_too_long_is_not_parsed(tmp_path):

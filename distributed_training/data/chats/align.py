@@ -55,7 +55,7 @@ def align(
         return []
     full_text = render(messages)
     if marked is not None:
-        spans = list(marked)
+        spans = [span for span in marked if span[0] < span[1]]
         for index in set(answers).intersection(skip):
             answer = _find(render, messages, index, marks)
             spans = [span for span in spans if not answer.start <= span[0] < len(answer.text)]

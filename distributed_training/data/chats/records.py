@@ -254,7 +254,9 @@ def _is_trained(message: Message, where: str) -> bool | None:
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part["text"], str)
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
 
 
 def _parsed(value: Any) -> Any:

@@ -127,6 +127,9 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
     num_layers = config.num_hidden_layers
     if not 1 <= num_layers <= _MAX_LAYERS:
         raise UserError(f"{what} has {num_layers} layers", f"1 to {_MAX_LAYERS} are accepted")
+    num_positions = getattr(config, "max_position_embeddings", None)
+    if num_positions is not None and num_positions < 1:
+        raise UserError(f"{what} has {num_positions} positions", "at least 1 is accepted")
     net = build_net(document, 0.0, min(num_layers, _FIRST_BLOCKS))
     path, blocks = find_blocks(net)
     for module in net.modules():
@@ -159,7 +162,7 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
     in_matrices = sum(rows * columns for rows, columns in matrices.values())
     return ModelSize(
         vocab_size=len(head.weight),
-        num_positions=getattr(config, "max_position_embeddings", None) or 2**20,
+        num_positions=2**20 if num_positions is None else num_positions,
         num_layers=num_layers,
         num_heads=config.num_attention_heads,
         hidden_size=embedding.shape[1],
