@@ -81,8 +81,11 @@ SWITCHES = {
     "ignore_unused_parameters", "parameter_alignment", "memory_efficient_linear", "fast_init",
     "pipeline_read", "pipeline_write", "log_trace_cache_warnings", "consecutive_hysteresis",
     "enable_sanity_checks", "override_module_apply", "synchronized", "single_submit",
-    "overlap_events", "use_gds", *PASSED_ON.difference({"aio", "comms_logger", "timers"}),
+    "overlap_events", "use_gds", *PASSED_ON.difference({"aio", "comms_logger", "log_level", "timers"}),
 }  # fmt: skip
+_MAY_BE_ZERO = {"stage", "loss_scale"}
+_ALLOCATED = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"}
+_MOST_ALLOCATED = 2**32
 _WORDS = {"device", "nvme_path"}
 _JUDGED = {"zero_optimization", "bf16", "fp16", *PASSED_ON}
 # Their default alone keeps arithmetic, memory and traffic as the plan has them.
@@ -167,7 +170,15 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
             what = f"{source}: {path}={shown(value)} would change what is computed, kept or sent"
             fix = "remove it" + ", and set strategy to offload" * ("offload" in name)
             raise UserError(what, "neither plan nor record would show it", fix)
-        whole = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        if name in _ALLOCATED and isinstance(value, int | float) and value > _MOST_ALLOCATED:
+            what = f"{source}: {path}={shown(value)} is not accepted"
+            why = "DeepSpeed allocates a buffer of this many numbers"
+            raise UserError(what, why, f"write at most {_MOST_ALLOCATED:,}")
+        if not section and name in PASSED_ON and (expected := _expected(name, value)):
+            what = f"{source}: {name}={shown(value)} is not accepted"
+            raise UserError(what, f"it must be {expected}")
+        whole = isinstance(value, int | float) and not isinstance(value, bool)
+        whole = whole and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
         usual = name in DEFAULTS or (name in _WORDS and isinstance(value, str))
         usual |= name in NUMBERS and whole and float(value).is_integer()
         usual |= name in SWITCHES and isinstance(value, bool)
@@ -177,8 +188,22 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
     return unusual
 
 
+def _expected(name: str, value: Any) -> str:
+    """Return what a value outside of all sections must be, or "" if it is that. DeepSpeed does not
+    check these values."""
+    if value is None:
+        return ""
+    if name in NUMBERS:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return "" if is_number and value > 0 else "a number greater than 0"
+    if name in SWITCHES and not isinstance(value, bool):
+        return "true or false"
+    return ""
+
+
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
+    """Yield (dotted path, value) of all values. The keys of DEFAULTS are not entered."""
+    if isinstance(node, dict) and node and path.rpartition(".")[2] not in DEFAULTS:
         for key, value in node.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
     else:

@@ -126,6 +126,14 @@ def test_agreement_is_accepted_and_missing_sections_are_made(tmp_path):
         ({"progressive_layer_drop": {"enabled": True}}, ("progressive_layer_drop would change",)),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, ("data_types would change",)),
         ({"zero_optimization.zero_quantized_weights": True}, ("zero_quantized_weights=True",)),
+        (
+            {"zero_optimization.zenflow": {"topk_ratio": 0.1}},
+            ("zenflow={'topk_ratio': 0.1} would",),
+        ),
+        ({"zero_optimization.reduce_bucket_size": 1e30}, ("allocates", "at most 4,294,967,296")),
+        ({"steps_per_print": "x"}, ("steps_per_print='x'", "a number greater than 0")),
+        ({"steps_per_print": 0}, ("steps_per_print=0", "a number greater than 0")),
+        ({"wall_clock_breakdown": "yes"}, ("wall_clock_breakdown='yes'", "true or false")),
         ({"zero_optimization.cpu_offload": True}, ("cpu_offload=True", "set strategy to offload")),
         ({"_comment": "x"}, ("acts on _comment. Remove it",)),
         ({"bf16.bf16_master_weights_and_grads": True}, ("bf16_master_weights_and_grads=True",)),
@@ -174,6 +182,9 @@ def test_unusual_values_are_for_deepspeed_to_judge(tmp_path):
     """In a child process: importing it takes seconds, and no usual JSON pays for that."""
     assert check_sections({"steps_per_print": 1e5}, "") == []
     assert check_sections({"steps_per_print": float("inf")}, "") == ["steps_per_print"]
+    assert check_sections({"zero_optimization": {"stage": 0}, "fp16": {"loss_scale": 0}}, "") == []
+    unusual = ["zero_optimization.reduce_bucket_size"]
+    assert check_sections({"zero_optimization": {"reduce_bucket_size": 0}}, "") == unusual
     path = "zero_optimization.stage3_prefetch_bucket_size"
     with refused("given.json: DeepSpeed does not accept", path.rpartition(".")[2], "integer"):
         fill(tmp_path, own_json("zero3", **{path: 15099494.4}), "zero3")
