@@ -63,21 +63,22 @@ def render_page(records: Mapping[str, Record], study: Record) -> str:
         wrapped(verdict(records)),
         wrapped(
             "`python results/lab/tutorial/pages.py --write` makes this page from "
-            "[records/](records/). Each record holds its command, machine and versions."
+            "[records/](records/). Each record contains its command, machine and versions."
         ),
         "## Prediction against measurement",
         wrapped(
             "The simulator gets the mean times of one run and predicts the others. The makespan "
             "lasts from the first start to the last end. The utilization is the share of the "
-            "makespan in which stages compute; its error is in points. "
+            "makespan in which stages compute; its error is in percentage points. "
             f"The goals are {_goals(records)}."
         ),
         summary(records),
         "![Measured and simulated utilization](figures/prediction.png)",
         wrapped(
-            "The tables below are for the largest machine. They give the makespan in ms, the "
-            "utilization, and in brackets the error of its simulation. The times are from the run "
-            "marked \\*. Of repeated runs, the tables show the one with the largest error."
+            "The tables below are for the largest machine. They show the makespan in ms, the "
+            "utilization, and in brackets the error of the simulated utilization. The run marked "
+            "\\* provided the times. If a run was repeated, the table shows the repetition with "
+            "the largest error."
         ),
         *sections(records),
     ]
@@ -104,8 +105,8 @@ def verdict(records: Mapping[str, Record]) -> str:
         f"The simulator predicts {len(records) - len(missed)} of {len(records)} records within "
         f"their goal{missing}. "
         f"{_share_of([same for same in equal if same is not None])} final weights that were "
-        f"compared equal one process's bit for bit. "
-        f"{_share_of(same_versions)} simulated runs kept as many weight versions as simulated. "
+        f"compared equal those of one process bit for bit. "
+        f"{_share_of(same_versions)} simulated runs kept as many weight versions as predicted. "
         f"{early or 'No'} results arrived before they were sent, so the clocks agree."
         + (f" A GPU waited for its host in {', '.join(late)}." if late else "")
     )
@@ -146,10 +147,10 @@ def sections(records: Mapping[str, Record]) -> list[str]:
         for name, record in sorted(alike.items(), key=lambda named: named[0] not in shown.values()):
             calibration = title_of(record["calibration"]["schedule"])
             if name in shown.values():
-                parts += [f"Times from {calibration}, `{name}`:", _run_table(record)]
+                parts += [f"The next table is for `{name}`, with times from {calibration}.", _run_table(record)]
                 parts += [wrapped(record["note"])] if "note" in record else []
             else:
-                parts.append(f"The same runs, predicted with times from {calibration}: `{name}`.")
+                parts.append(f"`{name}` has the same runs, predicted with times from {calibration}.")
     return parts
 
 
