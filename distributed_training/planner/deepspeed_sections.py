@@ -81,7 +81,8 @@ SWITCHES = {
     "ignore_unused_parameters", "parameter_alignment", "memory_efficient_linear", "fast_init",
     "pipeline_read", "pipeline_write", "log_trace_cache_warnings", "consecutive_hysteresis",
     "enable_sanity_checks", "override_module_apply", "synchronized", "single_submit",
-    "overlap_events", "use_gds", *PASSED_ON.difference({"aio", "comms_logger", "log_level", "timers"}),
+    "overlap_events", "use_gds",
+    *PASSED_ON.difference({"aio", "comms_logger", "log_level", "timers"}),
 }  # fmt: skip
 _MAY_BE_ZERO = {"stage", "loss_scale"}
 _ALLOCATED = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"}
