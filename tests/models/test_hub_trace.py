@@ -47,7 +47,9 @@ def test_attention_in_pieces_keeps_more_in_longer_samples(tmp_path):
         )
 
 
-def test_a_block_with_tensors_of_its_own_is_traced(tmp_path):
-    """AOTAutograd lifts the constants of ALiBi into the graphs, which could then not be copied."""
-    folder = make_folder("falcon-alibi", tmp_path)
+@pytest.mark.parametrize("kind", ["falcon-alibi", "gptj"])
+def test_a_block_with_tensors_of_its_own_is_traced(kind, tmp_path):
+    """Constants of ALiBi, and values that a block's forward makes from Python numbers, become
+    inputs of the graphs."""
+    folder = make_folder(kind, tmp_path)
     assert find_model(f"{HUB_PREFIX}{folder}").size.traced.attention_width == 32

@@ -1,5 +1,6 @@
 """This suite's attention, behind the AttentionInterface that transformers' models call."""
 
+import sys
 from typing import Any
 
 import torch
@@ -41,43 +42,21 @@ def attention(
         what = f"attention of {type(module).__name__} {reason}"
         raise UserError(what, "only causal attention with an optional sliding window is supported")
     window = sliding_window if sliding_window and sliding_window < length else None
-    if documents is not None and documents.ends is not None and (window or softcap is not None):
+    if (window or softcap) and length > 1 and (documents is None or documents.mask is None):
         # The kernel that reads document ends supports neither windows nor caps.
-        documents = mask_documents(documents.positions, q.dtype)
-    if window and documents is None:
-        shape = (length, length)
-        mask = torch.zeros(shape, dtype=q.dtype, device=q.device).masked_fill_(
-            ~visible_in(window, length, q.device), -torch.inf
-        )
-        documents = Documents(torch.empty(0, device=q.device), mask=mask[None, None])
-    elif window and documents is not None and documents.mask is not None:
-        hidden = ~visible_in(window, length, q.device)
-        documents = documents._replace(mask=documents.mask.masked_fill(hidden, -torch.inf))
-    if softcap is None:
-        return attend(
-            q, k, v, documents, is_causal=length > 1, dropout=dropout, scale=scaling
-        ), None
-    groups = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(groups, 1)
-    v = v.repeat_interleave(groups, 1)
-    scores = (q * (scaling or q.shape[-1] ** -0.5)) @ k.transpose(2, 3)
-    scores = torch.tanh(scores / softcap) * softcap
-    if documents is not None and documents.mask is not None:
-        scores = scores + documents.mask
-    elif length > 1:
-        seen = visible_in(length, length, q.device)
-        scores = scores.masked_fill(~seen, -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-    weights = nn.functional.dropout(weights, dropout, module.training)
-    return (weights @ v).transpose(1, 2).contiguous(), None
-
-
-def visible_in(window: int, length: int, device: torch.device) -> torch.Tensor:
-    """Return a mask, bool [length, length], that is True where a query attends to a key: at its
-    own position or at most `window` - 1 before."""
-    indices = torch.arange(length, device=device)
-    distance = indices[:, None] - indices
-    return (distance >= 0) & (distance < window)
+        whole = torch.arange(length, device=q.device)[None]
+        positions = whole if documents is None else documents.positions
+        documents = mask_documents(positions, q.dtype)
+    mask = None if documents is None else documents.mask
+    if window and documents is not None and mask is not None:
+        indices = torch.arange(length, device=q.device)
+        mask = mask.masked_fill(indices[:, None] - indices >= window, -torch.inf)
+        documents = documents._replace(mask=mask)
+    if softcap:
+        eager: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "softcap": softcap}
+        return eager(module, q, k, v, mask, **options)[0], None
+    return attend(q, k, v, documents, is_causal=length > 1, dropout=dropout, scale=scaling), None
 
 
 def register() -> None:

@@ -7,8 +7,6 @@ blocks, casts, and the boundaries of packed documents. Each use of a weight cast
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,18 +51,24 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
 
 
-def build_net(document: dict[str, Any], dropout: float, num_layers: int | None = None) -> Any:
-    """Build transformers' model on the device "meta", with its buffers on the CPU. With
-    `num_layers`, build only the first blocks."""
+def build_net(
+    document: dict[str, Any],
+    dropout: float,
+    num_layers: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Build transformers' model with its parameters on the device "meta" and its buffers on the
+    CPU. With `num_layers`, build only the first blocks."""
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return tensor.to("meta") if is_parameter else torch.empty_like(tensor, device="cpu")
+
     with torch.device("meta"):
-        net = from_config(make_config(document, dropout, num_layers))
-    net.to("meta")  # torch.normal, for one, draws on the CPU
+        net = from_config(make_config(document, dropout, num_layers), dtype)
+    net._apply(place)  # torch.normal, for one, draws on the CPU
     for module in net.modules():
-        if [*module.buffers(recurse=False)]:
-            parameters = dict(module._parameters)
-            module._parameters.clear()  # Parameters stay on "meta"; only buffers move.
-            module.to_empty(device="cpu", recurse=False)
-            module._parameters.update(parameters)
+        if module._buffers:
             with torch.device("cpu"):
                 net._init_weights(module)
     return net
@@ -147,13 +151,16 @@ class HubDecoder(Decoder):
     ) -> torch.Tensor:
         """Run the whole model except its output layer: token ids [B, T] -> the last norm's output,
         [B, T, D]."""
+        import transformers
+
         options: dict[str, Any] = {"use_cache": past is not None}
         if positions is not None and ends is not None:
             options["documents"] = self.describe(positions, ends)
             if "position_ids" in self.forward_arguments:
                 options["position_ids"] = positions
         if past is not None:
-            options["past_key_values"] = past.cache = past.cache or self._new_cache()
+            past.cache = past.cache or transformers.DynamicCache(config=self.net.config)
+            options["past_key_values"] = past.cache
             past.length += x.shape[1]
         hidden_states: torch.Tensor = self.inner(input_ids=x, **options).last_hidden_state
         return hidden_states
@@ -205,19 +212,15 @@ class HubDecoder(Decoder):
 
         return draw
 
-    def _new_cache(self) -> Any:
-        from transformers import DynamicCache
-
-        return DynamicCache(config=self.net.config)
-
     def _apply(self, fn: Any, recurse: bool = True) -> "HubDecoder":
         """Move buffers, such as rotary frequencies, without changing their dtype."""
-        before: Any = [(module, dict(module._buffers)) for module in self.modules()]
-        super()._apply(fn, recurse)
-        for module, buffers in before:
-            for name, old in buffers.items():
-                if old is not None:
-                    module._buffers[name] = old.to(module._buffers[name].device)
+        buffers = {id(buffer) for buffer in self.buffers()}
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved: torch.Tensor = fn(tensor)
+            return tensor.to(moved.device) if id(tensor) in buffers else moved
+
+        super()._apply(move, recurse)
         return self
 
 
@@ -238,32 +241,25 @@ def _cast_class(cls: Any, names: tuple[str, ...]) -> type:
 
         return property(read)
 
-    return type(cls.__name__, (cls,), {"compute_dtype": None, **{n: cast(n) for n in names}})
-
-
-@contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.forward
+    members = {"__module__": cls.__module__, "compute_dtype": None, **{n: cast(n) for n in names}}
+    return type(cls.__name__, (cls,), members)
 
 
 def read_head(net: Any) -> dict[str, float]:
-    """Find the function that a model applies to the output layer's results z.
+    """Find the function that a model applies to the output layer's results z. The model cannot be
+    used afterwards.
 
     Return its "scale" and "cap": scale z if the cap is 0, or else cap tanh(scale z / cap). Raises
     UserError for any other function."""
-    z = torch.tensor([1e-6, 1.0, -3.0, 50.0, 1e9], dtype=torch.float64)
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    inner_output = MoeModelOutputWithPast(last_hidden_state=z[None, :, None])
-    vars(inner_output).update(cross_attentions=None)
+    z = torch.tensor([1e-6, 1.0, -3.0, 50.0, 1e9], dtype=torch.float64)
+    output = MoeModelOutputWithPast(last_hidden_state=z[None, :, None])
+    vars(output).update(cross_attentions=None)
     inner = net.get_submodule(find_blocks(net)[0].rpartition(".")[0])
-    head = net.get_output_embeddings()
-    with _replaced(inner, lambda *_a, **_k: inner_output), _replaced(head, lambda x: x):
-        y = net(input_ids=torch.zeros(1, len(z), dtype=torch.int64), use_cache=False).logits
+    inner.forward = lambda *_arguments, **_options: output
+    net.get_output_embeddings().forward = lambda x: x
+    y = net(input_ids=torch.zeros(1, len(z), dtype=torch.int64), use_cache=False).logits
     y = y.double().flatten()
     scale = float(f"{float(y[0] / z[0]):.9g}")
     if torch.allclose(y, scale * z, rtol=1e-6):

@@ -1,4 +1,5 @@
-"""Measure the cost of a decoder block with fake tensors: nothing is computed or allocated.
+"""Measure the cost of a decoder block from its graphs. The block is never computed, and its weights
+are never allocated.
 
 AOTAutograd splits the block into a forward and a backward graph. In eager mode, every operation
 reads its inputs and writes its output. In compiled mode, the element-wise operations between matrix
@@ -7,11 +8,11 @@ and write only outputs that are used outside."""
 
 import contextlib
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn as nn
 from functorch.compile import (
     aot_function,
     default_partition,
@@ -19,13 +20,12 @@ from functorch.compile import (
     nop,
 )
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from distributed_training.models import Traced
-from distributed_training.models.hub.model import find_blocks, from_config, make_config
+from distributed_training.models.hub.model import build_net, find_blocks
 
-# Sequence lengths of the traced samples. Two lengths show which costs grow with their square.
-LENGTHS = (128, 256)
+# Length of the longer of two traced samples, which show the costs that grow with the square
+LONGEST = 256
 _aten = torch.ops.aten
 _MATMULS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
 # Operations that neither read nor write memory
@@ -35,40 +35,65 @@ _FREE = {"view", "expand", "permute", "transpose", "alias", "detach", "getitem",
 def trace(document: dict[str, Any]) -> Traced:
     """Return the costs of a model's first block. If transformers cannot run the config, its
     exception is passed on."""
-    with warnings.catch_warnings(), FakeTensorMode():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        net = from_config(make_config(document, 0.0, 1), torch.bfloat16)
-        short, long = ([_cost(net, n, fused=fused) for fused in (False, True)] for n in LENGTHS)
+        net = build_net(document, 0.0, 1, torch.bfloat16)
+        net._apply(_allocate)
+        longest = min(LONGEST, getattr(net.config, "max_position_embeddings", None) or LONGEST)
+        lengths = (longest // 2, longest)
+        eager, compiled = ([_cost(net, n, fused=fused) for n in lengths] for fused in (False, True))
 
-    def per_token(mode: int, name: str) -> tuple[float, float]:
-        short_cost = short[mode][name] / LENGTHS[0]
-        long_cost = long[mode][name] / LENGTHS[1]
-        slope = (long_cost - short_cost) / (LENGTHS[1] - LENGTHS[0])
-        return short_cost - slope * LENGTHS[0], slope
+    def per_token(costs: list[dict[str, float]], name: str) -> tuple[float, float]:
+        short, long = (cost[name] / length for cost, length in zip(costs, lengths, strict=True))
+        slope = (long - short) / (lengths[1] - lengths[0])
+        return short - slope * lengths[0], slope
 
     return Traced(
-        attention_width=round(long[1]["attention"] / (4 * LENGTHS[1] ** 2)),
-        fused=bool(long[1]["one_kernel"]),
+        attention_width=round(compiled[1]["attention"] / (4 * longest**2)),
+        fused=bool(compiled[1]["one_kernel"]),
         **{
-            f"{name}_{mode}": per_token(index, name)
-            for index, mode in enumerate(("eager", "compiled"))
+            f"{name}_{mode}": per_token(costs, name)
+            for mode, costs in (("eager", eager), ("compiled", compiled))
             for name in ("kept", "forward", "backward")
         },
-        kept_selective=per_token(1, "selective"),
+        kept_selective=per_token(compiled, "selective"),
     )
+
+
+def _allocate(tensor: torch.Tensor) -> torch.Tensor:
+    """Replace a parameter on "meta" by zeros on the CPU. Matrices repeat a single number, so that
+    they need no memory. Vectors are contiguous, because linear layers with other biases run other
+    operations."""
+    if not tensor.is_meta:
+        return tensor
+    shape = tensor.shape if tensor.dim() < 2 else (1,)
+    return torch.zeros(shape, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
 
 class _StopError(Exception):
     """Ends a pass when it has told what was asked."""
 
 
-def _call(net: Any, length: int) -> tuple[nn.Module, torch.Tensor, list[Any], dict[str, Any]]:
-    """Capture the first block's call in a sample of `length` tokens. Return the block, its input
-    hidden states, and its other arguments."""
+def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
+    """Return the forward and the backward graph of the first block for a sample of `length` tokens,
+    split as for compiled mode if `fused`, or else as for eager mode."""
     path, (block, *_) = find_blocks(net)
+    tensors = dict(block.named_parameters()) | dict(block.named_buffers())
+    cut = min_cut_rematerialization_partition if fused else default_partition
+    graphs: list[Any] = []
 
     def stop(_block: Any, args: Any, options: Any) -> None:
         raise _StopError(args, options)
+
+    def run(x: torch.Tensor, args: Any, options: Any, *values: torch.Tensor) -> torch.Tensor:
+        replacements = dict(zip(tensors, values, strict=True))
+        output = torch.func.functional_call(block, replacements, (x, *args), options)
+        hidden_states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return hidden_states
+
+    def keep(*values: Any, **options: Any) -> Any:
+        graphs.extend(cut(*values, **options))
+        raise _StopError
 
     hook = block.register_forward_pre_hook(stop, with_kwargs=True)
     inner = net.get_submodule(path.rpartition(".")[0])
@@ -78,34 +103,29 @@ def _call(net: Any, length: int) -> tuple[nn.Module, torch.Tensor, list[Any], di
         (x, *args), options = call.args
     finally:
         hook.remove()
-    return block, x.detach().requires_grad_(), args, options
-
-
-def _hidden_states(output: Any) -> torch.Tensor:
-    return output[0] if isinstance(output, tuple) else output
+    table = select_decomp_table() if fused else None  # the operations that Inductor sees
+    with contextlib.suppress(_StopError):
+        compiled = aot_function(run, fw_compiler=nop, decompositions=table, partition_fn=keep)
+        compiled(x.detach().requires_grad_(), args, options, *tensors.values())
+    return graphs
 
 
 def _bytes(value: Any) -> int:
     return value.numel() * value.element_size() if torch.is_tensor(value) else 0
 
 
-def _unique_bytes(values: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors. Memory that several tensors share counts once."""
-    sizes = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}
-    return sum(sizes.values())
-
-
-def _tensors(nodes: Iterable[Any]) -> list[torch.Tensor]:
+def _storages(nodes: Iterable[Any]) -> set[torch.UntypedStorage]:
+    """Return the memory of tensors. Tensors may share memory."""
     values = [node.meta.get("val") for node in nodes if node is not None]
-    return [value for value in values if torch.is_tensor(value)]
+    return {value.untyped_storage() for value in values if torch.is_tensor(value)}
 
 
-def _is_matmul(func: Any) -> bool:
-    return getattr(func, "overloadpacket", None) in _MATMULS
+def _is_matmul(node: Any) -> bool:
+    return getattr(node.target, "overloadpacket", None) in _MATMULS
 
 
-def _is_attention(func: Any) -> bool:
-    return "_scaled_dot_product" in str(func)
+def _is_attention(node: Any) -> bool:
+    return "_scaled_dot_product" in str(node.target)
 
 
 def _cost(net: Any, length: int, *, fused: bool) -> dict[str, float]:
@@ -113,48 +133,27 @@ def _cost(net: Any, length: int, *, fused: bool) -> dict[str, float]:
     and writes, with element-wise operations `fused` as in compiled mode or not; the FLOPs of
     attention, and 1 if attention is "one_kernel"; and "selective", the bytes that a block keeps if
     only results of matrix multiplications and attention are kept."""
-    block, x, args, options = _call(net, length)
-    graphs: list[Any] = []
-    names = [name for name, _ in block.named_parameters()]
-    cut = min_cut_rematerialization_partition if fused else default_partition
-
-    def run(x: Any, args: Any, options: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        parameters = dict(zip(names, tensors, strict=True))
-        return _hidden_states(torch.func.functional_call(block, parameters, (x, *args), options))
-
-    def keep(*values: Any, **options: Any) -> Any:
-        graphs.extend(cut(*values, **options))
-        raise _StopError
-
-    table = select_decomp_table() if fused else None
-    with contextlib.suppress(_StopError):
-        compiled = aot_function(run, fw_compiler=nop, decompositions=table, partition_fn=keep)
-        compiled(x, args, options, *block.parameters())
-    forward, backward = graphs
-    (outputs,) = (node.args[0] for node in forward.graph.nodes if node.op == "output")
-    inputs = [node for node in forward.graph.nodes if node.op == "placeholder"]
-    outside = {tensor.untyped_storage()._cdata for tensor in _tensors(inputs[1:])}
-    saved = _tensors(outputs[1:])
-    saved = [tensor for tensor in saved if tensor.untyped_storage()._cdata not in outside]
+    forward, backward = _graphs(net, length, fused=fused)
+    x, *others = forward.graph.find_nodes(op="placeholder")
+    saved = _storages(forward.graph.output_node().args[0][1:]) - _storages(others)
     costs = {
-        "kept": _unique_bytes(saved), "forward": _traffic(forward, fused=fused),
-        "backward": _traffic(backward, fused=fused), "attention": 0.0, "one_kernel": 0.0,
+        "kept": sum(storage.nbytes() for storage in saved),
+        "forward": _traffic(forward, fused=fused), "backward": _traffic(backward, fused=fused),
+        "attention": 0.0, "one_kernel": 0.0,
     }  # fmt: skip
-    results: list[torch.Tensor] = []  # of matrix multiplications and attention
+    results: list[Any] = [x.meta["val"]]  # of matrix multiplications and attention
     for node in forward.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if _is_attention(node.target):
+        if _is_attention(node):
             q = node.args[0].meta["val"]
             costs["attention"] += 4 * q.shape[-2] * q.numel()
             costs["one_kernel"] = 1.0
-            results += [value for value in node.meta["val"] if torch.is_tensor(value)]
-        elif _is_matmul(node.target):
+            results.extend(node.meta["val"])
+        elif _is_matmul(node):
             results.append(node.meta["val"])
             if node.target.overloadpacket in (_aten.bmm, _aten.baddbmm):
                 a, b = (factor.meta["val"] for factor in node.args[-2:])
                 costs["attention"] += 2 * a.numel() * b.shape[-1]
-    costs["selective"] = _bytes(x) + sum(map(_bytes, results[:-1]))
+    costs["selective"] = sum(map(_bytes, results[:-1]))
     return costs
 
 
@@ -163,7 +162,7 @@ def _traffic(graph: Any, *, fused: bool) -> float:
     that feed each other are one kernel."""
     kernels: dict[Any, int] = {}  # node -> number of its kernel
     for node in graph.graph.nodes:
-        if node.op != "call_function" or _is_matmul(node.target) or _is_attention(node.target):
+        if node.op != "call_function" or _is_matmul(node) or _is_attention(node):
             continue
         sources = node.all_input_nodes if fused else ()
         merged = {kernels[source] for source in sources if source in kernels}
@@ -172,35 +171,27 @@ def _traffic(graph: Any, *, fused: bool) -> float:
         for other, kernel in kernels.items():
             if kernel in merged:
                 kernels[other] = number
-    written_bytes = 0.0
-    reads: set[tuple[Any, int]] = set()
-    for node, kernel in kernels.items():
-        if _is_free(node):
-            continue
-        for source in map(_origin, node.all_input_nodes):
-            if kernels.get(source) != kernel or source.op == "placeholder":
-                reads.add((source, kernel))
-        users = [user for view in _views(node) for user in view.users]
-        if any(kernels.get(user) != kernel for user in users):
-            written_bytes += _bytes(node.meta.get("val"))
-    return written_bytes + sum(_bytes(source.meta.get("val")) for source, _ in reads)
+    # Node -> the kernels that read it; None: any other operation, or the result of the graph
+    readers: dict[Any, set[int | None]] = defaultdict(set)
+    for node in graph.graph.nodes:
+        if not _is_free(node):
+            for source in map(_origin, node.all_input_nodes):
+                readers[source].add(kernels.get(node))
+    total = 0.0
+    for source, numbers in readers.items():
+        writer = kernels.get(source)
+        num_writes = writer is not None and numbers != {writer}
+        total += (num_writes + len(numbers - {None, writer})) * _bytes(source.meta.get("val"))
+    return total
 
 
 def _is_free(node: Any) -> bool:
     name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-    return name.removeprefix("_unsafe_") in _FREE
+    return node.op == "call_function" and name.removeprefix("_unsafe_") in _FREE
 
 
 def _origin(node: Any) -> Any:
     """Return the node whose memory a chain of views reads."""
-    while node.op == "call_function" and _is_free(node) and node.all_input_nodes:
+    while _is_free(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
-
-
-def _views(node: Any) -> list[Any]:
-    """Return a node and all views of it, which share its memory."""
-    views = [node]
-    for view in views:
-        views += [user for user in view.users if user.op == "call_function" and _is_free(user)]
-    return views
