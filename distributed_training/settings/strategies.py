@@ -324,20 +324,18 @@ def load_strategy(config: RunConfig) -> Strategy:
         work_options=tuple(key.name for key in read_keys(options).values() if key.work),
     )
     if other is not None:
-        shipped = {
-            name: load_strategy(
-                config.model_copy(update={"deepspeed_config": None, "strategy": name})
-            )
-            for name, other_folder in list_strategies().items()
-            if other_folder.deepspeed is not None
-        }
-        expected = shipped[folder.name]
+        shipped: dict[str, Any] = {"deepspeed_config": None}
+        expected = load_strategy(config.model_copy(update=shipped))
         if strategy.form != expected.form:
-            fitting = [name for name, known in shipped.items() if known.form == strategy.form]
             what = f"{strategy.source} means {strategy.sharding!r} but {named} means "
             fix = "change the JSON"
-            if fitting:
-                fix = f"set strategy to {fitting[0]}, or change the JSON"
+            shipped |= dict.fromkeys(MESH_AXES)
+            for name, other_folder in list_strategies().items():
+                if other_folder.deepspeed is not None:
+                    known = load_strategy(config.model_copy(update=shipped | {"strategy": name}))
+                    if known.form == strategy.form:
+                        fix = f"set strategy to {name}, or change the JSON"
+                        break
             raise UserError(f"{what}{expected.sharding!r}", fix=fix)
     return strategy
 

@@ -50,6 +50,13 @@ def test_json_of_another_strategy_or_of_none(strategy, document, words, tmp_path
         load_strategy(build_config({"strategy": strategy, "deepspeed_config": str(path)}))
 
 
+def test_the_number_of_stages_may_be_set_beside_a_json_of_ones_own(tmp_path):
+    path = tmp_path / "given.json"
+    path.write_text(json.dumps(own_json("hybrid")))
+    values = {"strategy": "hybrid", "deepspeed_config": str(path), "pp": 4}
+    assert load_strategy(build_config(values)).mesh["pp"] == 4
+
+
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """Write strategies' folders: folder name -> config.json."""
