@@ -37,14 +37,17 @@ def traffic(at: Place) -> Bytes:
         exchanged += at.trained * count * at.tokens * at.size.hidden_size * width
     # Recomputation stops before the last exchange of the forward pass, whose result is unused.
     again = at.recomputes * count * at.num_blocks * at.hidden
+    # "selective" keeps the sum, and compiled blocks then do not repeat it.
+    keeps_sum = at.config.activation_checkpointing == "selective" and at.config.compile
+    sum_again = 0 if keeps_sum else again
     if not at.config.sequence_parallel:
-        sums = exchanged + again + reduced
+        sums = exchanged + sum_again + reduced
         return Counter({("tp", "all_reduce"): sums, ("tp", "all_gather"): gathered})
     return Counter(
         {
             ("tp", "all_reduce"): reduced,
             ("tp", "all_gather"): exchanged + 2 * again + gathered,
-            ("tp", "reduce_scatter"): exchanged + again,
+            ("tp", "reduce_scatter"): exchanged + sum_again,
         }
     )
 
