@@ -148,12 +148,12 @@ function relativeError(found, exact) {
 function train(run, chosen) {
   if (!chosen.gradients) return null;
   const { schedule } = run.timeline;
-  if (schedule.copies > 1) return { reason: "two copies of the model are simulated only." };
+  if (schedule.copies > 1) return { reason: "schedules with two copies of the model can only be simulated." };
   if (chosen.recompute && !run.policy.stashed) {
-    return { reason: "with recomputation the forward pass would be made anew at newer weights." };
+    return { reason: "with recomputation, the forward pass would be repeated with newer weights." };
   }
   if (schedule.ops.length > MOST_OPERATIONS) {
-    return { reason: "too many operations; use fewer ranks, microbatches or batches." };
+    return { reason: "there are too many operations. Use fewer ranks, microbatches or batches." };
   }
   return trainAlong(run, Number(chosen.rate));
 }
@@ -164,12 +164,12 @@ function showTrained(trained, chosen) {
   byId("trained-text").textContent = trained?.reason ? `Not trained: ${trained.reason}` : "";
   if (!trained || trained.reason) return;
   const { whole, newest, perStage, losses } = trained;
-  let verdict = "Exact: the gradient of the newest weights.";
-  if (newest) verdict = "Valid: the exact gradient of the weights that the forward passes saw, though not of the newest.";
-  if (whole) verdict = `Wrong by ${percent(whole)}: backward passes see other weights than forward passes saw.`;
+  let verdict = "Exact: the gradient at the newest weights.";
+  if (newest) verdict = "Valid: the exact gradient at the weights that the forward passes used, but not at the newest weights.";
+  if (whole) verdict = `Wrong by ${percent(whole)}: backward passes use other weights than the forward passes.`;
   const few = Math.max(1, Math.floor(losses.length / 4));
   const [first, last] = [losses.slice(0, few), losses.slice(-few)].map((part) => (sum(part) / few).toFixed(2));
-  byId("trained-text").textContent = `${verdict} Loss ${first} at first, ${last} in the end.`;
+  byId("trained-text").textContent = `${verdict} The loss is ${first} at the start and ${last} at the end.`;
   const errors = perStage.map((error, stage) => [`stage ${stage}`, error]);
   const rows = [["all stages", whole], ...errors, ["all, against the newest", newest]];
   const most = Math.max(...rows.map(([, error]) => (Number.isFinite(error) ? error : 0)), 1e-9);

@@ -50,7 +50,7 @@ function attachHands(pane, editable) {
       pickUp();
       focus(pane, place);
       aim(pane, place, place.index);
-      say("Picked up: drag it along its rank.", "same");
+      say("You have picked up the operation. Drag it along its rank.", "same");
     }, LONG_PRESS_MS);
   });
   chart.addEventListener("pointerup", () => {
@@ -83,7 +83,7 @@ function focus(pane, place) {
 function aim(pane, { rank, index }, to) {
   if (pane.drag?.to === to) return;
   const move = { rank, from: index, to };
-  const here = { verdict: "same", text: "Here it is now." };
+  const here = { verdict: "same", text: "The operation is here now." };
   const judged = to === index ? here : judge(pane.run.timeline, move, pane.chosen.K || Infinity);
   pane.drag = { ...move, ...judged };
   say(judged.text, judged.verdict);
@@ -209,7 +209,7 @@ class Player {
       };
       return el("button", { type: "button", textContent, onclick });
     });
-    const text = "First a guess: between its first and its last operation, which rank idles longest?";
+    const text = "Before you play, guess: which rank idles longest between its first and its last operation?";
     byId("question").replaceChildren(el("p", {}, text), ...buttons);
     byId("question").hidden = false;
     buttons[0].focus();
@@ -254,7 +254,7 @@ function answerText(guess, idle) {
   const right = alike ? guess === "alike" : first.includes(guess);
   const others = first.slice(0, -1).join(", ");
   const some = others ? `ranks ${others} and ${first.at(-1)} idle` : `rank ${first[0]} idles`;
-  const who = alike ? "all ranks idle alike" : `${some} longest`;
+  const who = alike ? "all ranks idle equally long" : `${some} longest`;
   return `${right ? "Right" : "No"}: ${who}, for ${shortNumber(most)}. By rank: ` +
     `${idle.map(shortNumber).join(", ")}.`;
 }

@@ -83,14 +83,14 @@ async function share() {
   const field = byId("link");
   field.hidden = false;
   field.value = location.href;
-  const what = "It holds all that you see but a measured run.";
+  const what = "It contains everything that you see except a measured run.";
   try {
     await navigator.clipboard.writeText(location.href);
     say(`The address is in the clipboard. ${what}`, "same");
   } catch { // no clipboard without https, or not allowed
     field.focus();
     field.select();
-    say(`The browser gives this page no clipboard: copy the address from the field. ${what}`, "same");
+    say(`The browser does not let this page use the clipboard. Copy the address from the field. ${what}`, "same");
   }
 }
 

@@ -281,89 +281,89 @@ const SCHEDULES = {
   },
   gpipe: {
     build: byRank((r, p, m) => "F".repeat(m) + "B".repeat(m)), title: "GPipe",
-    says: "All forward passes, then all backward passes: a rank holds all m microbatches.",
+    says: "All forward passes run before all backward passes, so a rank holds all m microbatches.",
   },
   "1f1b": {
     build: oneFOneB, title: "1F1B with flush",
-    says: "Each backward pass runs as early as it can: rank r holds only p-r microbatches.",
+    says: "Each backward pass runs as early as possible, so rank r holds only p-r microbatches.",
   },
   "eager-1f1b": {
     build: byRank((r, p, m) => alternating(m, 2 * (p - 1 - r))), title: "Eager 1F1B",
-    says: "1F1B with more forward passes ahead, so that messages arrive before they are needed.",
+    says: "1F1B runs more forward passes ahead, so that messages arrive before they are needed.",
   },
   pipedream: {
     build: oneFOneB, policy: "stash", title: "PipeDream",
-    says: "1F1B without a flush: weights change after each backward pass, and old versions are kept.",
+    says: "1F1B runs without a flush. Weights change after each backward pass, and old versions are kept.",
   },
   "pipedream-vertical": {
     build: oneFOneB, policy: "vertical", title: "PipeDream, vertical sync",
-    says: "PipeDream, but a microbatch uses the same version of the weights on every stage.",
+    says: "PipeDream, but each microbatch uses the same version of the weights on every stage.",
   },
   "pipedream-no-stash": {
     build: oneFOneB, policy: "in-place", title: "PipeDream, no stashing",
-    says: "PipeDream without old weights: backward passes use newer ones, so gradients are wrong.",
+    says: "PipeDream without old weights. Backward passes use newer weights, so gradients are wrong.",
   },
   "pipedream-2bw": {
     build: oneFOneB, policy: "2bw", title: "PipeDream-2BW",
-    says: "No flush, and one update per batch, one batch late: two versions of the weights are enough.",
+    says: "Without a flush, each stage updates once per batch, one batch late. Two versions are enough.",
   },
   interleaved: {
     build: interleaved, title: "Interleaved 1F1B",
     idle: "(p - 1) * (F + B) / v", when: "m >= p",
-    says: "Each rank has v shorter stages: the pipeline fills v times as fast, with more messages.",
+    says: "Each rank has v shorter stages, so the pipeline fills v times as fast, but sends more messages.",
   },
   "zb-h1": {
     build: byRank((r, p, m) => zeroBubble(m, p - 1 - r, r)), title: "ZB-H1",
     idle: "(p - 1) * (F + I - min(F, I, W))", when: "m >= p",
-    says: "The backward pass is cut in two. W waits until its rank would idle, in 1F1B's memory.",
+    says: "The backward pass is cut into I and W. W waits until its rank would idle, in 1F1B's memory.",
   },
   "zb-h2": {
     build: byRank((r, p, m) => zeroBubble(m, 2 * (p - 1 - r), 2 * r)), title: "ZB-H2",
     idle: "(p - 1) * max(F, F + I - 2 * min(F, W))", when: "m >= 2 * p - 1",
-    says: "More forward passes ahead: no rank pauses between its first and last operation, in twice the memory.",
+    says: "More forward passes run ahead, in twice the memory. No rank pauses between its operations.",
   },
   "zb-v": {
     build: zbV, title: "ZB-V",
     idle: "(p - 1) * F / 2", when: "F === I && W > 0 && W % F === 0 && m >= 2 * p - 1",
-    says: "Two stages per rank in a V, W placed by the durations: no pauses, in 1F1B's memory.",
+    says: "Each rank has two stages, in a V. No rank pauses, with the memory of 1F1B.",
   },
   "zb-v-fixed": {
     build: byRank(zbVFixed), title: "ZB-V, torch's order",
     idle: "(p - 1) * max(I - W, I / 2)", when: "m >= 2 * p - 1 && I >= F && I >= W",
-    says: "ZB-V as PyTorch has it: the same order for all durations.",
+    says: "ZB-V in PyTorch's order, which is the same for all durations.",
   },
   "v-half": {
     build: vHalf, title: "V-Half",
     idle: "(3 * ceil(p / 2) - 3.5) * F", when: "F === I && I === W && m >= p + 2 && p >= 3",
-    says: "ZB-V's two stages per rank, spaced so that a microbatch ends sooner: about half of 1F1B's memory.",
+    says: "Each rank has two stages, as under ZB-V. Each microbatch ends sooner, so the memory is about half of 1F1B's.",
   },
   "v-min": {
     build: vMin, title: "V-Min",
     idle: "(4 * p - 5) * F / 2", when: "F === I && I === W && m >= p + 1 && p >= 2 && p % 3 > 0",
-    says: "As tight as two stages per rank allow: about a third of 1F1B's memory, with pauses.",
+    says: "Each microbatch ends as soon as two stages per rank allow. The memory is about a third of 1F1B's, but ranks pause.",
   },
   "dualpipe-v": {
     build: dualpipeV, title: "DualPipeV",
     idle: "(p - 1) * (2 * F + I - min(I, W)) / 2", when: "F >= I",
-    says: "Two stages per rank; a forward and a backward pass run as one pair, to hide messages.",
+    says: "Each rank has two stages. A forward and a backward pass run as a pair, to hide messages.",
   },
   dualpipe: {
     build: dualpipe, title: "DualPipe",
     idle: "(p / 2 - 1) * (2 * F + I - min(I, W))", when: "F >= I",
-    says: "Two copies of the model, filled from both ends of the pipeline; passes run in pairs.",
+    says: "Two copies of the model are filled from both ends of the pipeline. Passes run in pairs.",
   },
   chimera: {
     build: chimera, title: "Chimera",
     idle: "(p - 2) * (max(F, B) + (m / p - 1) * abs(F - B))",
-    says: "Two copies of the model in opposite directions: each fills the other one's pauses.",
+    says: "Two copies of the model run in opposite directions. Each fills the pauses of the other.",
   },
 };
 const OWN = {
   search: {
     title: "Search within the memory limit",
-    says: "Moves single operations within the memory limit, and keeps a move if the batch takes no longer.",
+    says: "The search moves single operations within the memory limit, and keeps a move if the batch takes no longer.",
   },
-  csv: { title: "From a file", says: "The orders of the file, timed by the same rules." },
+  csv: { title: "From a file", says: "The orders come from a file and are timed by the same rules." },
 };
 
 function entryOf(name) {
@@ -389,7 +389,7 @@ function aboutOf(name, chosen) {
     const { length, bound, tried, unit } = searchedFor(chosen);
     const [found, least] = [length, bound].map((ticks) => shortNumber(ticks * unit));
     const proved = length === bound ? "no order is shorter" : `no order takes less than ${least}`;
-    return `${says} ${found} after ${tried} tries; with one stage per rank ${proved}.`;
+    return `${says} It found ${found} after ${tried} tries. With one stage per rank, ${proved}.`;
   }
   const { flushes } = policyOf(name);
   const even = !chosen.scale.length && [chosen.c, chosen.saving].every((value) => Number(value) === 0);
@@ -398,5 +398,5 @@ function aboutOf(name, chosen) {
   if (even && own && evaluate(when || "true", chosen)) return `${text} = ${shortNumber(evaluate(idle, chosen))}.`;
   const ranges = when.split(" && ").map((range) => range.replace("===", "=").replace(" * ", " "));
   const where = ["even stages", "c = 0", ...ranges.filter(Boolean)].join(", ");
-  return `${text} ${flushes ? "a batch" : "once"} (${where}).`;
+  return `${text} ${flushes ? "per batch" : "once"} (${where}).`;
 }

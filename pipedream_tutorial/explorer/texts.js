@@ -31,35 +31,35 @@ function waitText({ schedule, lines, cells, c }, { item, rank, index, bound }, a
   const needs = wanted.map((need) => {
     const from = cells.get(need);
     const there = at(arrivalOf(from, rank, c));
-    return from.rank === rank ? `${need} (own, ended at ${there})` : `${need} (from rank ${from.rank}, there at ${there})`;
+    return from.rank === rank ? `${need} (on this rank, ended at ${there})` : `${need} (from rank ${from.rank}, arrived at ${there})`;
   });
   const own = lines[rank][index - 1]?.item.some((op) => op.text === bound) && !wanted.includes(bound);
-  const reason = own ? `It starts when its rank has ended ${bound}.` : `${bound} came last.`;
-  return `Waits for ${needs.join(" and ")}. ${bound ? reason : ""}`;
+  const reason = own ? `It starts when its rank has finished ${bound}.` : `${bound} arrived last.`;
+  return `It waits for ${needs.join(" and ")}. ${bound ? reason : ""}`;
 }
 
 function weightText(use, op) {
   const { version, behind } = use.get(op.text);
-  if (op.kind === "R") return `Runs with weights of version ${version}, as the backward pass will.`;
-  if (op.kind === "F") return `Runs with weights of version ${version}.`;
+  if (op.kind === "R") return `It runs with weights of version ${version}, as the backward pass will.`;
+  if (op.kind === "F") return `It runs with weights of version ${version}.`;
   const [own, update] = ["F", "W"].map((kind) => use.get(keyOf(kind, op.stage, op.microbatch)));
-  let same = "the same as its forward pass";
-  if (own.version !== version) same = `its forward pass had version ${own.version}, so this is the gradient of no model`;
+  let same = "like its forward pass";
+  if (own.version !== version) same = `but its forward pass used version ${own.version}, so the gradient is not the gradient of any model`;
   const late = behind ?? update.behind;
   const updates = late === 1 ? "1 update" : `${late} updates`;
-  return `Runs with weights of version ${version}, ${same}; ${updates} behind when applied.`;
+  return `It runs with weights of version ${version}, ${same}. Its gradient is ${updates} behind when it is applied.`;
 }
 
 // How late an operation may be, and in which direction a move may help.
 function slackText(item, slack, at) {
   const weight = item.every((op) => op.kind === "W");
   if (slack) {
-    const free = `Slack ${at(slack)}: it may end that much later without delaying the end.`;
-    return free + (weight ? " No other rank waits for a W, so it may also move behind the next operation." : "");
+    const free = `Slack ${at(slack)}: it may end this much later without delaying the end of the batch.`;
+    return free + (weight ? " No other rank waits for a W, so you may also move it behind the next operation." : "");
   }
   return weight
-    ? "On a critical path. No other rank waits for a W: moved behind the next operation, it may let that one start earlier."
-    : "On a critical path: if it starts earlier or gets shorter, the last rank may end earlier.";
+    ? "On a critical path. No other rank waits for a W. If you move it behind the next operation, that operation may start earlier."
+    : "On a critical path: if it starts earlier or becomes shorter, the last rank may end earlier.";
 }
 
 function measuredText(pane, cell) {
@@ -80,7 +80,7 @@ function showLegend(panes, chosen) {
     ...Object.keys(KINDS).map((kind) => [used.has(kind), kind, `${kind}, ${KINDS[kind][0]}`]),
     [schedules.some(({ copies, stagesPerRank }) => copies * stagesPerRank > 1), "",
       "paler: a rank's later stages, or the second copy"],
-    [chosen.byVersion, "", "below: the kind; above: the version of the weights that a pass uses (W uses none)"],
+    [chosen.byVersion, "", "below: the kind of operation; above: the version of the weights that it uses (W uses none)"],
     [measured, "bad", "under a measured operation: it ended later than simulated"],
     [measured, "good", "it ended earlier"],
     [chosen.held, "held", "held: microbatches whose activations the rank keeps"],

@@ -177,7 +177,8 @@ def test_pointing_at_an_operation_says_what_it_waits_for(browser):
     browser.mouse("mouseMoved", *middle(browser, "1B3"))
     said = text(browser, "lines")
     assert "1B3: backward pass of microbatch 3 on stage 1. Rank 1, from 26 to 28." in said
-    assert "1F3 (own, ended at 16) and 2B3 (from rank 2, there at 26). 2B3 came last." in said
+    needs = "1F3 (on this rank, ended at 16) and 2B3 (from rank 2, arrived at 26)"
+    assert f"It waits for {needs}. 2B3 arrived last." in said
 
 
 def with_late_forward():
@@ -332,8 +333,8 @@ CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: %s, configur
 def test_copy_link_says_what_happened_and_shows_the_address(browser):
     cases = [
         ("{ writeText: async (text) => { window.copied = text; } }", "is in the clipboard"),
-        ("{ writeText: async () => { throw new DOMException('no'); } }", "no clipboard"),
-        ("undefined", "no clipboard"),  # as over http
+        ("{ writeText: async () => { throw new DOMException('no'); } }", "does not let"),
+        ("undefined", "does not let"),  # as over http
     ]
     for clipboard, said in cases:
         browser.open(PAGE, "#m=9")
@@ -351,7 +352,7 @@ def test_a_question_comes_before_the_play_and_its_answer_after(browser):
     for hash_, answer, verdict in (
         ("", "rank 0", "Right: rank 0 idles longest, for 9. By rank: 9, 6, 3, 0."),
         ("", "all alike", "No: rank 0 idles longest, for 9."),
-        ("#schedule=zb-h2", "rank 1", "No: all ranks idle alike, for 0."),
+        ("#schedule=zb-h2", "rank 1", "No: all ranks idle equally long, for 0."),
     ):
         browser.open(PAGE, hash_)
         click(browser, "play")
