@@ -147,10 +147,12 @@ def sections(records: Mapping[str, Record]) -> list[str]:
         for name, record in sorted(alike.items(), key=lambda named: named[0] not in shown.values()):
             calibration = title_of(record["calibration"]["schedule"])
             if name in shown.values():
-                parts += [f"The next table is for `{name}`, with times from {calibration}.", _run_table(record)]
+                parts.append(f"The next table is for `{name}`, with times from {calibration}.")
+                parts.append(_run_table(record))
                 parts += [wrapped(record["note"])] if "note" in record else []
             else:
-                parts.append(f"`{name}` has the same runs, predicted with times from {calibration}.")
+                text = f"`{name}` has the same runs, predicted with times from {calibration}."
+                parts.append(text)
     return parts
 
 
