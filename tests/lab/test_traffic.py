@@ -108,19 +108,19 @@ HYBRID = {"strategy": "hybrid", "batch_size": 2, "grad_accum_steps": 16, "model"
 CUBE = {"strategy": "3d", "batch_size": 4, "grad_accum_steps": 8}
 COPIES = {**CUBE, "dp_replicate": 2, "dp_shard": 1}
 QUOTED = [  # folder, what it says, processes, rank, axes, CONFIG with one replica's batch
-    ("8_tensor_parallel", "Together {:.2f} GiB", 4, 0, "tp", TP),
-    ("8_tensor_parallel", "four sends {:.2f} GiB", 4, 0, "dp_replicate", {"strategy": "dp"}),
-    ("9_pipeline_parallel", "`1f1b`: {:.0f} MiB", 4, 1, "pp", PP),
-    ("9_pipeline_parallel", "middle, {:.1f} MiB", 4, 0, "pp", PP),
-    ("9_pipeline_parallel", "256 and {:.1f} MiB", 4, 0, "pp",
+    ("8_tensor_parallel", "per block, and {:.2f} GiB in total", 4, 0, "tp", TP),
+    ("8_tensor_parallel", "it sends {:.2f} GiB", 4, 0, "dp_replicate", {"strategy": "dp"}),
+    ("9_pipeline_parallel", "`1f1b`: {:.0f} MiB in the middle", 4, 1, "pp", PP),
+    ("9_pipeline_parallel", "128 MiB in the middle, {:.1f} MiB", 4, 0, "pp", PP),
+    ("9_pipeline_parallel", "256 MiB in the middle, {:.1f} MiB", 4, 0, "pp",
      {**PP, "pipeline_schedule": "interleaved"}),
-    ("9_pipeline_parallel", "`zb-v`: 256 and {:.0f} MiB", 4, 3, "pp",
+    ("9_pipeline_parallel", "`zb-v`: 256 MiB in the middle, {:.0f} MiB", 4, 3, "pp",
      {**PP, "pipeline_schedule": "zb-v"}),
     ("10_3d_parallel", "sends {:.2f} GiB along `tp`", 8, 0, "tp", CUBE),
     ("10_3d_parallel", "{:.2f} GiB along `dp_shard`", 8, 0, "dp_shard", CUBE),
     ("10_3d_parallel", "{:.2f} GiB along `pp`", 8, 0, "pp", CUBE),
-    ("10_3d_parallel", ": {:.2f} GiB along it", 8, 0, "dp_replicate", COPIES),
-    ("10_3d_parallel", "it and {:.2f} GiB along `pp`", 8, 0, "pp", COPIES),
+    ("10_3d_parallel", "0 sends {:.2f} GiB along `dp_replicate`", 8, 0, "dp_replicate", COPIES),
+    ("10_3d_parallel", "`dp_replicate` and {:.2f} GiB along `pp`", 8, 0, "pp", COPIES),
     ("11_hybrid_pipeline_zero", "stage sends {:.2f} GiB:", 4, 0, "dp_shard pp", HYBRID),
 ]  # fmt: skip
 
