@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import sysconfig
@@ -31,6 +32,7 @@ def check_run(prediction: Prediction, cluster: Cluster) -> None:
     plan = prediction.plan
     if cluster.is_here:
         check_packages(plan)
+        check_open_files(plan)
     check_gpus(plan)
     check_swapping(plan)
     check_memory(prediction, lambda plan: what_fits(plan, cluster))
@@ -60,6 +62,17 @@ def check_packages(plan: Draft) -> None:
         if package is not None and importlib.util.find_spec(package) is None:
             what = f"the package {package} is not installed, and {reason} needs it"
             raise UserError(what, fix=f"run: pip install {source}")
+
+
+def check_open_files(plan: Draft) -> None:
+    """Raise UserError if processes may not open as many files as a run does, sockets included."""
+    # On CPUs, two processes ran with a limit of 40 and four with one of 64.
+    needed = 48 + 8 * plan.processes_here
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < needed:  # -1: no limit
+        what = f"a process may open only {limit} files here"
+        why = f"with {plan.processes_here} processes, it may open {needed}"
+        raise UserError(what, why, "raise the limit: ulimit -n 4096")
 
 
 def check_gpus(plan: Draft) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import sysconfig
@@ -44,6 +45,18 @@ def check_fit(plan):
 
 def with_gpus(**changes):
     return dataclasses.replace(GPU_MACHINE, **changes)
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(32, False), (63, False), (64, True), (-1, True)])
+def test_a_limit_on_open_files_that_a_run_exceeds(limit, fits, tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    plan = draft(tmp_path, "dp")
+    here = this_machine(plan.machine, plan.num_processes, plan.processes_here)
+    if fits:
+        checks.check_run(predict(plan, None), here)
+        return
+    with refused(f"only {limit} files", "With 2 processes", "ulimit -n 4096"):
+        checks.check_run(predict(plan, None), here)
 
 
 SMALL = with_gpus(gpu_memory_bytes=16 * GIB, gpu_name="Small")
