@@ -73,6 +73,18 @@ SOURCES = (
         local_world_size="MPI_LOCALNRANKS",
     ),
     Source(launcher="a launcher with PMI", rank="PMI_RANK", world_size="PMI_SIZE"),
+    Source(  # Flux's brokers may run as the tasks of one srun.
+        launcher="flux run",
+        rank="FLUX_TASK_RANK",
+        world_size="FLUX_JOB_SIZE",
+        local_rank="FLUX_TASK_LOCAL_ID",
+    ),
+    Source(
+        launcher="jsrun",  # LSF
+        rank="JSM_NAMESPACE_RANK",
+        world_size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+    ),
     Source(
         launcher="srun",  # sbatch also sets SLURM_PROCID, but no step
         rank="SLURM_PROCID",

@@ -46,6 +46,26 @@ CASES = {
     ),
     "mpiexec": ({**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "mpiexec", (1, 2)),
     "srun --mpi=pmi2": ({**SRUN, **PMI}, "a launcher with PMI", (0, 0)),
+    "flux run": (
+        {
+            **SRUN,
+            "SLURM_PROCID": "0",
+            "FLUX_TASK_RANK": "1",
+            "FLUX_JOB_SIZE": "2",
+            "FLUX_TASK_LOCAL_ID": "1",
+        },
+        "flux run",
+        (1, 0),
+    ),
+    "jsrun": (
+        {
+            "JSM_NAMESPACE_RANK": "1",
+            "JSM_NAMESPACE_SIZE": "2",
+            "JSM_NAMESPACE_LOCAL_RANK": "1",
+        },
+        "jsrun",
+        (1, 0),
+    ),
     "srun": (SRUN, "srun", (1, 0)),
 }
 ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
