@@ -58,11 +58,7 @@ CASES = {
         (1, 0),
     ),
     "jsrun": (
-        {
-            "JSM_NAMESPACE_RANK": "1",
-            "JSM_NAMESPACE_SIZE": "2",
-            "JSM_NAMESPACE_LOCAL_RANK": "1",
-        },
+        {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_RANK": "1"},
         "jsrun",
         (1, 0),
     ),
