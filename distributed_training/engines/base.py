@@ -1,4 +1,4 @@
-"""Define the interface between the training loop and an engine, and the code that engines share."""
+"""Define the interface between the training loop and an engine, and code that engines share."""
 
 import abc
 import contextlib
@@ -26,40 +26,43 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam moments by the names of torch and De
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of one optimizer step."""
+    """Results of one optimizer step."""
 
-    loss_sum: torch.Tensor  # sum of this rank's token losses, fp32 scalar on the device
-    grad_norm: torch.Tensor | float | None  # global, before clipping; None if unknown
-    skipped: torch.Tensor | bool  # whether the update was skipped, because gradients overflowed
+    loss_sum: torch.Tensor  # sum of this rank's token losses, an fp32 scalar on the device
+    grad_norm: torch.Tensor | float | None  # global norm before clipping; None if unknown
+    skipped: torch.Tensor | bool  # whether the update was skipped because gradients overflowed
     # Norm of this rank's shard of each parameter's gradient, [len(Engine.gradient_names)] on the
-    # device; None if the engine does not compute them
+    # device. None if the engine does not compute it.
     gradients: torch.Tensor | None = None
 
 
 class Engine(abc.ABC):
-    """A running strategy. Most methods are collective: all ranks call them in the same order."""
+    """Running strategy. Most methods are collective: all ranks call them in the same order."""
 
     topology: Topology
     optimizer: Any  # a torch.optim.Optimizer, or DeepSpeed's wrapper of one
-    base_fingerprint = 0  # fingerprint of the frozen weights below adapters; 0 without adapters
+    base_fingerprint = 0  # fingerprint of the frozen weights under the adapters; 0 without adapters
     gradient_names: Sequence[str] = ()  # parameters in the order of `StepResult.gradients`
 
     @abc.abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Run the forward and backward passes of *all* micro-batches and one update. The gradient
-        is that of (sum of token losses of the global batch) / `batch.num_targets`."""
+        """Run the forward and backward passes of *all* micro-batches and one optimizer update.
+        Return the results. The gradient is that of (sum of token losses of the global batch) /
+        `batch.num_targets`."""
 
     @abc.abstractmethod
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
-        """Return this rank's summed loss of a `Samples.batch`, an fp32 scalar without gradient."""
+        """Return this rank's summed loss of a `Samples.batch`, an fp32 scalar, without
+        gradients."""
 
     @abc.abstractmethod
     def logits(self, input_ids: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         """Return the logits [1, T, vocab] of token ids [1, T], without gradients. All ranks pass
-        the same ids and get the same logits."""
+        the same ids and receive the same logits."""
 
     def past(self) -> Past | None:
-        """Return a cache with which `logits` sees each token only once; None under tp and pp."""
+        """Return a cache with which `logits` processes each token only once. Return None under tp
+        and pp."""
         return Past() if (self.topology.pp, self.topology.tp) == (1, 1) else None
 
     def set_learning_rate(self, rate: float) -> None:
@@ -74,27 +77,28 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def state_parts(self) -> Iterator[Part]:
         """Yield this rank's shards of the weights ("weight/<name>") and Adam moments
-        ("exp_avg/<name>") in fp32, under the model's names and shapes without padding of the
+        ("exp_avg/<name>") in fp32. They have the model's names and shapes, without padding of the
         vocabulary. Not collective."""
 
     @abc.abstractmethod
     def counters(self) -> dict[str, float]:
-        """Return the rest of the state, which is the same on every rank: "adam_steps", and for fp16
-        "loss_scale" and "good_steps", the steps since the last overflow."""
+        """Return the state that is the same on every rank: "adam_steps" and, for fp16, "loss_scale"
+        and "good_steps", the number of steps since the last overflow."""
 
     @abc.abstractmethod
     def load(self, saved: TensorFiles, counters: dict[str, float]) -> None:
         """Restore the `state_parts` and `counters` of a checkpoint of any engine and layout."""
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Return fp32 tensors that only this rank has, to resume exactly under the same layout."""
+        """Return fp32 tensors that only this rank has and that an exact resumption under the same
+        layout needs."""
         return {}
 
     def load_own(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
-        """Restore `own_state` of this rank. Called after `load`."""
+        """Restore this rank's `own_state`. Call this after `load`."""
 
     def full_state(self) -> dict[str, torch.Tensor] | None:
-        """Gather all weights on the CPU of rank 0, by their names in the model. Return None on
+        """Return all weights by the model's names, gathered on the CPU of rank 0. Return None on
         other ranks. Collective over all processes."""
         weights = (part for part in self.state_parts() if part.name.startswith("weight/"))
         own_parts = [part for part in weights if part.writes and math.prod(part.size)]
@@ -104,13 +108,13 @@ class Engine(abc.ABC):
                 dist.send(part.get().cpu().contiguous(), 0)
             return None
         state: dict[str, torch.Tensor] = {}
-        for sender, parts in enumerate(ranks):
-            for number, (name, shape, start, size) in enumerate(parts):
+        for sender, positions in enumerate(ranks):
+            for number, (name, shape, start, size) in enumerate(positions):
                 values = own_parts[number].get() if sender == 0 else torch.empty(size)
                 if sender > 0:
                     dist.recv(values, sender)
                 tensor = state.setdefault(name.removeprefix("weight/"), torch.empty(shape))
-                # ZeRO's parts are ranges of the flat tensor.
+                # Under ZeRO, parts are ranges of the flattened tensor.
                 target = tensor if len(start) == len(shape) else tensor.view(-1)
                 target[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = values
         return state
@@ -123,7 +127,8 @@ class Engine(abc.ABC):
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Disable gradients, dropout and compilation, which would compile again for new shapes."""
+    """Disable gradients, dropout and compilation. Compiled code would compile again for new
+    shapes."""
     module.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield

@@ -25,21 +25,22 @@ from distributed_training.plan.plan import Plan
 
 
 class DeepSpeedEngine(base.Engine):
-    """Trains the same model with the same AdamW and loss as the native engine. The DeepSpeed JSON
-    decides how state is sharded and offloaded."""
+    """Engine that trains the same model as the native engine, with the same AdamW and loss. The
+    DeepSpeed JSON decides how state is sharded and offloaded."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         private.import_muon()
-        private.leave_out_extensions()  # must precede init_distributed, which the pipeline calls
+        # Must precede init_distributed, which the pipeline's constructor calls
+        private.leave_out_extensions()
         self.topology = topology
         self.plan = plan
         config = plan.config
         strategy = plan.strategy
         if config.lora_rank:
             apply_lora(model, config, torch.device("cpu"))
-            # ZeRO-3 frees a block's weights when its input has a gradient, so the first block's
-            # input needs one too.
+            # ZeRO-3 frees a block's weights when the gradient of its input is computed, so the
+            # first block's input also needs a gradient.
             model.token_embedding.register_forward_hook(lambda _layer, _ids, x: x.requires_grad_())
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         tables = set(model.vocabulary_parameters())
@@ -53,7 +54,7 @@ class DeepSpeedEngine(base.Engine):
         blocks.apply_chunked_loss(model, config)
         blocks.apply_compile(model, config, ends=False)
         if strategy.zero.stage == 3:
-            # Gather the parameters of a block together. This means fewer and larger all-gathers,
+            # Gather the parameters of a block together. This causes fewer and larger all-gathers,
             # and no hooks inside compiled blocks.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks["0"])])
         module = self._build_module(model)
@@ -72,16 +73,16 @@ class DeepSpeedEngine(base.Engine):
                 dist_init_required=False,
             )
         self.model = self.engine.module
-        self.named = {names[p]: p for p in self.model.parameters() if p.requires_grad}
+        self.named_params = {names[p]: p for p in self.model.parameters() if p.requires_grad}
         if strategy.zero.stage == 3:
-            # The weight of the output layer is used outside its module.
+            # ZeRO-3 must gather the output layer's weight, although it is used outside its module.
             deepspeed.zero.register_external_parameter(self.model, self.model.output_weight)
 
     def _build_module(self, model: Decoder) -> nn.Module:
         return model
 
     def train_step(self, batch: StepBatch) -> base.StepResult:
-        # DeepSpeed divides by the accumulation steps and averages over ranks. Undo both.
+        # DeepSpeed divides by the accumulation steps and averages over ranks. Undo both operations.
         scale = self.plan.batch.num_microbatches * self.topology.dp_size / batch.num_targets
         loss_sum = self._run(batch, scale)
         skipped = not self.engine.was_step_applied()
@@ -89,7 +90,7 @@ class DeepSpeedEngine(base.Engine):
         return base.StepResult(loss_sum, norm, skipped)
 
     def _run(self, batch: StepBatch, scale: float) -> torch.Tensor:
-        """Run all micro-batches and the update with the gradient of `scale` x loss. Return this
+        """Run all micro-batches and the update, with the gradient of `scale` x loss. Return this
         rank's summed loss."""
         loss_sum = torch.zeros((), device=self.topology.device)
         self.engine.train()
@@ -122,7 +123,7 @@ class DeepSpeedEngine(base.Engine):
         cache: dict[int, dict[str, Any]] = {}
 
         def read(group: int) -> dict[str, Any]:
-            # State on disk is read once, and only one group is in memory.
+            # State on disk is read once, with only one group in memory.
             if group not in cache:
                 cache.clear()
                 cache[group] = private.read_zero_group(self.optimizer, group)
@@ -137,14 +138,14 @@ class DeepSpeedEngine(base.Engine):
     ) -> Iterator[Part]:
         """Yield this rank's shards, without padding, of the weights and Adam moments of one group
         of the optimizer. `read` returns the flat tensors of a group by name."""
-        for name, parameter in self.named.items():
+        for name, parameter in self.named_params.items():
             fragment = private.find_zero_fragment(self.optimizer, parameter)
             if fragment is None or fragment[0] != group:
                 continue
             _, offset, start, count = fragment
             count = max(0, min(count, math.prod(self.shapes[name]) - start))
             flat_range = slice(offset, offset + count)
-            # The last stage has a copy of the tied embedding, and the first stage writes it.
+            # The last stage has a copy of the tied embedding. The first stage writes it.
             writes = name not in self.copied or self.topology.pp_rank == 0
             for tensor_name in tensor_names:
 
@@ -176,7 +177,7 @@ class DeepSpeedEngine(base.Engine):
             # Write existing Adam moments in place, because the swapper tracks these tensors.
             state = adam.state[flat]
             tensors = {"weight": flat}
-            # Each optimizer has its own type for the step.
+            # Each optimizer has a different type for the step.
             state["step"] = steps if on_host else torch.tensor(float(steps)).to(flat.device)
             for moment in base.MOMENTS:
                 if moment not in state:

@@ -1,8 +1,8 @@
 """Capture a whole optimizer step as one CUDA graph, which is launched once instead of kernel by
 kernel.
 
-With small batches the host cannot launch kernels as fast as a GPU runs them. The graph holds the
-forward and backward passes, collectives, clipping and the optimizer."""
+With small batches, the host cannot launch kernels as fast as a GPU runs them. The graph contains
+the forward and backward passes, collectives, clipping and the optimizer."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,15 +12,15 @@ import torch
 
 from distributed_training.parallel.agree import works_everywhere
 
-NUM_EAGER_STEPS = 12  # steps before the capture; DDP rebuilds its buckets in the first eleven
+NUM_EAGER_STEPS = 12  # steps before the capture; DDP rebuilds its buckets in the first 11 steps
 # Memory of a graph per byte of its tensors at their peak. Measured: 28.9 GiB for 23.0 GiB, with
-# FSDP and a model of 8B.
+# FSDP and a model of 8B parameters.
 POOL_SHARE = 1.25
 LAUNCHING = "The step is launched op by op instead of as one CUDA graph"
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
-    """Copy the arrays to `device`. Copies to a GPU do not block."""
+    """Return the arrays as tensors on `device`. Copies to a GPU do not block."""
     tensors = tuple(map(torch.from_numpy, arrays))
     if device.type == "cpu":
         return tensors
@@ -28,11 +28,11 @@ def to_device(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, 
 
 
 class StepGraph:
-    """A step that is launched op by op at first and then, if `captures`, captured and replayed.
+    """Step that is first launched op by op and then, if `captures` is True, captured and replayed.
 
     `step` takes tensors on the device and returns tensors. Everything else that it reads or writes,
-    such as parameters, optimizer state and learning rate, must keep its address in memory. `step`
-    must not wait for the GPU, and its control flow must not depend on values on the GPU."""
+    such as parameters, optimizer state and learning rate, must keep its memory address. `step` must
+    not wait for the GPU, and its control flow must not depend on values on the GPU."""
 
     def __init__(
         self, step: Callable[..., tuple[torch.Tensor, ...]], device: torch.device, *, captures: bool
@@ -47,7 +47,7 @@ class StepGraph:
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         if captures:
-            # Capture, and DDP's hooks during capture, need another stream than the default one.
+            # Capture, and DDP's hooks during capture, need a stream other than the default one.
             torch.cuda.set_stream(torch.cuda.Stream(device))
             self.pool = torch.cuda.MemPool()
 
@@ -66,8 +66,8 @@ class StepGraph:
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[None]:
-        """Let code between two steps allocate in the graph's memory, which is otherwise unused
-        then. Its tensors must not outlive the next step."""
+        """Let code between two steps allocate in the graph's memory, which is unused between steps.
+        Its tensors must not outlive the next step's start."""
         if self.graph is None:
             yield
         else:
@@ -75,7 +75,7 @@ class StepGraph:
                 yield
 
     def forget(self) -> None:
-        """Drop the graph, because state has moved in memory. It is captured again later."""
+        """Drop the graph, because state has moved in memory. A later step captures it again."""
         if self.graph is not None:
             self.graph = None
             self.num_steps = 0
@@ -94,24 +94,24 @@ class StepGraph:
         """Raise RuntimeError if the GPU has too little free memory for the graph.
 
         A capture cannot be undone halfway, and the allocator cannot return memory to the driver
-        during a capture.
-        """
+        during a capture."""
         torch.cuda.synchronize(self.device)
         compute = torch.cuda.current_stream(self.device).cuda_stream
         segments = torch.cuda.memory_snapshot()
-        # Communication streams have their own segments.
+        # Communication streams have memory segments of their own.
         communication = sum(s["total_size"] for s in segments if s["stream"] != compute)
         tensors = torch.cuda.max_memory_allocated(self.device)
         tensors -= torch.cuda.memory_allocated(self.device)
-        needed = int(POOL_SHARE * tensors) + communication
+        needed_bytes = int(POOL_SHARE * tensors) + communication
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        if needed > free:
-            sizes = f"{needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB is free"
+        if needed_bytes > free:
+            sizes = f"{needed_bytes / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB is free"
             raise RuntimeError(f"a CUDA graph of the step would need {sizes}")
 
     def _release(self) -> None:
-        """Free the memory reserved for the graph, and do not try to capture it again."""
+        """Free the memory that was reserved for the graph, and do not try to capture a graph
+        again."""
         self.captures = False
         self.graph = None
         self.inputs = []
@@ -120,7 +120,7 @@ class StepGraph:
         torch.cuda.empty_cache()
 
     def _capture(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Capture a step without running it, on every rank or on none. Collective."""
+        """Capture a step without running it, either on every rank or on no rank. Collective."""
         if not works_everywhere(self._check_memory, LAUNCHING):
             self._release()
             return
@@ -128,7 +128,7 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
 
         def record() -> None:
-            # Other threads, such as NCCL's watchdog, may still query events of the GPU.
+            # Other threads, such as NCCL's watchdog, may still query GPU events.
             with torch.cuda.graph(
                 graph,
                 pool=self.pool.id,

@@ -27,19 +27,19 @@ from distributed_training.parallel.private import foreach_mul_, overlap_products
 from distributed_training.parallel.tensor_files import (
     Part,
     TensorFiles,
+    locate_copy,
     locate_local,
     part_of,
-    place_of,
 )
 from distributed_training.plan.plan import Plan
 
-# fp16's dynamic loss scale, as in DeepSpeed's configuration. An overflow halves it.
+# fp16's dynamic loss scale, as in DeepSpeed's configuration. An overflow halves the scale.
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000  # steps without overflow before the loss scale doubles
 
 
 class NativeEngine(base.Engine):
-    """Applies the mechanisms of parallel/ in a fixed order and runs AdamW."""
+    """Engine that applies the mechanisms of parallel/ in a fixed order and runs AdamW."""
 
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         config = plan.config
@@ -47,7 +47,7 @@ class NativeEngine(base.Engine):
         self.config = config
         self.topology = topology
         self.compute_dtype = model.compute_dtype
-        # DDP uses the default process group, so pure replication needs no mesh.
+        # DDP uses the default process group, so replication alone needs no mesh.
         mesh = None if plan.only_copies else topology.build_mesh()
 
         on_gpu = topology.device_type == "cuda"
@@ -57,8 +57,8 @@ class NativeEngine(base.Engine):
             for index, blocks_of_stage in enumerate(plan.layout.stages)
             if plan.layout.ranks[index] == topology.pp_rank
         }
-        # Keys are stage indices. With zb-v, rank 0 has the first and the last stage, each with an
-        # embedding.
+        # Keys are stage indices. With zb-v, rank 0 has the first and the last stage, and each has
+        # an embedding.
         self.parts = nn.ModuleDict({str(index): part for index, part in stages.items()})
         self.tp_group = mesh.get_group("tp") if topology.tp > 1 else None
         self.overlaps = bool(config.async_tp) and works_everywhere(
@@ -67,15 +67,19 @@ class NativeEngine(base.Engine):
         # Parameters whose gradients must be summed over tp
         self.tp_partial_params: list[nn.Parameter] = []
         modules = [self._parallelize(part, mesh) for part in stages.values()]
-        self.module = modules[0]  # the whole model, if there is no pipeline
-        # Trained parameters of each stage. They are captured here, because after an evaluation
-        # FSDP's modules have gathered and rounded copies.
-        self.named = [
+        self.module = modules[0]  # the whole model if there is no pipeline
+        # Trained parameters of each stage, captured now because FSDP's modules have gathered and
+        # rounded copies after an evaluation.
+        self.params_by_stage = [
             (part, [(name, p) for name, p in part.named_parameters() if p.requires_grad])
             for part in stages.values()
         ]
-        self.parameters = [parameter for _, named in self.named for _, parameter in named]
-        self.gradient_names = [name for _, named in self.named for name, _ in named]
+        self.parameters = [
+            parameter for _, named_params in self.params_by_stage for _, parameter in named_params
+        ]
+        self.gradient_names = [
+            name for _, named_params in self.params_by_stage for name, _ in named_params
+        ]
         self.pipeline: Any = None
         self.rounded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if topology.pp > 1:
@@ -84,7 +88,7 @@ class NativeEngine(base.Engine):
             self.pipeline = Pipeline(stages, plan, topology, mesh.get_group("pp"))
             if topology.dp_size == 1 and self.compute_dtype is not None:
                 self.rounded = RoundedWeights(self.parts, self.compute_dtype)
-        # AdamW and clipping are element-wise, so they work on local shards.
+        # AdamW and clipping are element-wise, so they operate on local shards.
         self.local = {p: nn.Parameter(local_part(p.detach())) for p in self.parameters}
         groups = parameter_groups(self.local.values(), config.weight_decay)
         rate = float(config.learning_rate)
@@ -92,12 +96,12 @@ class NativeEngine(base.Engine):
         # A CUDA graph and compiled code read the learning rate of each step from memory.
         is_read = on_gpu or config.optimizer != "adamw"
         self.rate = torch.tensor(rate, device=topology.device) if is_read else None
-        # If the optimizer can skip an update on the GPU, the host does not wait for the norm.
+        # If the optimizer can skip an update on the GPU, the host need not wait for the norm.
         self.skips_on_gpu = on_gpu and config.optimizer != "adamw-8bit"
         self.scale = torch.zeros((), device=topology.device)
         self.set_learning_rate(rate)
         self.fp16 = self.compute_dtype is torch.float16
-        # fp32 scalars at fixed addresses, which a CUDA graph reads and writes
+        # fp32 scalars at fixed addresses, because a CUDA graph reads and writes them
         first = INITIAL_LOSS_SCALE if self.fp16 else 1.0
         self.loss_scale = torch.tensor(first, device=topology.device)
         self._good_steps = torch.zeros((), device=topology.device)
@@ -121,12 +125,12 @@ class NativeEngine(base.Engine):
         blocks.apply_chunked_loss(part, config)
         blocks.apply_compile(part, config, ends=topology.tp == 1)
         if self.plan.uses_fsdp:
-            # With tp or pp, replication also uses FSDP, with shards of size 1: DDP needs whole
-            # models.
+            # With tp or pp, replication also uses FSDP, with shards of size 1, because DDP needs
+            # whole models.
             axes = ("dp_replicate", "dp_shard") if topology.dp_replicate > 1 else ("dp_shard",)
             blocks.apply_fsdp(part, mesh[axes], self.compute_dtype, keep_gathered=topology.pp > 1)
             blocks.apply_prefetch(part, config.fsdp_prefetch)
-        if part.fill is not None:  # read or draw only the values of this rank's shards
+        if part.fill is not None:  # reads or draws only the values of this rank's shards
             part.fill(part, device=topology.device, locate=locate_local)
             blocks.reset_shards(part)
         if self.plan.uses_ddp:
@@ -144,7 +148,8 @@ class NativeEngine(base.Engine):
         return module
 
     def build_ddp(self, part: Decoder, bucket_mib: float | None) -> DistributedDataParallel:
-        """Return `part` under DDP, whose buckets are arranged, so that a hook may follow."""
+        """Return `part` under DDP with its buckets arranged, so that a communication hook may be
+        added."""
         module = DistributedDataParallel(
             part, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=bucket_mib
         )
@@ -152,10 +157,12 @@ class NativeEngine(base.Engine):
         return module
 
     def _arrange_buckets(self, module: DistributedDataParallel) -> None:
-        """Run a pass whose gradients are dropped. DDP fills its buckets in the order in which
-        gradients come in the first pass, and compression keeps errors by bucket. Torch may hold the
-        first buckets through the next pass, until its watchdog releases what NCCL was given. There
-        is no optimizer state yet, so the peak stays that of later steps."""
+        """Run a pass whose gradients are dropped, to fix the order of DDP's buckets.
+
+        DDP fills its buckets in the order in which gradients arrive in the first pass, and
+        compression keeps errors by bucket. Torch may hold the first buckets during the next pass,
+        until its watchdog releases the buffers of NCCL's operations. There is no optimizer state
+        yet, so the peak memory stays that of later steps."""
         shape = (self.plan.batch.micro_batch_size, self.config.max_length)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.topology.device)
         documents = []
@@ -167,7 +174,7 @@ class NativeEngine(base.Engine):
         module.zero_grad()
         if self.topology.device_type == "cuda":
             torch.cuda.synchronize()
-            time.sleep(0.3)  # the watchdog looks every 0.1 s
+            time.sleep(0.3)  # the watchdog checks every 0.1 s
 
     def set_learning_rate(self, rate: float) -> None:
         if self.rate is not None:  # a captured step also reads this tensor
@@ -179,14 +186,14 @@ class NativeEngine(base.Engine):
         torch.mul(self.loss_scale, self.topology.dp_size / batch.num_targets, out=self.scale)
         self.parts.train()
         arrays = map(np.stack, zip(*batch.micro_batches, strict=True))
-        with overlap_products(self.overlaps):  # has an effect when the first step compiles
+        with overlap_products(self.overlaps):  # has an effect only when the first step compiles
             loss_sum, grad_norm, param_grad_norms = self.step(*arrays)
         skipped = grad_norm.isfinite().logical_not() if self.fp16 else False
         return base.StepResult(loss_sum, grad_norm, skipped, param_grad_norms)
 
     def _step(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run one optimizer step on the tensors of `Samples.batch` for m micro-batches, [m, B, ...]
-        each. Return this rank's summed loss and the norms of `global_norm`."""
+        """Run one optimizer step on the tensors of `Samples.batch` for m micro-batches, each [m, B,
+        ...]. Return this rank's summed loss and the norms of `global_norm`."""
         if self.pipeline is None:
             loss_sum = self._accumulate(*tensors)
         else:
@@ -208,8 +215,8 @@ class NativeEngine(base.Engine):
         loss_sum = torch.zeros((), device=self.topology.device)
         for index, micro_batch in enumerate(zip(*tensors, strict=True), start=1):
             is_last = index == len(tensors[0])
-            # DDP averages once per step. FSDP reduce-scatters every micro-batch, and all-reduces
-            # the shards of replicas once per step.
+            # DDP averages once per step. FSDP reduce-scatters every micro-batch and all-reduces the
+            # shards of replicas once per step.
             if isinstance(self.module, FSDPModule):
                 self.module.set_requires_all_reduce(is_last)
             elif isinstance(self.module, DistributedDataParallel):
@@ -221,7 +228,7 @@ class NativeEngine(base.Engine):
 
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Unscale and clip the gradients and run AdamW. Skip the update if fp16 gradients
-        overflowed or, with on_nonfinite=skip, if they are not finite. Return the norms before
+        overflowed or, with on_nonfinite=skip, if gradients are not finite. Return the norms before
         clipping."""
         for parameter, local in self.local.items():
             local.grad = local_part(parameter.grad)
@@ -244,7 +251,7 @@ class NativeEngine(base.Engine):
                     self.local.values(), self.config.max_grad_norm, grad_norm
                 )
             if self.topology.device_type == "cuda" and not self.optimizer.state:
-                # Otherwise the Adam moments fragment memory segments of activations.
+                # Otherwise the Adam moments would fragment memory segments of activations.
                 torch.cuda.empty_cache()
             self.optimizer.step()
         for parameter in (*self.parameters, *self.local.values()):
@@ -255,10 +262,10 @@ class NativeEngine(base.Engine):
 
     def _scale_loss(self, overflow: torch.Tensor) -> None:
         """Set the loss scale for the next step."""
-        good = torch.where(overflow, 0.0, self._good_steps + 1)
-        higher = torch.where(good % LOSS_SCALE_WINDOW == 0, 2.0, 1.0)
+        good_steps = torch.where(overflow, 0.0, self._good_steps + 1)
+        higher = torch.where(good_steps % LOSS_SCALE_WINDOW == 0, 2.0, 1.0)
         scale = self.loss_scale * torch.where(overflow, 0.5, higher)
-        self._good_steps.copy_(good)
+        self._good_steps.copy_(good_steps)
         self.loss_scale.copy_(scale.clamp(min=1.0))
 
     def eval_step(self, *arrays: np.ndarray) -> torch.Tensor:
@@ -281,10 +288,11 @@ class NativeEngine(base.Engine):
         return logits[:batch, :length]
 
     def _forward(self, *tensors: torch.Tensor, **options: Past) -> torch.Tensor | None:
-        """Run the forward pass. Return the output, or None on ranks without the last stage."""
+        """Run the forward pass. Return its output, or None on ranks without the last stage."""
         run = self.module if self.pipeline is None else self.pipeline.relay
         output = run(*tensors, **options)
-        # Free gathered parameters. A replayed step gathers its own and would not update these.
+        # Free gathered parameters. A replayed step gathers its own copies and would not update
+        # these.
         for module in self.parts.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -302,13 +310,13 @@ class NativeEngine(base.Engine):
         return {**dtypes, "arithmetic": arithmetic, "reduction": str(torch.float32)}
 
     def state_parts(self) -> Iterator[Part]:
-        for stage, named in self.named:
+        for stage, named_params in self.params_by_stage:
             tables = stage.vocabulary_parameters()
-            # The first stage writes the tied embedding, so the last stage does not write its copy.
+            # The first stage writes the tied embedding, so the last stage does not.
             copied = tables if stage.size.tied and not stage.is_first else ()
-            for number, (name, parameter) in enumerate(named):
+            for number, (name, parameter) in enumerate(named_params):
                 rows = stage.size.vocab_size if name in tables else parameter.shape[0]
-                start, copy_rank, num_copies = place_of(parameter, self.topology)
+                start, copy_rank, num_copies = locate_copy(parameter, self.topology)
                 writes = name not in copied and number % num_copies == copy_rank
                 adam_state = self.optimizer.state.get(self.local[parameter], {})
                 shape = (rows, *parameter.shape[1:])

@@ -1,9 +1,9 @@
-"""Build AdamW, with Adam moments in fp32 or in fewer bits.
+"""Build AdamW with Adam moments in fp32 or in fewer bits.
 
 The second moment is a mean over about 1,000 steps. In bf16 with rounding to nearest it could not
-shrink: a step changes it by a thousandth, and half the distance between two neighbors in bf16 is
-two to four thousandths. Stochastic rounding, up or down with probabilities that make the mean
-exact, solves this."""
+shrink. A step changes it by a thousandth, and half the distance between two neighbors in bf16 is
+two to four thousandths. Stochastic rounding solves this: it rounds up or down with probabilities
+that make the mean exact."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +15,7 @@ from distributed_training.engines.base import ADAM, MOMENTS
 from distributed_training.parallel.tensor_files import Part
 from distributed_training.settings.config import RunConfig
 
-# Number of values per update. A limit saves memory if the update is not compiled.
+# Number of values per update. If the update is not compiled, a limit saves memory.
 CHUNK = 2**24
 
 
@@ -54,7 +54,7 @@ def moment_part(part: Part, moment: torch.Tensor) -> Part:
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, with a method that creates its state before the first step."""
+    """torch's AdamW with a method that creates its state before the first step."""
 
     def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
         """Give a parameter zero Adam moments and the number of steps so far."""
@@ -69,11 +69,11 @@ class AdamWBf16(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, *, compiled: bool) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.01})
-        # One graph for parameters of all sizes.
+        # One graph serves parameters of all sizes.
         self.update = torch.compile(_update, dynamic=True) if compiled else _update
 
     def begin(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
-        """Give a parameter zero Adam moments; `step` is shared by all parameters."""
+        """Give a parameter zero Adam moments. All parameters share `step`."""
         moments = {key: torch.zeros_like(parameter, dtype=torch.bfloat16) for key in MOMENTS}
         self.state[parameter] = {"step": step, **moments}
 
@@ -125,8 +125,7 @@ def _update(
     """Apply AdamW (1711.05101, algorithm 2) to flat tensors in place, unless `skip` is True.
 
     The random bits are a hash of the weight, its gradient and the step. Therefore all replicas and
-    all layouts round in the same way, independent of their random number generators.
-    """
+    all layouts round in the same way, whatever the state of their random number generators."""
     beta1, beta2 = ADAM["betas"]
     first = exp_avg.float().lerp(gradient, 1 - beta1)
     second = exp_avg_sq.float().lerp(gradient * gradient, 1 - beta2)
@@ -147,7 +146,7 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _round(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Round fp32 values stochastically to bf16, which has the upper half of the bits of fp32. The
-    probability of rounding up is proportional to the distance from the lower neighbor."""
+    """Round fp32 values stochastically to bf16, which consists of the upper half of the bits of
+    fp32. The probability of rounding up is proportional to the distance from the lower neighbor."""
     raised = values.view(torch.int32) + (bits & 0xFFFF)
     return (raised & -0x10000).view(torch.float32).bfloat16()

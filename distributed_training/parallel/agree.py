@@ -1,4 +1,4 @@
-"""Exchange Python values between ranks as JSON, because unpickling executes code."""
+"""Exchange Python values between ranks as JSON. Pickle would execute code from other ranks."""
 
 import contextlib
 import errno
@@ -22,10 +22,10 @@ Ask = Callable[[Any], list[Any]]
 logger = logging.getLogger(__name__)
 
 
-def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks, by rank. Values must be JSON, and tuples become lists.
-    `group` is another process group of all ranks. Collective."""
-    text = json.dumps(mine).encode()
+    `group`: a process group of all ranks other than the default one. Collective."""
+    text = json.dumps(value).encode()
     longest = torch.tensor(len(text))
     dist.all_reduce(longest, dist.ReduceOp.MAX, group)
     padded = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)
@@ -40,14 +40,15 @@ def from_rank_0(value: Any) -> Any:
 
 
 def gather_in(store: dist.Store, rank: int, world_size: int) -> Ask:
-    """Return a function like `gather` that uses a store. Ranks may take longer than the timeout of
-    a process group, for example to tokenize. It raises RunError after PATIENCE_S."""
+    """Return a function like `gather` that exchanges values through a store. Ranks may take longer
+    than a process group's timeout, for example to tokenize. The function raises RunError after
+    PATIENCE_S."""
     numbers = itertools.count()
 
-    def ask(mine: Any) -> list[Any]:
+    def ask(value: Any) -> list[Any]:
         number = next(numbers)
-        keys = [f"answer {number} of rank {other}" for other in range(world_size)]
-        store.set(keys[rank], json.dumps(mine))
+        keys = [f"answer {number} of rank {sender}" for sender in range(world_size)]
+        store.set(keys[rank], json.dumps(value))
         end = time.monotonic() + PATIENCE_S
         pause = 0.01
         while not store.check(keys):
@@ -60,10 +61,10 @@ def gather_in(store: dist.Store, rank: int, world_size: int) -> Ask:
     return ask
 
 
-def check_ranks_agree(mine: Mapping[str, Any], ask: Ask) -> None:
-    """Raise UserError on all ranks if the values of one rank differ from those of rank 0. `mine`
-    has values by name. Collective."""
-    ranks = ask((socket.gethostname(), mine))
+def check_ranks_agree(values_by_name: Mapping[str, Any], ask: Ask) -> None:
+    """Raise UserError on all ranks if a rank's `values_by_name` differ from rank 0's.
+    Collective."""
+    ranks = ask((socket.gethostname(), values_by_name))
     host_0, first = ranks[0]
     for rank, (host, values) in enumerate(ranks):
         for name in {**first, **values}:
@@ -76,8 +77,9 @@ def check_ranks_agree(mine: Mapping[str, Any], ask: Ask) -> None:
 
 @contextlib.contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise an OSError, FloatingPointError or UserError of one rank in the block on all ranks. If
-    several ranks fail, the error of the first one counts. Collective, like `gather`."""
+    """Raise an OSError, FloatingPointError or UserError that one rank raises in the block on all
+    ranks. If several ranks fail, all ranks raise the first rank's error. Collective, like
+    `gather`."""
     failure = None
     try:
         yield
@@ -93,7 +95,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def works_everywhere(attempt: Callable[[], Any], consequence: str) -> bool:
-    """Return whether `attempt` succeeds on all ranks. If it raises a RuntimeError on one rank, all
+    """Return whether `attempt` succeeds on all ranks. If it raises a RuntimeError on any rank, all
     ranks log the `consequence` as a warning. Collective over all processes."""
     failure = ""
     try:

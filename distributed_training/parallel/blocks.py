@@ -23,10 +23,9 @@ def apply_checkpointing(model: Decoder, mode: str, lora_rank: int = 0) -> None:
     """Recompute every block in the backward pass, in place.
 
     "full" saves only the input of a block, [batch, seq_len, hidden]. "selective" also saves the
-    outputs of attention and of matrix multiplications, because recomputing the rest (norms,
-    activation functions, sums) is cheap. The matrix multiplications of LoRA adapters are cheap too:
-    they are recomputed. Recomputation draws the same dropout masks.
-    """
+    outputs of attention and of matrix multiplications, because recomputing the other operations
+    (norms, activation functions, sums) is cheap. The matrix multiplications of LoRA adapters are
+    also cheap and are recomputed. Recomputation draws the same dropout masks."""
     if mode == "none":
         return
     checkpointed = functools.partial(checkpoint.checkpoint, use_reentrant=False)
@@ -39,15 +38,17 @@ def apply_checkpointing(model: Decoder, mode: str, lora_rank: int = 0) -> None:
 
 
 class _SelectivePolicy:
-    """Decides which outputs are saved for the backward pass. Is asked in the order of execution.
+    """Policy that decides which outputs are saved for the backward pass. It is called in
+    execution order.
 
-    With tensor parallelism, a product can be one term of a sum over processes. Then the sum is
-    saved too. A compiled block saves it instead of the term, which is larger, and does not
-    communicate it again (8% faster, measured with Llama-3.2-1B on two H200s)."""
+    With tensor parallelism, the output of a matrix multiplication can be one term of a sum over
+    processes. Then the sum is also saved. A compiled block saves the sum instead of the term,
+    which is larger, and does not communicate again (8% faster, measured with Llama-3.2-1B on two
+    H200s)."""
 
     def __init__(self, lora_rank: int) -> None:
         self.lora_rank = lora_rank
-        self.sums = False  # whether the last collective is a sum
+        self.sums = False  # whether the latest collective computes a sum
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saves = self._saves(op, args)
@@ -64,35 +65,35 @@ class _SelectivePolicy:
             return True
         if op not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             return False
-        # An adapter's matrix A^T is [in, rank], B^T is [rank, out].
+        # An adapter's matrix A^T is [in, rank], and B^T is [rank, out].
         return not (self.lora_rank > 0 and self.lora_rank in args[-1].shape)
 
 
 def apply_chunked_loss(model: Decoder, config: RunConfig) -> None:
-    """Compute the loss of `loss_chunk_tokens` tokens at a time, in place. Must be called after
-    apply_tp and before apply_compile."""
+    """Compute the loss in chunks of `loss_chunk_tokens` tokens, in place. Call this after apply_tp
+    and before apply_compile."""
     if not config.loss_chunk_tokens or not model.is_last:
         return
     chunked = ChunkedCrossEntropy(int(config.loss_chunk_tokens), compiled=bool(config.compile))
     if model.loss is summed_cross_entropy:
         model.loss = chunked
-    else:  # the loss of apply_tp
+    else:  # the loss that apply_tp has set
         model.loss = functools.partial(model.loss, chunked=chunked)
 
 
 def _compile(function: Any) -> Any:
-    """Compile a function separately for each shape. By default torch.compile makes shapes symbolic,
-    which is slower and does not work with DTensors (torch 2.11)."""
+    """Return a function that is compiled separately for each shape. By default torch.compile makes
+    shapes symbolic, which is slower and does not work with DTensors (torch 2.11)."""
     return torch.compile(function, dynamic=False)
 
 
 def apply_compile(model: Decoder, config: RunConfig, *, ends: bool) -> None:
-    """Compile a model in place, if CONFIG asks for it.
+    """Compile a model in place if CONFIG asks for it.
 
-    Each block's forward is compiled, and all blocks share one graph; so is the loss, unless it is
-    computed in chunks, which compiles its own part. `ends` also compiles the embedding and the
-    final norm, which is impossible with the hooks of ZeRO-3. compile=whole compiles everything up
-    to the final norm as one graph, which also fuses operations across blocks."""
+    Each block's forward is compiled, and all blocks share one graph. The loss is also compiled; if
+    it is computed in chunks, only its own part is. `ends` also compiles the embedding and the final
+    norm, which is impossible with the hooks of ZeRO-3. compile=whole compiles everything up to the
+    final norm as one graph, which also fuses operations across blocks."""
     if not config.compile:
         return
     chunked = bool(config.loss_chunk_tokens)
@@ -116,11 +117,11 @@ def apply_fsdp(
 ) -> None:
     """Shard each block, then the remaining parameters, in place with FSDP2.
 
-    `mesh` has one axis, or two for HSDP: replicas and shards. Both passes all-gather a block's
+    `mesh` has one axis or, for HSDP, two: replicas and shards. Both passes all-gather a block's
     parameters in `dtype` (None: fp32) and free them after use. The backward pass reduce-scatters
     gradients in fp32 and, for HSDP, all-reduces the shards. The root module has the tied embedding,
-    which is needed first and last, so it stays gathered. `keep_gathered` keeps blocks gathered, for
-    pipeline stages, which use them for many micro-batches."""
+    which both the first and the last operation use, so it stays gathered. `keep_gathered` keeps
+    blocks gathered for pipeline stages, which use them for many micro-batches."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
@@ -133,7 +134,8 @@ def apply_fsdp(
 
 
 def reset_shards(model: Decoder) -> None:
-    """Let FSDP notice, if it is used, that new tensors have replaced its shards on "meta"."""
+    """Make FSDP, if the model uses it, notice that new tensors have replaced its shards on
+    "meta"."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module._apply(lambda tensor: tensor, recurse=False)
@@ -141,7 +143,7 @@ def reset_shards(model: Decoder) -> None:
 
 def apply_prefetch(model: Decoder, ahead: int) -> None:
     """Let each FSDP block prefetch the next `ahead` blocks in both passes, in place. FSDP's default
-    is 1; 0 does not overlap the gathering of a block with computation."""
+    is 1. With 0, gathering a block does not overlap with computation."""
     blocks: list[Any] = list(model.blocks.values())
     if ahead == 0:
         for module in (model, *blocks):

@@ -1,6 +1,7 @@
-"""Sums and norms of gradients over processes, and DDP's hook that sends them in bf16.
+"""Compute sums and norms of gradients over processes. Define DDP's hook that sends gradients in
+bf16.
 
-DDP reads the hook's annotations, which must not be text."""
+DDP evaluates the hook's annotations, so they must not be strings."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -17,7 +18,8 @@ from distributed_training.parallel.private import foreach_mul, foreach_norm
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Return this process's shard of a DTensor, sharing its memory. Return other tensors as is."""
+    """Return this process's shard of a DTensor, which shares its memory. Return other tensors
+    unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -50,11 +52,12 @@ def average(tensors: Sequence[torch.Tensor]) -> None:
 def global_norm(
     parameters: list[nn.Parameter], topology: Topology, counted_elsewhere: Collection[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the 2-norm of all gradients of the model, an fp32 scalar that is equal on all ranks,
-    and the norm of this rank's shard of each gradient, [number of parameters].
+    """Return two norms of the gradients: the 2-norm of all gradients of the model, an fp32 scalar
+    that is equal on all ranks, and the norm of this rank's shard of each gradient, [number of
+    parameters].
 
-    Every rank adds the squares of its shards, divided by the number of ranks of its stage with the
-    same shard. This needs one all-reduce of a scalar, unless every rank has all gradients."""
+    Every rank adds the squares of its shards, divided by the number of ranks in its stage that have
+    the same shard. This needs one all-reduce of a scalar, unless every rank has all gradients."""
     norms = foreach_norm([local_part(parameter.grad) for parameter in parameters])
     param_grad_norms = torch.stack(norms)
     if topology.world_size == topology.dp_replicate:
@@ -70,7 +73,7 @@ def global_norm(
 
 
 def _num_shards(gradient: Any) -> int:
-    """Return the number of different shards of a gradient in a stage."""
+    """Return the number of distinct shards of a gradient within a stage."""
     if not isinstance(gradient, DTensor):
         return 1
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
@@ -78,5 +81,5 @@ def _num_shards(gradient: Any) -> int:
 
 
 def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's, under a name that DDP does not refuse on CPUs."""
+    """Call torch's bf16_compress_hook. DDP does not allow that hook, by its name, on CPUs."""
     return bf16_compress_hook(state, bucket)

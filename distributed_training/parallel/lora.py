@@ -17,12 +17,13 @@ from distributed_training.settings.config import RunConfig
 
 
 def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[str]:
-    """Freeze a model, or a stage, and add fp32 adapters on `device` to its blocks' matrices, in
+    """Freeze a model or a stage, and add fp32 adapters on `device` to its blocks' matrices, in
     place.
 
-    If tp shards a matrix by rows, each rank has all of A and its rows of B; if by columns, its
-    columns of A and all of B. Adapters start as the model's `initial_adapters`, if it has any.
-    Returns the names of parameters whose gradients must be summed over tp."""
+    If tp shards a matrix by rows, each rank has all of A and its own rows of B. If tp shards it by
+    columns, each rank has its own columns of A and all of B. Adapters start as the model's
+    `initial_adapters`, if it has any. Returns the names of parameters whose gradients must be
+    summed over tp."""
     initial = model.initial_adapters
     model.requires_grad_(False)
     tp_partial_names = set()
@@ -31,7 +32,8 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
         if not isinstance(linear, Linear) or name.split(".", 2)[-1] not in targets:
             continue
         weight = linear.weight
-        rows = linear.out_features  # not the shape of the weight, which may be quantized
+        # The shape of the weight would be wrong, because the weight may be quantized
+        rows = linear.out_features
         columns = linear.in_features
         # The initial values depend only on the name and the seed, and are rounded like the weights.
         generator = torch.Generator().manual_seed(config.seed * 100_003 + zlib.crc32(name.encode()))
@@ -62,15 +64,16 @@ def apply_lora(model: Decoder, config: RunConfig, device: torch.device) -> set[s
 
 
 class Adapter(nn.Module):
-    """The adapter of one matrix."""
+    """LoRA adapter of one matrix."""
 
     mask: torch.Tensor | None  # 0 where a value of B must stay 0
 
     def __init__(
         self, a: torch.Tensor, b: torch.Tensor, config: RunConfig, mask_rank: int | None = None
     ) -> None:
-        """`mask_rank` is set if processes with the same random numbers have different columns of
-        the input. They then draw different dropout masks."""
+        """Create the adapter from a [rank, in] and b [out, rank]. Set `mask_rank` if processes with
+        the same random numbers have different columns of the input. They then draw different
+        dropout masks."""
         super().__init__()
         self.a = nn.Parameter(a)
         self.b = nn.Parameter(b)
@@ -83,7 +86,7 @@ class Adapter(nn.Module):
         """Add the adapter's output for the input x [.., in] to the matrix's output y [.., out]."""
         inputs = x
         if isinstance(x, DTensor):
-            # If x is replicated, each process computes one term of its gradient.
+            # If x is replicated, each process computes only one term of its gradient.
             layouts = [Partial() if layout.is_replicate() else layout for layout in x.placements]
             inputs = x.to_local(grad_placements=layouts)
         if self.mask_rank is None:

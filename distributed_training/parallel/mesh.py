@@ -1,7 +1,7 @@
-"""Define a process's ranks along the axes of the mesh, its device and the process groups.
+"""Define a process's ranks along the axes of the mesh, its device and its process groups.
 
-tp varies fastest with the rank and pp slowest, so that the processes that communicate most are in
-the same node. Only functions that need a process group import torch."""
+tp varies fastest with the rank and pp slowest, so the processes that communicate most are on the
+same node. Only functions that need a process group import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """The rank of this process and the sizes of the mesh's axes."""
+    """Rank of this process and the sizes of the mesh's axes."""
 
     world_size: int
     rank: int
@@ -37,7 +37,7 @@ class Topology:
 
     @property
     def dp_size(self) -> int:
-        """The number of replicas and shards that work on different samples."""
+        """Return the number of processes that work on different samples: replicas times shards."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -46,21 +46,21 @@ class Topology:
 
     @property
     def dp_rank(self) -> int:
-        """The rank among the processes that work on different samples."""
+        """Return the rank among the processes that work on different samples."""
         return self.rank // self.tp % self.dp_size
 
     @property
     def pp_rank(self) -> int:
-        """The rank along pp. Rank 0 has the first layers."""
+        """Return the rank along pp. Rank 0 has the first layers."""
         return self.rank // (self.tp * self.dp_size)
 
     @property
     def axes(self) -> dict[str, int]:
-        """The size of each axis, from the slowest to the fastest."""
+        """Return the size of each axis, from the slowest to the fastest."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     def build_mesh(self) -> DeviceMesh:
-        """Return a DeviceMesh of the axes in use, and always of dp_shard, which FSDP needs.
+        """Return a DeviceMesh of the axes in use and, in any case, of dp_shard, which FSDP needs.
         Collective: creates a communicator for each axis that does not span all processes."""
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -87,11 +87,11 @@ class Topology:
 
 
 def set_nccl_variables(*strategies: str) -> None:
-    """Set NCCL's variables for runs of these strategies. The user's own values take precedence.
+    """Set NCCL's variables for runs of these strategies. Values set by the user take precedence.
 
-    Messages use few channels, unless a strategy sends messages from all processes to all. Buffers
-    in a CUDA graph are not registered: NCCL 2.28 registers the buffer of a large message on one
-    side where it cannot on the other, and then the replayed pipeline waits forever."""
+    NCCL uses few channels for point-to-point messages, unless a strategy sends messages from all
+    processes to all. Buffers in a CUDA graph are not registered. NCCL 2.28 may register the buffer
+    of a large message on only one side, and then the replayed pipeline waits forever."""
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if not any(map(sends_all_to_all, strategies)):
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(P2P_CHANNELS))
@@ -101,14 +101,15 @@ def set_nccl_variables(*strategies: str) -> None:
 def process_group(
     device: torch.device, store: dist.Store, *, minutes: float = 30
 ) -> Iterator[None]:
-    """Open the default process group: gloo for CPU tensors, NCCL for CUDA tensors. Later groups
-    have torch's default timeouts. The caller must drop the engine and the model before the end."""
+    """Open the default process group: gloo for CPU tensors, NCCL for CUDA tensors. Groups created
+    later have torch's default timeouts. The caller must drop the engine and the model before the
+    block ends."""
     import torch
     import torch.distributed as dist
 
     options: dict[str, Any] = {"timeout": timedelta(minutes=minutes), "store": store}
     options |= {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
-    store.set_timeout(options["timeout"])  # torch does this only for a store that it creates
+    store.set_timeout(options["timeout"])  # torch sets this only for a store that it creates
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
@@ -116,7 +117,7 @@ def process_group(
         dist.init_process_group("gloo", **options)
     try:
         yield
-        # Threads of gloo that outlive the interpreter would abort it.
+        # Gloo's threads would abort the interpreter if they outlived it.
         gc.collect()
         dist.barrier()
     finally:

@@ -1,8 +1,8 @@
-"""Run pipeline parallelism: blocks are partitioned into stages, and micro-batches pass through
-them.
+"""Run pipeline parallelism: blocks are partitioned into stages, and micro-batches pass through the
+stages.
 
 Neighboring stages send each other activations and their gradients, [B, T, D] per micro-batch. With
-sequence parallelism over R processes, each of them sends its share, a part 1/R."""
+sequence parallelism over R processes, each process sends a 1/R share."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,23 +20,24 @@ from distributed_training.parallel.private_pipelining import GivenOrder, TwoWayS
 from distributed_training.parallel.zero_bubble import WeightGradients
 from distributed_training.plan.plan import Plan
 
-RUN_BY: dict[str, Any] = {  # schedule -> class of torch, or derived from one
+RUN_BY: dict[str, Any] = {  # schedule -> torch's class, or a class derived from one of torch's
     "gpipe": get_schedule_class("GPipe"),
     "1f1b": get_schedule_class("1F1B"),
     "interleaved": get_schedule_class("Interleaved1F1B"),
     "zb-h1": GivenOrder,  # torch's InterleavedZeroBubble needs m to be a multiple of p
-    "zb-v": GivenOrder,  # torch's ZBVZeroBubble has one order, whatever the durations
+    "zb-v": GivenOrder,  # torch's ZBVZeroBubble has a fixed order for all durations
     "zb-auto": GivenOrder,
 }
 
 
 class Pipeline:
-    """The stages of this process and their schedule. Methods are collective over `group`."""
+    """Stages of this process and their schedule. Methods are collective over `group`."""
 
     def __init__(
         self, stages: dict[int, Decoder], plan: Plan, topology: Topology, group: dist.ProcessGroup
     ) -> None:
-        """`stages` are this process's stages by index, `group` the processes of its pipeline."""
+        """Build the schedule. `stages`: this process's stages by index. `group`: the processes of
+        its pipeline."""
         config = plan.config
         ranks = plan.layout.ranks
         device = topology.device
@@ -53,12 +54,13 @@ class Pipeline:
         self.first = stages.get(0)
         self.last = stages.get(len(ranks) - 1)
         self._scale = torch.ones((), device=device)
-        other = topology.new_pipeline_group()
-        # NCCL connects two processes at their first message and blocks both, so connect them now.
+        second_group = topology.new_pipeline_group()
+        # At the first message between two processes, NCCL connects them and blocks both, so connect
+        # them now.
         message = torch.zeros(1, device=device)
         peers = [(topology.pp_rank + step) % topology.pp for step in (1, -1)]
-        _exchange(other, [(peer, message, torch.empty_like(message)) for peer in peers])
-        # With these examples torch does not need to run the stages to infer shapes.
+        _exchange(second_group, [(peer, message, torch.empty_like(message)) for peer in peers])
+        # These examples save torch from running the stages to infer shapes.
         batch_shape = (plan.batch.micro_batch_size, config.max_length)
         hidden = self._empty_hidden(batch_shape, "meta").requires_grad_()
         ids = torch.empty(batch_shape, dtype=torch.long, device="meta")
@@ -72,7 +74,7 @@ class Pipeline:
             example_output = loss if stage.is_last else hidden
             arguments: Any = (stage, index, len(ranks), device, example_input, example_output)
             wrapped.append(TwoWayStage(*arguments, group=group, dw_builder=weight_gradients))
-            wrapped[-1].other = other
+            wrapped[-1].second_group = second_group
         schedule_class = RUN_BY[config.pipeline_schedule]
         options = {"plan": plan} if schedule_class is GivenOrder else {}
         self.schedule = schedule_class(
@@ -90,12 +92,13 @@ class Pipeline:
         targets: torch.Tensor,
         *documents: torch.Tensor,
     ) -> torch.Tensor:
-        """Run all m micro-batches, given as tensors [m B, T], for the gradient of `scale` x loss.
-        Return the summed loss on the process with the last stage, and 0 on others."""
+        """Run all m micro-batches, given as tensors [m B, T], to get the gradient of `scale` x
+        loss. Return the summed loss on the process with the last stage, and 0 on other
+        processes."""
         self._scale = scale
         arguments = () if self.first is None else (inputs,)
         losses: list[torch.Tensor] = []
-        # torch passes `target` to loss_fn. The last stage itself needs `targets`.
+        # torch passes `target` to loss_fn, but the last stage itself needs `targets`.
         kwargs = {"targets": targets, "target": targets, "losses": losses}
         kwargs |= dict(zip(("positions", "ends"), documents, strict=False))
         self.schedule.step(*arguments, return_outputs=False, **kwargs)
@@ -108,7 +111,7 @@ class Pipeline:
         self, ids: torch.Tensor, targets: torch.Tensor | None = None, *documents: torch.Tensor
     ) -> torch.Tensor | None:
         """Run the forward pass of one batch [B, T] through all stages. Return the output of the
-        last stage on its process, and None on others."""
+        last stage on the process that has it, and None on other processes."""
         out = ids
         for index, stage in self.stages.items():
             if not stage.is_first and index - 1 not in self.stages:
@@ -120,7 +123,8 @@ class Pipeline:
         return out if self.last is not None else None
 
     def broadcast_logits(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-        """Send the logits [B, T, V] that `relay` returned on the last stage to all processes."""
+        """Send the logits [B, T, V] that `relay` returned on the last stage to all processes.
+        Return them."""
         if logits is None:
             shape = (*ids.shape, self.size.vocab_size)
             logits = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -129,17 +133,18 @@ class Pipeline:
         return logits
 
     def add_tied_gradients(self) -> None:
-        """Sum the gradients that the first and the last stage have for the tied embedding."""
+        """Sum the gradients of the tied embedding in the first and the last stage."""
         ends = [part for part in (self.first, self.last) if part is not None and self.ties]
         gradients: list[Any] = [local_part(part.output_weight.grad) for part in ends]
         if len(ends) == 2:
             gradients[0] += gradients[1]
             gradients[1].copy_(gradients[0])
         elif ends:
-            other = self.ranks[0 if self.first is None else -1]
-            theirs = torch.empty_like(gradients[0])
-            _exchange(self.group, [(other, gradients[0], theirs)])
-            gradients[0] += theirs  # both sides add the same numbers, so their sums are equal
+            peer = self.ranks[0 if self.first is None else -1]
+            peer_gradient = torch.empty_like(gradients[0])
+            _exchange(self.group, [(peer, gradients[0], peer_gradient)])
+            # Both stages add the same two numbers, so their sums are equal
+            gradients[0] += peer_gradient
 
     def counted_twice(self) -> set[torch.Tensor]:
         """Return the parameters that another stage also has and counts in the gradient norm."""
@@ -157,8 +162,8 @@ class Pipeline:
 def _exchange(
     group: dist.ProcessGroup, messages: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Send and receive all messages at the same time, and wait. A message is (rank in `group`,
-    tensor to send, tensor to receive into)."""
+    """Send and receive all messages at the same time, and wait for them. A message is (rank in
+    `group`, tensor to send, tensor to receive into)."""
     operations = []
     for peer, sent, received in messages:
         operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=peer))
@@ -168,11 +173,11 @@ def _exchange(
 
 
 class RoundedWeights:
-    """Parameters of a module rounded to a narrower dtype once per step, as FSDP does.
+    """Parameters of a module, rounded to a narrower dtype once per step, as FSDP does.
 
-    Inside `with` the module has rounded copies, and autograd accumulates their gradients in fp32.
-    At the end the fp32 parameters get these gradients. The copies stay allocated: 2 bytes per
-    parameter."""
+    Within the `with` block the module has the rounded copies, and autograd accumulates their
+    gradients in fp32. At its end, the fp32 parameters get these gradients. The copies stay
+    allocated, at 2 bytes per parameter."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self.owners = [
@@ -184,7 +189,7 @@ class RoundedWeights:
         self.parameters = [getattr(owner, name) for owner, name in self.owners]
         self.copies = [nn.Parameter(p.detach().to(dtype)) for p in self.parameters]
         for copy in self.copies:
-            copy.grad_dtype = torch.float32  # dtype of the accumulated .grad
+            copy.grad_dtype = torch.float32  # dtype in which .grad is accumulated
 
     @torch.no_grad()
     def __enter__(self) -> None:

@@ -1,8 +1,8 @@
-"""Wrap the private interfaces of torch and DeepSpeed that this suite uses; private_pipelining.py
-has those of torch's pipelines.
+"""Wrap the private interfaces of torch and DeepSpeed that this suite uses. private_pipelining.py
+wraps the interfaces of torch's pipelines.
 
-Checked against torch 2.11 and 2.13, and DeepSpeed 0.19.8. Native strategies never import DeepSpeed.
-"""
+Checked against torch 2.11 and 2.13, and DeepSpeed 0.19.8. Native strategies never import
+DeepSpeed."""
 
 import contextlib
 import importlib
@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# Operations on lists of tensors in one kernel launch, which torch's optimizers also use
+# Operations on lists of tensors in one kernel launch, as torch's optimizers use them
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
@@ -33,7 +33,7 @@ ATTENTION_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
 if torch.backends.cuda.is_built():  # varlen_attn needs CUDA, and its import takes seconds
-    import torch.nn.attention.varlen  # registers the operation
+    import torch.nn.attention.varlen  # registers the operation with torch
 
     ATTENTION_OPS.append(torch.ops.torch_attn._varlen_attn.default)
 # Collectives that torch.compile can capture, with the arguments (tensor, "sum" or "max", group) and
@@ -43,16 +43,17 @@ all_gather_functional = functional_collectives.all_gather_tensor
 
 
 class ComputeStreamReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter, with sharded gradients in memory of the stream that computes.
+    """FSDP's reduce-scatter, with sharded gradients allocated on the compute stream.
 
-    torch allocates them on the stream that communicates. The caching allocator keeps free memory
-    apart by stream, so gradients could not use the memory of activations that the backward pass has
-    freed. During the capture of a CUDA graph the allocator cannot return that memory to the driver
-    either: a model of 8B parameters ran out of memory beside 23 GiB of free blocks.
+    torch allocates sharded gradients on the communication stream. The caching allocator separates
+    free memory by stream, so the gradients could not use the memory of activations that the
+    backward pass has freed. During the capture of a CUDA graph, the allocator cannot return that
+    memory to the driver either. A model of 8B parameters ran out of memory with 23 GiB of free
+    blocks.
 
-    Reusing the memory is safe: the communication stream waits for the compute stream before it
-    writes, and the optimizer step, after which gradients are freed, waits for it in turn.
-    """
+    Reusing the memory is safe. The communication stream waits for the compute stream before it
+    writes, and the optimizer step, after which gradients are freed, waits for the communication
+    stream."""
 
     def __init__(self, compute_stream: torch.cuda.Stream) -> None:
         self.compute_stream = compute_stream
@@ -60,7 +61,7 @@ class ComputeStreamReduceScatter(DefaultReduceScatter):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return an uninitialized tensor of `size`."""
+        """Return an uninitialized tensor of the given size."""
         with torch.cuda.stream(self.compute_stream):
             return torch.empty(*size, dtype=dtype, device=device)
 
@@ -73,14 +74,14 @@ def first_index(tensor: DTensor) -> tuple[int, ...]:
 
 def gather_on_use(module: Any) -> None:
     """Let an FSDP module gather its parameters when it is called, on the compute stream, and
-    prefetch no other module."""
+    disable its prefetching of other modules."""
     module._set_unshard_async_op(True)
     module.set_modules_to_backward_prefetch([module])  # overrides FSDP's default
 
 
-class CutWhereTold:
-    """Mixin for DeepSpeed's PipelineModule, before it in the bases. Stages begin at the layers in
-    `parts`."""
+class GivenPartition:
+    """Mixin for DeepSpeed's PipelineModule, to be listed before it in the bases. Stages begin at
+    the layers in `parts`."""
 
     parts: list[int]
 
@@ -89,16 +90,17 @@ class CutWhereTold:
 
     def __init__(self, layers: list[Any], **options: Any) -> None:
         super().__init__(layers, **options)  # type: ignore[call-arg]
-        self._layer_specs: list[Any] = []  # free the layers of other stages
+        self._layer_specs: list[Any] = []  # frees the layers of other stages
 
 
 def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] | None:
-    """Return where a ZeRO optimizer has this process's fp32 shard of a parameter: (index of the
-    flat tensor, offset in it, first element, number of elements); None without a shard.
+    """Return the position of this process's fp32 shard of a parameter in a ZeRO optimizer, or
+    None if there is no shard. The position is (index of the flat tensor, offset in it, first
+    element, number of elements).
 
-    In stages 1 and 2 DeepSpeed's public accessors find Adam moments only in the first flat tensor.
-    """
-    if hasattr(parameter, "ds_id"):  # stage 3
+    In stages 1 and 2, DeepSpeed's public accessors find Adam moments only in the first flat
+    tensor."""
+    if hasattr(parameter, "ds_id"):  # ZeRO stage 3
         group, offset, count = zero.grad_position[zero.get_param_id(parameter)]
         return group, offset, zero._get_param_partition_rank(parameter) * count, count
     mapping = parameter._hp_mapping
@@ -110,13 +112,14 @@ def find_zero_fragment(zero: Any, parameter: Any) -> tuple[int, int, int, int] |
 
 def zero_partitions(zero: Any) -> list[torch.Tensor]:
     """Return the flat fp32 weights of this process, which are the keys of Adam's state. They are
-    empty while on disk."""
+    empty while their values are on disk."""
     stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
     return zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups
 
 
 def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
-    """Return "weight" and the Adam moments of one flat tensor; copies, if they are on disk."""
+    """Return "weight" and the Adam moments of one flat tensor by name. If they are on disk, return
+    copies."""
     swapped = _is_swapped(zero, group)
     if swapped:
         zero._optimizer_states_and_gradient_swap_in(group)
@@ -129,8 +132,9 @@ def read_zero_group(zero: Any, group: int) -> dict[str, torch.Tensor]:
 
 
 def zero_groups_to_write(zero: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the flat weights of each group in memory, for the caller to write them and their Adam
-    state. After the last group, the trained weights have the written values. Collective."""
+    """Yield the flat weights of each group in memory, so that the caller can write to them and
+    to their Adam state. After the last group, the trained weights have the written values.
+    Collective."""
     stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
     if stage_3:
         zero.checkpoint_event_prologue()
@@ -156,15 +160,15 @@ def _is_swapped(zero: Any, group: int) -> bool:
 
 def restore_cpu_adam_powers(adam: Any, steps: int, betas: tuple[float, float], eps: float) -> None:
     """Repeat the steps of a loaded DeepSpeedCPUAdam on empty tensors. Its C++ object computes beta
-    ** step by repeated multiplication in fp32, which rounds differently from pow."""
+    ** step by repeated multiplication in fp32, and pow would round differently."""
     empty = [torch.zeros(0) for _ in range(4)]
     for step in range(1, steps + 1):
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *empty)
 
 
 def share_memory(group: dist.ProcessGroup) -> None:
-    """Let processes of one machine read each other's GPU memory, which overlap_products needs.
-    Raises RuntimeError if the GPUs cannot. Collective over `group`."""
+    """Let processes of one machine read each other's GPU memory, as overlap_products requires.
+    Raises RuntimeError if the GPUs cannot do this. Collective over `group`."""
     name = group.group_name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -173,7 +177,7 @@ def share_memory(group: dist.ProcessGroup) -> None:
 
 
 def overlap_products(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Let code that is compiled in the block gather and reduce in chunks, while matrix
+    """Let code that is compiled within the block gather and reduce in chunks while matrix
     multiplications compute other chunks."""
     if not enabled:
         return contextlib.nullcontext()
@@ -184,7 +188,7 @@ def overlap_products(enabled: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def record_memory_history() -> None:
-    """Start to record allocations and frees of GPU memory; the last 100,000 are kept."""
+    """Start to record allocations and frees of GPU memory. The latest 100,000 are kept."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
 
 
@@ -196,7 +200,7 @@ def dump_memory_history(path: Path) -> None:
 
 def import_muon() -> None:
     """Import DeepSpeed's Muon optimizer without compiling it. Every ZeRO optimizer imports this
-    module. Nothing here uses it, but its decorators would import torch's compiler, which takes
+    module. It is not used here, but its decorators would import torch's compiler, which takes
     seconds."""
     compile_function = torch.compile
     torch.compile = lambda function: function
@@ -207,16 +211,16 @@ def import_muon() -> None:
 
 
 def forget_pipeline_grid() -> None:
-    """Drop DeepSpeed's process grid, which the next engine would otherwise reuse."""
+    """Drop DeepSpeed's process grid. Otherwise the next engine would reuse it."""
     import deepspeed
 
     deepspeed.utils.groups.mpu = None
 
 
 def leave_out_extensions() -> None:
-    """Skip DeepSpeed's shared-memory all-reduce between CPUs, the only extension that it builds
-    when it can. Only its inference uses it, and it needs 40 s to compile and 66 MiB of /dev/shm per
-    process."""
+    """Skip DeepSpeed's shared-memory all-reduce between CPUs, the only extension that DeepSpeed
+    builds on its own. Only DeepSpeed's inference uses it. It needs 40 s to compile and 66 MiB of
+    /dev/shm per process."""
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__ = {}  # otherwise found by running compilers
+    deepspeed.ops.__compatible_ops__ = {}  # Otherwise DeepSpeed runs compilers to fill this.

@@ -1,5 +1,5 @@
-"""Wrap the private interfaces of torch's pipelines. Their import takes 0.4 s, so only pipeline.py
-imports this file."""
+"""Wrap the private interfaces of torch's pipelines. Importing them takes 0.4 s, so only pipeline.py
+imports this module."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,13 @@ from distributed_training.predict.simulate import expect_spans
 
 
 class TwoWayStage(PipelineStage):
-    """A PipelineStage that uses two communicators for alternate edges. With a single one, NCCL
-    would let a receive from the previous stage block a send to the next stage that is ready."""
+    """PipelineStage that uses two communicators for alternate edges. With a single communicator,
+    NCCL would let a receive from the previous stage block a ready send to the next stage."""
 
-    other: dist.ProcessGroup
+    second_group: dist.ProcessGroup
 
     def _over(self, edge: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        group = self.other if edge % 2 else self.group
+        group = self.second_group if edge % 2 else self.group
         return [dist.P2POp(op.op, op.tensor, op.peer, group) for op in ops]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -35,15 +35,16 @@ class TwoWayStage(PipelineStage):
         return self._over(self.stage_index - 1, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out messages to this process itself, at the turn of a V. torch 2.11 sends them, and
-        gloo fails."""
+        """Leave out messages from this process to itself, at the turn of a V. torch 2.11 includes
+        them, and gloo fails on them."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
 
 class GivenOrder(schedules._PipelineScheduleRuntime):
-    """Schedule that follows the planned orders of forward passes and halves of backward passes. If
-    the orders were planned for measured durations, messages follow the order of their expected
-    times. torch's own order assumes equal durations, and a receive that comes too early would block
+    """Schedule that follows the planned orders of forward passes and halves of backward passes.
+
+    If the orders were planned for measured durations, messages follow the order of their expected
+    times. torch's own order assumes equal durations. A receive that comes too early would block
     operations that are ready."""
 
     def __init__(self, stages: list[Any], plan: Plan, **options: Any) -> None:
@@ -64,8 +65,8 @@ class GivenOrder(schedules._PipelineScheduleRuntime):
 _Type = schedules._ComputationType
 _COMPUTING = {"F": _Type.FORWARD, "I": _Type.BACKWARD_INPUT, "W": _Type.BACKWARD_WEIGHT}
 _OPERATIONS = {action_type: name for name, action_type in _COMPUTING.items()}
-# Message -> (operation that produces it, number of stages from that operation to the action's
-# stage)
+# Message -> (operation that produces it, number of stages from that operation to the stage of the
+# action)
 _MESSAGES = {
     _Type.SEND_F: ("F", 0), _Type.RECV_F: ("F", 1), _Type.SEND_B: ("I", 0), _Type.RECV_B: ("I", -1),
 }  # fmt: skip
@@ -74,8 +75,8 @@ _MESSAGES = {
 def _in_order_of_messages(
     actions: list[schedules._Action], spans: Mapping[Operation, tuple[float, float]]
 ) -> list[schedules._Action]:
-    """Return the actions with each message moved behind the operation that produces it and before
-    the operation that its process runs at that time."""
+    """Return the actions with each message moved. It comes after the operation that produces it and
+    before the operation that its process runs at that time."""
     messages = []
     for action in actions:
         if action.computation_type in _MESSAGES:

@@ -1,11 +1,11 @@
 """Shard the matrices of every layer over processes: tensor parallelism (Megatron-LM, 1909.08053).
 
 Letters are as in decoder.py, with R processes. A `column` matrix is sharded by rows (heads, or
-hidden units of an MLP), and the `row` matrix after it by columns, so that each process computes one
-term of a sum. With sequence parallelism (2205.05198), norms, residuals and dropout are sharded by
-samples if R divides their number, otherwise along the tokens. An all-gather precedes attention and
-MLP, and a reduce-scatter follows. Without it, all processes compute the same norms and residuals,
-and one all-reduce follows. The loss is sharded by vocabulary."""
+hidden units of an MLP) and the following `row` matrix by columns, so each process computes one term
+of a sum. With sequence parallelism (2205.05198), norms, residuals and dropout are sharded by
+samples if R divides the number of samples, otherwise by tokens. An all-gather precedes attention
+and MLP, and a reduce-scatter follows. Without sequence parallelism, all processes compute the same
+norms and residuals, and one all-reduce follows. The loss is sharded by vocabulary."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,21 +32,21 @@ from distributed_training.models.decoder import Decoder, Role
 from distributed_training.parallel.private import all_gather_functional, all_reduce_functional
 
 
-def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[str]:
-    """Shard a model, or a stage, over the one-axis `mesh`, in place.
+def apply_tp(model: Decoder, mesh: DeviceMesh, tp_parts: tuple[int, int]) -> set[str]:
+    """Shard a model or a stage over the one-axis `mesh`, in place.
 
-    Parameters become DTensors. Between sharded layers, tensors are local, with samples and tokens
-    split into `parts`. Returns the names of parameters that each process applies to its own tokens.
-    Their gradients must be summed over `mesh` (gradients.add_up)."""
-    sequence_parallel = max(parts) > 1
-    between: Placement = Shard(0 if parts[0] > 1 else 1) if sequence_parallel else Replicate()
+    Parameters become DTensors. Between sharded layers, tensors are local, and samples and tokens
+    are split into `tp_parts`. Returns the names of parameters that each process applies to its own
+    tokens. The gradients of these parameters must be summed over `mesh` (gradients.add_up)."""
+    sequence_parallel = max(tp_parts) > 1
+    layout: Placement = Shard(0 if tp_parts[0] > 1 else 1) if sequence_parallel else Replicate()
     styles: dict[Role, parallel.ParallelStyle] = {
-        "column": parallel.ColwiseParallel(input_layouts=between),
-        "row": _Layer(Shard(-1), between, dim=1),
+        "column": parallel.ColwiseParallel(input_layouts=layout),
+        "row": _Layer(Shard(-1), layout, dim=1),
         "whole": _Layer(),
         "heads": _Layer(),
-        "positions": _Layer(parts=parts),
-        "vocabulary": _Layer(Replicate(), between, dim=0),
+        "positions": _Layer(parts=tp_parts),
+        "vocabulary": _Layer(Replicate(), layout, dim=0),
     }
     roles = model.find_roles()
     for name, role in roles.items():
@@ -57,8 +57,8 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
         for block in model.blocks.values():  # each head has its own dropout mask
             block.attention = partial(with_own_masks, block.attention, mesh.get_local_rank())
     if model.is_last:
-        model.loss = partial(_split_loss, mesh, between)
-        model.project = partial(_split_projection, mesh, between)
+        model.loss = partial(_split_loss, mesh, layout)
+        model.project = partial(_split_projection, mesh, layout)
     return {
         f"{name}.{parameter}"
         for name, role in roles.items()
@@ -71,20 +71,21 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, parts: tuple[int, int]) -> set[st
 
 @dataclass
 class _Layer(parallel.ParallelStyle):
-    """A layer with replicated parameters or, with `dim`, a weight that is sharded along `dim`.
+    """Parallel style of a layer with replicated parameters or, if `dim` is set, with a weight that
+    is sharded along `dim`.
 
     A sharded layer (a matrix by columns, or an embedding by rows) computes one term of a sum. Each
-    process adds the bias after the sum, so that the matrix multiplication and the sum can be fused.
-    Without this class DTensor would sum the gradients of replicated parameters one at a time, per
+    process adds the bias after the sum, so the matrix multiplication and the sum can be fused.
+    Without this class, DTensor would sum the gradients of replicated parameters one at a time, per
     micro-batch and in bf16. torch's RowwiseParallel can return a tensor that is still being
     communicated. A compiled block cannot use such a tensor: the gradient of its input would be
     incomplete."""
 
-    given: Placement = field(default_factory=Replicate)  # layout of the input
-    between: Placement = field(default_factory=Replicate)  # layout of the output
+    input_layout: Placement = field(default_factory=Replicate)
+    output_layout: Placement = field(default_factory=Replicate)
     dim: int | None = None
-    # For inputs that are positions: the parts of (samples, tokens) that each process has. They are
-    # [T / R], counted from the process's first token, or [B, T] for all tokens.
+    # For inputs that are positions: the number of parts of (samples, tokens), one part per process.
+    # The inputs are [T / R], counted from the process's first token, or [B, T] for all tokens.
     parts: tuple[int, int] = (1, 1)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -97,10 +98,10 @@ class _Layer(parallel.ParallelStyle):
         def enter(_module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             (x,) = inputs
             x = _own_positions(x, self.parts, mesh.get_local_rank())
-            return DTensor.from_local(x, mesh, [self.given], run_check=False)
+            return DTensor.from_local(x, mesh, [self.input_layout], run_check=False)
 
         def leave(layer: Any, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
-            y = output.redistribute(placements=[self.between]).to_local()
+            y = output.redistribute(placements=[self.output_layout]).to_local()
             bias = None if self.dim is None else getattr(layer, "bias", None)
             return y if bias is None else y + bias.to_local().to(y.dtype)
 
@@ -108,7 +109,8 @@ class _Layer(parallel.ParallelStyle):
 
 
 def _own_positions(x: torch.Tensor, parts: tuple[int, int], rank: int) -> torch.Tensor:
-    """Return the positions of this process's samples and tokens, of all `parts` of them."""
+    """Return this rank's share of the positions x, whose (samples, tokens) are split into
+    `parts`."""
     for dim, count in enumerate(parts):
         if count > 1 and x.dim() == 2:
             x = x.chunk(count, dim)[rank]
@@ -148,8 +150,8 @@ def _split_loss(
     vocab_size: int,
     chunked: ChunkedCrossEntropy | None = None,
 ) -> torch.Tensor:
-    """Compute decoder.summed_cross_entropy with sharded output rows, in chunks if `chunked` is
-    given."""
+    """Return the summed cross entropy (decoder.summed_cross_entropy) with sharded output rows.
+    Compute it in chunks if `chunked` is set."""
     rows = weight.to_local()  # (P / R, D)
     first = mesh.get_local_rank() * rows.shape[0]
     group = mesh.get_group()
@@ -161,15 +163,15 @@ def _split_loss(
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Summed cross entropy of N targets from this process's logits [N, P / R], which begin at token
-    `first`. The result is the same on every process. Two fp32 all-reduces over `group` compute each
-    target's maximum, and its sum of exponentials and logit."""
+    """Summed cross entropy of N targets. This process has the logits [N, P / R] of the tokens from
+    `first` on, and the result is the same on every process. Two fp32 all-reduces over `group`
+    compute, for each target, the largest logit, the sum of exponentials and the target's logit."""
 
     @staticmethod
     def forward(ctx, logits, targets, first, vocab_size, group):  # type: ignore[no-untyped-def]
         columns = torch.arange(logits.shape[1], device=logits.device)
         x = logits.float().masked_fill(first + columns >= vocab_size, -torch.inf)
-        # All logits of a process may be padding.
+        # All logits of a process may belong to padding rows.
         top = x.max(dim=1).values.clamp(min=torch.finfo(torch.float32).min)
         top = all_reduce_functional(top, "max", group)
         exponentials = (x - top[:, None]).exp()
@@ -195,12 +197,12 @@ class _SplitCrossEntropy(torch.autograd.Function):
 split_cross_entropy = _SplitCrossEntropy.apply
 
 
-def with_own_masks(function: Any, rank: int, x: torch.Tensor, *more: Any) -> torch.Tensor:
+def with_own_masks(function: Any, rank: int, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Call `function` with x and with dropout masks that differ by `rank`, because ranks have
-    different heads or columns. Recomputation restores the common generator, and thereby the seed.
-    """
+    different heads or columns. Recomputation restores the shared generator and thereby draws the
+    same seed."""
     seed = int(torch.randint(2**62, ()))
     devices = [x.device] if x.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed + rank)
-        return function(x, *more)
+        return function(x, *arguments)

@@ -1,7 +1,8 @@
 """Store sharded tensors: each process writes its parts to a file, and any layout can read them.
 
-Files have the safetensors format, so that reading them executes no code. A part is a box of its
-tensor or, under ZeRO, a range of the flat tensor. The header of the file has its position."""
+Files have the safetensors format, so reading them executes no code. A part is a box of its
+tensor or, under ZeRO, a range of the flattened tensor. The file's header stores the position of
+each part."""
 
 import itertools
 import json
@@ -26,22 +27,23 @@ from distributed_training.parallel.gradients import local_part
 from distributed_training.parallel.mesh import Topology
 from distributed_training.parallel.private import first_index
 
-COPY = "copy of "  # prefix of parts that the files of another node have under their own names
+COPY = "copy of "  # prefix of parts that another node's files have without the prefix
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The part of a tensor that one process has."""
+    """Part of a tensor that one process has."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor, without padding
-    start: tuple[int, ...]  # first index of a box; a single number for a range of the flat tensor
+    shape: tuple[int, ...]  # shape of the whole tensor, without padding
+    # First index of a box, or a single number for a range of the flattened tensor
+    start: tuple[int, ...]
     size: tuple[int, ...]
-    get: Callable[[], torch.Tensor]  # of shape `size`; writing to it changes the state
+    get: Callable[[], torch.Tensor]  # returns shape `size`; writing to the result changes the state
     writes: bool = True  # False if another process writes the same part
     dtype: torch.dtype = torch.float32
-    write: Callable[[torch.Tensor], None] | None = None  # needed if `get` returns a copy
+    write: Callable[[torch.Tensor], None] | None = None  # required if `get` returns a copy
 
 
 def part_of(
@@ -66,15 +68,16 @@ def part_of(
 
 
 def locate_local(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this process's shard of a parameter, sharing its memory, and its first index."""
+    """Return this process's shard of a parameter, which shares its memory, and the shard's first
+    index."""
     is_split = isinstance(parameter, DTensor)
     start = first_index(parameter) if is_split else (0,) * parameter.dim()
     return local_part(parameter.detach()), start
 
 
-def place_of(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ...], int, int]:
-    """Return the first index of this process's shard, the rank of this process among those with the
-    same shard, and their number."""
+def locate_copy(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ...], int, int]:
+    """Return (first index of this process's shard, rank of this process among the processes with
+    the same shard, their number)."""
     _, start = locate_local(parameter)
     sharded_axes = set[str]()
     if isinstance(parameter, DTensor):
@@ -92,8 +95,8 @@ def place_of(parameter: torch.Tensor, topology: Topology) -> tuple[tuple[int, ..
 
 
 def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
-    """Write the parts with `writes`, with one of them in memory at a time. Return the size of the
-    file in bytes and its CRC-32 once it is on disk. Raises FloatingPointError if a part is not
+    """Write the parts with `writes`, one part in memory at a time. Return the size of the file in
+    bytes and its CRC-32 once the file is on disk. Raises FloatingPointError if a part is not
     finite."""
     parts = [part for part in parts if part.writes and math.prod(part.size)]
     ends = itertools.accumulate(map(_bytes_of, parts), initial=0)
@@ -117,7 +120,7 @@ def write_parts(path: Path, parts: Iterable[Part]) -> tuple[int, int]:
                 syncing.result()
                 syncing = pool.submit(os.fdatasync, file.fileno())
             checksum = checksum_future.result()
-            del data, checksum_future  # otherwise the part stays in memory next to the next one
+            del data, checksum_future  # otherwise the part would stay in memory with the next one
         syncing.result()
         file.flush()
         os.fsync(file.fileno())
@@ -133,12 +136,12 @@ def _finite(part: Part) -> torch.Tensor:
 
 
 class HostMemory:
-    """Host memory for copies of parts, so that training can continue. Allocating and page-locking
-    it takes seconds, so a thread does that, and the memory is reused."""
+    """Host memory for copies of parts, so that training can continue during a save. Allocating and
+    page-locking memory takes seconds, so a thread does this, and the memory is reused."""
 
     def __init__(self, num_bytes: int, gpu: torch.device | None = None) -> None:
-        """Page-lock the memory for a GPU, if the driver can, which makes copies as fast as the
-        link."""
+        """Page-lock the memory for a GPU if the driver can, so that copies use the full speed of
+        the link."""
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.page_locked = False
         self.finding = threading.Thread(target=self._find, args=(gpu,), daemon=True)
@@ -147,8 +150,8 @@ class HostMemory:
     def _find(self, gpu: torch.device | None) -> None:
         if gpu is None:
             return
-        torch.cuda.set_device(gpu)  # each thread must do this, or the driver opens GPU 0
-        self.memory.zero_()  # makes the kernel allocate the pages
+        torch.cuda.set_device(gpu)  # Each thread must do this. Otherwise the driver opens GPU 0.
+        self.memory.zero_()  # writing makes the kernel allocate the pages
         address = self.memory.data_ptr()
         runtime = torch.cuda.cudart()
         code = runtime.cudaHostRegister(address, self.memory.nbytes, 0)
@@ -157,11 +160,11 @@ class HostMemory:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def copy(self, parts: Iterable[Part]) -> list[Part]:
-        """Copy the parts and return the copies. Earlier copies are overwritten."""
+        """Copy the parts and return the copies. This overwrites earlier copies."""
         self.finding.join()
         copies: list[Part] = []
         first = 0
-        # With its own stream, a copy neither waits for later kernels nor delays them.
+        # On a stream of its own, a copy neither waits for later kernels nor delays them.
         stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
@@ -178,7 +181,7 @@ class HostMemory:
 
 
 def bytes_to_copy(parts: Iterable[Part]) -> int:
-    """Return the bytes of HostMemory that copies of the parts need."""
+    """Return the number of bytes of HostMemory that copies of the parts need."""
     return sum(map(_bytes_held, parts))
 
 
@@ -192,7 +195,7 @@ def _bytes_held(part: Part) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A part in a file."""
+    """Part of a tensor in a file."""
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -201,30 +204,30 @@ class _Stored:
     name: str
 
     def read(self, *box: slice) -> torch.Tensor:
-        """Return the part, or a box of it. Opened each time: the pages of a mapped file would stay
-        in this process's memory."""
+        """Return the part, or a box of it. The file is opened each time, because the pages of a
+        mapped file would stay in this process's memory."""
         with safe_open(self.file, "pt") as opened:
             return opened.get_slice(self.name)[box or slice(None)]
 
     def copy_into(self, box: torch.Tensor, start: Sequence[int]) -> int:
-        """Copy the intersection with a box or range that begins at `start` into `box`. Return the
-        number of copied values."""
-        here = []
-        there = []
+        """Copy the values that this part shares with `box` into `box`, a box or range that begins
+        at `start`. Return the number of copied values."""
+        box_slices = []
+        part_slices = []
         for a, n, b, m in zip(start, box.shape, self.start, self.size, strict=True):
             low = max(a, b)
             high = min(a + n, b + m)
             if low >= high:
                 return 0
-            here.append(slice(low - a, high - a))
-            there.append(slice(low - b, high - b))
-        common = self.read(*there)
-        box[tuple(here)] = common
+            box_slices.append(slice(low - a, high - a))
+            part_slices.append(slice(low - b, high - b))
+        common = self.read(*part_slices)
+        box[tuple(box_slices)] = common
         return common.numel()
 
 
 class TensorFiles:
-    """The tensors of several files. Any part of them can be read."""
+    """Tensors that are stored in several files. Any part of a tensor can be read."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.stored: dict[str, list[_Stored]] = {}
@@ -237,8 +240,8 @@ class TensorFiles:
                     self.stored.setdefault(name, []).append(stored_part)
 
     def read(self, part: Part) -> torch.Tensor:
-        """Read a part and return its values, [size], on the CPU. Only the needed bytes are read.
-        Raises ValueError if the tensor is missing, incomplete or of another shape."""
+        """Return the values of a part, [size], on the CPU. Only the required bytes are read. Raises
+        ValueError if the tensor is missing, incomplete or of another shape."""
         stored = self.stored.get(part.name, [])
         start = part.start
         size = part.size
@@ -252,24 +255,24 @@ class TensorFiles:
         if is_box and all(len(stored_part.start) == len(start) for stored_part in stored):
             return self._fill(part, size, start)
         # Otherwise read whole rows, which are both boxes and ranges.
-        others = part.shape[1:]
-        width = 1 if is_box else math.prod(others)
+        row_shape = part.shape[1:]
+        width = 1 if is_box else math.prod(row_shape)
         first = start[0] // width
         last = -(-(start[0] + size[0]) // width) if all(size) else first
-        rows = self._fill(part, (last - first, *others), (first, *(0 for _ in others)))
+        rows = self._fill(part, (last - first, *row_shape), (first, *(0 for _ in row_shape)))
         if is_box:
             columns = zip(start[1:], size[1:], strict=True)
             return rows[(slice(None), *(slice(first, first + n) for first, n in columns))]
         return rows.flatten()[start[0] - first * width :][: size[0]]
 
     def whole(self, name: str) -> torch.Tensor:
-        """Read a whole tensor to the CPU."""
+        """Return a whole tensor on the CPU."""
         shape = self.stored[name][0].shape
         return self.read(part_of(name, torch.empty(shape, device="meta"), shape, (0,) * len(shape)))
 
     def _fill(self, part: Part, size: tuple[int, ...], start: tuple[int, ...]) -> torch.Tensor:
-        """Read a box of the part's tensor. If files have ranges, the box must consist of whole
-        rows."""
+        """Return a box of the part's tensor. If the files store ranges, the box must consist of
+        whole rows."""
         box = torch.empty(size, dtype=part.dtype)
         filled = 0
         for stored_part in self.stored.get(part.name, []):

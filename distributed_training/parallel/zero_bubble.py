@@ -1,10 +1,11 @@
-"""Split the backward pass in two parts. The second one fills idle time of a pipeline (2401.10241).
+"""Split the backward pass into two parts. The second part fills idle time of a pipeline
+(2401.10241).
 
-The first part computes the gradients that the previous stage waits for, the second one those of the
-blocks' matrices. Autograd cannot stop in the middle of a compiled block, so it does not see the
-matrices. Instead, each product x W^T gets a tap: an extra input whose gradient is that of the
-product, dY. The second part computes dW = dY^T x from the saved x and dY. Together the two parts
-compute the same as a whole backward pass."""
+The first part computes the gradients that the previous stage waits for. The second part computes
+the gradients of the blocks' matrices. Autograd cannot stop in the middle of a compiled block, so
+the matrices are hidden from it. Instead, each matrix multiplication x W^T gets a tap: an extra
+input whose gradient is dY, the gradient of the output. The second part computes dW = dY^T x from
+the saved x and dY. Together the two parts compute the same gradients as a whole backward pass."""
 
 import functools
 from collections.abc import Callable
@@ -21,11 +22,11 @@ Products = list[tuple[Linear, torch.Tensor, torch.Tensor]]  # (layer, x [.., in]
 
 
 class WeightGradients:
-    """Gradients of the matrices of one stage's blocks, which autograd no longer computes."""
+    """Gradients of the matrices of one stage's blocks. Autograd no longer computes them."""
 
     def __init__(self, stage: Decoder, device: torch.device, tp_parts: tuple[int, int]) -> None:
-        """`tp_parts` (see Plan): sequence parallelism splits a block's input, but not the inputs of
-        its Linears, into this number of parts."""
+        """Add taps to the stage's blocks. `tp_parts` (see Plan): sequence parallelism splits a
+        block's input, but not the inputs of its Linears, into these numbers of parts."""
         self.tp_parts = tp_parts
         self.pending: Products = []
         dtype = stage.compute_dtype or torch.float32
@@ -36,15 +37,17 @@ class WeightGradients:
                 for module in block.modules()
                 if isinstance(module, Linear) and module.weight.requires_grad
             ]
-            if not linears:  # frozen; autograd computes the gradients of adapters in the first part
+            # If the block is frozen, autograd computes the gradients of adapters in the first part.
+            if not linears:
                 continue
             for linear in linears:
-                linear.tap = linear.seen = None
+                linear.tap = linear.saved_input = None
                 linear.product_override = _product_with_tap
             block.forward = functools.partial(self._forward, linears, block.forward)
 
     def take(self) -> Callable[[], None]:
-        """Return a function for the second part of the backward passes since the last call."""
+        """Return a function that runs the second part of the backward passes since the last
+        call."""
         products = self.pending
         self.pending = []
         return functools.partial(_add_weight_gradients, products)
@@ -71,29 +74,29 @@ class WeightGradients:
             linear.tap = tap
         out = forward(x, **options)
         for linear in linears:
-            inputs.append(linear.seen)
-            linear.tap = linear.seen = None
+            inputs.append(linear.saved_input)
+            linear.tap = linear.saved_input = None
         return out
 
 
 def _product_with_tap(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """Compute the output of a Linear. If it has a tap, save the input, and pass the gradient of the
+    """Return the output of a Linear. If it has a tap, save the input and pass the gradient of the
     output to the tap."""
     if linear.tap is None:
         return linear.product(x)
-    assert linear.seen is None, "a block calls each of its Linears once"
-    linear.seen = local_part(x.detach())
+    assert linear.saved_input is None, "a block calls each of its Linears once"
+    linear.saved_input = local_part(x.detach())
     y = F.linear(x, linear.weight.detach().to(x.dtype), linear.own_bias(x.dtype))
     if not isinstance(y, DTensor):
         return _Tapped.apply(y, linear.tap)
-    # The gradient of a sum is also the gradient of each of its terms.
+    # The gradient of a sum is also the gradient of each term.
     grad_placements = [Replicate() if layout.is_partial() else layout for layout in y.placements]
     tapped = _Tapped.apply(y.to_local(grad_placements=grad_placements), linear.tap)
     return DTensor.from_local(tapped, y.device_mesh, y.placements, run_check=False)
 
 
 class _Tapped(torch.autograd.Function):
-    """Return y unchanged. The tap gets the same gradient as y."""
+    """Return y unchanged. The tap receives the same gradient as y."""
 
     @staticmethod
     def forward(ctx, y, tap):  # type: ignore[no-untyped-def]
@@ -105,7 +108,7 @@ class _Tapped(torch.autograd.Function):
 
 
 class _Taps(torch.autograd.Function):
-    """Create taps of `shapes`, which need no memory. The backward pass gives their gradients to
+    """Create taps of `shapes`, which need no memory. The backward pass passes their gradients to
     `keep`."""
 
     @staticmethod
@@ -115,7 +118,7 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        # Drop the reference: the losses keep this node alive until the end of the step.
+        # Drop the reference, because the losses keep this node alive until the end of the step.
         keep = ctx.keep
         ctx.keep = None
         keep(gradients)
