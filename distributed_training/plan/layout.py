@@ -1,5 +1,5 @@
-"""Stages of a pipeline, the division of a batch into micro-batches, and names of meshes. No
-torch."""
+"""Define the stages of a pipeline, the division of a batch into micro-batches, and names of meshes.
+No torch import."""
 
 import itertools
 from collections.abc import Mapping
@@ -12,20 +12,21 @@ from distributed_training.settings.files import plural
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Stages of a pipeline. Without a pipeline, one stage has all blocks."""
+    """Stages of a pipeline. Without a pipeline, a single stage has all blocks."""
 
     blocks_per_stage: tuple[int, ...]  # blocks of each stage, in the model's order
     ranks: tuple[int, ...]  # pipeline rank that holds each stage
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """Block numbers of each stage."""
+        """Return the block numbers of each stage."""
         ends = itertools.accumulate(self.blocks_per_stage, initial=0)
         return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 class Batch(BaseModel):
-    """Division of the sequences of one optimizer step. Aliases are the field names of version 1."""
+    """Division of the sequences of one optimizer step. Aliases are the field names of version 1 of
+    the record."""
 
     model_config = ConfigDict(extra="allow", frozen=True)  # unknown keys are kept
     global_batch_size: int  # sequences per step, the product of the other three
@@ -33,9 +34,8 @@ class Batch(BaseModel):
     num_microbatches: int = Field(  # micro-batches of one replica in a step
         validation_alias=AliasChoices("num_microbatches", "grad_accum_steps")
     )
-    num_replicas: int = Field(  # replicas with different data, dp_replicate x dp_shard
-        validation_alias=AliasChoices("num_replicas", "dp_size")
-    )
+    # Replicas with different data: dp_replicate x dp_shard
+    num_replicas: int = Field(validation_alias=AliasChoices("num_replicas", "dp_size"))
 
     def describe(self) -> str:
         """Format the batch, such as "global 32 = 1 replica x 8 micro-batches x 4"."""
@@ -45,6 +45,7 @@ class Batch(BaseModel):
 
 
 def show_axes(axes: Mapping[str, int]) -> str:
-    """Format a mesh, such as "dp_shard 2 x tp 2". Axes of size 1 are omitted unless all are 1."""
+    """Format a mesh, such as "dp_shard 2 x tp 2". Axes of size 1 are left out unless all sizes are
+    1."""
     shown = {axis: size for axis, size in axes.items() if size != 1}
     return " x ".join(f"{axis} {size}" for axis, size in (shown or dict(axes)).items())

@@ -1,9 +1,9 @@
-"""The order of operations on each rank of a pipeline. No torch import.
+"""Define the order of operations on each rank of a pipeline. No torch import.
 
-The orders are those of torch.distributed.pipelining (schedules.py of 2.11 to 2.13), except for
-`zb-v`, whose order is its authors' (zb_v.py), and `zb-auto`, whose order planner/search.py finds.
-An operation is (kind, stage, micro-batch): "F" forward, "B" backward, "I" backward for inputs only,
-"W" backward for weights only."""
+The orders are those of torch.distributed.pipelining (schedules.py of 2.11 to 2.13), with two
+exceptions: `zb-v` uses its authors' order (zb_v.py), and planner/search.py finds the order of
+`zb-auto`. An operation is (kind, stage, micro-batch). The kinds are "F" forward, "B" backward, "I"
+backward for inputs only and "W" backward for weights only."""
 
 import functools
 import itertools
@@ -14,13 +14,14 @@ from distributed_training.plan.plan import Draft
 from distributed_training.plan.schedules import FoundOrders
 from distributed_training.plan.zb_v import build_words, mid_durations
 
-Step = tuple[str, int]  # kind and stage; the micro-batches of each follow each other
+Step = tuple[str, int]  # (kind, stage); the micro-batches of each such step run in sequence
 Operation = tuple[str, int, int]
-Order = tuple[Operation, ...]  # of one process
+Order = tuple[Operation, ...]  # operations of one process
 
 
 def find_orders(plan: Draft) -> tuple[Order, ...]:
-    """Return the order of each pipeline rank: the schedule's, or the one stored in the plan."""
+    """Return the order of each pipeline rank: that of the schedule, or the one stored in the
+    plan."""
     if plan.orders is not None:
         return tuple(map(read_order, plan.orders.by_place))
     assert not plan.schedule.searched, "lay_out searches"
@@ -31,7 +32,7 @@ def find_orders(plan: Draft) -> tuple[Order, ...]:
 @functools.cache
 def build_orders(schedule: str, p: int, m: int) -> tuple[Order, ...]:
     """Return the order of each of `p` pipeline ranks for `m` micro-batches."""
-    if p == 1:  # one after the other
+    if p == 1:  # one micro-batch after the other
         schedule = "1f1b"
     if schedule == "zb-v":
         return tuple(order_in_v(word, p, rank) for rank, word in enumerate(build_words(p, m)))
@@ -44,14 +45,14 @@ def read_order(text: str) -> Order:
 
 
 def _numbered(steps: Iterable[Step]) -> Order:
-    """Add micro-batch numbers, which count up for each kind and stage."""
+    """Return the steps with micro-batch numbers, which count up for each kind and stage."""
     numbers: dict[Step, Iterator[int]] = defaultdict(itertools.count)
     return tuple((kind, stage, next(numbers[kind, stage])) for kind, stage in steps)
 
 
 def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
-    """Return one rank's order: warm-up forwards, then one forward and one backward in turn, then
-    the remaining backwards. GPipe's warm-up has all forwards."""
+    """Return one rank's order: warm-up forwards, then one forward and one backward alternately,
+    then the remaining backwards. With GPipe, the warm-up contains all forwards."""
     local = 2 if schedule == "interleaved" else 1
     a_round = m // max(1, m // p)
     count = m * local
@@ -59,7 +60,7 @@ def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
     if schedule == "gpipe":
         ahead = count
     splits = schedule == "zb-h1"
-    order: list[Step] = []  # kinds and local stages
+    order: list[Step] = []  # (kind, local stage)
     for step in range(count + ahead):
         if step < count:
             order.append(("F", step // a_round % local))
@@ -69,11 +70,11 @@ def _one_f_one_b(schedule: str, p: int, m: int, rank: int) -> Order:
                 order.append(("W", 0))
     if splits:
         order += [("W", 0)] * min(rank, m)
-    return _numbered((kind, at * p + rank) for kind, at in order)
+    return _numbered((kind, local_stage * p + rank) for kind, local_stage in order)
 
 
 def order_in_v(word: str, p: int, rank: int) -> Order:
-    """Convert a word to an order. Its small letters are operations of the rank's second stage."""
+    """Convert a word to an order. Lowercase letters are operations of the rank's second stage."""
     second = 2 * p - 1 - rank
     return _numbered((x.upper(), rank if x.isupper() else second) for x in word)
 

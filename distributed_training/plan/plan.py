@@ -1,6 +1,6 @@
-"""The plan of a run: every decision about it, as plain data in <run>/plan.json. It is made once
-(planner/make_plan.py). A dry run prints it, every process reads it, and the record repeats it. No
-torch."""
+"""Define the plan of a run: every decision about it, as plain data in <run>/plan.json.
+planner/make_plan.py makes it once. A dry run prints it, every process reads it, and the record
+repeats it. No torch import."""
 
 import json
 from dataclasses import dataclass, field
@@ -23,39 +23,41 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Facts about records that are packed into blocks."""
+    """Statistics of records that are packed into blocks."""
 
-    max_documents: int  # most in a training block, plus one for padding
-    mean_length: float  # of the document that a token is in, on average, in tokens
+    max_documents: int  # most documents in a training block, plus one for padding
+    mean_length: float  # mean length of the document that a token belongs to, in tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """The part of a plan that follows from CONFIG and the machine, before any file is read. It is
-    all that predictions need."""
+    """Part of a plan that follows from CONFIG and the machine, before any file is read. Predictions
+    need only this part."""
 
-    requested: Request  # as merged from CONFIG, preset and --set; `config` has no "auto"
+    requested: Request  # merged from CONFIG, preset and --set; `config` has no "auto"
     config: RunConfig
     strategy: Strategy
     model: ModelSpec
     machine: Machine
     num_processes: int
     processes_here: int  # processes on this machine
-    mesh: dict[str, int]  # sizes of the axes, the slowest with the rank first
+    mesh: dict[str, int]  # sizes of the axes, from the slowest to the fastest with the rank
     batch: Batch
     layout: Layout
-    only_copies: bool  # each process holds the whole model
-    uses_ddp: bool  # whole copies are averaged: by PyTorch's DDP, or an engine's own way
-    uses_fsdp: bool  # state is sharded over dp_shard, or copies of parts are averaged, by FSDP
+    only_copies: bool  # whether each process holds the whole model
+    uses_ddp: bool  # whether whole copies are averaged, by PyTorch's DDP or in an engine's own way
+    uses_fsdp: bool  # whether FSDP shards state over dp_shard or averages copies of parts
     output_dir: Path
-    run_dir: Path  # this run's folder; before `reserve_run_dir` only a name
-    offload_dir: Path | None  # this run's own, for state that is kept on disk; None without such
-    from_defaults: tuple[str, ...]  # keys left open that the strategy's defaults decided
-    engine_options: dict[str, Any]  # values of the keys that the strategy's own engine adds
-    steps_between_exchanges: int | None = None  # of that engine (settings/keys.py: Options)
-    engine_bytes_per_parameter: float = 0  # of state that the strategy's own engine adds
-    orders: FoundOrders | None = None  # if they depend on durations (plan/orders.py)
-    packing: Packing | None = None  # of records; None if they are not packed, or not read yet
+    run_dir: Path  # this run's folder; only a name before `reserve_run_dir`
+    # This run's folder for state that is kept on disk; None if there is none
+    offload_dir: Path | None
+    from_defaults: tuple[str, ...]  # keys left open by CONFIG that the strategy's defaults decided
+    engine_options: dict[str, Any]  # values of the keys that the strategy's engine adds
+    # Steps between exchanges of that engine (settings/keys.py: Options)
+    steps_between_exchanges: int | None = None
+    engine_bytes_per_parameter: float = 0  # state that the strategy's engine adds
+    orders: FoundOrders | None = None  # orders, if they depend on durations (plan/orders.py)
+    packing: Packing | None = None  # None if records are not packed, or not read yet
 
     @property
     def size(self) -> ModelSize:
@@ -63,19 +65,20 @@ class Draft:
 
     @property
     def attended(self) -> int:
-        """Length of the text that a token attends to: a sample, or on average a packed record."""
+        """Return the number of tokens that a token's attention spans: a sample or, if records are
+        packed, the mean record."""
         return round(self.packing.mean_length) if self.packing else self.config.max_length
 
     @property
     def work(self) -> dict[str, Any]:
-        """Values of keys that must agree before two runs may be compared."""
+        """Return the values of keys that must agree for two runs to be comparable."""
         names = {name for name, key in KEYS.items() if key.work}.union(self.strategy.work_options)
         work = {name: value for name, value in self.settings.items() if name in names}
         return {**work, "global_batch_size": self.batch.global_batch_size}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Decided values under CONFIG's keys, then the engine's own options."""
+        """Return the decided values under CONFIG's keys, then the engine's own options."""
         return self.config.to_user_words() | self.engine_options
 
     @property
@@ -84,8 +87,8 @@ class Draft:
 
     @property
     def tp_parts(self) -> tuple[int, int]:
-        """Number of parts that samples of a micro-batch, and tokens of each sample, are divided
-        into over tp between split layers. Samples are contiguous in memory, so whole samples
+        """Return the numbers of parts into which (samples of a micro-batch, tokens of each sample)
+        are divided over tp between split layers. Samples are contiguous in memory, so whole samples
         need no copy after they are gathered."""
         if not self.config.sequence_parallel:
             return 1, 1
@@ -94,12 +97,13 @@ class Draft:
 
     @property
     def own_disks(self) -> bool:
-        """True if each node keeps the files of its own processes."""
+        """Return whether each node keeps only the files of its own processes."""
         return not self.config.shared_disk and self.num_processes > self.processes_here
 
     @property
     def spread(self) -> dict[str, Any]:
-        """Layout of the run. If a checkpoint has the same one, a run resumes bit for bit."""
+        """Return the layout of the run. If a checkpoint has the same layout, a run resumes bit for
+        bit."""
         return {
             "strategy": self.strategy.name,
             "num_processes": self.num_processes,
@@ -112,24 +116,29 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(Draft):
-    """A run that has passed every check which needs no process group."""
+    """Plan of a run that has passed every check that needs no process group."""
 
-    notes: tuple[str, ...]  # choices that were made for the user and why, one sentence each
-    command: str = ""  # as typed, without a launcher's words; known to `reserve_run_dir`
+    notes: tuple[str, ...]  # choices that were made for the user, with reasons, one sentence each
+    command: str = ""  # as typed, without the launcher's words; set by `reserve_run_dir`
     deepspeed_json: dict[str, Any] | None = None
     tokenizer_dir: Path
-    weights_dir: Path | None  # Hugging Face folder of the initial weights; None: random
+    # Hugging Face folder with the initial weights; None for random weights
+    weights_dir: Path | None
     adapters_dir: Path | None  # PEFT folder with the adapters that training continues
-    checkpoint: Path | None = None  # where to resume from; None to start afresh
-    cache: str | None = None  # name of the samples' folder in the token cache; None as below
-    # Key -> what tells the files that `weights` and `model` name from others, wherever they are
+    checkpoint: Path | None = None  # checkpoint to resume from; None for a new run
+    # Name of the samples' folder in the token cache; None if the text was not cut for the plan
+    cache: str | None = None
+    # key -> fingerprint of the files that `weights` and `model` name, wherever the files are
     sources: dict[str, str] = field(default_factory=dict)
-    data_fingerprint: str = ""  # of the samples (data/samples.py); "" as below
-    # Memory and time of a step before it ran (predict/predict.py)
+    # Of the samples (data/samples.py); "" if the text was not cut for the plan
+    data_fingerprint: str = ""
+    # Memory and time per step, predicted before the run (predict/predict.py)
     prediction: dict[str, Any] | None = None
-    # Agents of torchrun that started the processes: a run that one of them started is continued.
+    # Agents of torchrun that started the processes. If one of them started an earlier run, that run
+    # is continued.
     launchers: list[str] = field(default_factory=list)
-    num_steps: int | None = None  # of the optimizer; None if the text was not cut for the plan
+    # Number of optimizer steps; None if the text was not cut for the plan
+    num_steps: int | None = None
 
 
 PLAN_AS_JSON = TypeAdapter(Plan)
@@ -137,7 +146,7 @@ PLAN_AS_JSON = TypeAdapter(Plan)
 
 def _as_today(text: bytes) -> dict[str, Any]:
     """Return plan.json as this release writes it. Earlier releases left out the model's shape, had
-    keys that are gone, and had the engine's options beside CONFIG's keys."""
+    keys that have been removed, and stored the engine's options with CONFIG's keys."""
     document: dict[str, Any] = parse_json(text.decode())
     if "model" not in document:
         spec = find_model(document["config"]["model"])
@@ -156,7 +165,7 @@ def _as_today(text: bytes) -> dict[str, Any]:
 
 
 def load_plan(run_dir: Path) -> Plan:
-    """Read the plan that the launching process wrote. Raises UserError if it is damaged."""
+    """Return the plan that the launching process wrote. Raises UserError if the file is damaged."""
     file = run_dir / PLAN_FILE
     try:
         document = _as_today(read_small(file))

@@ -1,53 +1,55 @@
-"""Requirements and idle shares of pipeline schedules, by the rules of torch.distributed.pipelining
-and the formulas of pipedream_tutorial's closed_forms.py. No torch.
+"""Define requirements and idle shares of pipeline schedules. They follow the rules of
+torch.distributed.pipelining and the formulas of pipedream_tutorial's closed_forms.py. No torch
+import.
 
-p is the number of processes along the pipeline, m the micro-batches of a step."""
+p is the number of processes along the pipeline, and m the number of micro-batches per step."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-# A receive occupies this many SMs while it waits. With NCCL's own choice, matrix multiplications
-# that fill a GPU take up to 1.8 times as long beside it (results/channels.json).
+# A pending receive occupies this many SMs. With NCCL's default, matrix multiplications that fill a
+# GPU take up to 1.8 times as long beside it (results/channels.json).
 P2P_CHANNELS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Requirements and costs of one pipeline schedule."""
+    """Requirements and costs of a pipeline schedule."""
 
     # (p, m) -> idle share of a step if all stages take equally long and a backward pass takes twice
-    # as long as a forward pass; None without a formula
+    # as long as a forward pass; None if there is no formula
     bubble: Callable[[int, int], float | None]
     # (p, m) -> number of micro-batches whose activations the fullest rank keeps
     kept: Callable[[int, int], float]
-    stages_per_rank: int = 1  # or 2
+    stages_per_rank: int = 1  # 1 or 2
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
-    splits_backward: bool = False  # gradients of inputs and of weights at different times
-    timed: bool = False  # its order depends on durations (orders.py)
-    searched: bool = False  # its order is searched for, which takes 1 to 2 s
-    # Whether m micro-batches can be run over p processes
+    # Whether gradients of inputs and of weights are computed at different times
+    splits_backward: bool = False
+    timed: bool = False  # whether its order depends on durations (orders.py)
+    searched: bool = False  # whether its order is found by a search, which takes 1 to 2 s
+    # (p, m) -> whether p processes can run m micro-batches
     takes: Callable[[int, int], bool] = lambda p, m: True
 
     def ranks(self, p: int) -> tuple[int, ...]:
         """Return the pipeline rank of each stage, in the model's order."""
-        once = tuple(range(p))
-        again = once[::-1] if self.v_shaped else once
-        return once + again if self.stages_per_rank == 2 else once
+        forward_ranks = tuple(range(p))
+        second_ranks = forward_ranks[::-1] if self.v_shaped else forward_ranks
+        return forward_ranks + second_ranks if self.stages_per_rank == 2 else forward_ranks
 
     def counts(self, p: int, num_sequences: int) -> list[int]:
-        """Return the numbers of micro-batches that `num_sequences` can be divided into,
+        """Return the numbers of micro-batches into which `num_sequences` can be divided,
         ascending."""
         return [m for m in divisors(num_sequences) if self.takes(p, m)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundOrders:
-    """Orders found for a pipeline, and the durations in seconds that they were found for."""
+    """Orders found for a pipeline, and the durations in seconds for which they were found."""
 
     by_place: tuple[str, ...]  # order of each pipeline rank, as orders.py writes it
-    stage_s: tuple[tuple[float, float, float], ...]  # of each stage's F, I and W
-    message_s: float  # until a result has reached the next rank
+    stage_s: tuple[tuple[float, float, float], ...]  # durations of each stage's F, I and W
+    message_s: float  # time until a result has reached the next rank
 
 
 def _share(idle: int, busy: int) -> float:
@@ -63,7 +65,7 @@ SCHEDULES: dict[str, Schedule] = {
         bubble=lambda p, m: _share(p - 1 if m >= p else 2 * (p - m) + m - 1, 2 * m),
         kept=lambda p, m: min((3 * p - 1) / 2, m),
         stages_per_rank=2,
-        takes=lambda p, m: m % max(1, m // p) == 0,  # rounds of equal length
+        takes=lambda p, m: m % max(1, m // p) == 0,  # all rounds must have equal length
     ),
     "zb-h1": Schedule(
         bubble=lambda p, m: _share(2 * (p - 1) - (min(m, p) - 1), 3 * m),
@@ -81,16 +83,16 @@ SCHEDULES: dict[str, Schedule] = {
 }
 # If all operations take equally long, no order is shorter than zb-v's.
 SCHEDULES["zb-auto"] = replace(SCHEDULES["zb-v"], kept=lambda p, m: min(p + 1, m), searched=True)
-# Without a pipeline, one micro-batch follows the other.
+# Without a pipeline, micro-batches run one after the other.
 NO_PIPELINE = Schedule(bubble=lambda p, m: 0.0, kept=lambda p, m: 1)
 
 
 def find_schedule(name: str, mesh: Mapping[str, int]) -> Schedule:
-    """Return the schedule of that name, or NO_PIPELINE if the mesh has no pipeline."""
+    """Return the schedule called `name`, or NO_PIPELINE if the mesh has no pipeline."""
     return SCHEDULES[name] if mesh["pp"] > 1 else NO_PIPELINE
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending."""
+    """Return all divisors of a number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

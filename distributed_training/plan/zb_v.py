@@ -1,7 +1,7 @@
-"""ZB-V's order for given durations, as its authors build it (arXiv 2401.10241). No torch import.
+"""Build ZB-V's order for given durations, as its authors do (arXiv 2401.10241). No torch import.
 
-Forward passes and gradients of inputs follow a pattern, and gradients of weights fill the time for
-which a process would otherwise wait. The orders are those of zbv.py in
+Forward passes and gradients of inputs follow a pattern, and gradients of weights fill the time in
+which a process would otherwise wait. The orders match those of zbv.py in
 github.com/sail-sg/zero-bubble-pipeline-parallelism, operation by operation."""
 
 import functools
@@ -12,20 +12,20 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Offset of the process that sends a step its input. Small letters are steps on a process's second
-# stage, on the way back up the V.
+# Step -> offset of the process that sends the step its input. Lowercase letters are steps on a
+# process's second stage, on the way back up the V.
 GIVEN_BY = {"F": -1, "f": 1, "i": -1, "I": 1}
 
 
 @dataclass(slots=True)
 class _Process:
-    """One process of the V and the steps it has run so far."""
+    """Process of the V and the steps that it has run so far."""
 
     clock: int = 0
-    idle: int = 0  # since its first forward pass
-    held: int = 0  # activations, of one stage each
+    idle: int = 0  # idle time since its first forward pass
+    held: int = 0  # number of activations, each of one stage
     word: list[str] = field(default_factory=list)
-    late: deque[str] = field(default_factory=deque)  # gradients of weights that can be run
+    late: deque[str] = field(default_factory=deque)  # gradients of weights that are ready to run
     ends: dict[str, list[int]] = field(default_factory=lambda: {step: [] for step in GIVEN_BY})
 
     def done(self, step: str) -> int:
@@ -33,7 +33,7 @@ class _Process:
 
 
 class _Filling:
-    """p processes in a V that are given their steps one by one."""
+    """Order of p processes in a V, built step by step."""
 
     def __init__(self, p: int, lasts: dict[str, int], allowed: Sequence[int]) -> None:
         """Start with no steps. `lasts`: durations of F, I, W and a message, for one stage.
@@ -46,7 +46,7 @@ class _Filling:
 
     def arrival(self, rank: int, step: str) -> int:
         """Return the time at which the input of the step's next micro-batch arrives from another
-        process, or 0."""
+        process, or 0 if the step needs none."""
         source = rank + GIVEN_BY[step]
         if not 0 <= source < len(self.processes):
             return 0
@@ -73,8 +73,9 @@ class _Filling:
         process.word.append(process.late.popleft())
 
     def run_after_weights(self, rank: int, step: str, *, one_more: bool) -> None:
-        """Fill the time until the step's input arrives; with `one_more`, overfill it rather than
-        idle longer than others."""
+        """Fill the time until the step's input arrives with weight gradients, then run the step.
+        With `one_more`, run one more weight gradient rather than idle longer than other
+        processes."""
         process = self.processes[rank]
         arrival = self.arrival(rank, step)
         while process.late and arrival >= process.clock + self.lasts["W"]:
@@ -97,23 +98,23 @@ class _Filling:
                 and process.clock + self.lasts["F"] <= arrival
                 and process.done("F") < m
             ):
-                for other in range(rank + 1):
-                    self.run(other, "F", self.arrival(other, "F"))
+                for earlier_rank in range(rank + 1):
+                    self.run(earlier_rank, "F", self.arrival(earlier_rank, "F"))
             self.run(rank, "f", arrival)
         steps = itertools.cycle("Ff")
         for rank in range(1, p):
-            before, process = self.processes[rank - 1 : rank + 1]
+            previous, process = self.processes[rank - 1 : rank + 1]
             while (
-                process.done("F") + process.done("f") < before.done("F") + before.done("f")
-                or process.done("f") <= before.done("f") < m
+                process.done("F") + process.done("f") < previous.done("F") + previous.done("f")
+                or process.done("f") <= previous.done("f") < m
             ):
                 step = next(steps)
-                for other in reversed(range(rank, p)):
-                    if self.processes[other].done(step) < m:
-                        self.run(other, step, self.arrival(other, step))
+                for later_rank in reversed(range(rank, p)):
+                    if self.processes[later_rank].done(step) < m:
+                        self.run(later_rank, step, self.arrival(later_rank, step))
 
     def alternate(self, m: int, more: dict[str, bool]) -> None:
-        """Alternate input gradients and forward passes. `more`: for which steps `one_more` is
+        """Alternate input gradients and forward passes. `more`: step -> whether `one_more` is
         set."""
         p = len(self.processes)
         for _ in range(2 * m):
@@ -128,7 +129,8 @@ class _Filling:
                 step = self._next_forward(rank, m)
                 if not step:
                     continue
-                while process.held == 2 * p:  # no more than 1F1B's first process holds
+                # 1F1B's first process holds at most this number of activations
+                while process.held == 2 * p:
                     self.run_weights(process)
                 self.run_after_weights(rank, step, one_more=more["F"])
         for process in self.processes:
@@ -136,7 +138,7 @@ class _Filling:
                 self.run_weights(process)
 
     def _goes_down(self, rank: int, m: int) -> bool:
-        """Return whether the process's next gradient is on its first stage."""
+        """Return whether the process's next gradient is that of its first stage."""
         process = self.processes[rank]
         if process.done("I") == process.done("i"):
             return False
@@ -150,17 +152,17 @@ class _Filling:
         last = rank == len(self.processes) - 1
         if second < first and (last or second < self.processes[rank + 1].done("f")):
             return "f"
-        given = rank == 0 or first < self.processes[rank - 1].done("F")
-        return "F" if first < m and (second == first or given) else ""
+        has_input = rank == 0 or first < self.processes[rank - 1].done("F")
+        return "F" if first < m and (second == first or has_input) else ""
 
 
 @functools.lru_cache(maxsize=256)
 def build_words(
     p: int, m: int, f: float = 1.0, i: float = 1.0, w: float = 1.0, message: float = 0.0
 ) -> tuple[str, ...]:
-    """Return the steps of each of `p` processes. Several fillings are compared, and the one whose
-    processes idle least is returned. Each filling shows which processes may idle longer in the
-    next one.
+    """Return the steps of each of `p` processes. Several orders are built, and the one whose
+    processes idle least is returned. Each order shows which processes may idle longer in the next
+    one.
 
     Durations are those of one stage, in seconds, and are rounded to nanoseconds."""
     kinds = {"F": f, "I": i, "W": w, "message": message}
@@ -169,7 +171,7 @@ def build_words(
     least = math.inf
     for for_i, for_f in itertools.product((True, False), repeat=2):
         allowed = [0] * p
-        before = math.inf
+        last_idle = math.inf
         while least:
             filling = _Filling(p, lasts, allowed)
             filling.fill_pipeline(m)
@@ -177,16 +179,18 @@ def build_words(
             if filling.most_idle < least:
                 best = [process.word for process in filling.processes]
                 least = filling.most_idle
-            if filling.most_idle >= before:
+            if filling.most_idle >= last_idle:
                 break
-            before = filling.most_idle
-            allowed = [before - process.idle for process in filling.processes]
+            last_idle = filling.most_idle
+            allowed = [last_idle - process.idle for process in filling.processes]
     return tuple(map("".join, best))
 
 
 def mid_durations(stage_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Return the durations of F, I and W that the authors use for uneven stages: the median over
-    processes of the mean of their two stages."""
+    processes of the mean of the two stages of a process."""
     pairs = list(zip(stage_s, reversed(stage_s), strict=True))[: len(stage_s) // 2]
-    means = [[(a + b) / 2 for a, b in zip(first, second, strict=True)] for first, second in pairs]
-    return tuple(statistics.median(kind) for kind in zip(*means, strict=True))
+    stage_means = [
+        [(a + b) / 2 for a, b in zip(first, second, strict=True)] for first, second in pairs
+    ]
+    return tuple(statistics.median(durations) for durations in zip(*stage_means, strict=True))

@@ -18,8 +18,8 @@ from distributed_training.settings.errors import printable
 from distributed_training.settings.files import folder_label, plural
 from distributed_training.settings.machine import GIB
 
-MUCH_PADDING = 0.5  # below this share of real tokens, the header suggests other settings
-WIDTH = 80  # columns of the longest line that a run prints
+MUCH_PADDING = 0.5  # if the share of real tokens is lower, the header suggests other settings
+WIDTH = 80  # length of the longest line that a run prints
 
 
 class Display:
@@ -38,11 +38,11 @@ class Display:
             print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """Print a choice that was made for the user, and its reason."""
+        """Print a note: a choice that was made for the user, with its reason."""
         self.say(fold(f"note: {printable(text)}", indent=6))
 
     def sample(self, title: str, text: str) -> None:
-        """Print a generated text. Control characters become spaces."""
+        """Print a generated text. Control characters are replaced by spaces."""
         self.say(title)
         for line in text.split("\n"):
             shown = "".join(char if char.isprintable() else " " for char in line)
@@ -50,7 +50,8 @@ class Display:
                 self.say(f"  {row}")
 
     def table(self, rows: dict[str, str]) -> None:
-        """Print aligned lines of names and values. Long values are wrapped, empty ones left out."""
+        """Print aligned lines of names and values. Long values are wrapped, and empty values are
+        left out."""
         rows = {name: printable(value) for name, value in rows.items() if value}
         width = max(map(len, rows))
         for name, value in rows.items():
@@ -61,20 +62,20 @@ class Display:
             self.say(wrap.fill(value))
 
     def commands(self, title: str, *commands: str) -> None:
-        """Print a title, then each command on separate lines that can be pasted."""
+        """Print a title and then each command, on separate lines that can be pasted."""
         self.say("\n".join([title, *map(pasteable, commands)]))
 
-    def start(self, done: int, total: int, compiles: bool) -> None:
+    def start(self, num_done: int, total: int, compiles: bool) -> None:
         self._total = total
         if compiles:
             self.say("Compiling. The first step takes a while ...")
         if self.enabled and sys.stderr.isatty():
             form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
-            self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format=form)
+            self._bar = tqdm(total=total, initial=num_done, dynamic_ncols=True, bar_format=form)
 
     def progress(self, rows: list[dict[str, Any]], first: int) -> None:
-        """Show the last of these rows of metrics.jsonl. The run's `first` step does not count for
-        the speed, because it is slower."""
+        """Show the last of these rows of metrics.jsonl. The run's `first` step is slower, so the
+        speed excludes it."""
         last = rows[-1]
         step = last["step"]
         warm = [row for row in rows if row["step"] != first]
@@ -111,7 +112,7 @@ def fold(text: str, width: int = WIDTH, indent: int = 0) -> str:
 
 def pasteable(command: str) -> str:
     """Return the command, indented. A long command continues on the next line after a backslash,
-    and an option stays together with its value."""
+    and an option stays on the same line as its value."""
     arguments: list[str] = []
     for word in map(shlex.quote, shlex.split(command)):
         follows_option = arguments and re.fullmatch(r"--\w+", arguments[-1])
@@ -144,23 +145,23 @@ def duration(seconds: float | None) -> str:
 
 
 def short_path(path: str | Path) -> str:
-    """Return the path for printing: relative, if it is below the current folder."""
+    """Return the path for printing: relative if it is inside the current folder."""
     relative = os.path.relpath(path)
     return printable(str(path) if relative.startswith("..") else relative)
 
 
 def last_part(source: str) -> str:
-    """Return the name of a dataset or of weights; for a path, its last part."""
+    """Return the name of a dataset or of weights. For a path, this is its last part."""
     return folder_label(Path(source.rstrip("/"))) or source
 
 
 def in_markdown(text: str) -> str:
-    """Escape characters that Markdown reads as links, HTML, code or ends of cells."""
+    """Escape characters that Markdown reads as links, HTML, code or ends of table cells."""
     return re.sub(r"([\\`*\[\]<>|#!&])", r"\\\1", printable(text))
 
 
 def fill(template: str, **values: Any) -> str:
-    """Fill a template of pages/ with values. HTML templates escape them."""
+    """Fill a template of pages/ with values. Values are escaped in HTML templates."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # slow to import
 
     templates = Environment(
@@ -171,7 +172,8 @@ def fill(template: str, **values: Any) -> str:
 
 
 def header_rows(r: Record) -> dict[str, str]:
-    """Return the header rows of a run from its first record. Rows without content are empty."""
+    """Return the header rows of a run from its first record. Rows without content are empty
+    strings."""
     config = r.config
     data = r.data
     length = config["max_length"]
@@ -232,18 +234,19 @@ def _count(number: int) -> str:
 
 
 def _options(r: Record) -> str:
-    """Return the options of the algorithm and of gradient compression, and the bytes sent."""
-    kind = r.config.get("gradient_compression", "none")
-    words = [] if kind == "none" else [f"{kind} gradients"]
-    words += [f"{name} {value}" for name, value in r.engine_options.items()]
+    """Describe the options of the algorithm and of gradient compression, and the bytes sent."""
+    compression = r.config.get("gradient_compression", "none")
+    texts = [] if compression == "none" else [f"{compression} gradients"]
+    texts += [f"{name} {value}" for name, value in r.engine_options.items()]
     sent = (r.prediction or {}).get("sent_bytes")
-    if words and sent is not None:
-        words.append(f"{gib(sum(sent.values()))} per step sent by each process")
-    return ", ".join(words)
+    if texts and sent is not None:
+        texts.append(f"{gib(sum(sent.values()))} per step sent by each process")
+    return ", ".join(texts)
 
 
 def _state(r: Record) -> str:
-    """Return the estimated bytes of state on GPU, host and disk, if it is on several of them."""
+    """Describe the estimated bytes of state on GPU, host and disk, if the state is on several of
+    them."""
     sizes = dict(r.estimated_state_bytes)
     offloaded = {location: sizes.pop(location, 0) for location in ("host", "disk")}
     by_location = {"GPU" if r.machine["gpu_name"] else "CPU": sum(sizes.values()), **offloaded}
@@ -258,14 +261,14 @@ def describe_prediction(
     main bottleneck."""
     if prediction is None:
         return ""
-    where = "GPU memory" if on_gpu else "tensors"
-    text = f"{gib(prediction['peak_bytes'])} of {where} and {gib(prediction['host_bytes'])} of RAM "
+    label = "GPU memory" if on_gpu else "tensors"
+    text = f"{gib(prediction['peak_bytes'])} of {label} and {gib(prediction['host_bytes'])} of RAM "
     text += "per process"
     seconds = prediction["step_time_s"]
     if seconds is None:
         return f"{text}; time unknown, because this GPU is not in the planner's table"
-    least, most = prediction["likely_s"]
-    text += f"; {seconds:.3g} s per step (likely {least:.3g} to {most:.3g})"
+    low, high = prediction["likely_s"]
+    text += f"; {seconds:.3g} s per step (likely {low:.3g} to {high:.3g})"
     if num_steps is not None:
         text += f", {tqdm.format_interval(round(num_steps * seconds))} in total"
     return f"{text}; bottleneck: {prediction['bound_by']}"
@@ -287,17 +290,18 @@ def _precision(r: Record) -> str:
 
 
 def best_before(r: Record) -> dict[str, Any] | None:
-    """Return the evaluation with the lowest loss, if the run has overfitted: its last loss is over
-    1% higher. Otherwise return None."""
-    seen = [row for row in r.evaluations if row["loss"] is not None]
-    if not seen or r.evaluations[-1]["loss"] is None:  # the last loss was not finite
+    """Return the evaluation with the lowest loss if the run has overfitted, which means that its
+    last loss is over 1% higher. Otherwise return None."""
+    finite_rows = [row for row in r.evaluations if row["loss"] is not None]
+    if not finite_rows or r.evaluations[-1]["loss"] is None:  # the last loss was not finite
         return None
-    best = min(seen, key=itemgetter("loss"))
-    return best if seen[-1]["loss"] > 1.01 * best["loss"] else None
+    best = min(finite_rows, key=itemgetter("loss"))
+    return best if finite_rows[-1]["loss"] > 1.01 * best["loss"] else None
 
 
 def summary_rows(r: Record) -> dict[str, str]:
-    """Return the rows of a run's summary from its record, without values that were not measured."""
+    """Return the rows of a run's summary from its record. Values that were not measured are left
+    out."""
     speed = r.performance
     memory = r.memory
     rows = dict[str, str]()

@@ -20,7 +20,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove checkpoints and exports that were being written when a process died."""
+    """Remove checkpoints and exports that were incomplete when a process died."""
     for folder in (run_dir, run_dir / CHECKPOINTS):
         for unfinished in folder.glob(".writing-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -33,7 +33,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def named_checkpoint(resume: str) -> Path:
-    """Return the checkpoint that the key `resume` names. Raises UserError if it has none."""
+    """Return the checkpoint that the key `resume` names. Raises UserError if there is none."""
     checkpoint = newest_checkpoint(Path(resume).resolve())
     if checkpoint is None:
         fix = "set resume to a folder under runs/ that has checkpoints/, to auto, or None"

@@ -22,18 +22,19 @@ from distributed_training.settings.machine import GIB, find_gpu
 
 MAX_WARMUP_STEPS = 5
 PROJECT = "distributed-training"
-TRACKERS_FILE = ".trackers.json"  # in a run's folder: tracker -> the run's id there
+TRACKERS_FILE = ".trackers.json"  # file in a run's folder: tracker -> the run's id in that tracker
 
 
 class StepTimer:
-    """Durations of steps, from a clock on CPUs and from non-blocking CUDA events on GPUs."""
+    """Durations of steps, measured with a clock on CPUs and with non-blocking CUDA events on
+    GPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[Any] = []
 
     def restart(self) -> None:
-        """Start the next step now. Time since the last mark belongs to no step."""
+        """Begin the next step now. Time since the last mark is not counted for any step."""
         self._marks.clear()
         self.mark()
 
@@ -45,7 +46,7 @@ class StepTimer:
         self._marks[-1].record()
 
     def durations_s(self) -> list[float]:
-        """Return the seconds of each step since the last call. Waits for the GPU."""
+        """Return the seconds of each step since the last call. Wait for the GPU."""
         pairs = [*itertools.pairwise(self._marks)]
         self._marks = self._marks[-1:]
         if not self._cuda:
@@ -62,18 +63,18 @@ def summarize_performance(
     world_size: int,
     device_name: str | None,
 ) -> dict[str, Any]:
-    """Return percentiles of the step time, and tokens/s and MFU of the median step, as in the
-    record.
+    """Return the record's `performance`: percentiles of the step time, and tokens/s and MFU of the
+    median step.
 
-    The first MAX_WARMUP_STEPS, or the first third of a short run, are not counted.
-    `tokens_per_step` is the number of real tokens in a global batch."""
+    The first MAX_WARMUP_STEPS, or the first third of a short run, are excluded. `tokens_per_step`
+    is the number of real tokens in a global batch."""
     warmup = min(MAX_WARMUP_STEPS, len(durations_s) // 3)
     timed = np.array([seconds for seconds in durations_s[warmup:] if seconds > 0])
     if len(timed) == 0:
         return {"num_timed_steps": 0, "tokens_per_s": None, "mfu": None}
     tokens_per_s = tokens_per_step / float(np.median(timed))
     gpu = find_gpu(device_name)
-    peak = gpu.flops if gpu else None  # None for unknown GPUs and for parts of a GPU (MIG)
+    peak = gpu.flops if gpu else None  # None for unknown GPUs and for partial GPUs (MIG)
     return {
         "num_warmup_steps": warmup,
         "num_timed_steps": len(timed),
@@ -106,7 +107,7 @@ class PeakMemory:
                 self._peaks[name] = max(self._peaks[name] or 0, counter(self._device))
 
     def as_dict(self) -> dict[str, int | None]:
-        """Return this rank's peaks in bytes; None for GPU memory on a CPU."""
+        """Return this rank's peaks in bytes. GPU memory is None on a CPU."""
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {**self._peaks, "peak_host_bytes": host}
 
@@ -123,9 +124,9 @@ def disk_bytes() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Receiver of numbers per step and of a summary at the end. The base class drops them."""
+    """Receiver of values per step and of a summary at the end. The base class drops them."""
 
-    send: Callable[..., object] = lambda values, step=None: None  # no step for the summary
+    send: Callable[..., object] = lambda values, step=None: None  # step is None for the summary
     end: Callable[[], object] = lambda: None
 
     def log_step(self, row: dict[str, Any]) -> None:
@@ -160,7 +161,7 @@ class Tracker:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), without overflow."""
+    """Return exp(loss), or infinity if it overflows."""
     return math.exp(min(loss, 700.0))
 
 
@@ -168,7 +169,7 @@ def evaluation(loss_sum: float, num_targets: int, num_bytes: int) -> dict[str, A
     """Return an entry of the record's `evaluations`, without its step.
 
     `loss_sum` is the loss of all targets in nats, and `num_bytes` the UTF-8 bytes of their text.
-    `bits_per_byte` is `loss_sum` / ln 2 / `num_bytes`; None without text. The targets of a
+    `bits_per_byte` is `loss_sum` / ln 2 / `num_bytes`, or None without text. The targets of a
     conversation are its answers and their end tokens. Special tokens count in the loss, because the
     model has to predict them, but they are not text."""
     loss = loss_sum / num_targets
@@ -195,7 +196,8 @@ def build_tracker(
 
     The trackers are TensorBoard (`tensorboard --logdir runs`), MLflow (at MLFLOW_TRACKING_URI),
     wandb (obeys WANDB_MODE=offline) and trackio (`trackio show`; TRACKIO_SPACE_ID names a Space). A
-    run resumed after `step` continues its tracker's run, whose id is in the run's folder."""
+    run that is resumed after `step` continues its tracker's run, whose id is stored in the run's
+    folder."""
     if log_to is None:
         return Tracker()
     if log_to == "tensorboard":
@@ -219,7 +221,7 @@ def build_tracker(
             resume="allow",
         )  # fmt: skip
         tracker = Tracker(module.log, module.finish)
-    else:  # trackio has the interface of wandb, but identifies a run by its name
+    else:  # trackio has wandb's interface, but identifies a run by its name
         ids.setdefault(log_to, run_dir.name)
         module.init(project=PROJECT, name=ids[log_to], config=about, resume="allow")
         tracker = Tracker(module.log, module.finish)
@@ -231,7 +233,7 @@ def build_tracker(
 def _build_tensorboard(run_dir: Path, about: dict[str, Any], step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # Readers drop later steps that an earlier process of the run wrote.
+    # Readers then drop later steps that an earlier process of the run wrote.
     purge = {"purge_step": step + 1} if step else {}
     writer = SummaryWriter(str(run_dir / "tensorboard"), **purge)
     accepted = (bool, int, float, str)
@@ -239,7 +241,7 @@ def _build_tensorboard(run_dir: Path, about: dict[str, Any], step: int) -> Track
 
     def send(values: dict[str, float], step: int | None = None) -> None:
         if step is None:
-            writer.add_hparams(hparams, values, run_name=".")  # write into the same folder
+            writer.add_hparams(hparams, values, run_name=".")  # writes into the same folder
         else:
             for name, value in values.items():
                 writer.add_scalar(name, value, step)

@@ -1,4 +1,4 @@
-"""Show comparisons on a terminal, as Markdown and as HTML, and do the command `report`."""
+"""Show comparisons on a terminal, as Markdown and as HTML. Run the command `report`."""
 
 import argparse
 import base64
@@ -25,37 +25,40 @@ from distributed_training.settings.files import given_path, plural, require_writ
 MAX_TABLES = 3
 COMMAND = "python real_model_example.py report"
 NAME_WIDTH = 26
-# Columns to drop from the table on a narrow terminal, in this order
+# Columns that a narrow terminal drops from the table, in this order
 DROPPABLE = (
     "MFU", "bits per byte", "validation perplexity", "ms per step", "runs", "peak RAM",
     "training loss",
 )  # fmt: skip
 LINE_STYLES = ("-", "--", "-.", ":")
-Figure = Any  # matplotlib.figure.Figure, which is slow to import
-TEXT_COLUMNS = {"run", "strategy", "layout", "status", "verdict", "mostly"}  # aligned left
+Figure = Any  # a matplotlib.figure.Figure, whose import is slow
+# Columns that are aligned to the left
+TEXT_COLUMNS = {"run", "strategy", "layout", "status", "verdict", "mostly"}
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The tables and plots of runs that did the same work."""
+    """Tables and plots of runs that did the same work."""
 
-    title: str  # the settings that its runs share, on one line for a terminal
+    title: str  # settings that the runs share, on one line, for a terminal
     notes: Sequence[str]
     tables: Sequence[Table]
     plots: Mapping[str, bytes] = field(default_factory=dict)  # name -> PNG
-    heading: str = ""  # on a page
-    settings: Mapping[str, str] = field(default_factory=dict)  # a small table below the heading
+    heading: str = ""  # heading on a page
+    # Settings for a small table below the heading
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
-    """Return a section per comparison. If there are several, names of plots have numbers."""
+    """Return a section per comparison. If there are several, the names of their plots are
+    numbered."""
     sections = []
     is_numbered = len(comparisons) > 1
     for number, comparison in enumerate(comparisons, 1):
         plots = {}
         for name, figure in build_figures(comparison).items():
             file = io.BytesIO()
-            # Without the version of matplotlib, equal runs give equal files.
+            # Without matplotlib's version in the file, equal runs give equal files.
             figure.savefig(file, dpi=130, metadata={"Software": None})
             plots[f"{name}-{number}" if is_numbered else name] = file.getvalue()
         settings = comparison.settings
@@ -70,7 +73,7 @@ def build_sections(comparisons: Sequence[Comparison]) -> list[Section]:
 
 
 def build_figures(comparison: Comparison) -> dict[str, Figure]:
-    """Return the plots by name, as far as there is data for them."""
+    """Return the plots by name. Plots without data are left out."""
     layouts = comparison.finished
     figures = {
         "loss": _losses(layouts, lambda r: [step for step, _ in r.loss_curve], "optimizer step"),
@@ -81,7 +84,8 @@ def build_figures(comparison: Comparison) -> dict[str, Figure]:
 
 
 def _new_figure(height: float) -> tuple[Figure, Any]:
-    """Return a figure of this height in inches, and its axes. It needs no display or closing."""
+    """Return a figure of this height in inches and its axes. The figure needs no display and need
+    not be closed."""
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(6.4, height), layout="constrained")
@@ -91,8 +95,8 @@ def _new_figure(height: float) -> tuple[Figure, Any]:
 def _losses(
     layouts: Sequence[Layout], x_values: Callable[[Record], Sequence[float]], x_label: str
 ) -> Figure | None:
-    """Plot losses as means over the seeds: training as lines with bands of one standard deviation,
-    validation as dots. A loss that was not finite, None in a record, is a gap."""
+    """Plot losses as means over the seeds. Training is drawn as lines with bands of one standard
+    deviation, validation as dots. A loss that was not finite, None in a record, leaves a gap."""
     figure, axes = _new_figure(4.2)
     for index, layout in enumerate(layouts):
         runs = [(x_values(r), [loss for _, loss in r.loss_curve]) for r in layout.done]
@@ -106,8 +110,8 @@ def _losses(
         axes.plot(x, mean, LINE_STYLES[index % 4], color=color, label=layout.name, linewidth=1.2,
                   marker="." if shortest == 1 else None)  # fmt: skip
         if len(runs) > 1:
-            spread = y.std(axis=0, ddof=1)
-            axes.fill_between(x, mean - spread, mean + spread, color=color, alpha=0.2, linewidth=0)
+            std = y.std(axis=0, ddof=1)
+            axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.2, linewidth=0)
         steps = [0, *(step for step, _ in layout.done[0].loss_curve[:shortest])]
         evaluations = [(row["step"], row["loss"]) for r in layout.done for row in r.evaluations]
         eval_steps, eval_losses = np.array(evaluations, dtype=float).reshape(-1, 2).T
@@ -125,32 +129,32 @@ def _losses(
 
 
 def _speeds(layouts: Sequence[Layout]) -> Figure | None:
-    """Plot tokens/s as bars: means over the seeds with standard deviations."""
+    """Plot tokens/s as bars: means over the seeds, with standard deviations."""
     tokens_per_s = MEASURED["tokens/s"]
-    known = [layout for layout in layouts if tokens_per_s.values(layout.done)]
-    if not known:
+    measured = [layout for layout in layouts if tokens_per_s.values(layout.done)]
+    if not measured:
         return None
-    names = [textwrap.fill(layout.name, 24) for layout in known]
-    speeds = [tokens_per_s.values(layout.done) for layout in known]
+    names = [textwrap.fill(layout.name, 24) for layout in measured]
+    speeds = [tokens_per_s.values(layout.done) for layout in measured]
     means = [statistics.fmean(values) for values in speeds]
-    spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in speeds]
+    errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in speeds]
     tallest = max(name.count("\n") for name in names)
     figure, axes = _new_figure(1.2 + (0.34 + 0.1 * tallest) * len(names))
-    positions = range(len(names))  # numbers, because bars with equal names would overlap
-    bars = axes.barh(positions, means, xerr=spread if any(spread) else None, color="#0072b2",
+    positions = range(len(names))  # bars with equal names would overlap
+    bars = axes.barh(positions, means, xerr=errors if any(errors) else None, color="#0072b2",
                      ecolor="#888888", capsize=3)  # fmt: skip
     axes.bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=3, fontsize=8)
     axes.set_yticks(positions, labels=names)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xticks([])  # the bars have labels
+    axes.set_xticks([])  # the bars have labels instead
     figure.supxlabel("tokens per second, all processes (median step)", fontsize=10)
     return figure
 
 
 def terminal(section: Section, shared: Mapping[str, str] | None = None) -> str:
     """Return the title, the first table and the notes. The title leaves out settings that are
-    `shared` with other sections, and a narrow terminal drops the least important columns."""
+    `shared` with other sections. A narrow terminal drops the least important columns."""
     title = section.title
     if shared:
         specific = {name: text for name, text in section.settings.items() if name not in shared}
@@ -161,7 +165,8 @@ def terminal(section: Section, shared: Mapping[str, str] | None = None) -> str:
         columns = {name: cells for name, cells in columns.items() if name != droppable}
         headings = [name.replace("peak ", "").replace(" ", "\n", 1) for name in columns]
         text = tabulate(
-            # The headings are a row of the table, because tabulate pads its own headings.
+            # The headings are a row of the table, because tabulate adds padding to its own
+            # headings.
             [headings, *zip(*columns.values(), strict=True)],
             tablefmt="plain", disable_numparse=True, colalign=_align(columns),
             maxcolwidths=[NAME_WIDTH, *[None] * (len(columns) - 1)],
@@ -177,7 +182,7 @@ def _align(headers: Iterable[str]) -> list[str]:
 
 
 def save_plots(sections: Sequence[Section], folder: Path) -> list[str]:
-    """Write the plots into `folder` and return the names of the files. Raises OSError if that
+    """Write the plots into `folder` and return the names of the files. Raises OSError if writing
     fails."""
     plots = {f"{name}.png": png for section in sections for name, png in section.plots.items()}
     for name, png in plots.items():
@@ -187,7 +192,7 @@ def save_plots(sections: Sequence[Section], folder: Path) -> list[str]:
 
 
 def shared_settings(sections: Sequence[Section]) -> dict[str, str]:
-    """Return the settings that all of several sections share; {} for one section."""
+    """Return the settings that all of several sections share, or {} for one section."""
     if len(sections) < 2:
         return {}
     common = set.intersection(*({*section.settings.items()} for section in sections))
@@ -195,13 +200,13 @@ def shared_settings(sections: Sequence[Section]) -> dict[str, str]:
 
 
 def in_words(settings: Mapping[str, str]) -> str:
-    """Return settings on one line."""
+    """Format settings on one line."""
     return ", ".join(f"{name} {text}" for name, text in settings.items())
 
 
 def page(form: str, title: str, heading: str, sections: Sequence[Section], note: str = "") -> str:
-    """Return a page. Settings that all sections share are at its top. `form` is "md", whose plots
-    are separate files, or "html", a single file without scripts or network access."""
+    """Return a page with the settings that all sections share at the top. `form` is "md", whose
+    plots are separate files, or "html", a single file without scripts or network access."""
     shared = shared_settings(sections)
 
     def own_settings(section: Section) -> dict[str, str]:
@@ -215,9 +220,9 @@ def page(form: str, title: str, heading: str, sections: Sequence[Section], note:
 
 
 def find_records(paths: Sequence[Path]) -> list[Record]:
-    """Return the records of runs, of folders with runs and of files, without duplicates. Their
-    `run_dir` is their actual location. Prints a note about folders without records. Raises
-    UserError for files that are not records."""
+    """Return the records of runs, of folders with runs and of files, without duplicates. Each
+    record's `run_dir` is set to its actual location. Print a note about folders without records.
+    Raises UserError for files that are not records."""
     records: dict[Path, Record] = {}
     for path in map(given_path, paths):
         files = [path]
@@ -231,7 +236,7 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
             except UserError as error:
                 if not path.is_dir():
                     raise
-                if file.name == RECORD_FILE:  # other JSON files are expected in a folder
+                if file.name == RECORD_FILE:  # a folder may contain other JSON files
                     print(f"note: {error}", file=sys.stderr)
                 continue
             records_here[file] = record.model_copy(update={"run_dir": str(run_dir)})
@@ -242,7 +247,7 @@ def find_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def main(arguments: argparse.Namespace, output_dir: Path) -> int:
-    """Show the runs that `arguments` name, or all runs in `output_dir`. Return the exit code."""
+    """Show the runs that `arguments` name or all runs in `output_dir`. Return the exit code."""
     paths = arguments.paths or [output_dir]
     records = find_records([path for path in paths if arguments.paths or path.is_dir()])
     if not records:

@@ -17,7 +17,7 @@ _IN_SETTINGS = {"model", "dataset", "max_length", "precision"}
 
 @dataclass(frozen=True)
 class Number:
-    """A column of numbers. A cell shows the number of one run, or the mean over several runs."""
+    """Column of numbers. A cell shows the number of one run, or the mean over several runs."""
 
     value: Value
     show: Callable[[float], str]
@@ -25,7 +25,7 @@ class Number:
     spread: bool = False  # show the standard deviation over several runs
 
     def values(self, records: Sequence[Record]) -> list[float]:
-        """Return the number of each run that has it."""
+        """Return the values of the runs that have one."""
         return [value for r in records if (value := self.value(r)) is not None]
 
     def __call__(self, *records: Record) -> str:
@@ -43,13 +43,13 @@ def predicted(name: str) -> Value:
 
 
 def finite(value: float | None) -> float:
-    """Return NaN for None, which a record has for numbers that are not finite."""
+    """Return NaN for None, which represents numbers that are not finite in a record."""
     return float("nan") if value is None else value
 
 
 def _trained(name: str) -> Value:
-    """Return a function for an entry of the last evaluation. It returns None if there was no
-    evaluation after the first step."""
+    """Return a function that reads an entry of the last evaluation. The function returns None if
+    there was no evaluation after the first step."""
 
     def value(r: Record) -> float | None:
         last = r.evaluations[-1] if r.evaluations else {"step": 0}
@@ -72,7 +72,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f}"
 
 
-# Columns with the settings of runs, besides the strategy
+# Columns with the settings of runs, except the strategy
 SETTINGS: dict[str, Callable[..., str]] = {
     "model": lambda r: last_part(r.config["model"]),
     "processes": lambda r: str(r.world_size),
@@ -85,8 +85,8 @@ MS_A_STEP = Number(
     lambda r: r.performance.get("step_time_s", {}).get("p50"), _milliseconds, spread=True
 )
 MS_PREDICTED = Number(predicted("step_time_s"), _milliseconds)
-# GPU memory is the memory that PyTorch's allocator reserved. Its "allocated" memory excludes the
-# buffers of CUDA graphs.
+# GPU memory is the memory that PyTorch's allocator reserved. The "allocated" memory would exclude
+# the buffers of CUDA graphs.
 MEASURED = {
     "tokens/s": Number(lambda r: r.performance.get("tokens_per_s"), "{:,.0f}".format, spread=True),
     "ms per step": MS_A_STEP,
@@ -110,30 +110,34 @@ PREDICTED = {  # name -> heading, measured, predicted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A row: a layout with one run per seed, or a single run."""
+    """Row of a table: a layout with one run per seed, or a single run."""
 
     name: str
     records: list[Record]
     num_runs: int = 1  # number of requested runs
-    why: str = ""  # why there are fewer records
+    why: str = ""  # reason why there are fewer records
 
     @property
     def done(self) -> list[Record]:
-        """The runs with results."""
+        """Return the runs that have results."""
         return [r for r in self.records if r.performance]
 
     @property
     def ended(self) -> str:
-        """The status of the runs, in one or two words."""
-        missing = self.num_runs - len(self.records)
+        """Describe the status of the runs in one or two words."""
+        num_missing = self.num_runs - len(self.records)
         if self.why:
             return "failed"
-        return f"{missing} of {self.num_runs} not run yet" if missing else status(self.records[-1])
+        return (
+            f"{num_missing} of {self.num_runs} not run yet"
+            if num_missing
+            else status(self.records[-1])
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """A table of text. The first column names the rows."""
+    """Table of text. The first column names the rows."""
 
     title: str
     about: str
@@ -146,7 +150,7 @@ class Comparison:
 
     layouts: list[Layout]
     work: str = ""  # description of the work, if there are no records
-    # Keys of the work with other values than in other comparisons
+    # Keys of the work whose values differ from other comparisons
     differs: dict[str, str] = field(default_factory=dict)
     rows: str = "strategy"  # heading of the first column
 
@@ -160,7 +164,7 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings that all runs share, by heading."""
+        """Return the settings that all runs share, by heading."""
         if not self.records:
             return {}
         settings = common_settings(self.records)
@@ -169,17 +173,17 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """The settings that all runs share, on one line."""
+        """Return the settings that all runs share, on one line."""
         settings = self.settings
         device = settings.pop("device", "")
-        other = [f"{name} {settings.pop(name)}" for name in self.differs]
+        differing_values = [f"{name} {settings.pop(name)}" for name in self.differs]
         common = [f"{name} {value}" for name, value in settings.items()]
         text = ", ".join(filter(None, [*common, device and f"on {device}"]))
-        return "; ".join(filter(None, [text, self.work, ", ".join(other)]))
+        return "; ".join(filter(None, [text, self.work, ", ".join(differing_values)]))
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about failed runs, overfitting, and differences in the work."""
+        """Return sentences about failed runs, overfitting and differences in the work."""
         notes = [f"{layout.name} failed: {layout.why}" for layout in self.layouts if layout.why]
         for layout in self.layouts:
             notes += [f"{layout.name} {r.status}: {r.error}" for r in layout.records if r.error]
@@ -212,7 +216,7 @@ class Comparison:
 
 
 def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys that do not have the same value in all runs."""
+    """Return the keys that have different values in the runs."""
     keys = dict.fromkeys(key for run in runs for key in run)
     return [key for key in keys if len({repr(run.get(key)) for run in runs}) > 1]
 
@@ -225,7 +229,7 @@ def common_settings(records: Sequence[Record]) -> dict[str, str]:
 
 
 def status(r: Record) -> str:
-    """Return the status of a run and, unless it is "ok", the steps that it reached."""
+    """Return the status of a run and, unless it is "ok", the number of steps that it completed."""
     if r.status == "ok":
         return "ok"
     killed = r.status == "running" and r.hostname == platform.node() and not is_alive(r)
@@ -233,7 +237,8 @@ def status(r: Record) -> str:
 
 
 def group_by_work(records: Sequence[Record]) -> list[Comparison]:
-    """Return a comparison per work, that of the newest run first. Each run has its own row."""
+    """Return a comparison per work, beginning with the work of the newest run. Each run has its own
+    row."""
     records = sorted(records, key=lambda r: r.started_at)
     different_keys = differing([record.work for record in records])
     groups: dict[str, list[tuple[str, Record]]] = {}
@@ -241,16 +246,16 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
         work = repr([r.work.get(key) for key in different_keys])
         groups.setdefault(work, []).insert(0, (name, r))
     shown_keys = [key for key in different_keys if key not in _IN_SETTINGS]
-    if len(different_keys) > 1:  # show a hash only if there is no other difference
+    if len(different_keys) > 1:  # a hash is shown only if there is no other difference
         shown_keys = [key for key in shown_keys if key != "data_fingerprint"]
     comparisons = []
     for group in groups.values():
         common = common_settings([r for _, r in group])
         layouts = []
         for name, r in group:
-            words = [f"{name} {r.layout_name}".lstrip()]
-            words += [f"{key} {cell(r)}" for key, cell in SETTINGS.items() if key not in common]
-            layouts.append(Layout(name=", ".join(words), records=[r]))
+            texts = [f"{name} {r.layout_name}".lstrip()]
+            texts += [f"{key} {cell(r)}" for key, cell in SETTINGS.items() if key not in common]
+            layouts.append(Layout(name=", ".join(texts), records=[r]))
         first = group[0][1].work
         differs = {key: last_part(str(first.get(key)))[:12] for key in shown_keys}
         comparisons.append(Comparison(layouts=layouts, differs=differs, rows="run"))
@@ -258,15 +263,16 @@ def group_by_work(records: Sequence[Record]) -> list[Comparison]:
 
 
 def run_names(records: Sequence[Record]) -> list[str]:
-    """Return the shortest part of each run's folder name that distinguishes it, in whole words; ""
-    for a single run."""
+    """Return the shortest part of each run's folder name that distinguishes the runs, in whole
+    words. Return "" for a single run."""
     names = [tuple(Path(r.run_dir).name.split("-")) for r in records]
     num_names = len(set(names))
     if num_names == 1:
         return ["" if len(names) == 1 else "-".join(name) for name in names]
     sizes = range(max(map(len, names)) + 1)
-    num_prefixes = [len({name[:size] for name in names}) for size in sizes]  # by number of words
-    first = num_prefixes.count(1) - 1  # all names share the words before this one
+    # By number of words in the prefix
+    num_prefixes = [len({name[:size] for name in names}) for size in sizes]
+    first = num_prefixes.count(1) - 1  # all names share the words before this index
     last = num_prefixes.index(num_names)
     return ["-".join(name[first:last]) for name in names]
 
@@ -317,7 +323,7 @@ def predictions(comparison: Comparison) -> Table:
 
 
 def _error(prediction: Number, measurement: Number, records: Sequence[Record]) -> float | None:
-    """Return the relative error of the mean prediction; None if a value is missing."""
+    """Return the relative error of the mean prediction, or None if a value is missing."""
     expected = prediction.values(records)
     actual = measurement.values(records)
     if not expected or not actual:
@@ -328,7 +334,7 @@ def _error(prediction: Number, measurement: Number, records: Sequence[Record]) -
 def _memory(r: Record) -> dict[str, float]:
     prediction = r.prediction or {}
     components = dict(prediction.get("memory_bytes", {}))
-    if components and not r.machine["gpu_name"]:  # add the memory of Python and libraries
+    if components and not r.machine["gpu_name"]:  # adds the memory of Python and libraries
         components["Python"] = prediction["host_bytes"] - sum(components.values())
     return components
 
@@ -341,7 +347,8 @@ def _sent(r: Record) -> dict[str, float]:
 def _breakdown(
     title: str, about: str, comparison: Comparison, bytes_of: Callable[[Record], dict[str, float]]
 ) -> Table:
-    """Return a table with a row per layout, a column per component, and the total, in bytes."""
+    """Return a table in bytes, with a row per layout, a column per component and a column for the
+    total."""
     columns = {comparison.rows: [layout.name for layout in comparison.finished]}
     rows = [bytes_of(layout.done[0]) for layout in comparison.finished]
     names = dict.fromkeys(name for row in rows for name in row)
@@ -353,6 +360,6 @@ def _breakdown(
 
 
 def _table(title: str, about: str, columns: dict[str, list[str]]) -> Table:
-    """Return a table without its empty columns."""
-    kept = {name: cells for name, cells in columns.items() if {*cells} - {NOTHING}}
-    return Table(title=title, about=about, columns=kept)
+    """Return a table without empty columns."""
+    nonempty = {name: cells for name, cells in columns.items() if {*cells} - {NOTHING}}
+    return Table(title=title, about=about, columns=nonempty)

@@ -1,8 +1,9 @@
-"""Merge CONFIG, a preset and the command line into one validated, immutable Request. No torch.
+"""Merge CONFIG, a preset and the command line into one validated, immutable Request. No torch
+import.
 
-A field of RunConfig defines a key: its type, default, aliases, whether it is part of the work, and
-below it its help. Errors, `--help`, `--key value` and the guide's reference follow from it.
-"""
+Each field of RunConfig defines a key: its type, default, aliases, whether it is part of the work,
+and its help text below the field. Errors, `--help`, `--key value` and the guide's reference are
+derived from it."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -17,11 +18,11 @@ from distributed_training.settings.files import Model, shown
 from distributed_training.settings.keys import Key, Options, by_key, key, read_keys
 
 AUTO = "auto"
-RENDEZVOUS_S = 120  # to wait for all ranks to join
+RENDEZVOUS_S = 120  # time to wait for all ranks to join
 PRESETS_DIR = files.ROOT / "configs" / "presets"
 PATHS = {"model", "dataset", "validation_dataset", "tokenizer", "weights"}
 PATHS |= {"deepspeed_config", "offload_dir", "output_dir", "resume"}
-# Keys are grouped by the need for which a user looks for them.
+# Keys are grouped by the purpose for which a user looks them up.
 data = functools.partial(key, work=True, group="Model and data")
 learning = functools.partial(key, work=True, group="Batch and optimizer")
 layout = functools.partial(key, work=False, group="Strategy and layout")
@@ -43,7 +44,7 @@ Axis = Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] | None
 
 
 class RunConfig(Options):
-    """The validated values of CONFIG's keys."""
+    """Validated values of CONFIG's keys."""
 
     # fmt: off
     model: Text = data(AUTO, aliases=("model_name", "model_name_or_path"))
@@ -79,7 +80,7 @@ class RunConfig(Options):
     strategy keeps records apart."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = data(42)
     """Seed of the initial weights, data order, dropout and generated samples."""
-    # Not work: the global batch size is.
+    # Not part of the work, because the global batch size already is.
     batch_size: Count | Auto = learning(4, aliases=("per_device_train_batch_size",), work=False)
     """Sequences per GPU and accumulation step. auto: the smallest number that keeps a GPU busy."""
     grad_accum_steps: Count = learning(1, aliases=("gradient_accumulation_steps",), work=False)
@@ -224,30 +225,31 @@ class RunConfig(Options):
 
     @property
     def key_values(self) -> dict[str, Any]:
-        """Values under CONFIG's keys, in CONFIG's order."""
+        """Return the values under CONFIG's keys, in CONFIG's order."""
         return {name: getattr(self, name) for name in KEYS}
 
     def to_user_words(self) -> dict[str, Any]:
-        """Return the values under all names that CONFIG takes, in CONFIG's order."""
+        """Return the values under all names that CONFIG accepts, in CONFIG's order."""
         return self.key_values
 
 
 class Request(RunConfig):
-    """CONFIG as the user asked for it: the value of each key and who set it. Nothing is derived."""
+    """CONFIG as the user requested it: the value of each key and who set it. No value is
+    derived."""
 
-    # Values of the keys that the strategy's own engine adds
+    # Values of the keys that the strategy's engine declares
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    # Who set a key. "CONFIG" only if the value differs from the key's default.
+    # key -> who set it; "CONFIG" only if the value differs from the key's default
     set_by: dict[str, Literal["CONFIG", "preset", "command line", "strategy"]] = Field(
         default_factory=dict
     )
     preset: str | None = None
-    force: bool = False  # run although memory is predicted not to suffice
-    # Fail if data, weights or tokenizers are missing, instead of using the ones that are shipped
+    force: bool = False  # run even if the predicted memory does not suffice
+    # Fail if data, weights or tokenizers are missing, instead of using those of the package
     strict: bool = False
 
     def is_set(self, *names: str) -> bool:
-        """Return whether the user set one of these keys. A strategy's defaults do not count."""
+        """Return whether the user set any of these keys. A strategy's defaults do not count."""
         return any(self.set_by.get(name, "strategy") != "strategy" for name in names)
 
     def to_user_words(self) -> dict[str, Any]:
@@ -260,14 +262,14 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 def with_values(config: AnyConfig, **changes: Any) -> AnyConfig:
-    """Return a copy with other values. Raises UserError for a value that its key does not
+    """Return a copy with changed values. Raises UserError for a value that its key does not
     accept."""
     return validate(type(config), {**dict(config), **changes}, KEYS)
 
 
 def validate(model: type[Model], values: Mapping[str, Any], keys: Mapping[str, Key]) -> Model:
-    """Return `values` as a `model` whose keys are `keys`. Raises UserError for a value that is not
-    accepted."""
+    """Return `values` as an instance of `model`, whose fields are `keys`. Raises UserError for a
+    value that is not accepted."""
     try:
         return model(**values)
     except ValidationError as error:
@@ -288,9 +290,9 @@ def build_config(
     force: bool = False,
     strict: bool = False,
 ) -> Request:
-    """Merge CONFIG, a preset and `key=value` texts; later ones win. A strategy's `defaults` replace
-    None and "auto". `options` returns the keys that a strategy's engine adds. Raises UserError for
-    a key, value or preset that cannot be used."""
+    """Merge CONFIG, a preset and `key=value` texts; later sources take precedence. A strategy's
+    `defaults` replace None and "auto". `options` returns the keys that a strategy's engine adds.
+    Raises UserError for a key, value or preset that cannot be used."""
     from_preset = {} if preset is None else load_preset(preset)
     texts = []
     for text in overrides:
@@ -302,39 +304,41 @@ def build_config(
     own_model = options(strategy)
     own_keys = read_keys(own_model)
     keys = KEYS | own_keys
-    given = by_key(config.items(), keys, "CONFIG")
+    configured = by_key(config.items(), keys, "CONFIG")
     in_preset = by_key(from_preset.items(), keys, str(preset))
     typed = by_key(texts, keys, "the command line")
     over = in_preset | {name: keys[name].parse(text) for name, text in typed.items()}
-    where = f"strategy {strategy}'s defaults"
+    source = f"strategy {strategy}'s defaults"
     decided = {}
-    for name, value in by_key(defaults(strategy).items(), keys, where).items():
+    for name, value in by_key(defaults(strategy).items(), keys, source).items():
         if keys[name].work:
-            raise UserError(f"{where} have {name}", "it would change the work", "remove it")
-        if name not in over and given.get(name) in (None, AUTO):
+            raise UserError(f"{source} have {name}", "it would change the work", "remove it")
+        if name not in over and configured.get(name) in (None, AUTO):
             decided[name] = value
-    values = {**given, **over, **decided}
+    values = {**configured, **over, **decided}
     engine_values = {name: values.pop(name) for name in own_keys if name in values}
     values["engine_options"] = validate(own_model, engine_values, keys).model_dump()
     for name in PATHS.intersection(values):
         if isinstance(values[name], str):
             values[name] = files.expand_home(name, values[name])
-    changed = {name: value for name, value in given.items() if value != keys[name].default}
+    changed = {name: value for name, value in configured.items() if value != keys[name].default}
     set_by = dict.fromkeys(changed, "CONFIG")
     set_by |= dict.fromkeys(in_preset, "preset") | dict.fromkeys(typed, "command line")
     changed |= over
-    set_by = {name: who for name, who in set_by.items() if changed[name] != AUTO}
+    set_by = {name: setter for name, setter in set_by.items() if changed[name] != AUTO}
     values["set_by"] = set_by | dict.fromkeys(decided, "strategy")
     values |= {"preset": preset, "force": force, "strict": strict}
     return validate(Request, values, KEYS)
 
 
-def load_preset(given: str) -> dict[str, Any]:
-    """Return the values of a preset, given by the name of a shipped one or by a path."""
-    path = Path(files.expand_home("preset", given))
-    if not path.exists() and not path.parent.name:  # a bare word: one of ours
+def load_preset(name_or_path: str) -> dict[str, Any]:
+    """Return the values of a preset, given by a shipped preset's name or by a path."""
+    path = Path(files.expand_home("preset", name_or_path))
+    if not path.exists() and not path.parent.name:  # a bare word names a shipped preset
         path = PRESETS_DIR / f"{path.stem}.json"
     document = files.load_json(path, "preset")
     if not isinstance(document, dict):
-        raise UserError(f"preset {given} is not a JSON object", fix='write {"key": value, ...}')
+        raise UserError(
+            f"preset {name_or_path} is not a JSON object", fix='write {"key": value, ...}'
+        )
     return {name: value for name, value in document.items() if name != "_comment"}

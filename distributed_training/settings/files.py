@@ -1,4 +1,4 @@
-"""Paths and JSON that users hand us, with errors that they can act on. No torch import."""
+"""Read paths and JSON that users provide, with errors that they can act on. No torch import."""
 
 import contextlib
 import difflib
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from distributed_training.settings.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]  # the checkout
+ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
 _WRONG = {
     "model_type": "is not a JSON object", "dict_type": "is not a JSON object",
     "extra_forbidden": "is not one of its keys", "missing": "is missing",
@@ -27,59 +27,60 @@ _CHUNK_BYTES = 16 * 2**20
 _WHOLE_BYTES = 10**9
 _NUM_PARTS = 1024
 _PART_BYTES = 4096
-_SMALL_BYTES = 64_000_000  # of JSON, which takes a second or two to parse
+_SMALL_BYTES = 64_000_000  # of JSON, which takes one to two seconds to parse
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def expand_home(key: str, text: str) -> str:
-    """Expand `~` in text that may be a path. Raises UserError if the path cannot be looked up:
-    unknown user, name too long, folder without permission."""
+    """Expand `~` in text that may be a path. Raises UserError if the path cannot be looked up, for
+    example because the user is unknown, the name is too long or a folder is not accessible."""
     try:
         path = Path(text).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(path / ("x" * 100))  # stands for any file below
+            os.stat(path / ("x" * 100))  # stands for any file in the folder
     except (OSError, RuntimeError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{key}={shown(text)} cannot be used as a path", why) from None
-    return os.path.expanduser(text)  # "./a" is no name on the Hub, and a Path would make it "a"
+    # A Path would turn "./a" into "a", which could be a name on the Hub.
+    return os.path.expanduser(text)
 
 
 def given_path(text: str | Path) -> Path:
-    """Return a file or folder that a command names, relative to the current folder or else to the
-    checkout."""
+    """Return the path of a file or folder that a command names, relative to the current folder. If
+    it exists only in the checkout, return that path."""
     path = Path(text).expanduser()
-    ours = ROOT / path
-    return ours if ours.exists() and not path.exists() else path
+    in_checkout = ROOT / path
+    return in_checkout if in_checkout.exists() and not path.exists() else path
 
 
 def obstacle_to_writing(folder: Path, *files: str) -> str:
-    """Create and remove a file in `folder`, or above it if it is still to be made, and open those
-    of its `files` that exist. Return what failed, "" if nothing did."""
-    at = folder = folder.absolute()
+    """Try to create and remove a file in `folder`, or in its nearest existing parent, and to open
+    those of its `files` that exist. Describe the failure, or return "" if there is none."""
+    tested = folder = folder.absolute()
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.stat(folder)
-        at = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=at) as probe:
-            probe.write(bytes(4096))  # a full disk still has names of files to give
-        for at in (folder / name for name in files):
-            if os.path.lexists(at):
-                # Opening a pipe that nobody reads would wait.
-                os.close(os.open(at, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        tested = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=tested) as probe:
+            probe.write(bytes(4096))  # a full disk can still create an empty file
+        for tested in (folder / name for name in files):
+            if os.path.lexists(tested):
+                # Opening a pipe without a reader would block.
+                os.close(os.open(tested, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
-        return f"{at} cannot be written: {error.strerror or error}"
+        return f"{tested} cannot be written: {error.strerror or error}"
     return ""
 
 
 def require_writable(folder: Path, fix: str, *files: str) -> None:
-    """Raise UserError if `folder` or its `files` cannot be written. Commands call this before work
-    that takes long, whose results would be lost."""
+    """Raise UserError if `folder` or its `files` cannot be written. Commands call this before long
+    work whose results would be lost."""
     if obstacle := obstacle_to_writing(folder, *files):
         raise UserError(obstacle, fix=fix)
 
 
 def publish(made: Path, final: Path) -> None:
-    """Rename a file or folder into place, over an older one, once all of it is on the disk."""
+    """Rename a file or folder into place, replacing an older one, once its content is on disk."""
     for path in (*made.rglob("*"), made):
         _sync(path)
     if final.is_dir():
@@ -89,7 +90,7 @@ def publish(made: Path, final: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, or the link to one elsewhere that somebody put in its place."""
+    """Remove a folder, or a link that a user put in its place."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -105,7 +106,8 @@ def _sync(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; OSError if it is a pipe or device, which could wait or never end."""
+    """Open a file for reading. Raises OSError for a pipe or device, which could block or never
+    end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -114,8 +116,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_small(path: Path) -> bytes:
-    """Read a file of settings, or what a shell has for `<(...)`; OSError for one that is no regular
-    file, or that is too long to be read in a moment."""
+    """Read a settings file, or a shell's `<(...)`. Raises OSError if the file is not regular or is
+    too long to read quickly."""
     with open(path, "rb") if path.parent == Path("/dev/fd") else open_regular(path) as file:
         data = file.read(_SMALL_BYTES + 1)
     if len(data) > _SMALL_BYTES:
@@ -124,8 +126,8 @@ def read_small(path: Path) -> bytes:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError if it does not parse, is nested too deeply, or has half of a
-    surrogate pair."""
+    """Parse JSON. Raises ValueError for invalid syntax, too deep nesting, or an unpaired
+    surrogate."""
     try:
         value = json.loads(text)
         if "\\ud" in text or "\\uD" in text:
@@ -138,13 +140,17 @@ def parse_json(text: str) -> Any:
 
 
 def load_json(path: Path, what: str) -> Any:
-    """Parse a JSON file. Raises UserError with line and column if it does not parse."""
+    """Parse a JSON file. Raises UserError with line and column if the JSON is invalid."""
     try:
         return parse_json(read_small(path).decode())
     except FileNotFoundError:
-        others = sorted(file.stem for file in path.parent.glob("*.json"))
-        near = nearest(path.stem, others)
-        fix = f"did you mean {near}.json?" if near else f"there are {', '.join(others) or 'none'}"
+        other_names = sorted(file.stem for file in path.parent.glob("*.json"))
+        near = nearest(path.stem, other_names)
+        fix = (
+            f"did you mean {near}.json?"
+            if near
+            else f"there are {', '.join(other_names) or 'none'}"
+        )
         raise UserError(f"{what} {path} does not exist", fix=fix) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
@@ -155,30 +161,31 @@ def load_json(path: Path, what: str) -> Any:
 
 def _json_fault(error: json.JSONDecodeError) -> str:
     """Describe a syntax error. Comments and trailing commas, which other formats allow, are
-    named."""
+    mentioned explicitly."""
     remaining = error.doc[error.pos :].lstrip()
     line = error.doc.count("\n", 0, len(error.doc) - len(remaining)) + 1
-    before = error.doc[: error.pos].rstrip()
+    preceding = error.doc[: error.pos].rstrip()
     if remaining.startswith(("//", "#", "/*")):
         comment = shown(remaining.splitlines()[0])
         return f"line {line} has a comment, which JSON does not allow: {comment}"
-    if remaining.startswith(("}", "]")) and before.endswith(","):
+    if remaining.startswith(("}", "]")) and preceding.endswith(","):
         return f"line {line} has a comma before {remaining[0]}, which JSON does not allow"
     return str(error)
 
 
-def crc32(file: Path, before: int = 0) -> int:
-    """Return the CRC-32 of a file, continued from the CRC-32 `before` if given."""
+def crc32(file: Path, checksum: int = 0) -> int:
+    """Return the CRC-32 of a file. `checksum` is the CRC-32 of preceding data."""
     with open(file, "rb", buffering=0) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
-            before = zlib.crc32(chunk, before)
-    return before
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def sample_file(file: Path) -> str:
-    """Return a file's size and CRC-32; "" if it cannot be read. Reading all of a file above 1 GB
-    takes long: 1,024 parts of it are read, so that a change of 1/1024 of the file in a row, as of
-    any large matrix, is seen, and a smaller one may be missed."""
+    """Return a file's size and CRC-32, or "" if it cannot be read.
+
+    Reading a file above 1 GB takes long, so only 1,024 parts of it are read. A change of 1/1024 of
+    the file in a row, as in any large matrix, is detected. A smaller change may be missed."""
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -188,24 +195,25 @@ def sample_file(file: Path) -> str:
             for part in range(_NUM_PARTS):
                 stream.seek((size - _PART_BYTES) * part // (_NUM_PARTS - 1))
                 checksum = zlib.crc32(stream.read(_PART_BYTES), checksum)
-    except OSError:  # the code that reads the contents reports it
+    except OSError:  # the code that reads the contents reports the error
         return ""
     return f"{size}-{checksum:08x}"
 
 
 def crc32_of(values: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of values as JSON."""
+    """Return the CRC-32 of values in JSON form."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
-    """Parse a JSON document as `model`. Raises UserError that begins with `source` and names the
-    key."""
+    """Return a JSON document parsed as `model`. Raises UserError that begins with `source` and
+    names the key."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-    except (TypeError, AttributeError, ArithmeticError) as error:  # of a validator that computes
+    # Raised by a validator that computes
+    except (TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(
             f"{source}: a value is of a type that is not accepted", str(error), fix
         ) from None
@@ -216,9 +224,9 @@ def parse_as(model: type[Model], document: Any, source: str, fix: str) -> Model:
     raise UserError(f"{source}: {name}={shown(first['input'])} is not accepted", rule, fix)
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.55) -> str | None:
-    """Return the known word that begins with `word` or is closest to it, or None."""
-    lower = {name.lower(): name for name in known}
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.55) -> str | None:
+    """Return the element of `names` that begins with `word` or is closest to it, or None."""
+    lower = {name.lower(): name for name in names}
     if begun := [name for name in lower if len(word) > 3 and name.startswith(word.lower())]:
         return lower[min(begun, key=len)]
     close = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=cutoff)
@@ -226,10 +234,10 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.55) -> str | None
 
 
 def did_you_mean(
-    word: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.55
+    word: str, names: Iterable[str], otherwise: str = "", *, cutoff: float = 0.55
 ) -> str:
-    """Return a hint for an unknown `word`: the nearest known one, or else `otherwise`."""
-    close = nearest(word, known, cutoff)
+    """Return a hint for an unknown `word`: the nearest of `names`, or else `otherwise`."""
+    close = nearest(word, names, cutoff)
     return f"did you mean {close!r}?" if close else otherwise
 
 
@@ -240,7 +248,8 @@ def shown(value: object) -> str:
 
 
 def folder_label(folder: Path) -> str:
-    """Return a short name of a model's folder: its own or, in a run's folder, the run's model."""
+    """Return a short name for a model's folder: its own name or, in a run's folder, the run's
+    model."""
     if folder.name not in ("hf", "best", "merged"):
         return folder.name
     run = re.sub(r"^\d{8}-\d{6}-[^-]+-|-x\d+(-\d+)?$", "", folder.parent.name)
@@ -248,7 +257,7 @@ def folder_label(folder: Path) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """ "1 process", "2 processes"."""
+    """Return text such as "1 process" or "2 processes"."""
     if count == 1:
         return f"1 {noun}"
     return f"{count} {noun}es" if noun.endswith(("s", "ch")) else f"{count} {noun}s"

@@ -1,6 +1,6 @@
-"""Define a CONFIG key, from which checks, parsing, error messages and help follow, and the
-parser that every command uses. pydantic checks the values. Messages come from its JSON schema.
-No torch import."""
+"""Define a CONFIG key, and the parser that every command uses. Checks, parsing, error messages and
+help follow from the key. pydantic checks the values, and messages come from its JSON schema. No
+torch import."""
 
 import argparse
 import contextlib
@@ -17,7 +17,10 @@ from distributed_training.settings.files import load_json, nearest, shown
 Number = TypeVar("Number", int, float)
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
-_WORDS: dict[str, dict[str, Any]] = {"boolean": _BOOLEANS, "null": {"none": None, "null": None}}
+_VALUES_BY_WORD: dict[str, dict[str, Any]] = {
+    "boolean": _BOOLEANS,
+    "null": {"none": None, "null": None},
+}
 _KINDS = {
     "integer": "a whole number", "number": "a number", "boolean": "True or False",
     "string": "text", "null": "None",
@@ -25,8 +28,8 @@ _KINDS = {
 
 
 class Options(BaseModel):
-    """Base of a class whose fields are keys: RunConfig, or OPTIONS of a strategy's own engine. An
-    engine's OPTIONS override the methods to declare its costs."""
+    """Base of a class whose fields are keys: RunConfig, or OPTIONS of a strategy's engine. An
+    engine's OPTIONS override the methods to declare the costs of the engine."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False,
@@ -34,22 +37,24 @@ class Options(BaseModel):
     )  # fmt: skip
 
     def steps_between_exchanges(self) -> int | None:
-        """Return the number of steps between two exchanges of as many fp32 values as the model has
-        parameters. None: gradients are exchanged in every step, during the backward pass."""
+        """Return the number of steps between two exchanges of as many fp32 values as the model
+        has parameters. Return None if gradients are exchanged in every step, during the backward
+        pass."""
         return None
 
     def check(self, precision: str, hidden_size: int) -> None:
         """Raise UserError if these options do not work with the compute dtype or the model."""
 
     def bytes_per_parameter(self, num_replicas: int) -> float:
-        """Return the state that the engine keeps besides weights, gradients and Adam moments."""
+        """Return the bytes per parameter of state that the engine keeps besides weights, gradients
+        and Adam moments."""
         return 0
 
     def sent_bytes(
         self, num_values: int, matrices: Sequence[tuple[int, int]], num_replicas: int
     ) -> dict[str, int]:
-        """Return the bytes of one exchange by the kind of operation. It exchanges `num_values`
-        gradients, and some of them form `matrices` of (rows, columns)."""
+        """Return the bytes of one exchange by the kind of operation. The exchange contains
+        `num_values` gradients, and some of them form `matrices` of (rows, columns)."""
         return {"all_reduce": 4 * num_values}
 
 
@@ -62,21 +67,21 @@ def key(
     aliases: tuple[str, ...] = (),
 ) -> Any:
     """Declare a field that is a key. Its help is given here or as a string below the field. `work`:
-    the key must agree between two runs that are compared."""
-    extra: Any = {"work": work, "group": group, "aliases": aliases}
-    return Field(default=default, description=help, json_schema_extra=extra)
+    whether two runs must agree on the key to be comparable."""
+    schema: Any = {"work": work, "group": group, "aliases": aliases}
+    return Field(default=default, description=help, json_schema_extra=schema)
 
 
 class Key(BaseModel):
-    """One key as users meet it."""
+    """A CONFIG key with its description for users."""
 
     name: str
     default: Any
-    help: str  # one line
+    help: str  # help text on one line
     group: str  # heading in --help and in the guide
-    work: bool  # whether it changes what is computed, under every strategy
+    work: bool  # whether it changes the computation under every strategy
     aliases: tuple[str, ...]  # names that other programs use for it
-    forms: list[dict[str, Any]]  # JSON schemas of what is accepted; one of them must fit
+    forms: list[dict[str, Any]]  # JSON schemas of accepted values; one of them must match
 
     @property
     def choices(self) -> list[str]:
@@ -84,7 +89,7 @@ class Key(BaseModel):
         return [value for value in values if isinstance(value, str)]
 
     def accepts(self) -> str:
-        """Describe the accepted values in words."""
+        """Describe the accepted values."""
         descriptions = []
         for form in self.forms:
             if "enum" in form:
@@ -97,20 +102,20 @@ class Key(BaseModel):
                 text += f" >= {form['minimum']:g}"
             if "exclusiveMinimum" in form:
                 text += f" > {form['exclusiveMinimum']:g}"
-            if form.get("maximum", 2**20) < 2**20:  # larger ones only guard against overflow
+            if form.get("maximum", 2**20) < 2**20:  # larger limits only guard against overflow
                 text += f" and <= {form['maximum']:g}"
             descriptions.append(text)
         return " or ".join(descriptions)
 
     def parse(self, text: str) -> Any:
-        """Return the value that command-line `text` stands for, or the text if it fits nothing."""
+        """Return the value that command-line `text` represents, or the text if no form matches."""
         word = text.strip().lower()
         kinds = {form.get("type", "") for form in self.forms}
-        words: dict[str, Any] = {choice.lower(): choice for choice in self.choices}
-        for kind in kinds.intersection(_WORDS):
-            words |= _WORDS[kind]
-        if word in words:
-            return words[word]
+        values: dict[str, Any] = {choice.lower(): choice for choice in self.choices}
+        for type_name in kinds.intersection(_VALUES_BY_WORD):
+            values |= _VALUES_BY_WORD[type_name]
+        if word in values:
+            return values[word]
         if kinds & {"integer", "number"}:
             for convert in (int, float):
                 with contextlib.suppress(ValueError):
@@ -119,7 +124,7 @@ class Key(BaseModel):
 
 
 def read_keys(model: type[BaseModel]) -> dict[str, Key]:
-    """Return the keys that a model's fields declare, in their order."""
+    """Return the keys that a model's fields declare, in field order."""
     keys = {}
     for name, schema in model.model_json_schema().get("properties", {}).items():
         if "work" in schema:
@@ -128,39 +133,41 @@ def read_keys(model: type[BaseModel]) -> dict[str, Key]:
     return keys
 
 
-def by_key(pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], where: str) -> dict[str, Any]:
-    """Return the values under each key's own name. Raises UserError for a name of no key,
-    or for two names of one key."""
-    known = _all_names(keys.values())
+def by_key(
+    pairs: Iterable[tuple[Any, Any]], keys: Mapping[str, Key], source: str
+) -> dict[str, Any]:
+    """Return the values under each key's main name. Raises UserError for an unknown name, or for
+    two names of the same key."""
+    key_names = _all_names(keys.values())
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in pairs:
-        if name not in known:
+        if name not in key_names:
             hint = nearest_key(str(name), keys.values())
             near = f"did you mean {hint!r}?" if hint else f"the keys are {', '.join(keys)}"
             fix = foreign_key(str(name)) or near
-            raise UserError(f"{where} has the unknown key {shown(name)}", fix=fix)
-        key_name = known[name]
+            raise UserError(f"{source} has the unknown key {shown(name)}", fix=fix)
+        key_name = key_names[name]
         if names.setdefault(key_name, name) != name:
             raise UserError(
-                f"{where} has {key_name} twice, as {names[key_name]} and {name}", fix="give one"
+                f"{source} has {key_name} twice, as {names[key_name]} and {name}", fix="give one"
             )
         values[key_name] = value
     return values
 
 
 def foreign_key(name: str) -> str | None:
-    """Return the option here that corresponds to an option of transformers' Trainer, accelerate
-    or a launcher, or None for a name that none of them has."""
+    """Return advice on an option of transformers' Trainer, accelerate or a launcher: the
+    corresponding option of this suite. Return None for an unknown name."""
     table = load_json(Path(__file__).with_name("foreign.json"), "the table of foreign options")
     advice: str | None = table.get(name.lower().replace("-", "_"))
     return advice
 
 
 def nearest_key(word: str, keys: Iterable[Key], others: Iterable[str] = ()) -> str | None:
-    """Return the key, or the member of `others`, whose name is close to `word`, or None."""
+    """Return the key, or the element of `others`, whose name is close to `word`, or None."""
     names = _all_names(keys) | {name: name for name in others}
-    close = nearest(word, names, cutoff=0.7)  # a far-fetched hint misleads
+    close = nearest(word, names, cutoff=0.7)  # a far-fetched suggestion would mislead
     return names[close] if close else None
 
 
@@ -169,18 +176,20 @@ def _all_names(keys: Iterable[Key]) -> dict[str, str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that accepts no abbreviations and raises UserError for mistakes."""
+    """argparse parser that accepts no abbreviations and raises UserError for mistakes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
-        self.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
+        # The deepspeed launcher passes it
+        self.add_argument("--local_rank", help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message, fix="see --help")
 
 
 def at_least(least: Number) -> Callable[[str], Number]:
-    """Return an option's `type`: a number of the type of `least`, which is the smallest allowed."""
+    """Return an option's `type`, which accepts numbers of the type of `least` that are not
+    smaller."""
 
     def number(text: str) -> Number:
         with contextlib.suppress(ValueError):

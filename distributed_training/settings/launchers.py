@@ -1,4 +1,5 @@
-"""The variables in which launchers tell a process its rank, a row per launcher. No torch import."""
+"""Define the variables in which launchers pass a process its rank, one row per launcher. No torch
+import."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,32 +7,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """The variables of one launcher. If it does not set the local numbers, the ranks derive them
-    from their hosts at the rendezvous (`rendezvous.locate`)."""
+    """Variables of one launcher. If the launcher does not set the local numbers, the ranks derive
+    them from their hosts at the rendezvous (`rendezvous.locate`)."""
 
     launcher: str
     rank: str
     world_size: str
     local_rank: str = ""
     local_world_size: str = ""
-    unless: str = ""  # a variable with which the row does not apply
+    unless: str = ""  # if this variable is set, the row does not apply
 
     def applies(self, environment: Mapping[str, str]) -> bool:
-        """Return whether this launcher has set all its variables, for several processes."""
+        """Return whether this launcher has set all its variables, for more than one process."""
         if self.unless in environment:
             return False
         names = (self.rank, self.world_size, self.local_rank, self.local_world_size)
         if not all(name in environment for name in names if name):
             return False
-        # torchrun may start one process; a step of srun with one task is an ordinary command.
+        # torchrun may start a single process, but a step of srun with one task is an ordinary
+        # command.
         return self.rank == "RANK" or environment[self.world_size] != "1"
 
 
-# The first row that applies counts. mpirun starts its daemons with srun inside a SLURM job, so
-# srun's variables are there too; `srun --mpi=pmi2` sets PMI's without the local numbers.
+# The first row that applies is used. mpirun starts its daemons with srun inside a SLURM job, so
+# srun's variables are also set. `srun --mpi=pmi2` sets PMI's variables without the local numbers.
 SOURCES = (
     Source(
-        launcher="torchrun",  # also accelerate, and TrainJob with torchrun in its command
+        # Also accelerate, and Kubeflow's TrainJob with torchrun in its command
+        launcher="torchrun",
         rank="RANK",
         world_size="WORLD_SIZE",
         local_rank="LOCAL_RANK",
@@ -53,7 +56,7 @@ SOURCES = (
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    Source(  # a container or wrapper that passes on no more than these two
+    Source(  # a container or wrapper that passes on only these two
         launcher="mpirun without local ranks",
         rank="OMPI_COMM_WORLD_RANK",
         world_size="OMPI_COMM_WORLD_SIZE",
@@ -86,16 +89,16 @@ SOURCES = (
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
     ),
     Source(
-        launcher="srun",  # sbatch also sets SLURM_PROCID, but no step
+        launcher="srun",  # sbatch also sets SLURM_PROCID, but starts no step
         rank="SLURM_PROCID",
         world_size="SLURM_STEP_NUM_TASKS",
         local_rank="SLURM_LOCALID",
-        unless="SLURM_PTY_PORT",  # a shell from srun --pty
+        unless="SLURM_PTY_PORT",  # set in a shell from srun --pty
     ),
 )
 
 
-# Variables in which accelerate tells of settings, and what it calls these settings
+# Variables in which accelerate passes settings -> accelerate's names of the settings
 _ACCELERATE = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM", "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism",
@@ -104,8 +107,8 @@ ACCELERATE_JSON = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 def describe_unread(environment: Mapping[str, str], precision: str) -> str:
-    """Return a note about settings of `accelerate launch` that CONFIG decides here, "" if there are
-    none. A DeepSpeed JSON is compared with CONFIG's elsewhere."""
+    """Return a note about settings of `accelerate launch` that have no effect because CONFIG
+    decides them, or "". Other code compares accelerate's DeepSpeed JSON with CONFIG's."""
     names = [
         name
         for variable, name in _ACCELERATE.items()
@@ -121,13 +124,13 @@ def describe_unread(environment: Mapping[str, str], precision: str) -> str:
 
 
 def find_source(environment: Mapping[str, str]) -> Source | None:
-    """Return the launcher that started this process as one of several, or None."""
+    """Return the variables of the launcher that started this process as one of several, or None."""
     return next((source for source in SOURCES if source.applies(environment)), None)
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Return whether this process prints for the run: it is rank 0, the only one, or has an
-    invalid rank, which no other process would report."""
+    """Return whether this process prints for the run. It does if it is rank 0, the only process, or
+    has an invalid rank, which no other process would report."""
     source = find_source(environment)
     rank = environment.get(source.rank if source else "RANK", "0")
     world_size = environment.get(source.world_size if source else "WORLD_SIZE", "1")

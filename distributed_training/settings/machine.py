@@ -1,11 +1,12 @@
-"""Detect this machine without importing torch, and read the datasheets of GPUs in gpus.json, from
-which rates are estimated.
+"""Detect this machine without importing torch. Read the datasheets of GPUs in gpus.json, from which
+rates are estimated.
 
-Sources: NVIDIA's datasheets of each; whitepapers of GA102 (RTX 3090), AD102 (4090) and GB202
-(5090); of the A10G, AWS's variant, what CUDA reports. Dense, without sparsity. Memory is what
-nvidia-smi reports. Links: NVLink 5 has 900 GB/s each way, 4 has 450, 3 has 300, 2 has 150, the
-H800's and A800's 200; PCIe 5 x16 about 63, 4 31.5, 3 15.75. Entries whose names contain others'
-come first, and of one model what is meant without its form comes before PCIe."""
+Sources: NVIDIA's datasheets; whitepapers of GA102 (RTX 3090), AD102 (4090) and GB202 (5090); for
+the A10G, which is AWS's variant, the values that CUDA reports. Rates are dense, without sparsity.
+Memory is as reported by nvidia-smi. Links in GB/s each way: NVLink 5 has 900, NVLink 4 has 450,
+NVLink 3 has 300, NVLink 2 has 150, and that of the H800 and A800 has 200; PCIe 5 x16 has about 63,
+PCIe 4 has 31.5, PCIe 3 has 15.75. Entries whose names contain other names come first. For one
+model, the form that a plain name means comes before PCIe."""
 
 import json
 import os
@@ -27,28 +28,29 @@ GIB = 2**30
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CPU_INFO = Path("/proc/cpuinfo")
-# By version: the limit and what is used
+# cgroup version -> (file with the limit, file with the usage)
 _MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     2: ("memory.max", "memory.current"),
 }
-ADAPTER_BYTES_PER_S = 50e9  # of a GPU between nodes: one 400 Gbit/s adapter each
+ADAPTER_BYTES_PER_S = 50e9  # between nodes, per GPU: one 400 Gbit/s adapter each
 Positive = Annotated[float, Field(gt=0)]
 _EXAMPLE = '{"memory_gib": 48, "tflops": 150, "memory_gb_s": 700}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The facts that "auto" values and preflight checks depend on."""
+    """Properties of a machine that "auto" values and preflight checks depend on."""
 
-    num_gpus: int  # NVIDIA GPUs this process may use (`CUDA_VISIBLE_DEVICES` respected)
+    num_gpus: int  # NVIDIA GPUs that this process may use, according to `CUDA_VISIBLE_DEVICES`
     gpu_name: str | None
-    gpu_memory_bytes: int  # of the smallest visible GPU, host memory where it has none; 0 without
-    compute_capability: tuple[int, int]  # lowest of the visible GPUs, (0, 0) without one
-    ram_bytes: int  # available: limited by free RAM and by the cgroup
+    # Of the smallest visible GPU; host memory if it has none of its own; 0 without GPUs
+    gpu_memory_bytes: int
+    compute_capability: tuple[int, int]  # lowest of the visible GPUs; (0, 0) without GPUs
+    ram_bytes: int  # available bytes, limited by free RAM and by the cgroup
     num_cpus: int
-    power_w: float | None = None  # that each GPU may draw; None where that is not known
-    cpu_has_bf16: bool = False  # whether the CPU has instructions for products in bf16
+    power_w: float | None = None  # power limit of each GPU; None if unknown
+    cpu_has_bf16: bool = False  # whether the CPU has instructions for matrix multiplications in bf16
 
 
 def detect_machine() -> Machine:
@@ -67,7 +69,7 @@ def detect_machine() -> Machine:
 
 
 def has_bf16(info: Path) -> bool:
-    """Return whether a CPU has instructions for products in bf16, by Linux's list of its features:
+    """Return whether a CPU has instructions for matrix multiplications in bf16, by Linux's list of its features:
     AVX-512 or AMX of x86, or Arm's. False if there is no list."""
     text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
     return (
@@ -76,7 +78,7 @@ def has_bf16(info: Path) -> bool:
 
 
 def threads_per_process(processes_here: int) -> int:
-    """Return an equal share of the cores, at least one."""
+    """Return an equal share of the cores, at least 1."""
     return max(1, available_cpus() // processes_here)
 
 
@@ -88,7 +90,7 @@ class _Visible(NamedTuple):
 
 
 def _visible_gpus() -> list[_Visible]:
-    """Return the GPUs that CUDA would show."""
+    """Return the GPUs that CUDA would list."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None:
         return []
@@ -97,16 +99,16 @@ def _visible_gpus() -> list[_Visible]:
     query = "--query-gpu=index,uuid,name,memory.total,compute_cap,power.limit"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
-        raise UserError("nvidia-smi did not answer for a minute", fix="run it yourself") from None
-    if answer.returncode != 0:
+        raise UserError("nvidia-smi did not result for a minute", fix="run it yourself") from None
+    if result.returncode != 0:
         return []
     gpus = []
-    for line in answer.stdout.splitlines():
+    for line in result.stdout.splitlines():
         index, uuid, name, mebibytes, version, *watts = line.split(", ")
-        # A GPU that shares the host's memory (GB10, Jetson) answers [N/A]: it can use
-        # the available RAM.
+        # A GPU that shares the host's memory (GB10, Jetson) reports [N/A]. It can use the available
+        # RAM.
         memory = int(mebibytes) * 2**20 if mebibytes.isdecimal() else available_ram_bytes()
         major, _, minor = version.partition(".")
         power_w = float(watts[0]) if watts and watts[0][0].isdecimal() else None
@@ -117,13 +119,14 @@ def _visible_gpus() -> list[_Visible]:
     for entry in map(str.strip, visible.split(",")):
         match = [gpu for i, uuid, gpu in gpus if entry and (entry == i or uuid.startswith(entry))]
         if not match:
-            break  # CUDA also stops at the first entry that it does not know
+            break  # CUDA also stops at the first unknown entry
         chosen += match[:1]
     return chosen
 
 
 def available_ram_bytes() -> int:
-    """Return the bytes that can be allocated before the kernel or a cgroup starts killing."""
+    """Return the number of bytes that can be allocated before the kernel or a cgroup kills
+    processes."""
     available = psutil.virtual_memory().available
     for group, version in _control_groups("memory"):
         limit_file, used_file = _MEMORY_FILES[version]
@@ -132,8 +135,8 @@ def available_ram_bytes() -> int:
         if limit and used:
             lines = (group / "memory.stat").read_text().splitlines()
             fields = {name: int(value) for name, value in map(str.split, lines)}
-            # The cache of files is counted as used, but given back when it is needed. Version 1
-            # counts that of groups below separately.
+            # The page cache counts as used, but the kernel frees it on demand. Version 1 counts the
+            # cache of groups below separately.
             total = "total_" if "total_active_file" in fields else ""
             cache = fields[f"{total}active_file"] + fields[f"{total}inactive_file"]
             available = min(available, max(limit[0] - used[0] + cache, 0))
@@ -141,8 +144,8 @@ def available_ram_bytes() -> int:
 
 
 def available_cpus() -> int:
-    """Return the number of cores that this process may use: its CPU affinity, limited by the
-    quota of its container, and at least one."""
+    """Return the number of cores that this process may use, at least 1. It is limited by CPU
+    affinity and the quota of a container."""
     cpus = len(os.sched_getaffinity(0))
     for group, version in _control_groups("cpu"):
         if version == 1:
@@ -156,8 +159,9 @@ def available_cpus() -> int:
 
 
 def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield (folder, version) of the cgroups that this process is in, and of those above them: a
-    job's limit may be on any. In a container the paths may be the host's; the root is its own."""
+    """Yield (folder, version) of the cgroups that contain this process, including parent groups,
+    because a job's limit may be on any of them. In a container the paths may be the host's, and the
+    root is the container's own group."""
     lines = _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -173,7 +177,8 @@ def _control_groups(controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _read_numbers(file: Path) -> list[int]:
-    """Return the numbers of a cgroup's file; [] if it is not there or sets no limit ("max")."""
+    """Return the numbers in a cgroup's file, or [] if the file is missing or sets no limit
+    ("max")."""
     try:
         return [int(word) for word in file.read_text().split()]
     except (OSError, ValueError):
@@ -181,16 +186,16 @@ def _read_numbers(file: Path) -> list[int]:
 
 
 class Gpu(BaseModel, strict=True, extra="forbid", frozen=True):
-    """One kind of GPU: an entry of the table, or of `--gpu '{"memory_gib": 48, ...}'`."""
+    """Type of GPU: an entry of the table, or of `--gpu '{"memory_gib": 48, ...}'`."""
 
     name: str = "own GPU"
     memory_gib: Positive
-    tflops: Positive  # of 16-bit matrix multiplications with fp32 sums
+    tflops: Positive  # rate of 16-bit matrix multiplications with fp32 sums
     # Rate of fp32 matrix multiplications without TF32
-    fp32_tflops: Positive = Field(default_factory=lambda given: given.get("tflops", 0) / 4)
+    fp32_tflops: Positive = Field(default_factory=lambda values: values.get("tflops", 0) / 4)
     memory_gb_s: Positive
-    link_gb_s: Positive = 31.5  # to a neighbor in the node, each way
-    # Multiprocessors. Each works on one tile of a matrix multiplication.
+    link_gb_s: Positive = 31.5  # bandwidth to a neighbor in the node, each way
+    # Multiprocessors. Each computes one tile of a matrix multiplication at a time.
     num_sms: Annotated[int, Field(ge=1)] = 100
     compute_capability: Annotated[tuple[int, int], Field(strict=False)] = (8, 0)
     power_w: Positive = 1000  # power limit, which bounds long matrix multiplications
@@ -205,27 +210,32 @@ GPUS = {entry["name"]: Gpu(**entry) for entry in _TABLE}
 
 
 def find_gpu(device_name: str | None) -> Gpu | None:
-    """Return the entry for a device name of nvidia-smi or CUDA. None: the device is not in the
-    table, or is a part of a GPU (MIG) or a laptop GPU."""
-    words = (device_name or "").upper().replace("-", " ").split()
-    if "MIG" in words or "LAPTOP" in words:
+    """Return the entry for a device name from nvidia-smi or CUDA. Return None if the device is not
+    in the table, is a partial GPU (MIG) or a laptop GPU."""
+    name_parts = (device_name or "").upper().replace("-", " ").split()
+    if "MIG" in name_parts or "LAPTOP" in name_parts:
         return None
     for gpu in GPUS.values():
-        if set(gpu.name.upper().split("-")) <= set(words):
+        if set(gpu.name.upper().split("-")) <= set(name_parts):
             return gpu
-    # A name without its memory: the first of the same form that the model's own word finds.
+    # If no entry matches with its memory, use the first entry of the same form that contains the
+    # model's word.
     forms = {"PCIE", "NVL"}
     for gpu in GPUS.values():
-        model, *rest = gpu.name.upper().removeprefix("RTX-").split("-")
-        numbered = model.isdecimal()  # "6000" alone may be another's
-        if model in words and not numbered and forms & set(rest) == forms & set(words):
+        model, *suffixes = gpu.name.upper().removeprefix("RTX-").split("-")
+        numbered = model.isdecimal()  # "6000" alone may be part of another name
+        if (
+            model in name_parts
+            and not numbered
+            and forms & set(suffixes) == forms & set(name_parts)
+        ):
             return gpu
     return None
 
 
 def known_gpu(name: str) -> Gpu:
-    """Return the entry that a user names, in any case, or a GPU described as JSON. "@500W"
-    limits its power. Raises UserError with the nearest names."""
+    """Return the entry that a user names, in any case, or a GPU described as JSON. "@500W" limits
+    its power. Raises UserError with the nearest names if there is no such entry."""
     if name.lstrip().startswith("{"):
         try:
             document = json.loads(name)
@@ -243,5 +253,6 @@ def known_gpu(name: str) -> Gpu:
 
 
 def limited_to(gpu: Gpu, power_w: float | None) -> Gpu:
-    """Return the GPU with a power limit below its datasheet's. None: no limit is known."""
+    """Return the GPU with its power limit lowered to `power_w`. None means that no limit is
+    known."""
     return gpu if power_w is None else gpu.model_copy(update={"power_w": min(power_w, gpu.power_w)})

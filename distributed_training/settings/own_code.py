@@ -1,9 +1,8 @@
 """Run code outside the package: the user's own model families and engines. No torch import.
 
-`load_code` is the only place that runs such code, and only code that somebody here has named: by a
-path in CONFIG or on the command line, or as an engine in this checkout's strategies/. A file that
-comes with data (an adapter, a run's plan or record, a preset, a list of runs) never runs code.
-"""
+Only `load_code` runs such code, and only if the user has named it: by a path in CONFIG or on the
+command line, or as an engine in this checkout's strategies/. A file that comes with data (an
+adapter, a run's plan or record, a preset, a list of runs) never runs code."""
 
 import contextlib
 import functools
@@ -18,29 +17,31 @@ from typing import Any
 
 from distributed_training.settings.errors import UserError
 
-_named: set[Path] = set()  # folders
+_allowed_folders: set[Path] = set()  # folders whose code may run
 
 
 def name_code(folder: Path) -> None:
-    """Let the code in `folder` run: the user names it now, or it is part of this checkout."""
-    _named.add(folder.resolve())
+    """Allow the code in `folder` to run, because the user names it now or it is part of this
+    checkout."""
+    _allowed_folders.add(folder.resolve())
 
 
 def named_code() -> list[str]:
-    """Return the folders that were named, for processes that this one starts."""
-    return sorted(map(str, _named))
+    """Return the folders that were named, for the processes that this process starts."""
+    return sorted(map(str, _allowed_folders))
 
 
 def name_families(models: Iterable[object]) -> None:
-    """Let the model families run that CONFIG or the command line names by their paths."""
+    """Allow the model families that CONFIG or the command line names by paths to run."""
     for model in models:
         if folder := _folder_of(model):
             name_code(folder)
 
 
 def refuse_unnamed(folder: Path, what: str) -> None:
-    """Raise UserError, which calls it `what`, unless somebody here has named code in `folder`."""
-    if folder.resolve() not in _named:
+    """Raise UserError unless the user has named the code in `folder`. `what` describes the code in
+    the message."""
+    if folder.resolve() not in _allowed_folders:
         why = "a file names it, and code runs only if you name it yourself"
         fix = f"read it, and if you trust it, add --model {folder}"
         raise UserError(f"{what} is code and was not run", why, fix)
@@ -48,24 +49,27 @@ def refuse_unnamed(folder: Path, what: str) -> None:
 
 def refuse_unnamed_family(model: str) -> None:
     """Raise UserError if a merged CONFIG's `model` is code that only a preset or a list of runs
-    names. Processes that are started for this CONFIG would find it on their command line."""
+    names. Processes that are started for this CONFIG would receive the model on their command
+    line."""
     folder = _folder_of(model)
     if folder and (folder / "__init__.py").is_file() and not (folder / "config.json").is_file():
         refuse_unnamed(folder, f"the model family {folder}")
 
 
 def _folder_of(model: object) -> Path | None:
-    # A bare word, such as auto, is not meant as a folder that happens to be here.
+    # A bare word, such as auto, does not mean a folder that happens to be here.
     if isinstance(model, str) and os.sep in model:
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # not a usable path
+        # The text is not a usable path
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
             return Path(model.partition(":")[0]).expanduser().resolve()
     return None
 
 
 @functools.cache
 def load_code(file: Path, what: str) -> ModuleType:
-    """Import a Python file outside of the package, once, under a name that no other module has.
-    Raises UserError, which calls it `what`, if nobody has named its folder or if it fails."""
+    """Import a Python file outside of the package once, under a unique module name. Raises
+    UserError, in which `what` describes the code, if its folder was not named or if the import
+    fails."""
     refuse_unnamed(file.parent, what)
     name = f"{file.parent.name}_{file.stem}_{zlib.crc32(str(file.parent).encode()):08x}"
     spec: Any = spec_from_file_location(name, file)
@@ -73,6 +77,6 @@ def load_code(file: Path, what: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's code raises
+    except Exception as error:  # a user's code may raise anything
         raise UserError(f"{what} cannot be imported", f"{type(error).__name__}: {error}") from None
     return module

@@ -1,11 +1,16 @@
-"""Strategies and the engines that run them. Each strategy is a folder, strategies/<n>_<name>/,
-whose config.json says which state is sharded or offloaded. No torch import.
+"""Read strategies and find the engines that run them. Each strategy is a folder,
+strategies/<n>_<name>/, whose config.json defines how state is sharded or offloaded. No torch
+import.
 
-Its keys: `deepspeed`, a DeepSpeed JSON or the path of one (from the checkout or the folder);
-`mesh`, the sizes of the axes; `defaults`, CONFIG keys that CONFIG leaves open; `engine`, if it
-does not follow from the others. An algorithm of your own is a file in the folder, such as
-"engine.py". It defines `TRAITS`, `OPTIONS` if it has any, and the class that `TRAITS.build`
-names. The class may be in another file there ("local_sgd.py:LocalSGD")."""
+Keys of config.json:
+- `deepspeed`: a DeepSpeed JSON or its path, relative to the checkout or the folder
+- `mesh`: the sizes of the axes
+- `defaults`: values of keys that CONFIG leaves open
+- `engine`: required if it does not follow from the others
+
+An algorithm of your own is a file in the folder, such as "engine.py". It defines `TRAITS`,
+`OPTIONS` if it has any, and the class that `TRAITS.build` names. The class may be in another file
+of the folder ("local_sgd.py:LocalSGD")."""
 
 import functools
 import importlib
@@ -23,34 +28,35 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.keys import Options, read_keys
 
 STRATEGIES_DIR = files.ROOT / "strategies"
-MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the slowest with the rank first
+# From the slowest to the fastest with the rank
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 _FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """The capabilities of an engine. The rest of the package checks them, never an engine's
-    name."""
+    """Capabilities of an engine. Other code checks these, never an engine's name."""
 
-    build: str  # its class, "package.module:Class"; an engine's own file says "Class"
+    build: str  # engine class as "package.module:Class"; in the file of an own engine, just "Class"
     axes: tuple[str, ...] = MESH_AXES  # axes of the mesh that may be larger than 1
-    schedules: tuple[str, ...] = ("1f1b",)  # with pp; the first is the default
-    package: str | None = None  # that it needs besides torch
+    schedules: tuple[str, ...] = ("1f1b",)  # pipeline schedules; the first is the default
+    package: str | None = None  # package that the engine requires besides torch
     leaves_out_updates: bool = False  # whether on_nonfinite=skip is possible
     replays_steps: bool = False  # whether it can launch a step as one CUDA graph
-    packs_records: bool = False  # whether it passes the bounds of packed records on
-    compacts_moments: bool = False  # whether it can keep Adam moments in fewer bits
+    packs_records: bool = False  # whether it passes the boundaries of packed records to the model
+    compacts_moments: bool = False  # whether it can store Adam moments in fewer bits
     averages_with_torch: bool = False  # whether settings of PyTorch's DDP and FSDP apply
-    builds_on_device: bool = False  # whether it takes a model whose parameters are on the device
+    # Whether it accepts a model whose parameters are already on the device
+    builds_on_device: bool = False
     sends_all_to_all: bool = False  # whether it needs all of NCCL's channels for messages
     hooks_between_blocks: bool = False  # whether each parameter of a block calls Python code
-    takes_json: bool = False  # whether a DeepSpeed JSON configures it rather than a mesh
+    takes_json: bool = False  # whether a DeepSpeed JSON configures it instead of a mesh
     # True: weights and gradients in the compute dtype, and an fp32 master copy (2 + 2 + 12 bytes
-    # per parameter). False: fp32 alone (4 + 4 + 8).
+    # per parameter). False: everything in fp32 (4 + 4 + 8).
     rounds_weights: bool = False
 
     def load(self) -> Any:
-        """Return the engine's class. Imports torch."""
+        """Import torch and return the engine's class."""
         module, _, name = self.build.rpartition(":")
         if module.endswith(".py"):
             return getattr(own_code.load_code(Path(module), f"the engine {module}"), name)
@@ -81,7 +87,7 @@ ENGINES: dict[str, Traits] = {
 
 
 class _Folder(BaseModel, strict=True, extra="forbid"):
-    """A strategy's config.json."""
+    """Contents of a strategy's config.json."""
 
     name: str
     mesh: dict[str, int] | None = None
@@ -95,12 +101,13 @@ class _Folder(BaseModel, strict=True, extra="forbid"):
 
 class _Offload(BaseModel, strict=True):
     device: Literal["none", "cpu", "nvme"] = "none"
-    buffer_count: int = 5  # DeepSpeed's defaults
-    buffer_size: float = 1e8  # values
+    buffer_count: int = 5  # DeepSpeed's default
+    buffer_size: float = 1e8  # DeepSpeed's default, in values
 
 
 class _Zero(BaseModel, strict=True):
-    """ZeRO's section. Sizes of "auto" are left out: they follow from the model's hidden size."""
+    """ZeRO section of a DeepSpeed JSON. Sizes of "auto" are left out, because they follow from the
+    model's hidden size."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     reduce_bucket_size: float = 5e8  # DeepSpeed's default
@@ -111,10 +118,10 @@ class _Zero(BaseModel, strict=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_open(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {key: value for key, value in given.items() if value != AUTO or key == "stage"}
+    def _leave_open(cls, section: Any) -> Any:
+        if not isinstance(section, dict):
+            return section
+        return {key: value for key, value in section.items() if value != AUTO or key == "stage"}
 
 
 class _Pipeline(BaseModel, strict=True):
@@ -127,7 +134,7 @@ class _Optimizer(BaseModel, strict=True):
 
 
 class _DeepSpeed(BaseModel, strict=True):
-    """The part of a DeepSpeed JSON that this package reads."""
+    """Part of a DeepSpeed JSON that this package reads."""
 
     zero_optimization: _Zero = _Zero()
     pipeline: _Pipeline = _Pipeline()
@@ -138,62 +145,67 @@ class _DeepSpeed(BaseModel, strict=True):
 
 @functools.lru_cache(maxsize=64)
 def _read_zero(text: str) -> _Zero:
-    """Parse ZeRO's section once. A ranking asks for it tens of thousands of times."""
+    """Parse a ZeRO section. The result is cached, because a ranking needs it tens of thousands of
+    times."""
     return _Zero.model_validate_json(text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """One way of spreading the state of training over processes."""
+    """Way of distributing the training state over processes."""
 
-    name: str  # short name, the value of CONFIG["strategy"]
-    source: Path  # the JSON it was read from
-    document: Mapping[str, Any]  # DeepSpeed JSON with its "auto" values; {} with a mesh
-    mesh: Mapping[str, int]  # sizes of the axes; -1: all remaining processes
-    named_axes: tuple[str, ...]  # axes that it names; a suggested layout changes no others
-    engine: str  # a built-in engine, or a .py file in the strategy's folder
+    name: str  # short name: the value of CONFIG["strategy"]
+    source: Path  # the JSON file that defines the strategy
+    document: Mapping[str, Any]  # DeepSpeed JSON with its "auto" values, or {} with a mesh
+    mesh: Mapping[str, int]  # sizes of the axes; -1 means all remaining processes
+    # Axes that the strategy sets; a suggested layout changes only these
+    named_axes: tuple[str, ...]
+    engine: str  # a built-in engine or a .py file in the strategy's folder
     traits: Traits
-    work_options: tuple[str, ...] = ()  # keys of its own engine that change what is computed
+    work_options: tuple[str, ...] = ()  # keys of the strategy's engine that change the computation
 
     def load_engine(self) -> Any:
-        """Import the engine's class. It is found by the strategy's name, because a plan.json
+        """Import the engine's class. It is looked up by the strategy's name, because a plan.json
         could name any code as `traits.build`."""
         return _find_engine(_find(self.name))[0].load()
 
     def schedule(self, config: RunConfig) -> str:
-        """Return CONFIG's pipeline schedule if the engine has it, else the engine's first."""
+        """Return CONFIG's pipeline schedule if the engine supports it, otherwise the engine's
+        first."""
         schedule = config.pipeline_schedule
         return schedule if schedule in self.traits.schedules else self.traits.schedules[0]
 
     @property
     def zero(self) -> _Zero:
-        """ZeRO's section of the DeepSpeed JSON. Without one, stage 0."""
+        """Return the ZeRO section of the DeepSpeed JSON, or stage 0 if there is none."""
         return _read_zero(json.dumps(self.document.get("zero_optimization", {})))
 
     @property
     def offload(self) -> dict[str, str]:
-        """Device that "optimizer" and "param"eters are offloaded to: "none", "cpu" or "nvme"."""
+        """Return the devices to which "optimizer" and "param" are offloaded: "none", "cpu" or
+        "nvme"."""
         sections = {"optimizer": self.zero.offload_optimizer, "param": self.zero.offload_param}
         return {what: section.device if section else "none" for what, section in sections.items()}
 
     @property
     def steps_on_host(self) -> bool:
-        """True if the optimizer step runs on the CPU, in DeepSpeed's compiled CPU Adam."""
+        """Return whether the optimizer step runs on the CPU, in DeepSpeed's compiled CPU Adam."""
         return self.offload["optimizer"] != "none"
 
     @property
     def fetches_parameters(self) -> bool:
-        """True if parameters are off the device and are fetched when a block runs."""
+        """Return whether parameters are kept off the device and are fetched when a block runs."""
         return self.offload["param"] != "none"
 
     @property
     def swaps_to_disk(self) -> bool:
-        """True if state is swapped to files, through DeepSpeed's libaio extension."""
+        """Return whether state is swapped to files, through DeepSpeed's libaio extension."""
         return "nvme" in self.offload.values()
 
     @property
     def swap_buffer_values(self) -> int:
-        """Number of values in the buffers through which parameters are read and written."""
+        """Return the number of values in the buffers through which parameters are read and
+        written."""
         section = self.zero.offload_param
         if section is None or section.device != "nvme":
             return 0
@@ -201,7 +213,7 @@ class Strategy:
 
     @property
     def form(self) -> str:
-        """Form of the DeepSpeed JSON. A strategy accepts all JSONs of its form and no others."""
+        """Return the form of the DeepSpeed JSON. A strategy accepts only JSONs of its own form."""
         if self.mesh["pp"] != 1:
             return "a pipeline"
         for device in ("nvme", "cpu"):
@@ -211,27 +223,27 @@ class Strategy:
 
     @property
     def sharding(self) -> str:
-        """Phrase for the header that names the sharded state."""
-        parts = []
+        """Describe the sharded state, for the header."""
+        phrases = []
         if self.mesh["pp"] != 1:
-            parts.append("layers over pp")
+            phrases.append("layers over pp")
         if self.mesh["tp"] != 1:
-            parts.append("each layer over tp")
+            phrases.append("each layer over tp")
         if self.zero.stage:
             divided = ["optimizer state", "gradients", "parameters"]
-            parts.append(", ".join(divided[: self.zero.stage]))
+            phrases.append(", ".join(divided[: self.zero.stage]))
         elif not self.traits.takes_json and self.mesh["dp_shard"] != 1:
-            parts.append("parameters, gradients, optimizer state over dp_shard")
-        parts = parts or ["nothing (replicas)"]
+            phrases.append("parameters, gradients, optimizer state over dp_shard")
+        phrases = phrases or ["nothing (replicas)"]
         if self.steps_on_host:
-            parts.append(f"optimizer state kept on {self.offload['optimizer']}")
+            phrases.append(f"optimizer state kept on {self.offload['optimizer']}")
         if self.fetches_parameters:
-            parts.append(f"parameters kept on {self.offload['param']}")
-        return "; ".join(parts)
+            phrases.append(f"parameters kept on {self.offload['param']}")
+        return "; ".join(phrases)
 
 
 def list_strategies() -> dict[str, _Folder]:
-    """Map short names to the config.json of each folder in strategies/, in the folders' order."""
+    """Return the config.json of each folder in strategies/ by short name, in the folders' order."""
     paths = STRATEGIES_DIR.glob("*/config.json")
     by_number = sorted(paths, key=lambda path: path.parent.name.partition("_")[0].zfill(20))
     return {folder.name: folder for folder in map(_read_folder, by_number)}
@@ -243,15 +255,16 @@ def strategy_defaults(name: str) -> dict[str, Any]:
 
 
 def defaults_for(config: Request, name: str) -> dict[str, Any]:
-    """Return a strategy's defaults for the keys that CONFIG leaves open, and who set which key."""
+    """Return a strategy's defaults for the keys that CONFIG leaves open, and `set_by`, which says
+    who set which key."""
     defaults = strategy_defaults(name).items()
-    taken = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
-    others = {key: who for key, who in config.set_by.items() if who != "strategy"}
-    return {**taken, "set_by": others | dict.fromkeys(taken, "strategy")}
+    used_defaults = {key: value for key, value in defaults if getattr(config, key) in (None, AUTO)}
+    other_setters = {key: setter for key, setter in config.set_by.items() if setter != "strategy"}
+    return {**used_defaults, "set_by": other_setters | dict.fromkeys(used_defaults, "strategy")}
 
 
 def strategy_options(name: str) -> type[Options]:
-    """Return the keys that a strategy's own engine adds to CONFIG."""
+    """Return the keys that a strategy's engine adds to CONFIG."""
     return Options if name == AUTO else _find_engine(_find(name))[1]
 
 
@@ -261,32 +274,32 @@ def sends_all_to_all(name: str) -> bool:
 
 
 def named_strategy(config: RunConfig) -> Strategy | None:
-    """Return the strategy that CONFIG names; None if the planner is to choose it."""
+    """Return the strategy that CONFIG names, or None if the planner has to choose it."""
     return None if config.strategy == AUTO else load_strategy(config)
 
 
 def load_strategy(config: RunConfig) -> Strategy:
-    """Return the strategy that `config` names, with CONFIG's sizes of axes over its own. Raises
-    UserError for an unknown name, and for a JSON that does not parse or is of another form."""
+    """Return the strategy that `config` names. Sizes of axes in CONFIG override the strategy's own.
+    Raises UserError for an unknown name, and for a JSON that is invalid or of another form."""
     folder = _find(config.strategy)
     traits, options = _find_engine(folder)
     source = folder._path
     engine = f"{source}: engine={folder.engine!r}"
-    given, needed = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
-    if traits.takes_json != (given == "deepspeed"):
-        raise UserError(f"{engine} takes {needed!r}, not {given!r}", fix=f"write {needed!r}")
-    named = f"strategy={folder.name!r}"
-    other = config.deepspeed_config
-    if other is not None and folder.deepspeed is None:
-        what = f"{named} would ignore deepspeed_config={other!r}"
+    present, required = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
+    if traits.takes_json != (present == "deepspeed"):
+        raise UserError(f"{engine} takes {required!r}, not {present!r}", fix=f"write {required!r}")
+    setting = f"strategy={folder.name!r}"
+    user_json = config.deepspeed_config
+    if user_json is not None and folder.deepspeed is None:
+        what = f"{setting} would ignore deepspeed_config={user_json!r}"
         raise UserError(what, fix="set deepspeed_config to None or strategy to zero2")
-    document = other or folder.deepspeed
+    document = user_json or folder.deepspeed
     mesh = folder.mesh or {}
     may_be_set = traits.axes
     why = f"it has the axes {', '.join(traits.axes)}"
     if isinstance(document, str):
-        beside = source.parent / document
-        source = beside if beside.is_file() else files.given_path(document)
+        relative = source.parent / document
+        source = relative if relative.is_file() else files.given_path(document)
         document = files.load_json(source, "DeepSpeed JSON")
     if traits.takes_json:
         fix = "see configs/ds_config_zero2.json"
@@ -308,9 +321,11 @@ def load_strategy(config: RunConfig) -> Strategy:
     for axis in MESH_AXES:
         size = getattr(config, axis)
         if size is not None and axis not in may_be_set:
-            others = "3d, whose mesh has all axes" + (", or to hybrid" if axis == "pp" else "")
-            fix = f"set it to None, or strategy to {others}"
-            raise UserError(f"{axis}={size} cannot be set with {named}", why, fix)
+            alternatives = "3d, whose mesh has all axes" + (
+                ", or to hybrid" if axis == "pp" else ""
+            )
+            fix = f"set it to None, or strategy to {alternatives}"
+            raise UserError(f"{axis}={size} cannot be set with {setting}", why, fix)
         if size is not None:
             mesh = {**mesh, axis: size}
     strategy = Strategy(
@@ -323,17 +338,18 @@ def load_strategy(config: RunConfig) -> Strategy:
         traits=traits,
         work_options=tuple(key.name for key in read_keys(options).values() if key.work),
     )
-    if other is not None:
+    if user_json is not None:
         shipped: dict[str, Any] = {"deepspeed_config": None}
         expected = load_strategy(config.model_copy(update=shipped))
         if strategy.form != expected.form:
-            what = f"{strategy.source} means {strategy.sharding!r} but {named} means "
+            what = f"{strategy.source} means {strategy.sharding!r} but {setting} means "
             fix = "change the JSON"
             shipped |= dict.fromkeys(MESH_AXES)
             for name, other_folder in list_strategies().items():
                 if other_folder.deepspeed is not None:
-                    known = load_strategy(config.model_copy(update=shipped | {"strategy": name}))
-                    if known.form == strategy.form:
+                    changes = shipped | {"strategy": name}
+                    candidate = load_strategy(config.model_copy(update=changes))
+                    if candidate.form == strategy.form:
                         fix = f"set strategy to {name}, or change the JSON"
                         break
             raise UserError(f"{what}{expected.sharding!r}", fix=fix)
@@ -341,15 +357,15 @@ def load_strategy(config: RunConfig) -> Strategy:
 
 
 def _find(name: str) -> _Folder:
-    known = list_strategies()
-    if name in known:
-        return known[name]
+    names = list_strategies()
+    if name in names:
+        return names[name]
     what = f"strategy={name!r} is not known"
-    raise UserError(what, f"the strategies are {', '.join(known)}", files.did_you_mean(name, known))
+    raise UserError(what, f"the strategies are {', '.join(names)}", files.did_you_mean(name, names))
 
 
 def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
-    """Return the traits of the engine that a folder's config.json names, and its OPTIONS."""
+    """Return the traits of the engine for a folder's config.json, and its OPTIONS."""
     engine = folder.engine
     if engine in ENGINES:
         return ENGINES[engine], Options
@@ -358,7 +374,7 @@ def _find_engine(folder: _Folder) -> tuple[Traits, type[Options]]:
         what = f"{file.parent}: engine={engine!r} is not known"
         why = f"engines are {', '.join(ENGINES)} or a .py file in the strategy's folder"
         raise UserError(what, why, files.did_you_mean(engine, ENGINES))
-    own_code.name_code(file.parent)  # part of this checkout
+    own_code.name_code(file.parent)  # this file is part of the checkout
     module = own_code.load_code(file, f"the engine {file}")
     traits = getattr(module, "TRAITS", None)
     if not isinstance(traits, Traits):

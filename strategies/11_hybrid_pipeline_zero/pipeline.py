@@ -37,7 +37,7 @@ def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
     return spec
 
 
-class PipelinedDecoder(private.CutWhereTold, PipelineModule):
+class PipelinedDecoder(private.GivenPartition, PipelineModule):
     """This process's stage of a model. For DeepSpeed a model is one list of layers: the embeddings,
     the blocks, the final norm, and the rows of the output layer, which `head` uses."""
 
@@ -66,19 +66,19 @@ class PipelinedDecoder(private.CutWhereTold, PipelineModule):
             super().__init__(layers, topology=grid, loss_fn=self.head)
         # (positions, ends) of the next micro-batches of packed records, in the order in which all
         # stages compute them. Each process has them, so they are not sent.
-        self.to_come = deque[Sequence[torch.Tensor]]()
+        self.upcoming = deque[Sequence[torch.Tensor]]()
         self.documents: Documents | None = None  # of the current micro-batch
         self.describe = model.describe
         for layer in self.forward_funcs:
             if isinstance(layer, Decoder | Block):
-                layer.register_forward_pre_hook(self._hand_over, with_kwargs=True)
+                layer.register_forward_pre_hook(self._pass_documents, with_kwargs=True)
 
     def forward(self, forward_input: torch.Tensor) -> torch.Tensor:
         """Compute this stage for the next micro-batch."""
-        self.documents = self.describe(*self.to_come.popleft()) if self.to_come else None
+        self.documents = self.describe(*self.upcoming.popleft()) if self.upcoming else None
         return super().forward(forward_input)
 
-    def _hand_over(self, layer: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
+    def _pass_documents(self, layer: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
         """Pass the documents of packed records to a layer."""
         if self.documents is not None and isinstance(layer, Decoder):
             options = {**options, "positions": self.documents.positions}
@@ -111,7 +111,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         micro_batches = [to_device(device, *arrays) for arrays in batch.micro_batches]
         self._expect(micro_batches[0][0].shape)
         self.model.scale = scale
-        self.model.to_come.extend(documents for _, _, *documents in micro_batches if documents)
+        self.model.upcoming.extend(documents for _, _, *documents in micro_batches if documents)
         self.engine.train_batch(iter([(ids, targets) for ids, targets, *_ in micro_batches]))
         last = self.engine.is_last_stage()
         return self.engine.total_loss / scale if last else torch.zeros((), device=device)
@@ -139,7 +139,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         """Return the output of `head` for one batch [B, T] on the last stage; None on others."""
         self._expect(ids.shape)
         if documents:
-            self.model.to_come.append(documents)
+            self.model.upcoming.append(documents)
         self.model.scale = 1.0
         self.engine.total_loss = None  # DeepSpeed adds the output of the last batch to it
         with base.evaluating(self.model):
