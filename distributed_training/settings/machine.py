@@ -50,7 +50,9 @@ class Machine:
     ram_bytes: int  # available bytes, limited by free RAM and by the cgroup
     num_cpus: int
     power_w: float | None = None  # power limit of each GPU; None if unknown
-    cpu_has_bf16: bool = False  # whether the CPU has instructions for matrix multiplications in bf16
+    cpu_has_bf16: bool = (
+        False  # whether the CPU has instructions for matrix multiplications in bf16
+    )
 
 
 def detect_machine() -> Machine:
@@ -69,8 +71,8 @@ def detect_machine() -> Machine:
 
 
 def has_bf16(info: Path) -> bool:
-    """Return whether a CPU has instructions for matrix multiplications in bf16, by Linux's list of its features:
-    AVX-512 or AMX of x86, or Arm's. False if there is no list."""
+    """Return whether Linux's list of a CPU's features has instructions for matrix multiplications
+    in bf16: AVX-512 or AMX of x86, or Arm's. Return False if there is no list."""
     text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
     return (
         re.search(r"^(flags|Features)\b.*\b(avx512_bf16|amx_bf16|bf16)\b", text, re.M) is not None

@@ -1,8 +1,8 @@
 """Run DeepSpeed's pipeline with ZeRO stage 0 or 1.
 
-The pipeline runs 1F1B. Neighboring stages send each other activations and their gradients, [B, T,
-D] per micro-batch in the dtype of the weights. The first and the last stage sum the gradients of
-the tied embedding once per step."""
+The pipeline uses the 1F1B schedule. Neighboring stages send each other activations and their
+gradients, [B, T, D] per micro-batch in the dtype of the weights. The first and the last stage sum
+the gradients of the tied embedding once per step."""
 
 import contextlib
 import io
@@ -30,19 +30,19 @@ from distributed_training.parallel.mesh import Topology
 
 
 def _tied_part(module: nn.Module, weight: str, **options: Any) -> TiedLayerSpec:
-    """Return the spec of a module with a tied weight. It keeps the module, which DeepSpeed would
-    otherwise build again."""
+    """Return the spec of a module with a tied weight. DeepSpeed then uses this module instead of
+    building it again."""
     spec = TiedLayerSpec("tied", nn.Module, tied_weight_attr=[weight], **options)
     spec.build = lambda log=False: module
     return spec
 
 
 class PipelinedDecoder(private.GivenPartition, PipelineModule):
-    """This process's stage of a model. For DeepSpeed a model is one list of layers: the embeddings,
-    the blocks, the final norm, and the rows of the output layer, which `head` uses."""
+    """This process's stage of a model. DeepSpeed represents a model as one list of layers: the
+    embeddings, the blocks, the final norm, and the rows of the output layer, which `head` uses."""
 
     def __init__(self, model: Decoder, stages: tuple[range, ...], topology: Topology) -> None:
-        """Take the modules from `model`, which cannot be used afterwards. Collective."""
+        """Take the modules of `model`, which cannot be used afterwards. Collective."""
         self.loss = model.loss
         self.project = model.project
         self.vocab_size = model.size.vocab_size
@@ -53,33 +53,33 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
         if model.size.tied and rows.weight.requires_grad:
             layers[0] = _tied_part(start, "token_embedding.weight")
             layers.append(_tied_part(rows, "weight", forward_fn=lambda _rows, x: x))
-        else:  # `head` uses the rows, so their layer does nothing
+        else:  # `head` uses the rows directly, so their layer does nothing
             layers.append(nn.Identity())
             layers[-1].rows = rows
-        # A list hides the module, whose parameter would otherwise belong to two layers.
+        # In a list the module is hidden. Otherwise its parameter would belong to two layers.
         self.rows = [rows] if topology.pp_rank == topology.pp - 1 else []
         self.parts = [0, *(1 + blocks.stop for blocks in stages[:-1]), len(layers)]
         grid = PipeDataParallelTopology(num_pp=topology.pp, num_dp=topology.dp_size)
-        # The constructor prints its arguments, and broadcasts the embedding, which needs no
+        # The constructor prints its arguments. It also broadcasts the embedding, which needs no
         # gradient.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(layers, topology=grid, loss_fn=self.head)
         # (positions, ends) of the next micro-batches of packed records, in the order in which all
-        # stages compute them. Each process has them, so they are not sent.
+        # stages compute them. Every process has all of them, so they are not sent.
         self.upcoming = deque[Sequence[torch.Tensor]]()
-        self.documents: Documents | None = None  # of the current micro-batch
+        self.documents: Documents | None = None  # documents of the current micro-batch
         self.describe = model.describe
         for layer in self.forward_funcs:
             if isinstance(layer, Decoder | Block):
                 layer.register_forward_pre_hook(self._pass_documents, with_kwargs=True)
 
     def forward(self, forward_input: torch.Tensor) -> torch.Tensor:
-        """Compute this stage for the next micro-batch."""
+        """Return the output of this stage for the next micro-batch."""
         self.documents = self.describe(*self.upcoming.popleft()) if self.upcoming else None
         return super().forward(forward_input)
 
     def _pass_documents(self, layer: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
-        """Pass the documents of packed records to a layer."""
+        """Add the documents of packed records to a layer's arguments."""
         if self.documents is not None and isinstance(layer, Decoder):
             options = {**options, "positions": self.documents.positions}
         elif self.documents is not None:
@@ -87,7 +87,7 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
         return arguments, options
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """Return `scale` x the summed loss, or the logits [B, T, V] without targets. DeepSpeed
+        """Return `scale` x the summed loss or, without targets, the logits [B, T, V]. DeepSpeed
         calls this as its loss function."""
         weight = self.rows[0].weight
         if targets is None:
@@ -96,12 +96,13 @@ class PipelinedDecoder(private.GivenPartition, PipelineModule):
 
 
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
-    """Stages under DeepSpeed's 1F1B; the rest is as in the other DeepSpeed strategies."""
+    """Engine with pipeline stages under DeepSpeed's 1F1B. Everything else is as in the other
+    DeepSpeed strategies."""
 
     _shape: torch.Size | None = None
 
     def _build_module(self, model: Decoder) -> nn.Module:
-        # PipelineModule makes groups of processes before deepspeed.initialize is called.
+        # PipelineModule creates process groups before deepspeed.initialize is called.
         backend = get_accelerator().communication_backend_name()
         deepspeed.init_distributed(backend, dist_init_required=False)
         return PipelinedDecoder(model, self.plan.layout.stages, self.topology)
@@ -136,12 +137,13 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def _evaluate(
         self, ids: torch.Tensor, targets: torch.Tensor | None, *documents: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the output of `head` for one batch [B, T] on the last stage; None on others."""
+        """Return the output of `head` for one batch [B, T] on the last stage, and None on other
+        stages."""
         self._expect(ids.shape)
         if documents:
             self.model.upcoming.append(documents)
         self.model.scale = 1.0
-        self.engine.total_loss = None  # DeepSpeed adds the output of the last batch to it
+        self.engine.total_loss = None  # DeepSpeed would add the output of the last batch to it
         with base.evaluating(self.model):
             outputs = self.engine.eval_batch(
                 iter([(ids, targets)]), reduce_output=None, bcast_loss=False, num_micro_batches=1
@@ -149,7 +151,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return outputs[0] if self.engine.is_last_stage() else None
 
     def _expect(self, shape: torch.Size) -> None:
-        """Announce a new shape of batches. DeepSpeed sends the shape of a batch only once."""
+        """Announce a new batch shape, because DeepSpeed sends the shape of a batch only once."""
         if shape != self._shape:
             self.engine.reset_activation_shape()
             self._shape = shape
