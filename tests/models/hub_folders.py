@@ -71,6 +71,25 @@ KINDS: dict[str, tuple[str, dict]] = {
         "rotary_dim": 4, "bos_token_id": 0, "eos_token_id": 0,
     }),
     "nemotron": ("Nemotron", {**_SHAPE, **_HEADS}),
+    "arcee": ("Arcee", _SHAPE),
+    "seed_oss": ("SeedOss", {**_SHAPE, **_HEADS}),
+    "helium": ("Helium", {**_SHAPE, **_HEADS}),
+    "persimmon": ("Persimmon", _ONE_KIND),
+    "xglm": ("XGLM", {
+        "vocab_size": VOCABULARY, "d_model": 32, "ffn_dim": 48, "num_layers": 2,
+        "attention_heads": 4, "max_position_embeddings": 96, "pad_token_id": 1,
+        "bos_token_id": 0, "eos_token_id": 0,
+    }),
+    "codegen": ("CodeGen", {
+        "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96,
+        "n_ctx": 96, "rotary_dim": 4, "bos_token_id": 0, "eos_token_id": 0,
+    }),
+    "mpt": ("Mpt", {
+        "vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 96,
+    }),
+    "granite_swa": ("GraniteSWA", {  # has attention sinks
+        **_SHAPE, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+    }),
     "biogpt": ("BioGpt", _ONE_KIND),  # calls dropout dropout_prob
     "diffllama": ("DiffLlama", _SHAPE),  # whose constructor draws on the CPU, never on "meta"
     "llama": ("Llama", _SHAPE),

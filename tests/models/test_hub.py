@@ -77,7 +77,9 @@ def test_a_step_an_export_and_a_cache_equal_transformers(kind, tmp_path):
     assert_near(cached, expected[:1])
 
 
-PACKED = ("gemma2", "gemma3_text", "phi", "opt", "gpt_neox", "mistral-window", "smollm3")
+PACKED = (
+    "gemma2", "gemma3_text", "phi", "opt", "gpt_neox", "mistral-window", "smollm3", "granite_swa",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -91,6 +93,12 @@ def test_packed_documents_are_computed_as_if_alone(kind, tmp_path):
     packed = model(ids, positions=positions, ends=ends)
     alone = [model(document) for document in ids.split(lengths, 1)]
     assert_near(packed, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("kind", ["nemotron", "falcon", "mpt"])
+def test_models_whose_attention_is_not_given_the_documents_do_not_pack(kind, tmp_path):
+    """Nemotron's blocks drop them, and the others have attention of their own."""
+    assert not find_model(f"{HUB_PREFIX}{make_folder(kind, tmp_path)}").size.packs
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "mistral-window"])

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 MODEL_TYPES = ()  # this family accepts every model_type that no other family claims
 HUB_IDS: dict[str, str] = {}
 STORES_TRANSPOSED = False
-_SUPPORTED = "only dense text decoders are supported, such as gemma2, phi3, olmo2 or gpt_neox"
-_VERSION = 2  # format of the sizes in the user's cache
+SUPPORTED = "only dense text decoders are supported, such as gemma2, phi3, olmo2 or gpt_neox"
+_VERSION = 3  # format of the sizes in the user's cache
 _MAX_LAYERS = 4096
 # Number of blocks to inspect: layer patterns repeat within fewer blocks
 _FIRST_BLOCKS = 12
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_OTHER_PARTS = re.compile(r"(vision|audio|text|speech).*_config$")
 _MIXTURE = re.compile(r"(?i)expert|router|moe|mixture")
 
 
@@ -87,21 +88,19 @@ def _check_model_type(document: dict[str, Any], file: str) -> None:
     model_type = document.get("model_type")
     what = f"{file}: model_type {shown(model_type)}"
     if document.get("auto_map"):
-        raise UserError(f"{what} has code of its own, which is never run", _SUPPORTED)
+        raise UserError(f"{what} has code of its own, which is never run", SUPPORTED)
     if document.get("quantization_config"):
         fix = "use the folder of the model without quantization"
         raise UserError(f"{what} has quantized weights, which cannot be trained", fix=fix)
-    other_parts = ("vision_config", "audio_config", "text_config")
-    for key in other_parts:
-        if key in document:
-            fix = f"use the text model alone: {_SUPPORTED}"
-            raise UserError(f"{what} has a {key}", "it is more than a text model", fix)
+    if part := max(filter(_OTHER_PARTS.match, document), default=None):
+        fix = f"use the text model alone: {SUPPORTED}"
+        raise UserError(f"{what} has a {part}", "it is more than a text model", fix)
     if document.get("is_encoder_decoder"):
-        raise UserError(f"{what} is an encoder-decoder", _SUPPORTED)
+        raise UserError(f"{what} is an encoder-decoder", SUPPORTED)
     is_causal = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     is_masked = model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if not is_causal or is_masked:
-        raise UserError(f"{what} is not a decoder that transformers knows", _SUPPORTED)
+        raise UserError(f"{what} is not a decoder that transformers knows", SUPPORTED)
 
 
 def _measure(document: dict[str, Any], file: str) -> ModelSize:
@@ -109,35 +108,41 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
     or whose blocks differ in shape."""
     from transformers import CONFIG_MAPPING
 
-    from distributed_training.models.hub.attention import NAME
-    from distributed_training.models.hub.model import LINEARS, build_net, find_blocks, read_head
+    from distributed_training.models.hub.attention import receives_documents
+    from distributed_training.models.hub.model import (
+        LINEARS,
+        build_net,
+        find_blocks,
+        read_head,
+        read_num_positions,
+    )
     from distributed_training.models.hub.trace import trace
 
     what = f"{file}: model_type {shown(document['model_type'])}"
     config = CONFIG_MAPPING[document["model_type"]].from_dict(document)
     if not getattr(config, "num_attention_heads", 0):
-        raise UserError(f"{what} has no attention heads", _SUPPORTED)
+        raise UserError(f"{what} has no attention heads", SUPPORTED)
     types = getattr(config, "layer_types", None) or ()
     if unknown_types := set(types) - _LAYER_TYPES:
         listed = ", ".join(sorted(unknown_types))
-        raise UserError(f"{what} has layers of type {listed}", _SUPPORTED)
+        raise UserError(f"{what} has layers of type {listed}", SUPPORTED)
     if "sliding_attention" in types and not getattr(config, "sliding_window", None):
         fix = "add sliding_window to the config, or correct layer_types"
         raise UserError(f"{what} has sliding-window layers but no sliding_window", fix=fix)
     num_layers = config.num_hidden_layers
     if not 1 <= num_layers <= _MAX_LAYERS:
         raise UserError(f"{what} has {num_layers} layers", f"1 to {_MAX_LAYERS} are accepted")
-    num_positions = getattr(config, "max_position_embeddings", None)
-    if num_positions is not None and num_positions < 1:
+    num_positions = read_num_positions(config)
+    if num_positions < 1:
         raise UserError(f"{what} has {num_positions} positions", "at least 1 is accepted")
     net = build_net(document, 0.0, min(num_layers, _FIRST_BLOCKS))
     path, blocks = find_blocks(net)
     for module in net.modules():
         if _MIXTURE.search(type(module).__name__):
-            raise UserError(f"{what} is a mixture of experts", _SUPPORTED)
+            raise UserError(f"{what} is a mixture of experts", SUPPORTED)
     for name, _ in net.named_buffers():
         if name in net.state_dict():
-            raise UserError(f"{what} saves {name}, which is not a parameter", _SUPPORTED)
+            raise UserError(f"{what} saves {name}, which is not a parameter", SUPPORTED)
     matrices: dict[str, tuple[int, int]] = {}
     for name, module in blocks[0].named_modules():
         if type(module).__name__ in LINEARS:
@@ -146,23 +151,24 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
         for key, value in module._parameters.items():
             if value is not None and _is_matrix(value, config):
                 reason = f"{name}.{key} in its blocks is a matrix, but not of a linear layer"
-                raise UserError(f"{what} is not supported: {reason}", _SUPPORTED)
+                raise UserError(f"{what} is not supported: {reason}", SUPPORTED)
     shapes = [{n: p.shape for n, p in block.named_parameters()} for block in blocks]
     if any(block_shapes != shapes[0] for block_shapes in shapes):
-        raise UserError(f"{what} has blocks of different shapes", _SUPPORTED)
+        raise UserError(f"{what} has blocks of different shapes", SUPPORTED)
     embedding = net.get_input_embeddings().weight
     head = net.get_output_embeddings()
     if head is None or not matrices:
-        raise UserError(f"{what} has no linear layers or no output layer", _SUPPORTED)
+        raise UserError(f"{what} has no linear layers or no output layer", SUPPORTED)
     names = [name for name, value in net.named_parameters() if value is embedding]
     all_parameters = sum(p.numel() for p in net.parameters())
     in_blocks = sum(p.numel() for p in blocks.parameters())
-    in_tables = embedding.numel() * (1 if head.weight is embedding else 2)
+    in_tables = len(head.weight) * embedding.shape[1] * (1 if head.weight is embedding else 2)
     block_parameters = sum(p.numel() for p in blocks[0].parameters())
     in_matrices = sum(rows * columns for rows, columns in matrices.values())
+    packs = receives_documents(net.to("meta").get_submodule(path.rpartition(".")[0]))
     return ModelSize(
         vocab_size=len(head.weight),
-        num_positions=2**20 if num_positions is None else num_positions,
+        num_positions=num_positions,
         num_layers=num_layers,
         num_heads=config.num_attention_heads,
         hidden_size=embedding.shape[1],
@@ -176,7 +182,7 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
         tied=head.weight is embedding,
         traced=trace(document),
         splits=False,
-        packs=net.config._attn_implementation == NAME,
+        packs=packs,
         config={
             "document": document,
             "head": read_head(net),

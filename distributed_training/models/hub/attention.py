@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from transformers import AttentionInterface
 
 from distributed_training.models.attention import Documents, attend, mask_documents
 from distributed_training.settings.errors import UserError
@@ -26,41 +27,58 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     documents: Documents | None = None,
-    **other_arguments: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention of q [B, H, T, K] to k and v [B, G, S, K] -> [B, T, H, K].
 
     A token attends to the last `sliding_window` tokens. Either T is S, or T is 1 and q belongs to
-    the last of the S tokens. Raises UserError for a mask or any other argument that would change
-    the result."""
-    length = q.shape[2]
-    tensors = {name for name, value in other_arguments.items() if torch.is_tensor(value)}
-    unknown = sorted(tensors - _IGNORED)
-    is_causal = attention_mask is None and getattr(module, "is_causal", True)
-    if unknown or not is_causal:
-        reason = f"depends on {', '.join(unknown)}" if unknown else "is not causal"
-        what = f"attention of {type(module).__name__} {reason}"
+    the last of the S tokens. Soft caps, and tensors that only the model knows, such as attention
+    sinks, are left to its own eager function. Raises UserError for a mask."""
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        what = f"attention of {type(module).__name__} is not causal"
         raise UserError(what, "only causal attention with an optional sliding window is supported")
+    length = q.shape[2]
+    extra: dict[str, Any] = {"softcap": softcap} if softcap else {}
+    for name, value in options.items():
+        if torch.is_tensor(value) and name not in _IGNORED:
+            extra[name] = value
     window = sliding_window if sliding_window and sliding_window < length else None
-    if (window or softcap) and length > 1 and (documents is None or documents.mask is None):
+    mask = None if documents is None else documents.mask
+    if (window or extra) and mask is None and length > 1:
         # The kernel that reads document ends supports neither windows nor caps.
         whole = torch.arange(length, device=q.device)[None]
-        positions = whole if documents is None else documents.positions
-        documents = mask_documents(positions, q.dtype)
-    mask = None if documents is None else documents.mask
+        documents = mask_documents(whole if documents is None else documents.positions, q.dtype)
+        mask = documents.mask
     if window and documents is not None and mask is not None:
         indices = torch.arange(length, device=q.device)
         mask = mask.masked_fill(indices[:, None] - indices >= window, -torch.inf)
         documents = documents._replace(mask=mask)
-    if softcap:
+    if extra:
         eager: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "softcap": softcap}
-        return eager(module, q, k, v, mask, **options)[0], None
+        return eager(module, q, k, v, mask, scaling=scaling, dropout=dropout, **extra)[0], None
     return attend(q, k, v, documents, is_causal=length > 1, dropout=dropout, scale=scaling), None
 
 
-def register() -> None:
-    """Register `attention` with transformers, which then builds no masks of its own."""
-    from transformers import AttentionInterface
+AttentionInterface.register(NAME, attention)  # Models then build no masks of their own.
 
-    AttentionInterface.register(NAME, attention)
+
+class _ReachedError(Exception):
+    """Attention was given the documents."""
+
+
+class _Probe:
+    @property
+    def mask(self) -> None:
+        raise _ReachedError
+
+
+def receives_documents(inner: Any) -> bool:
+    """Return whether the blocks of a model on "meta" pass documents on to `attention`."""
+    if inner.config._attn_implementation != NAME:
+        return False
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        inner(input_ids=ids, use_cache=False, documents=_Probe())
+    except _ReachedError:
+        return True
+    return False

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from distributed_training.models import ModelSize
 from distributed_training.models.decoder import Box, Decoder, Linear, Past, Source
-from distributed_training.models.hub.attention import NAME, register
+from distributed_training.models.hub import SUPPORTED
+from distributed_training.models.hub.attention import NAME
 from distributed_training.settings.errors import UserError
 
 # Classes that compute x W^T plus an optional bias
@@ -45,7 +46,6 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     logging.set_verbosity_error()
-    register()
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     implementation = NAME if model_class._supports_attention_backend else None
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
@@ -74,6 +74,12 @@ def build_net(
     return net
 
 
+def read_num_positions(config: Any) -> int:
+    """Return the length of the longest sample; 2**20 if the config does not limit it."""
+    values = (getattr(config, key, None) for key in ("max_position_embeddings", "max_seq_len"))
+    return next((value for value in values if value is not None), 2**20)
+
+
 def find_blocks(net: Any) -> tuple[str, nn.ModuleList]:
     """Return the name of a model's list of blocks, and the list itself. Raises UserError if it has
     none."""
@@ -81,7 +87,8 @@ def find_blocks(net: Any) -> tuple[str, nn.ModuleList]:
     for name, module in net.base_model.named_modules(prefix=net.base_model_prefix):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
-    raise UserError(f"{type(net).__name__} in transformers has no list of {count} blocks")
+    what = f"{type(net).__name__} in transformers has no list of {count} blocks"
+    raise UserError(what, SUPPORTED)
 
 
 class HubDecoder(Decoder):

@@ -22,7 +22,7 @@ from functorch.compile import (
 from torch._inductor.decomposition import select_decomp_table
 
 from distributed_training.models import Traced
-from distributed_training.models.hub.model import build_net, find_blocks
+from distributed_training.models.hub.model import build_net, find_blocks, read_num_positions
 
 # Length of the longer of two traced samples, which show the costs that grow with the square
 LONGEST = 256
@@ -39,7 +39,7 @@ def trace(document: dict[str, Any]) -> Traced:
         warnings.simplefilter("ignore")
         net = build_net(document, 0.0, 1, torch.bfloat16)
         net._apply(_allocate)
-        longest = min(LONGEST, getattr(net.config, "max_position_embeddings", None) or LONGEST)
+        longest = min(LONGEST, read_num_positions(net.config))
         lengths = (longest // 2, longest)
         eager, compiled = ([_cost(net, n, fused=fused) for n in lengths] for fused in (False, True))
 
