@@ -1,6 +1,7 @@
 """Read the weights that a run has trained, one tensor at a time, to load or export them."""
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from distributed_training.models import ModelSpec, peft
 from distributed_training.models.decoder import Decoder, Fingerprint, Source, fill_parameters
 from distributed_training.parallel.lora import apply_lora
 from distributed_training.parallel.tensor_files import TensorFiles
-from distributed_training.plan.plan import Plan
+from distributed_training.plan.plan import PLAN_FILE, Plan
 from distributed_training.settings.config import build_config
+from distributed_training.settings.errors import UserError
 from distributed_training.settings.machine import available_ram_bytes
 
 WEIGHT = "weight/"  # prefix of weights in checkpoints
@@ -27,6 +29,22 @@ class Saved(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.files.whole(f"{WEIGHT}{name}")
+
+    def check(self, plan: Plan) -> None:
+        """Raise UserError unless these are the weights of the model in a run's `plan`, whose file
+        may have changed since."""
+        blocks = {name.split(".")[1] for name in self.names if name.startswith("blocks.")}
+        shapes: dict[str, Sequence[int]] = {}
+        fits = len(blocks) == plan.model.size.num_layers
+        if fits and not plan.config.lora_rank:  # peft.of_state compares the shapes of adapters.
+            with contextlib.suppress(Exception), torch.device("meta"):  # for example, a size of -1
+                outline = plan.model.build(dropout=0.0, seed=0)
+                shapes = {name: part.shape for name, part in outline.named_parameters()}
+            stored = self.files.stored
+            fits = shapes == {name: stored[f"{WEIGHT}{name}"][0].shape for name in self.names}
+        if not fits:
+            what = f"{plan.run_dir / PLAN_FILE} describes another model than the checkpoint holds"
+            raise UserError(what, fix="copy the run's folder again")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

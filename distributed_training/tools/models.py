@@ -355,11 +355,15 @@ def _require_new(folder: Path) -> None:
 
 
 def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, Saved]:
-    """Return the plan and the record of a checkpoint's run, its meta.json and its weights."""
+    """Return the plan and the record of a checkpoint's run, its meta.json and its weights. Raises
+    UserError for files that are damaged or do not belong together."""
     meta = resume.read_meta(checkpoint)
-    saved = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
+    files = TensorFiles(checkpoint / name for name in resume.check_files(checkpoint, meta))
     run_dir = checkpoint.parents[1]
-    return load_plan(run_dir), load_record(run_dir), meta, Saved(saved)
+    plan = load_plan(run_dir)
+    saved = Saved(files)
+    saved.check(plan)
+    return plan, load_record(run_dir), meta, saved
 
 
 def push(given: str, repo_id: str, *, best: bool) -> int:

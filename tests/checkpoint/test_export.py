@@ -195,6 +195,19 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
     assert_refused(command("export", tmp_path), "holds no checkpoint", "runs/latest")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_layers", 10**7), ("num_layers", 3), ("num_positions", 7)]
+)
+def test_a_plan_of_another_model_than_the_checkpoint_s(name, value, run_dir, tmp_path):
+    copy = shutil.copytree(run_dir, tmp_path / "copy")
+    plan = json.loads((copy / "plan.json").read_text())
+    plan["model"]["size"][name] = value
+    (copy / "plan.json").write_text(json.dumps(plan))
+    result = command("export", copy, "--to", tmp_path / "hf")
+    assert_refused(result, f"{copy}/plan.json describes another model than the checkpoint holds")
+    assert not (tmp_path / "hf").exists()
+
+
 def test_exported_adapters_are_merged_without_a_checkpoint(run_dir, tmp_path):
     """Compare with PEFT's merge."""
     peft = pytest.importorskip("peft")
