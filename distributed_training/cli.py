@@ -40,6 +40,7 @@ OWN_OPTIONS = (
     "help",
 )  # fmt: skip
 DRY_RUN = ("--dry-run", "--dry_run")
+USE_BEST = "use the best weights, which keep_best=True keeps, instead of the last"
 MODEL_NAMES = ("model", *KEYS["model"].aliases)
 Act = Callable[[argparse.Namespace], int]
 
@@ -78,19 +79,20 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=[])
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
-    add("--preset", metavar="NAME", help="a file of configs/presets/, or a path; over CONFIG")
+    preset = "use the settings of a file in configs/presets/, or of a path, instead of CONFIG's"
+    add("--preset", metavar="NAME", help=preset)
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", dest="overrides",
-        help="several keys at once")  # fmt: skip
-    processes = f"start N processes; all: one per GPU, or {launch.CPU_PROCESSES} without GPUs"
+        help="set several keys")  # fmt: skip
+    processes = f"start N processes. all: one per GPU, or {launch.CPU_PROCESSES} without GPUs"
     add("--num_gpus", metavar="N", help=processes)
-    restarts = "after a failure, start again from the last checkpoint, N times (default 0)"
+    restarts = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
     add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts)
-    add(*DRY_RUN, action="store_true", help="check and print what would run, start nothing")
-    elsewhere = "plan, or --dry-run, for machines that are not here, such as 2x8xH100-80GB"
+    add(*DRY_RUN, action="store_true", help="check the run and print its settings, start nothing")
+    elsewhere = "with plan or --dry-run: plan for other machines, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
     add("--gpu", metavar="GPU", help="with --cluster NxM: a known GPU, or JSON that describes one")
-    add("--force", action="store_true", help="run what is predicted not to fit")
-    strict = "fail if data, weights or tokenizer are missing, instead of using the ones shipped"
+    add("--force", action="store_true", help="run even if the run is predicted not to fit")
+    strict = "fail if data, weights or tokenizer are missing, instead of using the embedded ones"
     add("--strict", action="store_true", help=strict)
     for title, members in itertools.groupby(all_keys().values(), lambda key: key.group):
         group = parser.add_argument_group(title)
@@ -130,7 +132,8 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
     models = [value for key, _, value in pairs if key.strip() in MODEL_NAMES]
     name_families([*models, getattr(arguments, "model", None)])
     if overrides is not None and arguments.cluster is not None and arguments.num_gpus is not None:
-        raise UserError("--cluster says how many GPUs there are", fix="leave out --num_gpus")
+        what = "--num_gpus and --cluster both give the number of GPUs"
+        raise UserError(what, fix="leave out --num_gpus")
     return arguments
 
 
@@ -139,7 +142,7 @@ def configure(arguments: argparse.Namespace, program: Program, overrides: Sequen
     config = build_config(
         program.config, preset=arguments.preset, overrides=overrides,
         defaults=strategies.strategy_defaults, options=strategies.strategy_options,
-        force=arguments.force, strict=arguments.strict,
+        strategies=strategies.list_strategies(), force=arguments.force, strict=arguments.strict,
     )  # fmt: skip
     refuse_unnamed_family(config.model)
     return config
@@ -156,7 +159,7 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
     others = [f"{name} {other} --help" for other in COMMANDS if other != "train"]
     parser.usage = "\n       ".join([f"{name} [train] [--KEY VALUE ...] [--preset NAME]", *others])
     parser.description = program.about
-    parser.epilog = f"Other launchers work too: deepspeed --num_gpus=N {name}"
+    parser.epilog = f"Other launchers also work: deepspeed --num_gpus=N {name}"
     add_keys(parser)
 
     def act(arguments: argparse.Namespace) -> int:
@@ -166,7 +169,8 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
             if value is None:
                 continue
             if not arguments.dry_run:
-                raise UserError(f"--{option} only plans", fix="add --dry-run, or type plan")
+                what = f"--{option} describes machines to plan for, so it cannot train"
+                raise UserError(what, fix="add --dry-run, or use the command plan")
             left_out |= {f"--{option}", f"--{option}={value}", value}
         words = [word for word in program.argv if word not in left_out]
         config = configure(arguments, program, arguments.overrides)
@@ -186,8 +190,8 @@ def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> A
     def act(arguments: argparse.Namespace) -> int:
         for option in ("cluster", "gpu"):
             if name != "plan" and getattr(arguments, option) is not None:
-                fix = "leave it out, or type plan"
-                raise UserError(f"--{option} only plans, and {name} trains", fix=fix)
+                what = f"--{option} describes machines to plan for, so {name} cannot use it"
+                raise UserError(what, fix=f"leave out --{option}, or use the command plan")
         return tool.run(arguments, partial(configure, arguments, program), program.script)
 
     return act
@@ -195,7 +199,7 @@ def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> A
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the option of commands that read a run, whose model may be code of the user's own."""
-    family = "folder of the model family, if the run's model is code of your own"
+    family = "folder of the model family, if the run trained a model family of your own"
     parser.add_argument("--model", metavar="FOLDER", help=family)
 
 
@@ -203,9 +207,9 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Make tables and plots from run records."""
     add = parser.add_argument
     add("paths", nargs="*", type=Path, help="runs, folders of runs, or records")
-    add("--all", action="store_true", help="every kind of work, not only the newest")
+    add("--all", action="store_true", help="show runs of all work, not only of the newest")
     add("--plots", type=Path, default=Path("report"), help="folder for the plots")
-    add("--html", type=Path, metavar="FILE", help="tables and plots in one page instead")
+    add("--html", type=Path, metavar="FILE", help="write tables and plots into one HTML page")
     return lambda a: _load("records.report").main(a, program.output_dir)
 
 
@@ -213,7 +217,8 @@ def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Check this machine for training. With --nodes, measure the links between processes."""
     add = parser.add_argument
     add("--nodes", action="store_true", help="measure the links between processes instead")
-    add("--num_gpus", metavar="N", help="with --nodes: start N processes; under torchrun, none")
+    processes = "with --nodes: start N processes. Under torchrun, leave it out"
+    add("--num_gpus", metavar="N", help=processes)
 
     def act(a: argparse.Namespace) -> int:
         if a.nodes:
@@ -226,13 +231,15 @@ def doctor(parser: argparse.ArgumentParser, program: Program) -> Act:
 def links(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Measure communication between processes: six operations over every group of the mesh."""
     add = parser.add_argument
-    add("--num_gpus", metavar="N", help="processes (default: all, one per GPU, or 2 without GPUs)")
+    processes = "number of processes (default: one per GPU, or 2 without GPUs)"
+    add("--num_gpus", metavar="N", help=processes)
     for axis in ("pp", "dp_shard", "tp"):
-        size = f"processes along {axis}; the remaining ones are dp_replicate"
+        size = f"size of the mesh axis {axis} (default: 1). dp_replicate gets the remaining factor"
         add(f"--{axis}", metavar="N", type=int, default=1, help=size)
-    largest = "largest tensor in MiB (default: 1024 on GPUs, 16 without)"
+    largest = "largest tensor in MiB (default: 1024 on GPUs, 16 on CPUs)"
     add("--largest", metavar="MIB", type=at_least(1), help=largest)
-    add("--seconds", metavar="S", type=float, default=0.15, help="seconds per value (default 0.15)")
+    seconds = "seconds per measurement (default: 0.15)"
+    add("--seconds", metavar="S", type=at_least(0.001), default=0.15, help=seconds)
     folder = program.output_dir / "links"
     add("--out", metavar="FOLDER", type=Path, default=folder, help="folder for the results")
 
@@ -253,8 +260,8 @@ def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]
         return work()
     count = launch.requested_processes(num_gpus or "all", detect_machine(), {})
     if count == 1:
-        fix = "type --num_gpus 2, or start with torchrun on the nodes"
-        raise UserError("one process has no links", fix=fix)
+        fix = "add --num_gpus 2, or start the command with torchrun on each node"
+        raise UserError("one process has no links to measure", fix=fix)
     return run_ranks([str(program.script), *sys.argv[1:]], count).exit_code
 
 
@@ -263,46 +270,47 @@ def generate(parser: argparse.ArgumentParser, program: Program) -> Act:
     add = parser.add_argument
     add("run", help="a run's folder, such as runs/latest, or a model in Hugging Face's format")
     add_model(parser)
-    add("--prompt", help="beginning of the text; without it, each line that you type")
-    add("--best", action="store_true", help="the weights that keep_best kept, not the last")
-    length = "length of the text (default 100)"
+    add("--prompt", help="beginning of the text (default: read prompts from the terminal)")
+    add("--best", action="store_true", help=USE_BEST)
+    length = "number of tokens to generate (default: 100)"
     add("--num_tokens", "--max_new_tokens", type=at_least(1), default=100, help=length)
-    likeliest = "0: always the most likely token (default 0.7)"
+    likeliest = "sampling temperature. 0: always the most likely token (default: 0.7)"
     add("--temperature", type=at_least(0.0), default=0.7, help=likeliest)
     add(
         "--top_k",
         type=at_least(1),
         default=40,
-        help="sample from this many most likely tokens (default 40)",
+        help="sample from this many most likely tokens (default: 40)",
     )
-    add("--seed", type=int, default=42, help="another seed, another text (default 42)")
+    add("--seed", type=int, default=42, help="seed of the sampling (default: 42)")
     return lambda a: _load("tools.models").generate(a)
 
 
 def eval_(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Evaluate a model on a dataset: loss, perplexity, bits per byte. With --tasks, run lm-eval."""
     add = parser.add_argument
-    add("run", help="a run's folder, such as runs/latest, its hf/, adapters, or a model")
+    run = "a run's folder, such as runs/latest, its hf/, or a folder of adapters or of a model"
+    add("run", help=run)
     add_model(parser)
-    dataset = "text or records to evaluate on, or their validation split if they have one; "
-    add("--dataset", metavar="D", help=f"{dataset}default: the samples that validated the run")
-    add(
-        "--columns", metavar="OURS=THEIRS", help="as in training: prompt=question,completion=answer"
-    )
-    length = "tokens of a sample (default: the run's, else at most 1024)"
+    dataset = "data to evaluate on. If it has a validation split, that split is used (default: "
+    add("--dataset", metavar="D", help=f"{dataset}the run's validation samples)")
+    columns = "columns of the dataset to use, such as prompt=question,completion=answer"
+    add("--columns", metavar="OURS=THEIRS", help=columns)
+    length = "tokens per sample (default: as in the run, or at most 1024 for a model)"
     add("--max_length", metavar="N", type=at_least(1), help=length)
-    add("--best", action="store_true", help="the weights that keep_best kept, not the last")
-    add("--tasks", metavar="NAMES", help="tasks of lm-eval, such as arc_easy,hellaswag; install it")
+    add("--best", action="store_true", help=USE_BEST)
+    tasks = "tasks of lm-eval, such as arc_easy,hellaswag. lm-eval must be installed"
+    add("--tasks", metavar="NAMES", help=tasks)
     return lambda a: _load("tools.models").evaluate(a)
 
 
 def export(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Export a checkpoint's weights in Hugging Face's format, also of an interrupted run."""
+    """Export the weights of a checkpoint, or of an interrupted run, in Hugging Face's format."""
     add = parser.add_argument
-    add("run", help="a run's folder, for its newest checkpoint, or a checkpoint's")
+    add("run", help="a checkpoint's folder, or a run's folder for its newest checkpoint")
     add_model(parser)
-    add("--to", metavar="FOLDER", help="default: hf/ in the run's folder")
-    merge = "of a run with lora_rank: the whole model instead of the adapters"
+    add("--to", metavar="FOLDER", help="folder to write (default: hf/ in the run's folder)")
+    merge = "after LoRA training, export the whole model instead of the adapters"
     add("--merge", action="store_true", help=merge)
     return lambda a: _load("tools.models").export_checkpoint(a.run, a.to, merge=a.merge)
 
@@ -313,14 +321,14 @@ def push(parser: argparse.ArgumentParser, program: Program) -> Act:
     add("run", help="a run's folder, such as runs/latest, or its hf/")
     add("name", help="user/name on the Hub")
     add_model(parser)
-    add("--best", action="store_true", help="the weights that keep_best kept")
+    add("--best", action="store_true", help=USE_BEST)
     return lambda a: _load("tools.models").push(a.run, a.name, best=a.best)
 
 
 def calibrate(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Measure this machine. `plan --calibrate` runs this in its processes."""
     add = parser.add_argument
-    add("file", type=Path, help="where the JSON goes")
+    add("file", type=Path, help="JSON file to write")
     return lambda a: _load("tools.calibrate").main(a.file)
 
 
@@ -381,7 +389,7 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
             fix = "change to another folder"
             raise UserError("the current folder has been removed", fix=fix) from None
         if name not in COMMANDS:
-            why = f"the commands are {', '.join(COMMANDS)}; options begin with --"
+            why = f"the commands are {', '.join(COMMANDS)}. Options begin with --"
             fix = did_you_mean(name, COMMANDS, "see --help")
             raise UserError(f"{shown(name)} is not a command", why, fix)
         use_private_caches()

@@ -234,7 +234,7 @@ def push_folder(folder: Path, repo_id: str) -> str:
     except Exception as error:  # the exception type depends on the library's HTTP client
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         status = getattr(getattr(error, "response", None), "status_code", None)
-        fix = f"type: python real_model_example.py push {short_path(folder)} {repo_id}"
+        fix = f"run: python real_model_example.py push {short_path(folder)} {repo_id}"
         if status in (401, 403):
             fix = f"log in with a token that may write there (hf auth login), then {fix}"
         raise UserError(f"{short_path(folder)} was not pushed", why, fix) from None

@@ -200,7 +200,7 @@ def _start_from(checkpoint: Path) -> str:
     command to type first if the weights are not exported yet."""
     run_dir = os.path.relpath(checkpoint.parents[1])
     option = f"--weights {os.path.join(run_dir, LAST)}"
-    return option if Path(run_dir, LAST).is_dir() else f"type export {run_dir}, then {option}"
+    return option if Path(run_dir, LAST).is_dir() else f"export {run_dir}, then {option}"
 
 
 def _newest(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:

@@ -30,7 +30,7 @@ from distributed_training.data.tokenizer import Tokenizer
 from distributed_training.settings.cache import CACHE, private_folder
 from distributed_training.settings.config import RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import open_regular, publish, read_small
+from distributed_training.settings.files import open_regular, plural, publish, read_small
 from distributed_training.settings.machine import available_cpus
 
 _VERSION = 9
@@ -157,7 +157,7 @@ def _fill(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: RunConfig)
         reasons = ", ".join(counts["train"].left_out)
         why = ""
         if reasons:
-            why = f"all {counts['train'].records:,} records are left out: {reasons}"
+            why = f"{plural(counts['train'].records, 'record')} left out: {reasons}"
         raise UserError(f"dataset={config.dataset!r} contains no text to train on", why)
     building = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(building, ignore_errors=True)  # left behind by a process that was killed

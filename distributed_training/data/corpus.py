@@ -166,7 +166,8 @@ def _find_corpus(dataset: str, key: str, columns: Mapping[str, str]) -> Corpus:
         try:
             parquet = hub.fetch_wikitext()
         except OSError as error:
-            raise hub.cannot_fetch(key, WIKITEXT, error, hub.WIKITEXT_COMMAND) from None
+            missing = f"{key}={WIKITEXT!r} is"
+            raise hub.cannot_fetch(missing, error, hub.WIKITEXT_COMMAND) from None
         corpus = {}
         for split, path in parquet.items():
             lines = "".join(row["text"] for _, row in read_records(path))

@@ -128,7 +128,7 @@ def _saved(folder: Path, what: str) -> Splits:
 
 def _unusable(what: str, files: Sequence[Path]) -> UserError:
     suffixes = sorted({suffix_of(file) or "a file without an extension" for file in files})
-    why = f"it has no {', '.join(KINDS)} file"
+    why = "the folder has no files"
     if suffixes:
         why = f"found {', '.join(suffixes)}"
     return UserError(f"{what} cannot be read", why, f"use {', '.join(KINDS)} files")

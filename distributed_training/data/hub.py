@@ -108,12 +108,10 @@ def is_tokenizer_file(name: str) -> bool:
     return any(word in name for word in _TOKENIZER_WORDS) and not name.endswith(".py")
 
 
-def cannot_fetch(
-    key: str, value: str, error: OSError, command: str, instead: str = ""
-) -> UserError:
-    """Return the error for the value of a key that is neither cached nor downloadable. `command`
-    downloads it, and `instead` is another solution."""
-    what = f"{key}={value!r} is not in the Hugging Face cache and cannot be downloaded"
+def cannot_fetch(missing: str, error: OSError, command: str, instead: str = "") -> UserError:
+    """Return the error for files that are neither cached nor downloadable. `missing` names them
+    with a verb, `command` downloads them, and `instead` is another solution."""
+    what = f"{missing} not in the Hugging Face cache and cannot be downloaded"
     fix = f"{instead}, or {_DOWNLOAD}" if instead else _DOWNLOAD
     return UserError(what, str(error), f"{fix}: {command}")
 

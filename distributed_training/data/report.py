@@ -80,8 +80,8 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
 def headline(counts: dict[str, Any]) -> list[str]:
     """Return the most important statistics, as two lines of text, or one for running text."""
     if counts["form"] == RUNNING:
-        read = f"texts or lines read: {counts['records']:,}"
-        return [f"{read}, with {counts['num_tokens']:,} tokens, all of them in the loss"]
+        texts = f"{counts['records']:,} texts or lines"
+        return [f"the dataset has {texts} with {counts['num_tokens']:,} tokens, all in the loss"]
     left_out = sum(counts["left_out"].values())
     lines = [f"{counts['records']:,} records read, {counts['used']:,} used, {left_out:,} left out"]
     tokens = ", ".join(f"{name} {count:,}" for name, count in counts["tokens"].items())
@@ -97,15 +97,15 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
     unexpected way."""
     lines = []
     for reason, count in counts["left_out"].items():
-        line = f"{count:,} of {counts['records']:,} records are left out: {reason}"
+        line = f"{count:,} of {counts['records']:,} records are left out ({reason})"
         if reason == FILLED:
-            line += f"; max_length={counts['longest_prompt'] + 1} would keep them all"
+            line += f". max_length={counts['longest_prompt'] + 1} would keep them all"
         lines.append(line)
     if counts["cut"]:
         line = f"{counts['cut']:,} samples are cut at max_length={max_length}"
         if counts["ends_cut"]:
-            line += f", {counts['ends_cut']:,} of them within an answer, so that its end is not "
-            line += "in the loss"
+            line += f", {counts['ends_cut']:,} of them within an answer, whose end is not in the "
+            line += "loss"
         lines.append(f"{line}; the longest has {counts['tokens']['maximum']:,} tokens")
     if unread := counts.get("unread"):
         more = ", ..." if len(unread) > 3 else ""
@@ -115,7 +115,7 @@ def describe(counts: dict[str, Any], max_length: int) -> list[str]:
     for note, count in counts["notes"].items():
         line = f"{count:,} {note}"
         if note == FILLED:
-            line = f"{count:,} samples of records with several answers are left out: {note}; "
+            line = f"{count:,} samples of records with several answers are left out ({note}). "
             line += f"max_length={counts['longest_prompt'] + 1} would keep them all"
         lines.append(line)
     return lines

@@ -525,8 +525,8 @@ def _fetch_config(hub_id: str) -> Path:
     try:
         return fetch_folder(hub_id, ("config.json",))
     except OSError as error:
-        why = OSError(f"it is not a folder either: {error}")
-        raise cannot_fetch("model", hub_id, why, f"hf download {hub_id}") from None
+        why = OSError(f"it is not a folder either. {error}")
+        raise cannot_fetch(f"model={hub_id!r} is", why, f"hf download {hub_id}") from None
 
 
 @functools.cache

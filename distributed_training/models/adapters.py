@@ -84,4 +84,5 @@ def base_folder(folder: Path) -> Path:
         return fetch_weights(name)
     except OSError as error:
         command = f"hf download {name}"
-        raise hub.cannot_fetch("base_model_name_or_path", name, error, command) from None
+        missing = f"base_model_name_or_path={name!r} is"
+        raise hub.cannot_fetch(missing, error, command) from None

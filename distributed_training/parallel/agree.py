@@ -71,7 +71,7 @@ def check_ranks_agree(values_by_name: Mapping[str, Any], ask: Ask) -> None:
             if values.get(name) != first.get(name):
                 what = f"rank {rank} on {host} has another {name} than rank 0 on {host_0}"
                 why = f"{shown(values.get(name))} instead of {shown(first.get(name))}"
-                fix = "type the same command on every node, with the same code, packages and data"
+                fix = "start the same command on every node, with the same code, packages and data"
                 raise UserError(what, why, fix)
 
 

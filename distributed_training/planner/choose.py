@@ -202,7 +202,7 @@ def _choose_precision(config: RunConfig, machine: Machine) -> str:
 
 
 def _check_pairs(candidate: Candidate, precision: str) -> None:
-    """Raise UserError for a key whose value does not go with another key, strategy or model."""
+    """Raise UserError for a value that cannot be used with another key, strategy or model."""
     _check_model(candidate)
     _check_strategy(candidate, precision)
     _check_base(candidate, precision)
@@ -211,7 +211,7 @@ def _check_pairs(candidate: Candidate, precision: str) -> None:
 
 def _refuse(candidate: Candidate, key: str, other: str, why: str, fix: str) -> NoReturn:
     value = getattr(candidate.config, key)
-    raise UserError(f"{key}={value!r} does not go with {other}", why, fix)
+    raise UserError(f"{key}={value!r} cannot be used with {other}", why, fix)
 
 
 def _check_model(candidate: Candidate) -> None:
@@ -219,8 +219,11 @@ def _check_model(candidate: Candidate) -> None:
     size = candidate.model.size
     named = f"model={config.model!r}"
     if config.max_length > size.num_positions:
-        why = f"it has {size.num_positions} positions"
-        _refuse(candidate, "max_length", named, why, f"set it to {size.num_positions} or less")
+        why = f"the model has {size.num_positions} positions"
+        fix = f"set max_length to {size.num_positions} or less"
+        _refuse(candidate, "max_length", named, why, fix)
+    if config.lora_rank:
+        size.adapted(config.lora_targets)
 
 
 def _check_strategy(candidate: Candidate, precision: str) -> None:
@@ -238,20 +241,22 @@ def _check_strategy(candidate: Candidate, precision: str) -> None:
         why = "DeepSpeed rounds frozen weights in files to 16 bits"
         _refuse(candidate, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
     if config.fsdp_prefetch != 1 and not in_fsdp:
-        fix = "set it to 1, or strategy to fsdp"
-        _refuse(candidate, "fsdp_prefetch", here, "it is for FSDP's blocks", fix)
+        fix = "set fsdp_prefetch to 1, or strategy to fsdp"
+        _refuse(candidate, "fsdp_prefetch", here, "only FSDP gathers parameters by block", fix)
     if config.bucket_cap_mb is not None and not in_ddp:
-        fix = "set it to None, or strategy to dp"
-        _refuse(candidate, "bucket_cap_mb", here, "PyTorch's DDP has buckets", fix)
+        fix = "set bucket_cap_mb to None, or strategy to dp"
+        _refuse(candidate, "bucket_cap_mb", here, "only PyTorch's DDP has buckets", fix)
     if config.gradient_compression != "none" and not in_ddp:
-        fix = "set it to none, or strategy to dp"
-        _refuse(candidate, "gradient_compression", here, "it works in PyTorch's DDP", fix)
+        fix = "set gradient_compression to none, or strategy to dp"
+        why = "only PyTorch's DDP compresses gradients"
+        _refuse(candidate, "gradient_compression", here, why, fix)
     if config.optimizer != "adamw" and not strategy.traits.compacts_moments:
-        fix = "set it to adamw, or strategy to dp, fsdp, tp or pp"
-        _refuse(candidate, "optimizer", here, "its engine keeps AdamW's moments in fp32", fix)
+        fix = "set optimizer to adamw, or strategy to dp, fsdp, tp or pp"
+        why = "the strategy's engine keeps the optimizer state in fp32"
+        _refuse(candidate, "optimizer", here, why, fix)
     if config.on_nonfinite == "skip" and not strategy.traits.leaves_out_updates:
-        why = "its engine updates before the norm of the gradients is known here"
-        _refuse(candidate, "on_nonfinite", here, why, "set it to rollback or stop")
+        why = "the strategy's engine updates the weights before it reports the gradient norm"
+        _refuse(candidate, "on_nonfinite", here, why, "set on_nonfinite to rollback or stop")
 
 
 def _check_base(candidate: Candidate, precision: str) -> None:
@@ -260,27 +265,29 @@ def _check_base(candidate: Candidate, precision: str) -> None:
     if config.base_dtype in (None, AUTO):
         return
     if config.lora_rank == 0:
-        _refuse(candidate, key, "lora_rank=0", "no weights are frozen", "set lora_rank to 16")
+        why = "without LoRA, no weights are frozen"
+        _refuse(candidate, key, "lora_rank=0", why, "set lora_rank to 16, or base_dtype to None")
     if config.base_dtype == "bf16":
         if precision != "bf16":
             other = f"precision={precision!r}"
-            _refuse(candidate, key, other, "frozen weights have its dtype", "set it to None")
+            why = f"frozen weights are then in {precision}"
+            _refuse(candidate, key, other, why, "set base_dtype to None")
         return
     split = {axis: size for axis, size in candidate.mesh.items() if axis in ("pp", "tp")}
     if not candidate.strategy.traits.builds_on_device or set(split.values()) != {1}:
         here = f"strategy={config.strategy!r}"
-        why = "only whole and FSDP's layers are quantized"
+        why = "layers are quantized whole, or sharded by FSDP"
         _refuse(candidate, key, here, why, "set strategy to dp or fsdp")
     matrices = candidate.model.size.block_matrices
     if odd := [columns for _, columns in matrices if columns % 64]:
         why = f"64 values share a scale, and a matrix has {odd[0]} columns"
-        _refuse(candidate, key, f"model={config.model!r}", why, "set it to None")
+        _refuse(candidate, key, f"model={config.model!r}", why, "set base_dtype to None")
 
 
 def _check_loss_chunks(candidate: Candidate, precision: str) -> None:
     if candidate.config.loss_chunk_tokens not in (0, AUTO) and precision == "fp16":
         why = "gradients would be computed before they are scaled"
-        fix = "set precision to bf16, or it to 0"
+        fix = "set precision to bf16, or loss_chunk_tokens to 0"
         _refuse(candidate, "loss_chunk_tokens", "precision='fp16'", why, fix)
 
 
@@ -336,7 +343,7 @@ def _decide_switch(config: RunConfig, key: str, able: bool, obstacle: str) -> An
     if value == AUTO:
         return able and not obstacle
     if value and obstacle:
-        what = f"{key}={value!r} does not work with {obstacle}"
+        what = f"{key}={value!r} cannot be used with {obstacle}"
         raise UserError(what, fix=f"set {key} to auto or False")
     return value
 
@@ -358,9 +365,9 @@ def _compile_obstacle(candidate: Candidate) -> str:
     if config.compile != "whole":
         return ""
     if num_processes > 1:
-        return f"{num_processes} processes, whose exchanges begin with each block"
+        return f"{num_processes} processes, which communicate before each block"
     if strategy.traits.hooks_between_blocks:
-        return f"{named}, whose hooks are between blocks"
+        return f"{named}, which runs hooks between blocks"
     if config.activation_checkpointing != "none":
         return f"activation_checkpointing={config.activation_checkpointing!r}"
     return ""
@@ -369,9 +376,9 @@ def _compile_obstacle(candidate: Candidate) -> str:
 def _async_tp_obstacle(candidate: Candidate, machine: Machine, compiled: Any) -> str:
     tp = candidate.mesh["tp"]
     if tp == 1:
-        return "tp=1, which exchanges nothing"
+        return "tp=1, which has no communication to overlap"
     if not candidate.config.sequence_parallel:
-        return "sequence_parallel=False, whose sums are not scattered"
+        return "sequence_parallel=False, which does not scatter its sums"
     if machine.num_gpus == 0:
         return "a CPU"
     if not compiled:
@@ -389,9 +396,9 @@ def _graph_obstacle(candidate: Candidate, machine: Machine) -> str:
     if not candidate.strategy.traits.replays_steps:
         return f"strategy={config.strategy!r}, whose engine launches its own kernels"
     if config.optimizer == "adamw-8bit" and skips:
-        return "optimizer='adamw-8bit', which cannot leave out an update without the host"
+        return "optimizer='adamw-8bit', which needs the host to skip an update"
     if config.gradient_compression != "none":
-        return "gradient_compression, whose hooks run on the host"
+        return "gradient_compression, which runs hooks on the host"
     if _drops(config) and (candidate.mesh["tp"] > 1 or recomputes):
         return "dropout under tp or activation checkpointing, which sets random generators"
     return "a CPU" if machine.num_gpus == 0 else ""

@@ -31,7 +31,7 @@ from distributed_training.models.gpt2 import HUB_IDS
 from distributed_training.plan.plan import Draft, Packing, Plan
 from distributed_training.settings.config import AUTO, Request, RunConfig
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import sample_file
+from distributed_training.settings.files import plural, sample_file
 
 QUICKLY_CUT = 4_000_000  # bytes
 MAX_SPARE_ROWS = 128  # that embeddings have beyond their tokenizer's tokens
@@ -75,7 +75,8 @@ def find_sources(draft: Draft, notes: list[str]) -> Sources:
     if opened.loads_fast:  # others are checked before they tokenize
         opened.facts.check_rows(spec.size.vocab_size, config.model)
     if config.lora_rank and weights_dir is None:
-        notes.append("adapters beside random weights learn little; lora_rank=0 trains the weights")
+        note = "LoRA adapters on frozen random weights learn little; set lora_rank=0 to train the "
+        notes.append(f"{note}weights")
     dataset = choose_dataset(config.dataset, notes, strict=request.strict)
     rate = config.learning_rate
     if rate == AUTO:
@@ -140,17 +141,16 @@ def continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
     for key, (shown_value, value) in theirs.items():
         given = getattr(config, key)
         if config.is_set(key) and given not in (shown_value, value):
-            what = f"{key}={given!r} does not go with the adapters in {folder}"
-            fix = "leave it out, or merge the adapters with PEFT and train new ones"
-            raise UserError(what, f"theirs is {shown_value!r}", fix)
+            what = f"{key}={given!r} does not match the adapters in {folder}"
+            fix = f"leave out {key}, or merge the adapters with PEFT and train new ones"
+            raise UserError(what, f"the adapters have {key}={shown_value!r}", fix)
         decided[key] = value
     if not config.is_set("lora_dropout"):
         decided["lora_dropout"] = adapters.lora_dropout
-    note = f"continues the adapters in {folder}, of rank {adapters.r}, beside {base}"
+    note = f"training continues the adapters in {folder}, of rank {adapters.r}, on {base}"
     if initial.rank != adapters.r:
-        note += (
-            f"; as q, k, v or gate, up have an A each, they take memory as of rank {initial.rank}"
-        )
+        note += f". They use the memory of rank {initial.rank}, because q, k, v or gate, up have "
+        note += "an A matrix each"
     notes.append(note)
     return decided
 
@@ -210,7 +210,7 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
     train = data.train
     num_parts = len(train.starts)
     if config.num_samples == AUTO and num_parts < AUTO_SAMPLES:
-        notes.append(f"the text has {num_parts} samples to train on, not {AUTO_SAMPLES}")
+        notes.append(f"the dataset has {num_parts} training samples, fewer than {AUTO_SAMPLES}")
     packing = None
     if train.firsts is not None:
         lengths = train.lengths.astype(float)
@@ -218,7 +218,7 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
         packing = Packing(max_documents=train.max_documents, mean_length=mean_length)
     if not data.packs and config.pack == AUTO:
         whose = f"the engine of {config.strategy}" if draft.size.packs else draft.model.label
-        notes.append(f"records are padded: {whose} does not keep packed ones apart")
+        notes.append(f"records are padded, because {whose} cannot keep packed records apart")
     notes += report.headline(data.counts)
     notes += report.describe(data.counts, config.max_length)
     steps_per_epoch = math.ceil(len(train) / draft.batch.global_batch_size)
@@ -227,17 +227,21 @@ def fit_to_data(draft: Draft, data: Data, notes: list[str]) -> Fit:
     is_limit = not draft.requested.is_set("max_steps")
     if config.max_steps > num_steps and not is_limit:
         passes = math.ceil(config.max_steps / steps_per_epoch)
-        note = f"max_steps={config.max_steps} repeats the data: it takes {passes} passes instead "
-        notes.append(f"{note}of epochs={config.epochs}")
+        note = f"max_steps={config.max_steps} makes {passes} passes over the data instead of "
+        notes.append(f"{note}epochs={config.epochs}")
     if config.max_steps != -1:
         num_steps = min(num_steps, config.max_steps) if is_limit else config.max_steps
     if config.profile >= num_steps:
-        what = f"profile={config.profile} does not fit into the {num_steps} steps of this run"
-        raise UserError(what, "the first is never traced", "lower profile, or train more steps")
+        what = f"profile={config.profile} is too much for a run of {plural(num_steps, 'step')}"
+        why = "the first step is never traced"
+        raise UserError(what, why, "lower profile, or train more steps")
     warmup_steps = config.warmup_steps
     if warmup_steps >= num_steps:
         warmup_steps = num_steps // 2
-        notes.append(f"warm-up is {warmup_steps} of {num_steps} steps, not {config.warmup_steps}")
+        notes.append(
+            f"the warm-up lasts {plural(warmup_steps, 'step')} instead of {config.warmup_steps}, "
+            f"because the run has only {plural(num_steps, 'step')}"
+        )
     decided = {"warmup_steps": warmup_steps, "pack": data.packs}
     if config.num_samples == AUTO:
         decided["num_samples"] = num_parts
@@ -254,9 +258,9 @@ def choose_dataset(dataset: str, notes: list[str], *, strict: bool = False) -> s
     except OSError as error:
         if strict:
             command = hub.WIKITEXT_COMMAND
-            raise hub.cannot_fetch("dataset", WIKITEXT, error, command) from None
-        note = f"WikiText-2 is not available ({error}): training on the embedded corpus, "
-        notes.append(f"{note}the sources and help topics of this Python")
+            raise hub.cannot_fetch(f"dataset={WIKITEXT!r} is", error, command) from None
+        note = f"WikiText-2 is not available ({error}), so the run uses the embedded corpus: the "
+        notes.append(f"{note}sources and help topics of this Python")
         return EMBEDDED
 
 
@@ -279,7 +283,7 @@ def _choose_weights(
             and its_folder.resolve() != folder
         ):
             what = f"weights={weights_key!r} are adapters of the weights in {folder}"
-            raise UserError(what, f"model names {its_folder}", "leave model at auto")
+            raise UserError(what, f"model is {its_folder}", "set model to auto")
         return weights_key, folder
     if spec.weights_dir is not None:
         weights.require_weights(spec.weights_dir)
@@ -287,29 +291,29 @@ def _choose_weights(
     from_scratch = "set weights to random to train from scratch"
     if hub_id is None:
         if weights_key == "pretrained":
-            what = f"weights='pretrained' is impossible with {model=}, which is not published"
+            what = f"weights='pretrained' cannot be used with {model=}, which is not published"
             raise UserError(what, fix=from_scratch)
-        notes.append(f"weights are random: {model} is not published")
+        notes.append(f"{model} is not published, so its weights are random")
         return "random", None
     must_be_there = weights_key == "pretrained" or request.is_set("model") or request.strict
     if config.tokenizer == EMBEDDED:
         why = f"the published weights of {model} need their own tokenizer"
         if must_be_there:
-            fix = f"leave tokenizer at auto, or {from_scratch}"
+            fix = f"set tokenizer to auto, or {from_scratch}"
             raise UserError(
-                f"tokenizer={EMBEDDED!r} does not go with weights={weights_key!r}", why, fix
+                f"tokenizer={EMBEDDED!r} cannot be used with weights={weights_key!r}", why, fix
             )
-        notes.append(f"weights are random: {why}")
+        notes.append(f"the weights are random, because {why}")
         return "random", None
     try:
         return "pretrained", weights.fetch_weights(hub_id)
     except OSError as error:
         if must_be_there:
-            what = f"pretrained ({model})"
+            missing = f"the published weights of {model} are"
             command = f"hf download {hub_id}"
-            raise hub.cannot_fetch("weights", what, error, command, from_scratch) from None
-        note = f"pretrained weights are not available ({error}): weights are random, so this "
-        notes.append(f"{note}trains from scratch instead of fine-tuning")
+            raise hub.cannot_fetch(missing, error, command, from_scratch) from None
+        note = f"pretrained weights are not available ({error}), so the run trains random weights "
+        notes.append(f"{note}from scratch instead of fine-tuning")
         return "random", None
 
 
@@ -339,7 +343,8 @@ def choose_tokenizer(
         if local and loads and weights.weight_files(local[-1]):
             what = f"the weights in {local[-1]} have no tokenizer beside them"
             fix = "copy the tokenizer's files there, or set tokenizer to another folder or to a "
-            raise UserError(what, "they mean nothing with another one", f"{fix}name on the Hub")
+            why = "with another tokenizer, the weights produce nonsense"
+            raise UserError(what, why, f"{fix}name on the Hub")
     if named == EMBEDDED or (named == AUTO and config.model.startswith("gpt2-tiny")):
         return EMBEDDED, EMBEDDED_DIR
     folder = Path(named)
@@ -362,10 +367,10 @@ def choose_tokenizer(
     except OSError as error:
         is_needed = source != "random" and (source != AUTO or request.is_set("model"))
         if named != AUTO or is_needed or request.strict:
-            raise hub.cannot_fetch("tokenizer", repo_id, error, command) from None
+            raise hub.cannot_fetch(f"tokenizer={repo_id!r} is", error, command) from None
         whose = "GPT-2" if repo_id == "gpt2" else repo_id
-        note = f"{whose}'s tokenizer is not available ({error}): using the small one that is "
-        notes.append(f"{note}shipped; perplexities compare only with runs that do the same")
+        note = f"{whose}'s tokenizer is not available ({error}), so the run uses the embedded "
+        notes.append(f"{note}tokenizer. Compare its perplexity only with runs that do the same")
         return EMBEDDED, EMBEDDED_DIR
 
 
@@ -376,7 +381,7 @@ def _check_embedded(embedded: Tokenizer, weights_dir: Path, spec: ModelSpec) -> 
     else:
         same = spec.size.vocab_size <= embedded.num_tokens + MAX_SPARE_ROWS
     if not same:
-        what = f"tokenizer={EMBEDDED!r} does not go with the weights in {weights_dir}"
-        why = "their rows stand for the tokens of another tokenizer"
-        fix = "leave tokenizer at auto, or set weights to random to train from scratch"
+        what = f"tokenizer={EMBEDDED!r} cannot be used with the weights in {weights_dir}"
+        why = "the weights were trained with another tokenizer"
+        fix = "set tokenizer to auto, or set weights to random to train from scratch"
         raise UserError(what, why, fix)

@@ -19,7 +19,7 @@ from distributed_training.settings.files import ROOT, did_you_mean, shown
 INSTEAD = {
     "activation_checkpointing": "remove it and set activation_checkpointing in CONFIG",
     "amp": "remove it and set precision in CONFIG",
-    "autotuning": "remove it and type plan, which ranks layouts and batch sizes",
+    "autotuning": "remove it and use the command plan, which ranks layouts and batch sizes",
     "bfloat16": "rename it to bf16",
     "checkpoint": "remove it and set resume and checkpoint_every in CONFIG",
     "comet": "remove it and set log_to in CONFIG",

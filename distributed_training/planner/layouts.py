@@ -12,7 +12,6 @@ grad_accum_steps x processes sequences under every strategy, in micro-batches:
 import contextlib
 import itertools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from distributed_training.plan.layout import Batch, Layout, show_axes
 from distributed_training.plan.schedules import Schedule, divisors, find_schedule
 from distributed_training.settings.config import AUTO, RunConfig
 from distributed_training.settings.errors import UserError
+from distributed_training.settings.files import plural
 from distributed_training.settings.strategies import MESH_AXES, Strategy
 
 Settings = dict[str, Any]  # CONFIG key -> value, to override what the user asked for
@@ -58,19 +58,20 @@ def fill_mesh(candidate: Candidate, world_size: int) -> dict[str, int]:
     axes = dict(strategy.mesh)
     fixed, open_axis = _split_mesh(strategy)
     if any(n < 1 and axis != open_axis for axis, n in axes.items()):
-        what = f"mesh {show_axes(axes)} is not accepted; at most one axis may be -1"
-        raise UserError(what, fix="give the others whole numbers of 1 or more")
+        what = f"mesh {show_axes(axes)} is not accepted"
+        fix = "set whole numbers of 1 or more; at most one axis may be -1"
+        raise UserError(what, fix=fix)
     if open_axis and world_size % fixed == 0:
         axes[open_axis] = world_size // fixed
     try:
         if math.prod(axes.values()) != world_size:
-            what = f"mesh {show_axes(axes)} does not make {world_size} processes"
             number = f"a multiple of {fixed}" if open_axis else fixed
-            raise UserError(what, f"that of {os.path.relpath(strategy.source)} needs {number}")
+            what = f"mesh {show_axes(axes)} of strategy {strategy.name} needs {number} processes"
+            raise UserError(f"{what}, but the run has {world_size}")
         _check_divisible(replace(candidate, mesh=axes))
     except UserError as error:
         alternatives = nearest_layouts(candidate, world_size)[:3]
-        fix = "set " + "; or ".join(map(show_settings, alternatives))
+        fix = "set " + ", or ".join(map(show_settings, alternatives))
         if not alternatives:
             given = show_settings(_changes(candidate.config, OPEN))
             fix = f"use fsdp with {given}" if given else "use fsdp"
@@ -156,18 +157,20 @@ def build_layout(candidate: Candidate) -> Layout:
     pp = candidate.mesh["pp"]
     ranks = candidate.schedule.ranks(pp)
     if pp == 1 and config.pipeline_cut is not None:
-        raise UserError("pipeline_cut is set but there is no pipeline", fix="set it to None")
+        what = "pipeline_cut is set, but pp=1 makes no pipeline"
+        raise UserError(what, fix="set pipeline_cut to None")
     name = config.pipeline_schedule
     known = candidate.strategy.traits.schedules
     if pp > 1 and name not in (*known, AUTO):
         what = f"pipeline_schedule={name!r} cannot be set with strategy={candidate.strategy.name!r}"
-        fix = f"set it to {known[0]}, or strategy to pp or 3d"
-        raise UserError(what, f"its engine has {', '.join(known)}", fix)
+        fix = f"set pipeline_schedule to {known[0]}, or strategy to pp or 3d"
+        raise UserError(what, f"the strategy's engine has {', '.join(known)}", fix)
     mode = config.activation_checkpointing
     if candidate.schedule.splits_backward and mode != "none":
-        what = f"activation_checkpointing={mode!r} does not go with pipeline_schedule={name!r}"
-        why = "the schedule keeps what would be recomputed for the second half of backward passes"
-        raise UserError(what, why, "set it to none, or pipeline_schedule to 1f1b")
+        what = f"activation_checkpointing={mode!r} cannot be used with pipeline_schedule={name!r}"
+        why = "the schedule keeps the activations for the second half of each backward pass"
+        fix = "set activation_checkpointing to none, or pipeline_schedule to 1f1b"
+        raise UserError(what, why, fix)
     counts = balanced_cut(size, config.max_length, ranks)
     if config.pipeline_cut is not None:
         example = ",".join(map(str, counts))
@@ -176,7 +179,7 @@ def build_layout(candidate: Candidate) -> Layout:
         if len(counts) != len(ranks) or min(counts) == 0 or sum(counts) != size.num_layers:
             what = f"pipeline_cut={config.pipeline_cut!r} is not {len(ranks)} numbers that add up "
             what += f"to the {size.num_layers} blocks of {config.model}"
-            raise UserError(what, fix=f"write {example}, for example, or None")
+            raise UserError(what, fix=f"set pipeline_cut to {example}, for example, or to None")
     return Layout(blocks_per_stage=tuple(counts), ranks=ranks)
 
 
@@ -189,7 +192,7 @@ def _check_divisible(candidate: Candidate) -> None:
     for parts, named, why in (
         (size.num_heads, f"num_heads={size.num_heads} of {label}", "attention is split by heads"),
         (size.num_kv_heads, f"the {size.num_kv_heads} heads of k and v of {label}",
-         "attention is split by them"),
+         "attention is split by these heads"),
         (size.mlp_units, f"the {size.mlp_units} parts of {label}'s MLP", ""),
     ):  # fmt: skip
         if (parts or tp) % tp:
@@ -197,8 +200,8 @@ def _check_divisible(candidate: Candidate) -> None:
     _check_splits(candidate)
     per_rank = candidate.schedule.stages_per_rank
     if pp * per_rank > size.num_layers:
-        what = f"pp={pp} needs {pp * per_rank} stages but {label} has {size.num_layers} blocks"
-        raise UserError(what, f"its pipeline schedule has {per_rank} per process")
+        what = f"pp={pp} needs {pp * per_rank} stages, but {label} has {size.num_layers} blocks"
+        raise UserError(what, f"the pipeline schedule has {plural(per_rank, 'stage')} per process")
 
 
 def _check_splits(candidate: Candidate) -> None:
@@ -210,8 +213,8 @@ def _check_splits(candidate: Candidate) -> None:
     ):
         return
     what = f"strategy={candidate.strategy.name!r} cannot divide {candidate.model.label}"
-    why = "transformers' code computes it; tp and pp need a model of gpt2, llama, mistral, qwen2 "
-    raise UserError(what, f"{why}or qwen3")
+    why = "the model runs transformers' code, but tp and pp need a gpt2, llama, mistral, qwen2 or "
+    raise UserError(what, f"{why}qwen3 model")
 
 
 def balanced_cut(size: ModelSize, seq_len: int, ranks: tuple[int, ...]) -> list[int]:
@@ -301,8 +304,8 @@ def _refusal(candidate: Candidate, counts: Sequence[int], sequences: int) -> Use
     what = f"{' with '.join(f'{key}={value}' for key, value in given.items())} does not fit: a "
     what += f"replica has {sequences} sequences per step (batch_size {config.batch_size} x "
     what += f"grad_accum_steps {config.grad_accum_steps} x its processes)"
-    why = "micro_batch_size x num_microbatches must be that number"
+    why = f"micro_batch_size x num_microbatches must be {sequences}"
     if pp > 1:
         schedule = candidate.strategy.schedule(config)
-        why += f", and num_microbatches one that {schedule} over pp={pp} takes"
-    return UserError(what, why, f"set {'; or '.join(cuts)}; or both to auto")
+        why += f", and {schedule} over pp={pp} must accept num_microbatches"
+    return UserError(what, why, f"set {', or '.join(cuts)}, or both to auto")

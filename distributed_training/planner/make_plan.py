@@ -78,7 +78,7 @@ def draft_plan(
     if AUTO in (decided.strategy, decided.batch_size):
         decided, strategy = choose_spread(decided, cluster, strategy, notes, below_bytes)
     if request.checkpoint_every == 0:
-        notes.append("checkpoint_every=0: nothing will be saved, not on Ctrl-C either")
+        notes.append("with checkpoint_every=0, nothing is saved, not even on Ctrl-C")
     return lay_out(cluster, decided, strategy=strategy, requested=request, notes=notes)
 
 

@@ -258,14 +258,14 @@ def choose_spread(
             elif config.tp not in (None, 1) or config.pp not in (None, 1):
                 plainest = "3d"
             lay_out(cluster, build(plainest))
-            what = f"strategy='auto' finds none that fits {config.model} with batch_size={few}"
+            what = f"no strategy can train {config.model} here with batch_size={few}"
             raise UserError(what, fix="set a smaller batch_size, or activation_checkpointing=full")
         settings = settings_of(best.plan)
-        chosen = f"strategy is {best.plan.strategy.name} {show_settings(settings)}".rstrip()
-        why = "the first that fits"
+        chosen = f"the planner chose {best.plan.strategy.name} {show_settings(settings)}".rstrip()
+        why = "the first strategy that fits"
         if best.step is not None:
             why = f"predicted {best.step.seconds:.3g} s per step"
-        notes.append(f"{chosen}, the planner's choice: {why}")
+        notes.append(f"{chosen} ({why})")
         config = with_values(best.plan.requested, batch_size=config.batch_size, **settings)
         strategy = load_strategy(config)
     if config.batch_size == AUTO:

@@ -43,8 +43,9 @@ def parse_cluster(text: str, gpu: str | None = None) -> Cluster:
     numbers = [int(part) for part in match.groups()[:2] if part]
     name = match[3]
     if 0 in numbers or name.isdecimal() or bool(name) == (gpu is not None):
-        what = f"--cluster {shown(text)} is not nodes x GPUs x kind, or with --gpu, nodes x GPUs"
-        raise UserError(what, fix="write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu")
+        what = f"--cluster {shown(text)} is not accepted"
+        why = "it must be NODESxGPUSxGPU, GPUSxGPU, or NODESxGPUS with --gpu"
+        raise UserError(what, why, "write 2x8xH100-80GB, or 8xH200, or 2x8 with --gpu")
     nodes, here = [1] * (2 - len(numbers)) + numbers
     if nodes * here > MOST_PROCESSES:
         what = f"--cluster {shown(text)} has {nodes * here:,} GPUs"

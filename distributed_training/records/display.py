@@ -138,6 +138,8 @@ def duration(seconds: float | None) -> str:
     """Return a predicted time as rounded text, such as "about 5 minutes"."""
     if seconds is None:
         return "time unknown"
+    if 0 <= seconds < 1:
+        return "less than 1 s"
     if seconds < 90:
         return f"about {seconds:.0f} s"
     minutes = seconds / 60
@@ -186,13 +188,14 @@ def header_rows(r: Record) -> dict[str, str]:
     axes = f", {' x '.join(used_axes)}" if len(used_axes) > 1 else ""
     defaults = ", ".join(f"{key}={config[key]}" for key in r.from_strategy_defaults)
     real_share = data["real_token_share"]
-    real = "" if real_share == 1 else f" ({100 * real_share:.1f}% real)"
+    real = "" if real_share == 1 else f" ({100 * (1 - real_share):.1f}% padding)"
     samples = f"{data['num_train_samples']} samples of {length} tokens{real}"
     validation = data["num_validation_samples"]
     if records := data.get("num_train_records"):
         blocks = data["num_train_samples"]
         samples = f"{records} records in {plural(blocks, 'block')} of {length} tokens "
-        samples += f"({records / blocks:.1f} records per block, {100 * real_share:.0f}% real)"
+        padding = f"{100 * (1 - real_share):.0f}% padding"
+        samples += f"({records / blocks:.1f} records per block, {padding})"
         validation = data["num_validation_records"]
     advice = ""
     if real_share < MUCH_PADDING:
@@ -204,7 +207,7 @@ def header_rows(r: Record) -> dict[str, str]:
         pipeline = f"{cut['schedule']}, {cut['num_microbatches']} micro-batches per step, "
         pipeline += f"blocks per stage {blocks}"
         if cut["ideal_bubble"] is not None:
-            pipeline += f"; idle {cut['ideal_bubble']:.0%} with equal stages"
+            pipeline += f"; {cut['ideal_bubble']:.0%} idle if all stages take the same time"
     return {
         "model": model,
         "strategy": f"{r.strategy['name']} x {r.world_size} on {device}{axes}: "
@@ -220,7 +223,7 @@ def header_rows(r: Record) -> dict[str, str]:
         "batch": f"{r.batch.describe()}; {tokens:,} tokens per step",
         "data": f"{last_part(config['dataset'])}: {samples}, {validation} for validation"
                 f"{advice}",
-        "steps": f"{r.num_steps} = {data['steps_per_epoch']} per epoch; learning rate "
+        "steps": f"{r.num_steps}, {data['steps_per_epoch']} per epoch; learning rate "
                  f"{config['learning_rate']:g} ({config['lr_schedule']}, warm-up "
                  f"{config['warmup_steps']})",
         "run": short_path(r.run_dir),
@@ -249,8 +252,10 @@ def _state(r: Record) -> str:
     them."""
     sizes = dict(r.estimated_state_bytes)
     offloaded = {location: sizes.pop(location, 0) for location in ("host", "disk")}
-    by_location = {"GPU" if r.machine["gpu_name"] else "CPU": sum(sizes.values()), **offloaded}
-    texts = [f"{gib(size)} on the {location}" for location, size in by_location.items() if size]
+    device = "on the GPU" if r.machine["gpu_name"] else "on the device"
+    by_location = {device: sum(sizes.values())}
+    by_location |= {"offloaded to RAM": offloaded["host"], "to disk": offloaded["disk"]}
+    texts = [f"{gib(size)} {location}" for location, size in by_location.items() if size]
     return f"{', '.join(texts)} per process (estimated)" if len(texts) > 1 else ""
 
 
@@ -270,8 +275,13 @@ def describe_prediction(
     low, high = prediction["likely_s"]
     text += f"; {seconds:.3g} s per step (likely {low:.3g} to {high:.3g})"
     if num_steps is not None:
-        text += f", {tqdm.format_interval(round(num_steps * seconds))} in total"
-    return f"{text}; bottleneck: {prediction['bound_by']}"
+        text += f", {duration(num_steps * seconds)} in total"
+    return f"{text}; bottleneck: {bottleneck(prediction['bound_by'])}"
+
+
+def bottleneck(bound_by: str) -> str:
+    """Return the name of a step's main bottleneck."""
+    return {"arithmetic": "compute", "memory": "memory bandwidth"}.get(bound_by, bound_by)
 
 
 def _precision(r: Record) -> str:
@@ -280,7 +290,7 @@ def _precision(r: Record) -> str:
         for tensor, dtype in (r.dtypes or {}).items()
     }
     used = {dtypes.get(name) for name in ("arithmetic", "parameters", "gradients", "reduction")}
-    text = "{arithmetic} arithmetic; parameters {parameters}; gradients {gradients}"
+    text = "{arithmetic} compute; parameters {parameters}; gradients {gradients}"
     text = "fp32" if used == {"fp32"} else text.format(**dtypes)
     if r.config["compile"]:
         text += "; compiled (the first step takes a while)"
@@ -326,7 +336,7 @@ def summary_rows(r: Record) -> dict[str, str]:
         rows["GPU memory"] = f"peak {gib(allocated)} allocated, {reserved} reserved"
     rows["RAM"] = f"peak {gib(memory['peak_host_bytes'])} per process"
     if not r.machine["gpu_name"]:
-        rows["RAM"] += ", tensors and libraries"
+        rows["RAM"] += ", including libraries"
     if r.skipped_steps:
         steps = plural(len(r.skipped_steps), "step")
         rows["skipped"] = f"{steps} with gradients that were not finite"

@@ -36,6 +36,6 @@ def named_checkpoint(resume: str) -> Path:
     """Return the checkpoint that the key `resume` names. Raises UserError if there is none."""
     checkpoint = newest_checkpoint(Path(resume).resolve())
     if checkpoint is None:
-        fix = "set resume to a folder under runs/ that has checkpoints/, to auto, or None"
+        fix = "set resume to a folder under runs/ that has checkpoints/, to auto, or to None"
         raise UserError(f"resume={shown(resume)} holds no checkpoint", fix=fix)
     return checkpoint

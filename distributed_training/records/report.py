@@ -252,7 +252,7 @@ def main(arguments: argparse.Namespace, output_dir: Path) -> int:
     records = find_records([path for path in paths if arguments.paths or path.is_dir()])
     if not records:
         what = f"There is no run record in {', '.join(map(short_path, paths))}"
-        raise UserError(what, fix=f"train first, or type: {COMMAND} FOLDER")
+        raise UserError(what, fix=f"train first, or name another folder. Run: {COMMAND} FOLDER")
     target = arguments.html or arguments.plots
     fix = f"set {'--html' if arguments.html else '--plots'} to another path"
     folder = target.parent if arguments.html else target

@@ -287,23 +287,30 @@ def build_config(
     overrides: Iterable[str] = (),
     defaults: Callable[[str], Mapping[str, Any]] = lambda _: {},
     options: Callable[[str], type[Options]] = lambda _: Options,
+    strategies: Iterable[str] = (),
     force: bool = False,
     strict: bool = False,
 ) -> Request:
     """Merge CONFIG, a preset and `key=value` texts; later sources take precedence. A strategy's
-    `defaults` replace None and "auto". `options` returns the keys that a strategy's engine adds.
-    Raises UserError for a key, value or preset that cannot be used."""
+    `defaults` replace None and "auto". `options` returns the keys that a strategy's engine adds. An
+    error names the member of `strategies` that has a key which the chosen strategy lacks. Raises
+    UserError for a key, value or preset that cannot be used."""
     from_preset = {} if preset is None else load_preset(preset)
     texts = []
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UserError(f"--set {shown(text)} has no '='", fix="type --set key=value")
+            raise UserError(f"--set {shown(text)} has no '='", fix="write --set key=value")
         texts.append((name.strip(), value))
     strategy = str({"strategy": AUTO, **config, **from_preset, **dict(texts)}["strategy"])
     own_model = options(strategy)
     own_keys = read_keys(own_model)
     keys = KEYS | own_keys
+    owners = {name: other for other in strategies for name in read_keys(options(other))}
+    if foreign := [name for name, _ in texts if name in owners and name not in keys]:
+        what = f"{foreign[0]} is a key of strategy {owners[foreign[0]]}, but strategy={strategy!r}"
+        fix = f"leave out {foreign[0]}, or set strategy to {owners[foreign[0]]}"
+        raise UserError(what, fix=fix)
     configured = by_key(config.items(), keys, "CONFIG")
     in_preset = by_key(from_preset.items(), keys, str(preset))
     typed = by_key(texts, keys, "the command line")

@@ -15,27 +15,38 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, 
 
 class UserError(ValueError):
     """A mistake that the user can fix: what is wrong, why, and what to type instead, one sentence
-    each. The command line prints the sentences without a traceback and exits with code 2."""
+    each. The command line prints the sentences without a traceback and exits with code 2. A command
+    at the end of `fix`, after "run:", gets a line of its own."""
 
     exit_code = 2
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         reason, remedy = (_capitalize(_sentence(part)) for part in (why, fix))
+        command = re.search(r"(?i)\brun: (.+)", remedy)
+        self.command = command[1] if command else ""
         super().__init__(" ".join(filter(None, (_sentence(what), reason, remedy))))
+
+    @property
+    def printed(self) -> str:
+        """The message for a terminal, with the command on a line of its own."""
+        message = f"error: {self}"
+        if not self.command:
+            return message
+        return f"{message.removesuffix(self.command).rstrip()}\n  {self.command}"
 
 
 def _sentence(text: str) -> str:
     """Return a text on one line with a full stop, except after a command that the reader will
     copy."""
     line = printable(" ".join(text.split())).rstrip(".")
-    ends_in_command = re.search(r"(?i)\b(run|type): ", line)
+    ends_in_command = re.search(r"(?i)\brun: ", line)
     return line if not line or line[-1] in "?:" or ends_in_command else f"{line}."
 
 
 def _capitalize(sentence: str) -> str:
     """Start a sentence with a capital letter unless its first word is a path, a key or another
     name."""
-    is_word = re.match(r"[a-z]+[ ,]|(run|type): ", sentence)
+    is_word = re.match(r"[a-z]+[ ,]|run: ", sentence)
     return sentence[0].upper() + sentence[1:] if is_word else sentence
 
 
@@ -52,7 +63,7 @@ class RunError(UserError):
 
 
 def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
-    """Run `act`, print a UserError as one line, and return the exit code."""
+    """Run `act`, print a UserError without its traceback, and return the exit code."""
     try:
         code = act()
         sys.stdout.flush()
@@ -62,7 +73,7 @@ def exit_code(act: Callable[[], int], *, trains: bool = True) -> int:
         return 128 + signal.SIGPIPE
     except UserError as error:
         if is_first(os.environ):  # every rank detects the same mistake, and one rank prints it
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(error.printed, file=sys.stderr, flush=True)
         return error.exit_code
     except OSError as error:
         if error.errno not in REFUSALS:

@@ -196,6 +196,6 @@ def at_least(least: Number) -> Callable[[str], Number]:
             value = type(least)(text)
             if value >= least:
                 return value
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of at least {least}")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number >= {least}")
 
     return number

@@ -250,7 +250,7 @@ def known_gpu(name: str) -> Gpu:
     gpu = find_gpu(text)
     if gpu is not None:
         return gpu
-    fix = f"{did_you_mean(text, GPUS)} or describe it: --gpu '{_EXAMPLE}'"
+    fix = f"{did_you_mean(text, GPUS)} To describe another GPU, use --gpu '{_EXAMPLE}'".lstrip()
     raise UserError(f"GPU {shown(name)} is not known", f"the table has {', '.join(GPUS)}", fix)
 
 

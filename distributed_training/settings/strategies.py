@@ -30,6 +30,7 @@ from distributed_training.settings.keys import Options, read_keys
 STRATEGIES_DIR = files.ROOT / "strategies"
 # From the slowest to the fastest with the rank
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+_PLACES = {"cpu": "in host memory", "nvme": "on disk"}  # by DeepSpeed's name of the device
 _FORM = 'write {"name": ..., "mesh": {...} or "deepspeed": {...} or a path, "defaults": {...}}'
 
 
@@ -218,7 +219,7 @@ class Strategy:
             return "a pipeline"
         for device in ("nvme", "cpu"):
             if device in self.offload.values():
-                return f"state kept on {device}"
+                return f"state kept {_PLACES[device]}"
         return f"ZeRO stage {self.zero.stage}"
 
     @property
@@ -226,7 +227,9 @@ class Strategy:
         """Describe the sharded state, for the header."""
         phrases = []
         if self.mesh["pp"] != 1:
-            phrases.append("layers over pp")
+# From the slowest to the fastest with the rank
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+_PLACES = {"cpu": "in host memory", "nvme": "on disk"}  # by DeepSpeed's name of the device
         if self.mesh["tp"] != 1:
             phrases.append("each layer over tp")
         if self.zero.stage:
@@ -236,10 +239,9 @@ class Strategy:
             phrases.append("parameters, gradients, optimizer state over dp_shard")
         phrases = phrases or ["nothing (replicas)"]
         if self.steps_on_host:
-            phrases.append(f"optimizer state kept on {self.offload['optimizer']}")
-        if self.fetches_parameters:
-            phrases.append(f"parameters kept on {self.offload['param']}")
-        return "; ".join(phrases)
+# From the slowest to the fastest with the rank
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+_PLACES = {"cpu": "in host memory", "nvme": "on disk"}  # by DeepSpeed's name of the device
 
 
 def list_strategies() -> dict[str, _Folder]:

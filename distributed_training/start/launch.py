@@ -109,7 +109,7 @@ def print_plan(
     checkpoint = choose_checkpoint(plan, notes)
     if plan.num_steps is None:
         note = "a dry run does not tokenize a dataset that is large or on the Hub; to see what is "
-        notes.append(f"{note}trained on, type data in its place")
+        notes.append(f"{note}trained on, use the command data")
     folder = checkpoint.parents[1] if checkpoint else plan.run_dir
     plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
     command = launch_command(plan, os.path.relpath(script), arguments)
@@ -252,7 +252,8 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
         fixed = math.prod(size for size in mesh.values() if size > 0)
         return machine.num_gpus or fixed * -(-CPU_PROCESSES // fixed)
     if num_gpus is not None and (not num_gpus.isdecimal() or int(num_gpus) == 0):
-        raise UserError(f"--num_gpus {shown(num_gpus)} is not a positive number or all")
+        what = f"--num_gpus {shown(num_gpus)} is not accepted"
+        raise UserError(what, 'it must be a whole number >= 1 or "all"')
     if num_gpus is not None and int(num_gpus) > MOST_PROCESSES:
         raise UserError(f"--num_gpus {num_gpus} is more than the {MOST_PROCESSES:,} that may be")
     return int(num_gpus or 1)

@@ -111,7 +111,7 @@ def _refuse_other_launchers() -> None:
     if nodes != "1":  # a TrainJob of Kubeflow
         what = f"PET_NNODES={nodes}, but this process has no rank"
         raise UserError(
-            what, "only torchrun reads it", f"type torchrun {Path(sys.argv[0]).name} ..."
+            what, "only torchrun reads it", f"start with torchrun {Path(sys.argv[0]).name} ..."
         )
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         what = "accelerate launch started one process, though several were asked for"

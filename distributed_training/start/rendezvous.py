@@ -74,7 +74,7 @@ def meet(process: Process, limit_s: float) -> dist.Store:
             raise UserError(what, why, "read what the first node printed") from None
     except UserError as error:
         if process.rank and not process.local_rank:  # the command line prints rank 0's error
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(error.printed, file=sys.stderr, flush=True)
         raise
     keys = [_HOST.format(rank) for rank in range(process.world_size)]
     ranks = [json.loads(text) for text in store.multi_get(keys)]
@@ -178,8 +178,8 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
         if away := sorted(node for node in set(nodes) if nodes.count(node) == num_local):
             why = f"{numbered('node', away)} of {process.world_size // num_local} is missing, {why}"
         ranks = numbered("rank", missing)
-        what = f"{ranks} did not come within {limit_s:g} s (rendezvous_timeout_s)"
-        raise UserError(what, why, "type there what you typed here, or read what it printed")
+        what = f"{ranks} did not connect within {limit_s:g} s (rendezvous_timeout_s)"
+        raise UserError(what, why, "start the same command there, or read what it printed")
 
 
 def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:

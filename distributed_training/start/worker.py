@@ -78,7 +78,7 @@ def join(
         # The command line prints rank 0's error. Ranks on other machines print theirs, because
         # their GPUs may differ.
         if process.rank and not process.local_rank:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(error.printed, file=sys.stderr, flush=True)
         raise
     store = open_store(process, limit_s)
     if not located:

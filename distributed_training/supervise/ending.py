@@ -64,7 +64,7 @@ def end_failed(plan: Plan, topology: Topology, error: BaseException, store: dist
         reason = message = f"{rank} {records.LOST}: {first_line}"
     elif isinstance(error, UserError):
         reason = str(error)
-        message = f"error: {error}"
+        message = error.printed
     elif isinstance(error, torch.cuda.OutOfMemoryError):
         status = "oom"
         message = explain_out_of_memory(plan, topology, first_line)

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -175,7 +176,7 @@ def plan_runs(
     """Return the requested runs and the folder for their records. `always` holds defaults, which
     typed keys and the plan override. Raises UserError if CONFIG refuses every run."""
     if (arguments.plan is None) == (arguments.strategies is None):
-        what = "Compare needs either a plan or --strategies"
+        what = "compare needs either a plan or --strategies"
         raise UserError(what, fix="add --strategies dp,fsdp or the path of a PLAN.json")
     if arguments.plan is not None:
         file = Path(expand_home("the plan", arguments.plan))
@@ -241,7 +242,7 @@ def plan_run(
     try:
         config = build(texts(values))
         if config.batch_size == AUTO:
-            what = "Compare needs a batch_size, because each strategy would choose its own"
+            what = "compare needs a batch_size, because each strategy would choose its own"
             raise UserError(what, fix="add --batch_size 8")
         run.config = config.model_copy(update={"seed": config.seed + seed_offset})
         run.values |= {"strategy": config.strategy, "seed": run.config.seed}
@@ -329,7 +330,9 @@ def train(run: Run, out: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             raise
         log.seek(start_of_run)
-        lines = [line.strip() for line in log if line.strip()]
+        # The command of an error is on a line of its own.
+        text = re.sub(r"(?m)^(error: .*\brun:)\n ", r"\1", log.read())
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Prefer the line that says why a run did not start to the last line.
     errors = [line for line in lines if line.startswith("error: ")]
     last_message = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")

@@ -266,7 +266,7 @@ def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
     axes = {"pp": options.pp, "dp_replicate": 1, "dp_shard": options.dp_shard, "tp": options.tp}
     fixed = math.prod(axes.values())
     if min(axes.values()) < 1 or world_size % fixed or world_size < 2:
-        what = f"Mesh {show_axes(axes)} does not divide {plural(world_size, 'process')}"
+        what = f"mesh {show_axes(axes)} does not divide {plural(world_size, 'process')}"
         fix = "set --num_gpus to a multiple of the product of these sizes, at least 2"
         raise UserError(what, fix=fix)
     return {**axes, "dp_replicate": world_size // fixed}

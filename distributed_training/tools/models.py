@@ -58,7 +58,7 @@ def find_weights(given: str, kind: str) -> tuple[ModelSpec, Path]:
                 return spec, weights.fetch_weights(spec.hub_id)
             except OSError as error:
                 command = f"hf download {spec.hub_id}"
-                raise hub.cannot_fetch("model", given, error, command) from None
+                raise hub.cannot_fetch(f"model={given!r} is", error, command) from None
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
         fix = "name a run's folder, such as runs/latest, or its hf/"
         raise UserError(f"{given} {what}", fix=fix)
@@ -181,7 +181,7 @@ def evaluate(asked: argparse.Namespace) -> int:
     plan = _plan_of(asked.run)
     kind = BEST if asked.best else LAST
     if asked.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UserError("--tasks needs lm-eval", fix=f"type: {_LM_EVAL}")
+        raise UserError("--tasks needs lm-eval", fix=f"run: {_LM_EVAL}")
     if asked.dataset is None and plan is None and not asked.tasks:
         what = f"{asked.run} is not a run, so it has no validation samples"
         raise UserError(what, fix="name a text or records with --dataset")
@@ -278,7 +278,7 @@ def _evaluate_tasks(given: str, kind: str, names: str) -> int:
         import lm_eval
         from lm_eval.utils import make_table
     except ImportError as error:  # one of its dependencies is missing
-        raise UserError("lm-eval cannot be imported", str(error), f"type: {_LM_EVAL}") from None
+        raise UserError("lm-eval cannot be imported", str(error), f"run: {_LM_EVAL}") from None
     spec, folder = find_weights(given, kind)
     base = base_folder(folder)
     arguments = {"pretrained": str(base), "tokenizer": str(find_tokenizer(folder, spec))}
@@ -292,7 +292,7 @@ def _evaluate_tasks(given: str, kind: str, names: str) -> int:
         )
     except Exception as error:  # from lm-eval, its tasks or their datasets
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        fix = "tasks download their dataset once; for the names of tasks, type: lm_eval ls tasks"
+        fix = "each task downloads its dataset once. To list the tasks, run: lm_eval ls tasks"
         raise UserError(f"lm-eval cannot evaluate {names}", why, fix) from None
     print(make_table(results))
     return 0

@@ -1,7 +1,10 @@
-"""Rank every layout of every strategy by predicted step time. Nothing is trained, and torch is not
-imported."""
+"""Rank every layout of every strategy by predicted step time, without training.
+
+No torch import.
+"""
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -48,15 +51,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
     add("--calibrate", action="store_true",
-        help="measure this machine first (about a minute); later plans use the result")  # fmt: skip
+        help="measure this machine first (about a minute). Later plans use the result")  # fmt: skip
     add(
         "--tokens",
         metavar="N",
-        help="train on N tokens, such as 300M or 1B, and print how long that takes",
+        help="also print how long training on N tokens takes, such as 300M or 1B",
     )
-    add(
-        "--price", type=float, metavar="P", help="price per GPU-hour, to print the cost of the work"
-    )
+    add("--price", type=float, metavar="P", help="price per GPU-hour: also print the cost")
     add("--json", action="store_true", help="print all layouts as JSON")
     add("--all", action="store_true", help=f"list all layouts instead of the best {SHOWN}")
 
@@ -79,13 +80,14 @@ def run(
     cluster = _cluster(arguments)
     if arguments.calibrate:
         if arguments.cluster is not None:
-            raise UserError("--calibrate can measure only this machine", fix="leave out --cluster")
+            what = "--calibrate can measure only this machine, not --cluster"
+            raise UserError(what, fix="leave out --cluster")
         count = cluster.num_processes
         file = calibration_file(cluster.machine.gpu_name or f"cpu-x{count}")
         require_writable(file.parent, f"set {CACHE} to another folder", file.name)
         # Measure in separate processes, which import torch, as many as the plan is for.
         if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
-            raise UserError("Measuring this machine failed", fix="see the messages above")
+            raise UserError("measuring this machine failed", fix="see the messages above")
         cluster = _cluster(arguments)
     given = build(None)
     strategy = named_strategy(given)
@@ -99,8 +101,8 @@ def run(
     if not choices:
         # Planning one strategy raises an error that says more than "no strategy".
         lay_out(cluster, build("dp" if only == AUTO else only))
-        what = f"No strategy can train {config.model} with this CONFIG"
-        raise UserError(what, fix="add --dry-run to see what CONFIG asks for")
+        what = f"no strategy can train {config.model} with this CONFIG"
+        raise UserError(what, fix="to see the resolved CONFIG, use --dry-run without plan")
     if arguments.json:
         print(json.dumps([as_dict(choice) for choice in choices], indent=1))
         return 0
@@ -122,14 +124,15 @@ def run(
     if len(fitting) > len(listed):
         num_hidden = len(fitting) - len(listed)
         num_too_large = len(choices) - len(fitting)
-        print(f"{num_hidden} more layouts fit, and {num_too_large} do not. --all lists them.")
+        too_large = f", and {num_too_large} do not fit" if num_too_large else ""
+        print(f"{num_hidden} more layouts fit{too_large}. --all lists them.")
     gbit = None
     if cluster.num_processes > cluster.processes_a_node and cluster.rates is not None:
         gbit = config.network_gbit or 8 * cluster.rates.network_bytes / 1e9
     first = picks[0][1]
     lines = [legend(listed, cluster, gbit, every=arguments.all), why_first(first, fitting)]
     lines += [work_asked(label, choice, arguments.price) for label, choice in picks]
-    for text in filter(None, lines):
+    for text in itertools.chain.from_iterable(text.splitlines() for text in lines):
         print(textwrap.fill(text, WIDTH))
     print()
     for choice in [choice for _, choice in picks]:
@@ -157,7 +160,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     else:
         machine = detect_machine()
         if gpu is not None and machine.num_gpus == 0:
-            fix = f"to give their number, type: --cluster 1x8 --gpu {shlex.quote(gpu)}"
+            fix = f"to give the number of GPUs, add --cluster 1x8 --gpu {shlex.quote(gpu)}"
             raise UserError("--gpu describes GPUs, but this machine has none", fix=fix)
         count = requested_processes(arguments.num_gpus or "all", machine, mesh={})
         cluster = this_machine(machine, count, count, gpu)

@@ -7,6 +7,7 @@ from tabulate import DataRow, TableFormat, tabulate
 from distributed_training.planner.rank import SAFE, layout_name
 from distributed_training.predict.memory import STATE
 from distributed_training.predict.predict import Cluster, Prediction
+from distributed_training.records.display import bottleneck
 from distributed_training.settings.machine import GIB
 from distributed_training.tools.jobs import num_steps
 
@@ -44,7 +45,7 @@ def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[st
             "s/step": f"{choice.step.seconds:.3f}",
             "tok/s": count(choice.tokens_per_s or 0.0),
             "likely": likely if choice.validated else f"not validated, {likely}",
-            "bound by": choice.step.bound_by,
+            "bound by": bottleneck(choice.step.bound_by),
         }
     if choice.mfu is not None:
         speed["MFU"] = f"{100 * choice.mfu:.0f}%"
@@ -69,31 +70,35 @@ def legend(
 ) -> str:
     """Explain the columns and words of this table. `gbit` is the network speed in Gbit/s per GPU;
     None if the layouts do not use a network."""
-    text = "first: the simplest layout as fast as the fastest, within the error of predictions. "
-    text += f"safest: needs least memory among those within {100 * SAFE:.0f}% of the fastest. "
-    text += "GiB: memory of the fullest process"
-    text += " (total, state, activations, copies and buffers). " if every else ". "
-    if any(choice.room == "tight" for choice in choices):
-        text += (
-            "tight: predicted to fit, but similar runs have needed more memory than the GPU has. "
-        )
-    if any(choice.room == "unlikely" for choice in choices):
-        text += "unlikely: predicted to need more memory than the GPU has. "
+    lines = ["first: the simplest layout as fast as the fastest, within the error of predictions"]
+    lines.append(
+        f"safest: the layout within {100 * SAFE:.0f}% of the fastest that needs the least memory"
+    )
+    if any(choice.plan.batch.num_microbatches > 1 for choice in choices):
+        lines.append("m2, m4, ...: this many micro-batches per replica and step")
     if any("+" in _layout_and_mode(choice) for choice in choices):
-        text += "+selective, +full: needs this activation_checkpointing to fit. "
-    text += "likely: typical error of predictions for such runs. "
+        lines.append("+selective, +full: fits only with this activation_checkpointing")
+    components = " (total, state, activations, copies and buffers)" if every else ""
+    lines.append(f"GiB: memory of the process that needs most{components}")
+    if any(choice.room == "tight" for choice in choices):
+        lines.append("tight: predicted to fit, but similar runs have run out of memory")
+    if any(choice.room == "unlikely" for choice in choices):
+        lines.append("unlikely: predicted to need more memory than the GPU has")
+    lines.append("likely: typical error of the predicted time for such runs")
     if any(not choice.validated for choice in choices):
-        text += "not validated: no measurements of such nodes, GPUs or models. "
+        lines.append("not validated: no run with such nodes, GPUs or models has been measured")
     rates = cluster.rates
     if rates is None:
-        text += "This GPU is not in the planner's table. Describe it with --gpu."
+        lines.append("This GPU is not in the planner's table. Describe it with --gpu.")
     elif rates.measured_at:
-        text += f"Times use measurements of this machine from {rates.measured_at[:10]}."
+        lines.append(f"Times use measurements of this machine from {rates.measured_at[:10]}.")
+    elif cluster.machine.num_gpus == 0:
+        lines.append("Times are rough estimates for a CPU. --calibrate measures this machine.")
     else:
-        text += "Times are estimated from datasheets."
+        lines.append("Times are estimated from datasheets.")
     if gbit is not None:
-        text += f" Network: {gbit:g} Gbit/s per GPU (--network_gbit)."
-    return text
+        lines.append(f"The network is assumed to have {gbit:g} Gbit/s per GPU (--network_gbit).")
+    return "\n".join(lines)
 
 
 def work_asked(label: str, choice: Prediction, price: float | None) -> str:
@@ -119,14 +124,14 @@ def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
     the fastest, with the fastest layout of another strategy."""
     name = layout_name(first.plan)
     if first.step is None:
-        return f"{name} needs least memory. Its speed is unknown without the GPU's rates."
+        return f"{name} needs the least memory. Without the GPU's rates, its speed is unknown."
     best = fitting[0]
     if best is not first and best.step is not None:
         ahead = 1 - best.step.seconds / first.step.seconds
         text = f"{name} comes first because it is simpler. {layout_name(best.plan)} is predicted "
-        return f"{text}to be {ahead:.1%} faster, which is less than the error of such predictions."
-    text = f"{name} is the fastest layout that fits. The main bottleneck of its step of "
-    text += f"{first.step.seconds:.3f} s is {first.step.bound_by}."
+        return f"{text}to be {ahead:.1%} faster, which is within the error of such predictions."
+    text = f"{name} is the fastest layout that fits. A step takes {first.step.seconds:.3f} s, "
+    text += f"limited mainly by {bottleneck(first.step.bound_by)}."
     for other in fitting:
         if other.plan.strategy.name != first.plan.strategy.name and other.step:
             times = other.step.seconds / first.step.seconds

@@ -89,7 +89,7 @@ def train(plan: Plan, topology: Topology, watch: Watch, ask: agree.Ask, startup:
         finished = records.Record.model_validate(record.values)
         if not signum:
             display.table(summary_rows(finished))
-            display.commands("next, for example:", *commands.after_the_end(plan, finished))
+            display.commands("Next, for example:", *commands.after_the_end(plan, finished))
         for folder in (plan.run_dir / records.LAST, plan.run_dir / records.BEST):
             if folder.is_dir():
                 write_card(folder, finished)
@@ -116,7 +116,7 @@ def push(run_dir: Path, name: str) -> int:
     try:
         print(f"pushed {push_folder(run_dir / records.LAST, name)}", flush=True)
     except UserError as error:  # The run is finished, even if its model cannot be uploaded.
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(error.printed, file=sys.stderr, flush=True)
         return 1
     return 0
 

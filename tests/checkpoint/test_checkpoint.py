@@ -328,7 +328,7 @@ def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
 def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
     run_dir = make_run(tmp_path, "a")
     for path in (tmp_path / "missing", run_dir, run_dir / "record.json"):
-        with refused(f"resume='{path}' holds no checkpoint", "auto, or None"):
+        with refused(f"resume='{path}' holds no checkpoint", "auto, or to None"):
             find_resume(str(path), tmp_path)
     save(run_dir, 1)
     for work, said in (
@@ -337,7 +337,7 @@ def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
         ({}, "seed was 42 and is None"),
     ):
         with refused(
-            "is a run with other work", said, f"type export {os.path.relpath(run_dir)}, then"
+            "is a run with other work", said, f"export {os.path.relpath(run_dir)}, then"
         ):
             find_resume(str(run_dir), tmp_path, work)
     (run_dir / "hf").mkdir()

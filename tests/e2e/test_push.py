@@ -56,8 +56,8 @@ def test_a_run_that_cannot_be_pushed_is_finished_and_says_how_to_go_on(tmp_path)
     where = reaching(f"http://127.0.0.1:{free_port()}", tmp_path / "hf", TOKEN)
     result = train(values, **where)
     assert result.returncode == 1
-    assert "Type: python real_model_example.py push " in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert "Run:\n  python real_model_example.py push " in result.stderr
+    assert result.stderr.count("\n") == 2
     assert only_record(tmp_path / "runs")["status"] == "ok"
 
 

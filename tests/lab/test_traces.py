@@ -63,7 +63,7 @@ def test_runs_of_two_processes(tmp_path):
     assert f"{record} already has: failed before" in shown.stdout
     found = json.loads(record.read_text())
     assert set(found["failed"]) == {"failed before", "refused"}
-    assert "does not go with strategy='dp'" in found["failed"]["refused"]
+    assert "cannot be used with strategy='dp'" in found["failed"]["refused"]
     runs = {name: run for name, run in found["runs"].items() if "failed" not in run}
     assert list(runs) == ["dp", "small buckets"]
     for name, run in runs.items():

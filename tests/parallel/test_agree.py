@@ -66,7 +66,7 @@ def test_a_rank_that_never_answers_ends_the_others(tmp_path, monkeypatch):
 def test_another_value_on_another_rank_is_named(tmp_path):
     for said in plan_on_two_ranks(tmp_path, seed=7):
         assert said.startswith(f"rank 1 on {os.uname().nodename} has another seed than rank 0")
-        assert ". 7 instead of 42. Type the same command" in said
+        assert ". 7 instead of 42. Start the same command" in said
 
 
 def test_other_code_on_another_rank_is_named(tmp_path, monkeypatch):

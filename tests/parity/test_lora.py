@@ -245,13 +245,13 @@ def test_a_plan_that_continues_adapters(tmp_path):
     with refused("2048 tokens", "256 rows"):
         plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given)
     for typed in ({"lora_rank": 16}, {"lora_alpha": 3.0}, {"lora_targets": "qkv"}):
-        with refused(next(iter(typed)), "does not go with the adapters"):
+        with refused(next(iter(typed)), "does not match the adapters"):
             plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", **given, **typed)
     draft = plan_for(tmp_path, num_processes=1, strategy="dp", model="auto", checked=False, **given)
     assert (draft.config.model, draft.config.lora_rank) == (str(base), 8)
     other = tmp_path / "other"
     shutil.copytree(base, other)
-    with refused("are adapters of the weights in", "Leave model at auto"):
+    with refused("are adapters of the weights in", "Set model to auto"):
         plan_for(tmp_path, num_processes=1, strategy="dp", model=str(other), **given)
 
 

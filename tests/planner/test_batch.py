@@ -43,7 +43,7 @@ def test_cuts_by_hand(strategy, processes, config, cut):
 
 def typed(text):
     """The settings that a refusal suggests, each a dictionary."""
-    *pairs, last = text.removesuffix(".").partition(" Set ")[2].split("; or ")
+    *pairs, last = text.removesuffix(".").partition(" Set ")[2].split(", or ")
     assert pairs
     assert last == "both to auto"
     yield {"micro_batch_size": "auto", "num_microbatches": "auto"}

@@ -56,7 +56,7 @@ def test_a_table_of_ten_rows_and_eight_columns_commands_and_a_reason(monkeypatch
     assert len(commands) == sum(not row.startswith(" ") for row in rows)
     assert all("--model gpt2-xl --batch_size 4 --strategy " in line for line in commands)
     assert all(re.search(r" --rdzv_id=[0-9a-f]{16} ", line) for line in commands)
-    assert "Network: 400 Gbit/s per GPU" in " ".join(out.split())
+    assert "The network is assumed to have 400 Gbit/s per GPU" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(("gbit", "first"), [("400", "dp m8"), ("25", "pp 1f1b m64")])
@@ -116,7 +116,7 @@ def test_an_unknown_model_is_refused_with_its_reason(monkeypatch, capsys):
     err = capsys.readouterr().err
     assert "model='nobody/nothing' is not in the Hugging Face cache" in err
     assert plan(monkeypatch, "--cluster", "H200", "--model", "gpt2", "--max_length", "4096") == 2
-    assert "It has 1024 positions" in capsys.readouterr().err
+    assert "The model has 1024 positions" in capsys.readouterr().err
 
 
 def test_what_is_typed_is_typed_once(monkeypatch, capsys):
@@ -147,15 +147,15 @@ def test_json_has_the_fields_that_programs_read(monkeypatch, capsys):
     ("words", "said"),
     [
         (["--cluster", "4xH201"], ["'H201' is not known", "Did you mean 'H20'?", "--gpu '{"]),
-        (["--cluster", "0x8xH200"], ["nodes x GPUs x kind", "8xH200"]),
+        (["--cluster", "0x8xH200"], ["NODESxGPUSxGPU", "8xH200"]),
         (["--cluster", "99999x99999xT4"], ["at most"]),
         (["--cluster", "8xH200", "--num_gpus", "4"], ["Leave out --num_gpus"]),
         (["--cluster", "2x8", "--gpu", '{"memory_gib": 48}'], ["tflops is missing"]),
         (["--cluster", "2x8", "--gpu", "{"], ["is not JSON"]),
-        (["--cluster", "8xH200", "--gpu", OWN], ["nodes x GPUs x kind, or with --gpu"]),
+        (["--cluster", "8xH200", "--gpu", OWN], ["GPUSxGPU, or NODESxGPUS with --gpu"]),
         (["--gpu", OWN], ["this machine has none", "--cluster 1x8"]),
         (["--cluster", "1xT4", "--model", "gpt2-xl", "--batch_size", "1", "--max_length", "4096"],
-         ["It has 1024 positions"]),
+         ["The model has 1024 positions"]),
         (["--cluster", "2x1", "--gpu", '{"memory_gib": 0.5, "tflops": 9, "memory_gb_s": 9}',
           "--model", "gpt2-xl"], ["fits nowhere", "needs least", "GPUs with"]),
     ],
@@ -193,10 +193,10 @@ def test_auto_takes_the_planners_choice_and_says_so(tmp_path):
         cluster = this_machine(machine, count, count)
         planned = draft_plan(merged({"model": "gpt2-tiny", "strategy": AUTO}), cluster, notes)
         assert (planned.strategy.name, planned.requested.strategy) == ("dp", AUTO)
-        assert any("strategy is dp, the planner's" in note for note in notes)
+        assert any("the planner chose dp (" in note for note in notes)
     words = {"strategy": "dp", "model": "gpt2", "batch_size": AUTO}
     busy = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, **words)
     assert busy.config.batch_size >= 8
-    with refused("finds none that fits gpt2-xl"):
+    with refused("no strategy can train gpt2-xl"):
         small = dataclasses.replace(GPU_MACHINE, gpu_memory_bytes=2**30)
         plan_for(tmp_path, small, 1, checked=False, strategy=AUTO, model="gpt2-xl")

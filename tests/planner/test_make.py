@@ -33,7 +33,7 @@ def test_a_short_text_is_taken_whole(tmp_path):
     assert 8 < num_samples < 1000
     assert plan.config.num_samples == plan.work["num_samples"] == num_samples
     assert plan.num_steps == 3 * math.ceil(num_samples / plan.batch.global_batch_size)
-    assert f"the text has {num_samples} samples to train on, not 1000" in plan.notes
+    assert f"the dataset has {num_samples} training samples, fewer than 1000" in plan.notes
     assert plan.config.warmup_steps == 10 < plan.num_steps
 
 
@@ -41,7 +41,7 @@ def test_two_samples_are_enough(tmp_path):
     plan = plan_for(tmp_path, 32)  # 2 x 64 tokens and one
     assert (plan.config.num_samples, plan.num_steps) == (1, 2)
     assert plan.config.warmup_steps == 1
-    assert "warm-up is 1 of 2 steps, not 10" in plan.notes
+    assert "the warm-up lasts 1 step instead of 10, because the run has only 2 steps" in plan.notes
     with refused("is too short", "longer text"):
         plan_for(tmp_path, 31)
 
@@ -49,7 +49,7 @@ def test_two_samples_are_enough(tmp_path):
 def test_more_steps_than_epochs_have_repeat_the_data(tmp_path):
     plan = plan_for(tmp_path, 32, max_steps=9)
     assert plan.num_steps == 9
-    said = "max_steps=9 repeats the data: it takes 9 passes instead of epochs=2"
+    said = "max_steps=9 makes 9 passes over the data instead of epochs=2"
     assert said in plan.notes
 
 

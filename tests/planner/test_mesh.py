@@ -27,7 +27,7 @@ ASKED = [
     *itertools.product(("tp", "pp", "3d", "fsdp"), AXES),
     *itertools.product(["hybrid"], ("", "pp=3", "pp=5", "pp=99")),
 ]
-OF_THE_LAYOUT = ("does not make", "does not divide", "stages but")
+OF_THE_LAYOUT = ("but the run has", "does not divide", "stages, but")
 OTHERS = (
     "batch_size=8",
     "num_microbatches=8 pipeline_schedule=interleaved max_length=1000",
@@ -48,7 +48,7 @@ def _read_once(monkeypatch):
 def suggestions(text):
     """Words to type, of all that a refusal suggests."""
     choices = re.search(r" Set (.+)\.$", text)
-    for words in choices[1].split("; or ") if choices else []:
+    for words in choices[1].split(", or ") if choices else []:
         yield words.split()
     fsdp = re.search(r" Use fsdp(?: with (.+))?\.$", text)
     if fsdp:
@@ -99,9 +99,9 @@ def test_all_layouts_are_found_and_the_nearest_first(given, model, world_size):
         ({"dp_replicate": 2, "dp_shard": 3}, 6, {}),
         ({"dp_replicate": -1, "dp_shard": 3}, 6, {"dp_replicate": 2}),
         ({"pp": 2, "dp_shard": -1, "tp": 2}, 16, {"dp_shard": 4}),
-        ({"dp_replicate": 2, "dp_shard": -1}, 3, "x.json needs a multiple of 2"),
+        ({"dp_replicate": 2, "dp_shard": -1}, 3, "needs a multiple of 2 processes, but the run has 3"),
         # Of a closed mesh no multiple would do.
-        ({"dp_replicate": 2, "dp_shard": 2}, 8, "x.json needs 4"),
+        ({"dp_replicate": 2, "dp_shard": 2}, 8, "needs 4 processes, but the run has 8"),
         ({"dp_replicate": -1, "dp_shard": -1}, 4, "at most one axis may be -1"),
         ({"dp_replicate": 0, "dp_shard": -1}, 4, "at most one axis may be -1"),
     ],

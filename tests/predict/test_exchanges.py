@@ -23,26 +23,26 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"strategy": "fsdp", "gradient_compression": "bf16"}, "does not go with strategy='fsdp'"),
+        ({"strategy": "fsdp", "gradient_compression": "bf16"}, "cannot be used with strategy='fsdp'"),
         ({"strategy": "zero2", "gradient_compression": "bf16"}, "strategy='zero2'"),
         ({"strategy": "compressed", "compression_rank": 65}, "compression_rank=65"),
         ({**TOPK, "compression_k": 0.0}, "compression_k=0.0"),
         ({**TOPK, "on_nonfinite": "skip"}, "on_nonfinite='skip'"),
         # An overflow would stay in the error that is kept.
         ({"strategy": "compressed", "precision": "fp16"}, "precision='fp16'"),
-        ({"strategy": "zero2", "on_nonfinite": "skip"}, "Set it to rollback"),
+        ({"strategy": "zero2", "on_nonfinite": "skip"}, "Set on_nonfinite to rollback"),
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
         ({"strategy": "local_sgd", "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"local_steps": 8}, "local_steps"),
-        ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1.0 does not go with strategy"),
+        ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1.0 cannot be used with strategy"),
         ({"strategy": "compressed", "bucket_cap_mb": 1.0}, "PyTorch's DDP has buckets"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
         (
             {"strategy": "zero2", "optimizer": "adamw-bf16"},
-            "optimizer='adamw-bf16' does not go with",
+            "optimizer='adamw-bf16' cannot be used with",
         ),
-        ({"strategy": "local_sgd", "optimizer": "adamw-8bit"}, "keeps AdamW's moments in fp32"),
-        ({"fsdp_prefetch": 2}, "fsdp_prefetch=2 does not go with strategy='dp'"),
+        ({"strategy": "local_sgd", "optimizer": "adamw-8bit"}, "keeps the optimizer state in fp32"),
+        ({"fsdp_prefetch": 2}, "fsdp_prefetch=2 cannot be used with strategy='dp'"),
         ({"strategy": "pp", "dp_shard": 2, "pp": 2, "fsdp_prefetch": 0}, "strategy='pp'"),
     ],
 )

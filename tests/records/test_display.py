@@ -11,15 +11,15 @@ def test_header_says_what_runs():
     assert rows["model"] == "gpt2-medium, 354.8M parameters, pretrained weights"
     assert rows["strategy"] == "zero2 x 4 on NVIDIA H200: shards optimizer state, gradients"
     assert rows["defaults"] == "the strategy sets precision=bf16, compile=True"
-    precision = "bf16 arithmetic; parameters bf16, fp32 master copy; gradients bf16"
+    precision = "bf16 compute; parameters bf16, fp32 master copy; gradients bf16"
     assert rows["precision"] == f"{precision}; compiled (the first step takes a while)"
     assert rows["batch"] == ("global 32 = 4 replicas x 2 micro-batches x 4; 16,384 tokens per step")
-    assert "1000 samples of 512 tokens (87.5% real), 200 for validation" in rows["data"]
+    assert "1000 samples of 512 tokens (12.5% padding), 200 for validation" in rows["data"]
     sparse = header(data__real_token_share=0.049)["data"]
     assert sparse.endswith(
         "for validation. For less padding, use --pack auto or a smaller --max_length"
     )
-    assert rows["steps"] == "64 = 32 per epoch; learning rate 5e-05 (cosine, warm-up 10)"
+    assert rows["steps"] == "64, 32 per epoch; learning rate 5e-05 (cosine, warm-up 10)"
     assert rows["run"] == "runs/x"
     assert rows["pipeline"] == rows["options"] == header()["defaults"] == ""
 

@@ -112,7 +112,7 @@ def test_mistakes_are_explained_in_one_line(runs, tmp_path, monkeypatch, capsys)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     for typed, words in (
-        ([], "Train first, or type"),
+        ([], "Train first, or name another folder. Run: "),
         (["."], "no run record"),
         (["./x"], "not exist"),
     ):

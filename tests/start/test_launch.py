@@ -40,7 +40,7 @@ def test_number_of_processes():
     ):
         assert launch.requested_processes(text, on, mesh) == count
     for wrong in ("0", "two", "1.5"):
-        with refused(f"--num_gpus {wrong!r}", "positive number or all"):
+        with refused(f"--num_gpus {wrong!r}", "whole number >= 1 or \"all\""):
             launch.requested_processes(wrong, CPU_MACHINE, {})
 
 
@@ -164,7 +164,7 @@ def test_a_node_is_missing_only_without_all_of_its_ranks():
     store.set(rendezvous._HOST.format(2), json.dumps({"host": "b"}))
     first = Process(rank=0, world_size=6, local_rank=0, local_world_size=2)
     hosts = f"{socket.gethostname()}, b are here. "
-    with refused("ranks 1, 3, 4, 5 did not come", f". Node 2 of 3 is missing, {hosts}"):
+    with refused("ranks 1, 3, 4, 5 did not connect", f". Node 2 of 3 is missing, {hosts}"):
         rendezvous._wait_for_all(store, first, 0.0, 1.0)
 
 
