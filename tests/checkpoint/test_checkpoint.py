@@ -336,9 +336,7 @@ def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
         ({**WORK, "new": 1}, "new was None and is 1"),
         ({}, "seed was 42 and is None"),
     ):
-        with refused(
-            "is a run with other work", said, f"export {os.path.relpath(run_dir)}, then"
-        ):
+        with refused("is a run with other work", said, f"export {os.path.relpath(run_dir)}, then"):
             find_resume(str(run_dir), tmp_path, work)
     (run_dir / "hf").mkdir()
     with refused(f"from its weights: --weights {os.path.relpath(run_dir)}/hf"):

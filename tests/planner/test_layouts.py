@@ -53,7 +53,7 @@ def test_a_cut_of_ones_own():
     layout = layout_for(2, strategy="pp", pipeline_cut="20, 4")
     assert layout.stages == (range(0, 20), range(20, 24))
     for cut in ("20,5", "24", "24,0", "10,10,4", "a,b", "-1,25"):
-        with refused(f"pipeline_cut='{cut}'", "2 numbers", "24 blocks", "Set pipeline_cut to 14,10"):
+        with refused(f"pipeline_cut='{cut}'", "2 numbers", "24 blocks", "pipeline_cut to 14,10"):
             layout_for(2, strategy="pp", pipeline_cut=cut)
     with refused("pp=1 makes no pipeline"):
         layout_for(2, strategy="dp", pipeline_cut="12,12")
@@ -75,8 +75,8 @@ XL = {"model": "gpt2-xl", "max_length": 1000}
          ("pp=16 needs 32 stages", "24 blocks", ". Set pp=8 dp_replicate=2, or")),
         # A product that is not the number of processes.
         (8, {"strategy": "3d", "dp_shard": 3},
-         ("pp 2 x dp_shard 3 x tp 2", " needs 12 processes, but the run has 8. Set dp_shard=2, or")),
-        (7, {"strategy": "hybrid"}, ("needs a multiple of 2 processes, but the run has 7. Set pp=7",)),
+         ("pp 2 x dp_shard 3 x tp 2", "12 processes, but the run has 8. Set dp_shard=2, or")),
+        (7, {"strategy": "hybrid"}, ("a multiple of 2 processes, but the run has 7. Set pp=7",)),
         (2, {"strategy": "hybrid", "pipeline_schedule": "zb-v"},
          ("pipeline_schedule='zb-v'", "The strategy's engine has 1f1b", "strategy to pp or 3d")),
         (2, {"strategy": "pp", "pipeline_schedule": "zb-h1", "activation_checkpointing": "full"},

@@ -23,7 +23,7 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"strategy": "fsdp", "gradient_compression": "bf16"}, "cannot be used with strategy='fsdp'"),
+        ({"strategy": "fsdp", "gradient_compression": "bf16"}, "used with strategy='fsdp'"),
         ({"strategy": "zero2", "gradient_compression": "bf16"}, "strategy='zero2'"),
         ({"strategy": "compressed", "compression_rank": 65}, "compression_rank=65"),
         ({**TOPK, "compression_k": 0.0}, "compression_k=0.0"),
@@ -34,7 +34,7 @@ def plan_of(strategy, machine=CPU_MACHINE, processes=4, **values):
         ({"strategy": "local_sgd", "local_steps": 0}, "local_steps=0"),
         ({"strategy": "local_sgd", "outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"local_steps": 8}, "local_steps"),
-        ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1.0 cannot be used with strategy"),
+        ({"strategy": "fsdp", "bucket_cap_mb": 1.0}, "bucket_cap_mb=1.0 cannot be used with"),
         ({"strategy": "compressed", "bucket_cap_mb": 1.0}, "PyTorch's DDP has buckets"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
         (
