@@ -31,9 +31,9 @@ CONFIG = {
     "warmup_steps": 10,  # steps over which the learning rate rises
     "activation_checkpointing": "none",  # full, selective: less memory, more computation
     "deepspeed_config": None,  # path of a DeepSpeed JSON; None: the strategy's own
-    "generate": "The value of",  # prompt of the samples before and after; None: none
-    "output_dir": "runs",  # each run gets a folder in here; relative to this file
-    "checkpoint_every": None,  # steps; None: each epoch's end, signal: on Ctrl-C, 0: never
+    "generate": "The value of",  # prompt of the samples before and after; None: no samples
+    "output_dir": "runs",  # each run gets a subfolder of this folder; relative to this file
+    "checkpoint_every": None,  # steps; None: at the end of each epoch, signal: on Ctrl-C, 0: never
     "resume": None,  # auto: the newest unfinished run of this work; or a run's folder
     "log_to": None,  # tensorboard, wandb, mlflow, trackio: install it first
 }
@@ -45,7 +45,8 @@ def main() -> int:
     if hasattr(shell, "kernel"):  # of a notebook, which would lose its output or its process
         words = sys.argv[1:] if sys.argv[0].endswith(Path(__file__).name) else []
         command = shlex.join([sys.executable, os.path.abspath(__file__), *words])
-        print(f"error: a notebook's kernel cannot be trained in; type in a cell: !{command}")
+        print("error: A notebook's kernel cannot train. Run in a cell:")
+        print(f"  !{command}")
         return 2
     try:
         from distributed_training.start.bytecode import keep_bytecode
@@ -68,7 +69,7 @@ def main() -> int:
             fix = f"source {made}"
         if os.environ.get("RANK", "0") == "0":
             python = f"{error.name} is not installed in this Python ({sys.executable})"
-            print(f"error: {python}; type {fix}", file=sys.stderr)
+            print(f"error: {python}. Run:\n  {fix}", file=sys.stderr)
         return 2
 
 

@@ -239,7 +239,7 @@ def links(parser: argparse.ArgumentParser, program: Program) -> Act:
     largest = "largest tensor in MiB (default: 1024 on GPUs, 16 on CPUs)"
     add("--largest", metavar="MIB", type=at_least(1), help=largest)
     seconds = "seconds per measurement (default: 0.15)"
-    add("--seconds", metavar="S", type=at_least(0.001), default=0.15, help=seconds)
+    add("--seconds", metavar="S", type=at_least(0.0), default=0.15, help=seconds)
     folder = program.output_dir / "links"
     add("--out", metavar="FOLDER", type=Path, default=folder, help="folder for the results")
 

@@ -1,4 +1,4 @@
-"""PipeDream's partitioner: how to cut a model into stages, and what the simulator makes of it.
+"""Partition a model into stages with PipeDream's algorithm, and simulate the result.
 
 python pipedream_planner.py
 python pipedream_planner.py --set workers=16 --set bandwidth=1e9
@@ -33,23 +33,23 @@ from pipedream.plan.profile import (
 
 CONFIG: dict[str, Any] = {
     "profile": "profiles/gpt2_cpu.json",  # a profile's .json, or gpt2 or gpt2-medium to measure it
-    "workers": 8,  # workers to spread the layers over
+    "workers": 8,  # number of workers that the layers are partitioned over
     # 1.25e8 is 1 Gbit/s.
-    "bandwidth": 1.25e8,  # bytes per second between any two workers; None: sending takes no time
-    "replication": True,  # several workers may run the same stage
+    "bandwidth": 1.25e8,  # bytes per second between two workers; None: sending takes no time
+    "replication": True,  # True: several workers may run the same stage
     # As PipeDream's formula:
-    "use_all_workers": False,  # True: even where fewer are as fast or faster
+    "use_all_workers": False,  # True: use all workers, even if fewer are as fast
     # 2: ring all-reduce over links that send and receive at once; 4: PipeDream's, one at a time.
-    "sync_factor": 2,  # synchronizing m replicas sends this * (m - 1) / m of the weights' bytes
-    "num_microbatches": 128,  # microbatches to simulate
+    "sync_factor": 2,  # synchronizing m replicas sends this * (m - 1) / m times the weights
+    "num_microbatches": 128,  # number of microbatches to simulate
     # The rest is for measuring. A third as many runs go before those that count.
-    "device": "cpu",  # where to measure
-    "dtype": "float32",  # type of what is measured
-    "batch": 1,  # sequences per microbatch, to measure
-    "sequence": 256,  # tokens per sequence, to measure
-    "threads": 1,  # CPU threads to measure with
-    "repeats": 9,  # counted runs of each layer's passes
-    "save_profile": None,  # JSON to write the measured profile to
+    "device": "cpu",  # device to measure on
+    "dtype": "float32",  # dtype to measure with
+    "batch": 1,  # sequences per microbatch in measurements
+    "sequence": 256,  # tokens per sequence in measurements
+    "threads": 1,  # number of CPU threads in measurements
+    "repeats": 9,  # timed runs of each layer's passes
+    "save_profile": None,  # JSON file for the measured profile
 }
 
 RULES: dict[str, Rule] = {
@@ -71,7 +71,9 @@ RULES: dict[str, Rule] = {
 
 
 def main() -> None:
-    config = parse_arguments(CONFIG, RULES, "PipeDream's partitioner.", script=__file__)
+    config = parse_arguments(
+        CONFIG, RULES, "Partition a model into stages and simulate them.", script=__file__
+    )
     profile = get_profile(config)
     layers = profile.layers
     workers = config["workers"]

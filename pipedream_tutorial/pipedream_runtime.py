@@ -1,12 +1,12 @@
-"""The real thing: one process per stage, gloo or NCCL, measured against the prediction.
+"""Run pipelines with one process per stage over gloo or NCCL, and compare with predictions.
 
     python pipedream_runtime.py --num_stages 4
     torchrun --nproc_per_node=4 pipedream_runtime.py
 
-Every schedule runs at every number of microbatches. One of the runs tells how long the stages
-take; fed with that, the simulator predicts the others, and schedule=search looks for the shortest
-order. ZB-V runs in its order for F = I = W. For GPUs, results/lab/tutorial/benchmark.py has
-settings.
+Every schedule runs with every number of microbatches. One run measures the durations of the stages.
+From these durations, the simulator predicts the other runs, and schedule=search looks for the
+shortest order. ZB-V runs in its order for F = I = W. results/lab/tutorial/benchmark.py has settings
+for GPUs.
 """
 
 import os
@@ -29,28 +29,28 @@ from pipedream.schedules.orders import (
 )
 
 CONFIG: dict[str, Any] = {
-    "num_stages": 4,  # p: processes, each with one stage of the model
-    "num_microbatches": [4, 8],  # m: microbatches in a batch; one run for each
-    "num_batches": 2,  # batches in a run; what does not flush runs through without a pause
-    "schedule": ["gpipe", "1f1b", "pipedream"],  # one run each; all: those with one copy of a model
-    "memory": None,  # of search: microbatches that a rank may hold, one run for each; None: p
+    "num_stages": 4,  # p: number of processes, each with one stage of the model
+    "num_microbatches": [4, 8],  # m: microbatches per batch; one run for each number
+    "num_batches": 2,  # batches per run; schedules without a flush run them without a pause
+    "schedule": ["gpipe", "1f1b", "pipedream"],  # one run each; all: schedules with one model copy
+    "memory": None,  # schedule=search: microbatches per rank at most, one run for each; None: p
     "model": "mlp",  # mlp (small, for the CPU), gpt2-tiny or gpt2-medium (blocks only)
-    "layers_per_stage": None,  # None: 2 of mlp, an even share of the blocks of a gpt2
-    "microbatch_size": None,  # samples or sequences; None: 8 of mlp, 4 of a gpt2
-    "dtype": None,  # None: float64 for mlp; for a gpt2 bfloat16 on a GPU, float32 on the CPU
-    "device": "auto",  # auto: GPUs where there are any
-    "forward_ms": 10,  # on the CPU each forward also sleeps this long: it emulates a device
-    "backward_ms": 20,  # the same for a whole backward; 0 and 0: only the real computation
-    "learning_rate": 0.1,  # of plain SGD
-    "seed": 0,  # of weights and data
-    "repeats": 1,  # timed runs of each case; the one with the median makespan is reported
-    "warmups": 1,  # runs of each case before those, not timed
-    "receive_depth": 2,  # receives that are posted before they are asked for
-    "nccl_max_ctas": 4,  # multiprocessors that a pending receive may take; None: as NCCL likes
-    "calibrate_on": None,  # the m of the run, of the first schedule, that durations are from
-    "check_weights": True,  # also train in one process, and compare the final weights bit for bit
-    "timeout_s": 120,  # a stage that waits longer for another one gives up
-    "go_on": False,  # where a schedule fails, start again without it
+    "layers_per_stage": None,  # None: 2 for mlp, an even share of the blocks for a gpt2
+    "microbatch_size": None,  # samples or sequences per microbatch; None: 8 for mlp, 4 for a gpt2
+    "dtype": None,  # None: float64 for mlp; for a gpt2 bfloat16 on a GPU, float32 on a CPU
+    "device": "auto",  # auto: GPUs if there are any
+    "forward_ms": 10,  # on a CPU, each forward pass also sleeps this long to emulate a device
+    "backward_ms": 20,  # the same for a whole backward pass; 0 and 0: only real computation
+    "learning_rate": 0.1,  # learning rate of plain SGD
+    "seed": 0,  # seed of weights and data
+    "repeats": 1,  # timed runs of each case; the run with the median makespan is reported
+    "warmups": 1,  # untimed runs of each case before the timed runs
+    "receive_depth": 2,  # receives that are posted in advance
+    "nccl_max_ctas": 4,  # multiprocessors that a pending receive may use; None: NCCL decides
+    "calibrate_on": None,  # durations come from the first schedule's run with this m; None: first
+    "check_weights": True,  # also train in one process and compare the final weights bit for bit
+    "timeout_s": 120,  # seconds that a stage waits for another stage before it gives up
+    "go_on": False,  # if a schedule fails, start again without it
     "trace": None,  # file for a Perfetto trace of the last run, predicted and measured
     "record": None,  # JSON file for all measured and predicted numbers
     "weights": None,  # file for the final weights of every run, by torch.save

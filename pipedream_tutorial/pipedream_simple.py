@@ -22,12 +22,12 @@ CONFIG: dict[str, Any] = {
     "num_microbatches": 8,  # m: microbatches per batch
     "schedule": "all",  # or naive, gpipe, 1f1b, pipedream, interleaved, zb-h1, zb-h2, zb-v
     "forward": 1,  # F: time of one microbatch's forward pass on a rank, in any unit
-    "input_gradient": 1,  # I: the half of the backward pass that the rank before waits for
-    "weight_gradient": 1,  # W: the half that only the optimizer waits for
-    "communication": 0,  # time of a message between two ranks; it occupies neither of them
+    "input_gradient": 1,  # I: time of the half of the backward pass that other ranks wait for
+    "weight_gradient": 1,  # W: time of the half that only the optimizer waits for
+    "communication": 0,  # time of a message between two ranks, which keep computing meanwhile
     "chunks": 2,  # v: stages per rank under interleaved 1F1B
-    "num_batches": 4,  # batches in a row, which show what a schedule without a flush saves
-    "columns": None,  # of the table, such as time,bubble; None: all
+    "num_batches": 4,  # consecutive batches, which show the gain of schedules without a flush
+    "columns": None,  # columns of the table, such as time,bubble; None: all
     "steps": 0,  # batches to train on; `python -m pipedream` trains
 }
 DURATIONS = ("forward", "input_gradient", "weight_gradient", "communication")

@@ -13,16 +13,16 @@ from pipedream.errors import main_with_errors
 
 CONFIG: dict[str, Any] = {
     "num_stages": 4,  # stages of the pipeline, one per rank
-    "num_microbatches": 8,  # microbatches that a batch is cut into
+    "num_microbatches": 8,  # microbatches per batch
     "chunks": 2,  # stages per rank under interleaved 1F1B
     "forward": 1,  # time of one microbatch's forward pass on a rank, in any unit
-    "input_gradient": 1,  # time of the half of the backward pass that gives the input's gradient
-    "weight_gradient": 1,  # time of the half that gives the weights' gradients
-    "communication": 0,  # time from one rank to the next; occupies neither
-    "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
-    "stage_scale": None,  # uneven stages: one factor per stage, such as [1, 1, 2, 1], or a chunk
-    "weight_size": 1,  # memory of a rank's weights; 1: as one microbatch's activations on a rank
-    "output": "figures",  # folder for the pictures; made if it is not there
+    "input_gradient": 1,  # time of the half of the backward pass that computes the input's gradient
+    "weight_gradient": 1,  # time of the half that computes the weights' gradients
+    "communication": 0,  # time of a message between two ranks, which keep computing meanwhile
+    "overlap_saving": 0,  # share of the shorter one hidden when F and B overlap (DualPipeV)
+    "stage_scale": None,  # uneven stages: one factor per stage or chunk, such as [1, 1, 2, 1]
+    "weight_size": 1,  # memory of a rank's weights, relative to a microbatch's activations
+    "output": "figures",  # folder for the pictures, created if necessary
     "only": None,  # the pictures to draw; None: all of them
 }
 

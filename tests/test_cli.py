@@ -198,7 +198,7 @@ def test_commands(monkeypatch, capsys):
     ("platform", "argv", "words"),
     [
         ("linux", ["reprt"], ["'reprt' is not a command", "train, plan, compare", "'report'?"]),
-        ("linux", ["zzzz"], ["options begin with --", "See --help"]),
+        ("linux", ["zzzz"], ["Options begin with --", "See --help"]),
         ("win32", ["train"], ["this suite runs on Linux", "Use WSL 2"]),
         ("darwin", ["train"], ["this suite runs on Linux", "a container"]),
     ],

@@ -355,7 +355,7 @@ def describe_plan(plan: Plan, typed_command: str) -> str:
         lines.append(f"  {key:<24} {value!r}{was}")
     lines += [
         f"  batch: {plan.batch.describe()}",
-        f"  steps: {plan.num_steps or 'known once the text is cut into samples'}",
+        f"  steps: {plan.num_steps or 'unknown until the data is tokenized'}",
         f"  predicted: {predicted}",
         *(f"  note: {printable(note)}" for note in plan.notes),
         *([f"  resumes {plan.checkpoint}"] if plan.checkpoint else []),

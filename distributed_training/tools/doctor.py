@@ -211,7 +211,7 @@ def launching() -> Iterator[Finding]:
         reachable = not address.startswith("127.")
         text = f"{name} is {address}"
         if not reachable:
-            text = f"The name {name} means {address}, which other nodes cannot reach."
+            text = f"The name {name} resolves to {address}, which other nodes cannot reach."
         yield check(reachable, "host", text, "On several nodes, set --rdzv_endpoint to an address.")
     except OSError:
         text = f"The name {name} does not resolve to an address."

@@ -315,7 +315,7 @@ def describe(links: Sequence[Link]) -> str:
     """Return a line per link, grouped by location, with a mark on slow links and their cause."""
     by_location: dict[str, list[Link]] = {}
     for link in links:
-        location = "in a node" if len(set(link.ends.values())) == 1 else "between nodes"
+        location = "within a node" if len(set(link.ends.values())) == 1 else "between nodes"
         by_location.setdefault(location, []).append(link)
     lines = []
     slow = []
@@ -323,7 +323,7 @@ def describe(links: Sequence[Link]) -> str:
         latency = min(link.latency_s for link in similar)
         rate = max(link.bytes_per_s for link in similar)
         best = Link(ends={}, latency_s=latency, bytes_per_s=rate)
-        lines.append(f"{plural(len(similar), 'link')} {location}, at best {best}")
+        lines.append(f"{plural(len(similar), 'link')} {location}. Best values: {best}")
         for link in similar:
             ends = " - ".join(f"{rank} ({host})" for rank, host in link.ends.items())
             text = f"  rank {ends}: {link}"

@@ -1,4 +1,4 @@
-"""Pipeline schedules in the terminal: what runs when, what it costs, and whether it still learns.
+"""Show pipeline schedules in the terminal: their timelines, costs and training losses.
 
     python -m pipedream
     python -m pipedream --set schedule=search --set memory=5
@@ -31,18 +31,18 @@ from pipedream.simulate.trace import trace_document
 CONFIG: dict[str, Any] = {
     **simple.CONFIG,  # pipedream_simple.py's keys; the schedule and the steps differ
     "layers_per_stage": 2,  # residual blocks per stage in the model that is trained
-    "verbose": None,  # True: draw every schedule; False: none; None: only one that is named
-    "schedule": "all",  # which: one, all, an order found by search, or that of a CSV
-    "memory": None,  # of schedule=search: microbatches that a rank may hold; None: num_stages
-    "prove": 0,  # of schedule=search: seconds for OR-Tools to find the shortest and prove it
-    "overlap_saving": 0,  # share of the shorter one hidden when F and B run together (DualPipeV)
-    "recompute": None,  # R before each backward pass: the share of activations kept until then
-    "reorder": True,  # V-Half and V-Min as published; False: their block repeated, and no more
-    "stage_scale": None,  # uneven stages: one factor per stage, such as [1, 1, 2, 1], or a chunk
-    "learning_rate": 0.5,  # of plain SGD
-    "steps": 20,  # batches to train on; 0: train nothing
-    "seed": 0,  # of the initial weights and the data
-    "csv": None,  # file for the schedule's order, which torch.distributed.pipelining loads
+    "verbose": None,  # True: draw every schedule; False: none; None: only a schedule that you name
+    "schedule": "all",  # a schedule, all, an order found by search, or the order in a CSV file
+    "memory": None,  # with schedule=search: microbatches per rank at most; None: num_stages
+    "prove": 0,  # with schedule=search: seconds for OR-Tools to prove the shortest order
+    "overlap_saving": 0,  # share of the shorter one hidden when F and B overlap (DualPipeV)
+    "recompute": None,  # R before each backward pass; share of activations that is kept until then
+    "reorder": True,  # True: V-Half and V-Min as published; False: only their block, repeated
+    "stage_scale": None,  # uneven stages: one factor per stage or chunk, such as [1, 1, 2, 1]
+    "learning_rate": 0.5,  # learning rate of plain SGD
+    "steps": 20,  # number of batches to train on; 0: do not train
+    "seed": 0,  # seed of the initial weights and the data
+    "csv": None,  # CSV file for the schedule's order, which torch.distributed.pipelining loads
     "trace": None,  # JSON file for the schedule's timeline, which ui.perfetto.dev opens
 }
 

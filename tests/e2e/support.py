@@ -99,13 +99,16 @@ def run_folders(output_dir: Path) -> list[Path]:
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """One line on stderr that has `words`, exit code 2, no traceback."""
+    """One line on stderr that has `words`, exit code 2, no traceback. A command that the line ends
+    with is on a second line."""
     text = f"exit code {result.returncode}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
     assert result.returncode == 2, text
     assert "Traceback" not in result.stdout + result.stderr, text
     assert result.stderr.startswith("error: "), text
     assert result.stderr.endswith("\n"), text
-    assert result.stderr.count("\n") == 1, text
+    message, *command = result.stderr.splitlines()
+    assert len(command) == message.lower().endswith("run:"), text
+    assert all(line.startswith("  ") for line in command), text
     missing = [word for word in words if word not in result.stderr]
     assert not missing, f"{missing} not in: {result.stderr}"
 

@@ -34,7 +34,7 @@ def test_strategies_in_the_folders_order_mean_what_they_say():
     ("strategy", "document", "words"),
     [
         ("zero2", own_json("zero3"), ("parameters' but", "'optimizer state, gradients'")),
-        ("hybrid", own_json("zero1"), ("'optimizer state' but", "means 'layers over pp; ")),
+        ("hybrid", own_json("zero1"), ("'optimizer state' but", "means 'the layers over pp; ")),
         ("zero2", own_json("zero2", pipeline={"stages": 2}), ("ZeRO stage to 1 or 0",)),
         ("dp", own_json(), ("strategy='dp' would ignore", "deepspeed_config=", "to zero2")),
         ("zero2", [], ("is not a JSON object",)),

@@ -84,5 +84,6 @@ def test_a_notebooks_kernel_is_left_as_it_was():
     code = f"import sys; sys.argv = [{script!r}, '--seed', '1']\n{NOTEBOOK}"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    (line,) = found.stdout.splitlines()
-    assert line.endswith(f"!{sys.executable} {script} --seed 1")
+    message, command = found.stdout.splitlines()
+    assert message == "error: A notebook's kernel cannot train. Run in a cell:"
+    assert command == f"  !{sys.executable} {script} --seed 1"

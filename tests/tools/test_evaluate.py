@@ -14,6 +14,7 @@ from distributed_training.data.tokenizer import EMBEDDED_DIR, Tokenizer
 from distributed_training.tools.models import _evaluate_tasks
 from tests.conftest import assert_ok, heavy_pool, only_record, train
 from tests.data.test_tokenizer import SAID, SAMPLES, folder  # noqa: F401
+from tests.e2e.support import assert_refused
 from tests.support import refused
 
 LENGTH = 16
@@ -106,7 +107,7 @@ def test_a_run_is_evaluated_as_it_was_at_its_end(tmp_path):
 def test_what_cannot_be_evaluated_is_refused(model, tmp_path):
     def refusal(*arguments):
         result = heavy_pool().script(["eval", *arguments])
-        assert (result.returncode, result.stderr.count("\n")) == (2, 1), result
+        assert_refused(result)
         return result.stderr
 
     assert "--dataset" in refusal(model)
