@@ -227,9 +227,7 @@ class Strategy:
         """Describe the sharded state, for the header."""
         phrases = []
         if self.mesh["pp"] != 1:
-# From the slowest to the fastest with the rank
-MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-_PLACES = {"cpu": "in host memory", "nvme": "on disk"}  # by DeepSpeed's name of the device
+            phrases.append("the layers over pp")
         if self.mesh["tp"] != 1:
             phrases.append("each layer over tp")
         if self.zero.stage:
@@ -239,9 +237,10 @@ _PLACES = {"cpu": "in host memory", "nvme": "on disk"}  # by DeepSpeed's name of
             phrases.append("parameters, gradients, optimizer state over dp_shard")
         phrases = phrases or ["nothing (replicas)"]
         if self.steps_on_host:
-# From the slowest to the fastest with the rank
-MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-_PLACES = {"cpu": "in host memory", "nvme": "on disk"}  # by DeepSpeed's name of the device
+            phrases.append(f"optimizer state kept {_PLACES[self.offload['optimizer']]}")
+        if self.fetches_parameters:
+            phrases.append(f"parameters kept {_PLACES[self.offload['param']]}")
+        return "; ".join(phrases)
 
 
 def list_strategies() -> dict[str, _Folder]:

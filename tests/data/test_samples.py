@@ -156,9 +156,7 @@ def test_num_samples_takes_the_first_and_no_more_than_there_are(tokenizer, tmp_p
     [(["a"], None, True), (["b"], [], False), (["word " * 99], ["b"], True)],
 )
 def test_too_little_text_is_refused(train, validation, pack, tokenizer, tmp_path):
-    with refused(
-        "'made' is too short", "16 tokens", " 0 validation ", "smaller max_length"
-    ):
+    with refused("'made' is too short", "16 tokens", " 0 validation ", "smaller max_length"):
         prepare(tmp_path / "cache", tokenizer, in_memory(train, validation), pack=pack)
     unseen = [{"prompt": "so long " * 50, "completion": " yes"}] * 9
     (tmp_path / "rows").mkdir()
