@@ -153,14 +153,20 @@ class Shape:
     def _instruction(self, keys: Mapping[str, Any], where: str) -> list[Message]:
         """Return the messages of a record in Alpaca's shape: an instruction with an optional input,
         the answer, and optional earlier pairs."""
-        turns = list(keys.get("history") or [])
+        history = _parsed(keys.get("history")) or None
+        turns = list(self._check(history, "history", where, list, optional=True) or [])
+        for turn in turns:
+            texts = turn if isinstance(turn, list | tuple) else ()
+            if len(texts) != 2 or not all(isinstance(text, str | None) for text in texts):
+                what = f"{where}: {shown(turn)} in history is not a pair of texts"
+                raise UserError(what, fix='write [["question", "answer"], ...]')
         instruction = self._check(keys.get("instruction"), "instruction", where)
         if context := keys.get("input"):
             instruction = f"{instruction}\n{self._check(context, 'input', where)}"
         turns.append((instruction, keys.get(self.names[1])))
         messages = list[Message]()
         for question, answer in turns:
-            messages.append({"role": "user", "content": question})
+            messages.append({"role": "user", "content": question or ""})
             if answer:
                 answer = self._check(answer, self.names[1], where)
                 messages.append({"role": ASSISTANT, "content": answer})
