@@ -158,6 +158,10 @@ def test_form_of_a_record():
         ({"messages": [{"role": "user"}]}, ['no "content" string']),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["is not text"]),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, ["is not text"]),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]},
+            ["tool_calls that are not a list: 5"],
+        ),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, ["['c'] in history", "a pair"]),
         ({"instruction": "a", "output": "b", "history": "cd"}, ['no "history" list']),
         ({"instruction": "a", "output": "b", "history": 5}, ['no "history" list']),

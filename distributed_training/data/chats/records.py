@@ -220,6 +220,9 @@ def _message(raw: Any, where: str, notes: Notes) -> Message:
     message["role"] = _ROLES.get(role) or role
     if role not in _ROLES:
         notes[f"messages of the unknown role {shown(role)}"] += 1
+    if not isinstance(message.get("tool_calls") or [], list):
+        what = f"{where} has tool_calls that are not a list: {shown(message['tool_calls'])}"
+        raise UserError(what, fix='write [{"type": "function", "function": {...}}, ...]')
     content = message.get("content")
     if role == "function_call" and isinstance(content, str):
         called = _parsed(content)
