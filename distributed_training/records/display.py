@@ -281,7 +281,8 @@ def describe_prediction(
 
 def bottleneck(bound_by: str) -> str:
     """Return the name of a step's main bottleneck."""
-    return {"arithmetic": "compute", "memory": "memory bandwidth"}.get(bound_by, bound_by)
+    words = {"arithmetic": "compute", "memory": "memory bandwidth", "host": "CPU overhead"}
+    return words.get(bound_by, bound_by)
 
 
 def _precision(r: Record) -> str:

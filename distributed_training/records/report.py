@@ -33,7 +33,7 @@ DROPPABLE = (
 LINE_STYLES = ("-", "--", "-.", ":")
 Figure = Any  # a matplotlib.figure.Figure, whose import is slow
 # Columns that are aligned to the left
-TEXT_COLUMNS = {"run", "strategy", "layout", "status", "verdict", "mostly"}
+TEXT_COLUMNS = {"run", "strategy", "layout", "status", "verdict", "bottleneck"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distributed_training.records.display import best_before, gib, last_part
+from distributed_training.records.display import best_before, bottleneck, gib, last_part
 from distributed_training.records.record import Record, is_alive
 
 Value = Callable[[Record], float | None]
@@ -315,10 +315,10 @@ def predictions(comparison: Comparison) -> Table:
             num_close = sum(size <= 0.10 for size in sizes)
             about += f" {name.capitalize()}: {num_close} of {len(sizes)} within 10%, "
             about += f"median error {statistics.median(sizes):.0%}."
-    columns["mostly"] = []
+    columns["bottleneck"] = []
     for layout in layouts:
         bottlenecks = {r.prediction["bound_by"] for r in layout.done if r.prediction} - {None}
-        columns["mostly"].append(", ".join(sorted(bottlenecks)) or NOTHING)
+        columns["bottleneck"].append(", ".join(sorted(map(bottleneck, bottlenecks))) or NOTHING)
     return _table("Prediction and measurement", about, columns)
 
 

@@ -71,7 +71,7 @@ def run(
         return 0
     marks = _COLORS if sys.stdout.isatty() else _QUOTES
     for number, (ids, mask) in enumerate(shown, 1):
-        print(f"--- sample {number}: {len(ids)} tokens, {mask.sum()} of them in the loss")
+        print(f"--- sample {number}: {len(ids)} tokens, {mask.sum()} in the loss")
         print(_marked(tokenizer, ids.tolist(), mask.tolist(), marks))
     print(tabulate(_rows(counts, config), tablefmt="plain", disable_numparse=True))
     for note in [*notes, *report.describe(counts, config.max_length)]:
@@ -99,10 +99,10 @@ def _rows(counts: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     return [
         ("records", f"{counts['records']:,} read, {counts['used']:,} used"),
         ("left out", ", ".join(left_out) or "none"),
-        ("samples", f"{counts['samples']:,}, {counts['cut']:,} of them cut at {config.max_length}"),
+        ("samples", f"{counts['samples']:,}, {counts['cut']:,} cut at {config.max_length} tokens"),
         ("tokens per record", tokens),
         ("in the loss", f"{100 * counts['loss_share']:.1f}% of the tokens"),
-        ("real tokens", f"{100 * counts['real_share']:.1f}% of the positions"),
+        ("padding", f"{100 * (1 - counts['real_share']):.1f}% of the positions"),
         ("tokenizer", counts["tokenizer"]),
         ("special tokens", special),
     ]

@@ -44,7 +44,7 @@ SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes, to measure latency and
 # A link is called slow if it is worse than the best of its kind by more than this factor.
 SLOW_LATENCY = 3.0
 SLOW_RATE = 2.0
-HEADERS = ("operation", "latency us", "GB/s", "fit off by", "algorithm", "bus")
+HEADERS = ("operation", "latency us", "GB/s", "fit error", "algorithm", "bus")
 FIX = "Exclude its host, or look for other programs there with top, nvidia-smi and ethtool."
 
 
