@@ -1,5 +1,5 @@
-"""The command line. A command is an entry of COMMANDS: a function that adds its options to a parser
-and returns what to do with them. No torch import before training begins."""
+"""Define the command line. A command is an entry of COMMANDS: a function that adds its options to a
+parser and returns the action to run. No torch import before training begins."""
 
 import argparse
 import importlib
@@ -47,35 +47,36 @@ Act = Callable[[argparse.Namespace], int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """The script whose command line is read."""
+    """Script whose command line is read."""
 
     config: Mapping[str, Any]
     script: Path
     about: str
-    output_dir: Path  # CONFIG's
-    argv: tuple[str, ...] = ()  # the command line after the command
+    output_dir: Path  # output_dir of CONFIG
+    argv: tuple[str, ...] = ()  # arguments after the command
 
 
 class AddOverride(argparse.Action):
-    """Collect the options of keys as `key=value`, in the order of the command line."""
+    """Action that collects the options of keys as `key=value`, in the order of the command line."""
 
     def __call__(self, _: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         assert option is not None
         namespace.overrides.append(f"{option.removeprefix('--')}={value}")
 
 
-def about_key(key: Key, *more: str) -> str:
-    """Return a key's help, followed by its choices and `more` in brackets."""
-    words = list(more)
-    if key.name == "strategy":  # the strategies are folders
-        words.insert(0, ", ".join(strategies.list_strategies()))
+def about_key(key: Key, *details: str) -> str:
+    """Return a key's help, followed by its choices and `details` in parentheses."""
+    notes = list(details)
+    if key.name == "strategy":  # the choices are the folders of strategies/
+        notes.insert(0, ", ".join(strategies.list_strategies()))
     elif any("enum" in form for form in key.forms):
-        words.insert(0, key.accepts())
-    return f"{key.help} ({'; '.join(words)})" if words else key.help
+        notes.insert(0, key.accepts())
+    return f"{key.help} ({'; '.join(notes)})" if notes else key.help
 
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each name of each key, and the options that say how a run is started."""
+    """Add an option for each name of each key, and the options that control how a run is
+    started."""
     parser.set_defaults(overrides=[])
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
@@ -114,8 +115,8 @@ def all_keys() -> dict[str, Key]:
 
 
 def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. `overrides` are the `key=value` texts in their order. Raises
-    UserError for an option that the parser does not have."""
+    """Parse the command line. In the result, `overrides` are the `key=value` texts in their order.
+    Raises UserError for an option that the parser does not have."""
     # --batch-size=8 is --batch_size=8
     dashed = re.compile(r"^--[\w-]+(?==|\Z)")
     argv = [dashed.sub(lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in argv]
@@ -138,7 +139,7 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 
 
 def configure(arguments: argparse.Namespace, program: Program, overrides: Sequence[str]) -> Request:
-    """Merge CONFIG, the preset and `key=value` texts."""
+    """Merge CONFIG, the preset and `key=value` texts into a request."""
     config = build_config(
         program.config, preset=arguments.preset, overrides=overrides,
         defaults=strategies.strategy_defaults, options=strategies.strategy_options,
@@ -149,21 +150,21 @@ def configure(arguments: argparse.Namespace, program: Program, overrides: Sequen
 
 
 def _load(module: str) -> Any:
-    """Import a module that only its command needs."""
+    """Import a module that only one command needs."""
     return importlib.import_module(f"distributed_training.{module}")
 
 
 def train(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Train: CONFIG, preset and command line become a plan and the plan's processes."""
     name = program.script.name
-    others = [f"{name} {other} --help" for other in COMMANDS if other != "train"]
-    parser.usage = "\n       ".join([f"{name} [train] [--KEY VALUE ...] [--preset NAME]", *others])
+    usages = [f"{name} {command} --help" for command in COMMANDS if command != "train"]
+    parser.usage = "\n       ".join([f"{name} [train] [--KEY VALUE ...] [--preset NAME]", *usages])
     parser.description = program.about
     parser.epilog = f"Other launchers also work: deepspeed --num_gpus=N {name}"
     add_keys(parser)
 
     def act(arguments: argparse.Namespace) -> int:
-        left_out = {*DRY_RUN}  # of the launch command that a dry run prints
+        left_out = {*DRY_RUN}  # options that the printed launch command does not repeat
         for option in ("cluster", "gpu"):
             value = getattr(arguments, option)
             if value is None:
@@ -172,15 +173,15 @@ def train(parser: argparse.ArgumentParser, program: Program) -> Act:
                 what = f"--{option} describes machines to plan for, so it cannot train"
                 raise UserError(what, fix="add --dry-run, or use the command plan")
             left_out |= {f"--{option}", f"--{option}={value}", value}
-        words = [word for word in program.argv if word not in left_out]
+        launch_arguments = [word for word in program.argv if word not in left_out]
         config = configure(arguments, program, arguments.overrides)
-        return launch.start(config, program.script, words, arguments)
+        return launch.start(config, program.script, launch_arguments, arguments)
 
     return act
 
 
 def with_keys(name: str, parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Build a command of tools/ that takes CONFIG's keys beside its own options."""
+    """Build a command of tools/ that accepts CONFIG's keys in addition to its own options."""
     tool = _load(f"tools.{name}")
     parser.usage = f"{program.script.name} {name} [OPTIONS] [--KEY VALUE ...]"
     parser.description = tool.__doc__.partition("\n")[0]
@@ -254,8 +255,8 @@ def links(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def in_processes(program: Program, num_gpus: str | None, work: Callable[[], int]) -> int:
-    """Do `work` if this is one of the command's processes. Otherwise start `num_gpus` processes, by
-    default as many as possible. Return the exit code."""
+    """Call `work` if this is one of the command's processes. Otherwise start `num_gpus` processes,
+    by default as many as possible. Return the exit code."""
     if current_process() is not None:
         return work()
     count = launch.requested_processes(num_gpus or "all", detect_machine(), {})
@@ -326,7 +327,7 @@ def push(parser: argparse.ArgumentParser, program: Program) -> Act:
 
 
 def calibrate(parser: argparse.ArgumentParser, program: Program) -> Act:
-    """Measure this machine. `plan --calibrate` runs this in its processes."""
+    """Measure this machine. `plan --calibrate` runs this command in its processes."""
     add = parser.add_argument
     add("file", type=Path, help="JSON file to write")
     return lambda a: _load("tools.calibrate").main(a.file)
@@ -341,7 +342,7 @@ COMMANDS: dict[str, Callable[[argparse.ArgumentParser, Program], Act]] = {
 
 
 def run_command(name: str, program: Program) -> int:
-    """Parse the options of a command and do what it says; return the exit code."""
+    """Parse the options of a command and run it. Return the exit code."""
     if name == "train" and launch.PLANNED in program.argv:
         return launch.start_planned()
     parser = Parser(prog=program.script.name)
@@ -353,9 +354,10 @@ def run_command(name: str, program: Program) -> int:
 
 
 def main(config: Mapping[str, Any], about: str, script: str) -> int:
-    """Run the command that the command line names. `about` is the script's docstring."""
+    """Run the command that the command line names. Return the exit code. `about`: the script's
+    docstring."""
     file = Path(script).resolve()
-    # CONFIG's folders are relative to the script, the command line's to the current folder.
+    # Folders in CONFIG are relative to the script, those on the command line to the current folder.
     names = [name for name in KEYS["output_dir"].aliases if name in config]
     folder = names[0] if names else "output_dir"
     output_dir = file.parent / str(config.get(folder, "runs"))
@@ -368,9 +370,8 @@ def main(config: Mapping[str, Any], about: str, script: str) -> int:
     # machine lacks, and deprecations of torch.
     for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # if it is ignored, exit codes of processes are lost
+    # If SIGCHLD is ignored, exit codes of processes are lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     name = "train"
     argv = sys.argv[1:]
     if argv and not argv[0].startswith("-"):

@@ -1,7 +1,7 @@
 """Measure the speed of this machine for predict/rates.py, in the processes of `plan --calibrate`.
 
-Only rank 0 measures its GPU. Processes that share a CPU measure at the same time, because they also
-train at the same time."""
+Only rank 0 measures its GPU. Processes that share a CPU all measure at the same time, because they
+also train at the same time."""
 
 import statistics
 import time
@@ -30,10 +30,10 @@ from distributed_training.settings.config import build_config
 from distributed_training.settings.machine import Machine, detect_machine
 from distributed_training.tools.links import Group, open_group, time_group
 
-VALUES = 2**28  # size of the tensors that element-wise kernels read
+VALUES = 2**28  # number of elements of the tensors that element-wise kernels read
 MODELS = {"cuda": ("gpt2-medium", "gpt2-xl"), "cpu": ("gpt2-tiny",)}
 TOKENS = {"cuda": 16384, "cpu": 2048}
-LENGTH = 1024  # sequence length for the measurement of attention
+LENGTH = 1024  # sequence length at which attention is measured
 CALLS = 30  # number of timed calls per part of a training step
 
 
@@ -47,7 +47,7 @@ def matrix_products(group: Group) -> list[dict[str, Any]]:
         size = find_model(model).size
         for n, k in (*size.block_matrices, (size.padded_vocab_size, size.hidden_size)):
             for dtype in (torch.bfloat16, torch.float32):
-                # On GPUs fp32 has the same low speed for all shapes, so one is enough.
+                # On GPUs, fp32 has the same low speed for all shapes, so one shape is enough.
                 if device.type == "cuda" and dtype == torch.float32 and n != 3072:
                     continue
                 x = torch.randn(tokens, k, device=device, dtype=dtype)
@@ -66,8 +66,8 @@ def matrix_products(group: Group) -> list[dict[str, Any]]:
 
 
 def memory_traffic(group: Group) -> dict[str, float]:
-    """Return the bytes/s of an element-wise kernel and of AdamW on a GPU. AdamW moves 28 bytes per
-    parameter."""
+    """Return the bytes/s of an element-wise kernel and, on a GPU, of AdamW, which moves 28 bytes
+    per parameter."""
     x = torch.randn(VALUES, device=group.device, dtype=torch.bfloat16)
     parameter = torch.nn.Parameter(torch.randn(VALUES // 4, device=group.device))
     parameter.grad = torch.randn_like(parameter)
@@ -79,7 +79,8 @@ def memory_traffic(group: Group) -> dict[str, float]:
 
 
 def attention(group: Group) -> dict[str, Any]:
-    """Return the FLOP/s of causal attention, forward and backward, counting the lower triangle."""
+    """Return the FLOP/s of causal attention, forward and backward. Only the lower triangle is
+    counted."""
     on_gpu = group.device.type == "cuda"
     batch, heads, dtype = (16, 16, torch.bfloat16) if on_gpu else (2, 4, torch.float32)
     shape = (3, batch, heads, LENGTH, 64)
@@ -95,8 +96,8 @@ def attention(group: Group) -> dict[str, Any]:
 
 
 def launches(group: Group) -> dict[str, float]:
-    """Return the seconds of launching a tiny kernel and, on a GPU, a compiled GPT-2 block, forward
-    and backward. The block sees few tokens, so that the GPU waits for the host."""
+    """Return the seconds needed to launch a tiny kernel and, on a GPU, a compiled GPT-2 block,
+    forward and backward. The block processes few tokens, so the GPU waits for the host."""
     x = torch.zeros(1024, device=group.device)
     seconds = {"kernel": group.seconds(lambda: x.add_(1))}
     if group.device.type == "cuda":
@@ -108,8 +109,8 @@ def launches(group: Group) -> dict[str, float]:
 
 
 def in_step(call: Callable[[], Any]) -> float:
-    """Return the median seconds of CALLS calls that all processes start together, like the steps of
-    a training run."""
+    """Return the median seconds of CALLS calls. All processes start each call together, as in a
+    training run."""
     durations_s = []
     for _ in range(CALLS):
         start = time.perf_counter()
@@ -121,7 +122,7 @@ def in_step(call: Callable[[], Any]) -> float:
 
 def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """Return the seconds of the parts of a training step on CPUs, and the bytes/s of element-wise
-    work that follow from them by predict/speed.py.
+    work that predict/speed.py derives from them.
 
     `measured` holds the results so far. The seconds include the effects of caches and of processes
     that share the CPU."""
@@ -143,11 +144,11 @@ def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any
         "block": in_step(lambda: block(hidden).backward(hidden.detach())),
         "update": in_step(update),
     }
-    # On a busy machine blocks can be slower alone than in the model. Assume at least a tenth.
+    # On a busy machine, a block alone can be slower than in the model. Assume at least a tenth.
     blocks = plan.size.num_layers * seconds["block"]
     seconds["head"] = max(0.1 * seconds["model"], seconds["model"] - blocks)
-    # The predicted time of a part is arithmetic + bytes / rate. At a rate of 1 byte/s, the second
-    # term is the number of bytes.
+    # The predicted time of a part is computation + bytes / rate. At a rate of 1 byte/s, the second
+    # term equals the number of bytes.
     unit_rates = dict.fromkeys(("block", "head", "update"), 1.0)
     calibration = {**measured, "memory_bytes_per_s": unit_rates}
     work = Work(
@@ -160,21 +161,22 @@ def training_on_cpu(measured: dict[str, Any], machine: Machine) -> dict[str, Any
     traffic = {"update": bytes_per_parameter * plan.size.num_parameters / seconds["update"]}
     for name, costs in (("block", work.block()), ("head", head(work))):
         arithmetic, memory, _ = np.sum(costs, axis=0)
-        # Matrix multiplications can be slower alone. Assume at least a tenth.
+        # Matrix multiplications alone can be slower than in the model. Assume at least a tenth.
         traffic[name] = memory / max(seconds[name] - arithmetic, 0.1 * seconds[name])
     return {"training_s": seconds, "memory_bytes_per_s": traffic}
 
 
 def calibrate(group: Group) -> dict[str, Any]:
-    """Measure this process and the communication of the group. Return the results; {} on ranks that
-    do not measure. Collective over all processes."""
+    """Measure this process and the communication of the group. Return the results, or {} on ranks
+    that do not measure. Collective over all processes."""
     on_gpu = group.device.type == "cuda"
     process = group.process
     collectives = []
     if process.world_size > 1:
-        sizes = [4**power for power in range(7, 15 if on_gpu else 12)]  # up to 256 or 4 MiB
+        # Up to 256 MiB on GPUs or 4 MiB on CPUs
+        sizes = [4**power for power in range(7, 15 if on_gpu else 12)]
         collectives = time_group(group, None, sizes, ("all_reduce", "all_gather", "reduce_scatter"))
-    if on_gpu and process.rank > 0:  # only rank 0 measures; the others wait at the group's end
+    if on_gpu and process.rank > 0:  # only rank 0 measures; the others wait at the end of the group
         return {}
     group = replace(group, together=not on_gpu)
     results: dict[str, Any] = {

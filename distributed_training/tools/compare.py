@@ -1,9 +1,9 @@
 """Train the same work under several strategies, one after the other, and write a page about them.
 
 A plan is JSON: {"num_gpus": N, "common": {CONFIG keys}, "runs": [{CONFIG keys}, ...]}. Every run is
-the command that a user would type, with its output in log.txt. Each record is written as soon as
-its run ends, and a second start trains only the runs without a record. This process does not import
-torch."""
+the command that a user would type, and its output is in log.txt. Each record is written as soon as
+its run ends. If you start the plan again, only the runs without a record are trained. This process
+does not import torch."""
 
 import argparse
 import contextlib
@@ -50,22 +50,23 @@ from distributed_training.start.launch import requested_processes
 from distributed_training.start.ranks import compute_in_fork
 from distributed_training.supervise.process import handling
 
-# Defaults that leave out what a comparison does not need. Typed keys and the plan override them.
+# Defaults that omit output a comparison does not need. Typed keys and the plan override them.
 QUIETLY = {"checkpoint_every": 0, "export": False, "generate": None}
-# Keys that define the work. The batch size is part of it, although its keys are not marked so.
+# Keys that define the work. The batch size is part of the work, although its keys are not marked as
+# such.
 WORK = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() if key.work)}
 RECORDS = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
 # Approximate seconds to start and to end a run (results/records/first-minute).
 START_S = {"cpu": 8.0, "cuda": 15.0}
 OTHER_OUT = "name another folder with --out"
-PATIENCE_S = 30.0  # how long an interrupted run may take to end
+PATIENCE_S = 30.0  # time that an interrupted run has to end
 PRINTED_COLUMNS = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")
 Build = Callable[[Sequence[str]], Request]  # applies "key=value" texts to CONFIG
 Values = dict[str, Any]
 
 
 class RunPlan(BaseModel):
-    """The JSON of a plan. Other fields are ignored: they are notes for readers."""
+    """JSON of a plan. Other fields are ignored, so they can hold notes for readers."""
 
     num_gpus: int | str = "all"
     common: Values = {}
@@ -76,14 +77,14 @@ class RunPlan(BaseModel):
 class Run:
     """One requested training run and its result."""
 
-    values: Values  # CONFIG keys that override CONFIG, including strategy and seed
-    command: list[str]  # the command without these values
+    values: Values  # keys that override CONFIG, including strategy and seed
+    command: list[str]  # command without these values
     num_processes: int
-    work: str = ""  # the keys that define the work, as text
-    name: str = ""  # the strategy and the keys that distinguish this run from the others
+    work: str = ""  # keys that define the work, as text
+    name: str = ""  # strategy and the keys that distinguish this run from the others
     config: Request | None = None  # None if CONFIG was refused
     record: records.Record | None = None  # None if the run has not started
-    why: str = ""  # why the run did not start or failed; empty if it did neither
+    why: str = ""  # why the run did not start or why it failed, otherwise ""
     seconds: float = 0.0
 
     @property
@@ -94,7 +95,7 @@ class Run:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `compare`, which come in addition to CONFIG's keys."""
+    """Add the options of `compare` that are not CONFIG keys."""
     add = parser.add_argument
     add("plan", nargs="?", metavar="PLAN.json", help="runs to compare, as in results/plans/")
     add("--strategies", metavar="A,B", help="strategies to compare instead of a plan")
@@ -144,7 +145,7 @@ def count(runs: Sequence[Run], status: str) -> int:
 
 def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | None:
     """Return the predicted seconds of all runs, each given as (CONFIG, number of processes), plus
-    `run_s` per run for starting and ending. Return None if one run cannot be predicted."""
+    `run_s` per run for starting and ending. Return None if any run cannot be predicted."""
 
     def predict() -> str:  # runs in a fork, because tokenizers start threads
         machine = detect_machine()
@@ -152,12 +153,13 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
         for config, count in runs:
             try:
                 plan = make_plan(config, this_machine(machine, count, count), peek_data)
-            except UserError:  # printed when this run's turn comes
+            except UserError:  # the error is printed when it is this run's turn
                 run_seconds.append(0.0)
                 continue
             steps = plan.num_steps
             num_samples = AUTO_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
-            if steps is None and num_samples > 0:  # an upper bound: the dataset may be smaller
+            # An upper bound, because the dataset may be smaller
+            if steps is None and num_samples > 0:
                 steps_per_epoch = math.ceil(num_samples / plan.batch.global_batch_size)
                 steps = config.epochs * steps_per_epoch
             if config.max_steps > 0:
@@ -173,7 +175,7 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
 def plan_runs(
     arguments: argparse.Namespace, build: Build, script: Path, always: Values
 ) -> tuple[list[Run], Path]:
-    """Return the requested runs and the folder for their records. `always` holds defaults, which
+    """Return the requested runs and the folder for their records. `always` contains defaults that
     typed keys and the plan override. Raises UserError if CONFIG refuses every run."""
     if (arguments.plan is None) == (arguments.strategies is None):
         what = "compare needs either a plan or --strategies"
@@ -193,7 +195,7 @@ def plan_runs(
         set(strategy_options(values.get("strategy", AUTO)).model_fields) for values in layouts
     ]
     for values, own_keys in zip(layouts, engine_keys, strict=True):
-        # An option of one strategy's engine is unknown to the other strategies.
+        # A strategy's own option is unknown to the other strategies.
         foreign_keys = set().union(*engine_keys) - own_keys
         values.update((key, value) for key, value in typed.items() if key not in foreign_keys)
     processes = requested_processes(str(arguments.num_gpus or plan.num_gpus), detect_machine(), {})
@@ -222,7 +224,7 @@ def plan_runs(
 
 
 def by_name(values: Values) -> Values:
-    """Return the values with aliases replaced by the names of their keys."""
+    """Return the values with each alias replaced by the name of its key."""
     names = {alias: key.name for key in KEYS.values() for alias in key.aliases}
     return {names.get(name.strip(), name.strip()): value for name, value in values.items()}
 
@@ -235,8 +237,8 @@ def texts(values: Values) -> list[str]:
 def plan_run(
     values: Values, seed_offset: int, build: Build, command: list[str], num_processes: int
 ) -> Run:
-    """Return a run of these values with CONFIG's seed plus `seed_offset`. If CONFIG refuses them,
-    the reason is in `why`."""
+    """Return a run of these values, with `seed_offset` added to CONFIG's seed. If CONFIG refuses
+    the values, the run's `why` has the reason."""
     known_values = {"strategy": "?", **values, "seed": seed_offset}
     run = Run(values=known_values, command=command, num_processes=num_processes)
     try:
@@ -259,24 +261,25 @@ def print_settings(runs: Sequence[Run]) -> None:
 
 
 def take_finished(runs: Sequence[Run], out: Path) -> None:
-    """Give each run the finished record of the same CONFIG from the folder, if there is one."""
-    known = []
+    """Set each run's record to the finished record of the same CONFIG in the folder, if there is
+    one."""
+    finished = []
     for path in sorted(out.glob("*.json")):
-        with contextlib.suppress(UserError):  # not a record
-            known.append(records.load_record(path))
+        with contextlib.suppress(UserError):  # the file is not a record
+            finished.append(records.load_record(path))
     for run in runs:
         if run.config is not None:
-            # Runs with different output_dirs count as equal.
+            # Runs that differ only in output_dir count as equal.
             requested = json.loads(to_json(run.config.to_user_words())) | {"output_dir": ""}
-            for record in known:
+            for record in finished:
                 is_same = record.config_requested | {"output_dir": ""} == requested
                 if is_same and record.world_size == run.num_processes and record.status == "ok":
                     run.record = record
 
 
 def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -> None:
-    """Train the remaining runs one after the other and print the line that `conclude` returns for
-    each. If a layout fails with one seed, skip its other seeds."""
+    """Train the remaining runs one after the other. For each, print the line that `conclude`
+    returns. If a layout fails with one seed, skip its other seeds."""
     out.mkdir(parents=True, exist_ok=True)
     print(f"The output of the runs is in {short_path(out)}/log.txt.", flush=True)
     seeds = {run.values.get("seed") for run in runs}
@@ -290,13 +293,13 @@ def train_each(runs: Sequence[Run], out: Path, conclude: Callable[[Run], str]) -
             began = time.monotonic()
             train(run, out)
             run.seconds = time.monotonic() - began
-        for other in runs:
-            is_same_layout = (other.work, other.name) == (run.work, run.name)
-            if is_same_layout and other.status == "remaining":
-                other.why = run.why
+        for same_layout_run in runs:
+            is_same_layout = (same_layout_run.work, same_layout_run.name) == (run.work, run.name)
+            if is_same_layout and same_layout_run.status == "remaining":
+                same_layout_run.why = run.why
         line = f"{prefix}{name}: {conclude(run)}"
         num_remaining = count(runs, "remaining")
-        durations_s = [other.seconds for other in runs if other.seconds]
+        durations_s = [finished_run.seconds for finished_run in runs if finished_run.seconds]
         if num_remaining and durations_s:
             seconds = num_remaining * statistics.mean(durations_s)
             line += f" ({num_remaining} remaining, {tqdm.format_interval(round(seconds))})"
@@ -307,7 +310,7 @@ def train(run: Run, out: Path) -> None:
     """Train in a separate session and store the record, or the error, in `run`. On Ctrl-C or
     SIGTERM, interrupt the training, wait for it to end and raise KeyboardInterrupt."""
     folder = out / "runs"
-    before = set(folder.glob(RECORDS))
+    old_records = set(folder.glob(RECORDS))
     settings = ["--set", *texts(run.values), f"output_dir={folder}"]
     command = [*run.command, f"--num_gpus={run.num_processes}", *settings]
     with (
@@ -337,7 +340,7 @@ def train(run: Run, out: Path) -> None:
     errors = [line for line in lines if line.startswith("error: ")]
     last_message = (errors or lines or [f"exit code {code}"])[-1].removeprefix("error: ")
     # There are several records if strategy "auto" ran out of memory and chose another layout.
-    for path in sorted({*folder.glob(RECORDS)} - before):
+    for path in sorted({*folder.glob(RECORDS)} - old_records):
         run.record = records.load_record(path)
     if run.record is None:
         run.why = last_message
@@ -346,8 +349,8 @@ def train(run: Run, out: Path) -> None:
 
 
 def keep(run: Run, out: Path, git_commit: str | None) -> str:
-    """Copy the record of a finished run to `out`, with the time of each step's end in
-    `loss_seconds`. Return the results as one line, or why the run failed."""
+    """Copy the record of a finished run to `out`, and add the time of each step's end as
+    `loss_seconds`. Return the results in one line, or the reason why the run failed."""
     record = run.record
     if record is None or run.why:
         return run.why
@@ -364,7 +367,7 @@ def keep(run: Run, out: Path, git_commit: str | None) -> str:
 
 
 def record_path(record: records.Record, folder: Path) -> Path:
-    """Return a free path for a record, named by its layout; repeated runs get a number."""
+    """Return an unused path for a record, named after its layout. Repeated runs get a number."""
     name = f"{last_part(record.config['model'])} {record.layout_name} {record.config['precision']}"
     name += f" b{record.batch.micro_batch_size} x{record.world_size}"
     return records.free_path(folder, name.replace(" ", "-"), ".json")
@@ -379,10 +382,10 @@ def write_page(runs: Sequence[Run], out: Path) -> None:
     for work, rows in groups.items():
         layouts = []
         for name, members in rows.items():
-            done = [run.record for run in members if run.record and not run.why]
+            succeeded = [run.record for run in members if run.record and not run.why]
             why = next((run.why for run in members if run.why), "")
-            layouts.append(Layout(name=name, records=done, num_runs=len(members), why=why))
-        # Records describe their work themselves.
+            layouts.append(Layout(name=name, records=succeeded, num_runs=len(members), why=why))
+        # Records describe their own work.
         has_records = any(layout.records for layout in layouts)
         comparisons.append(Comparison(work="" if has_records else work, layouts=layouts))
     sections = report.build_sections(comparisons)

@@ -1,4 +1,4 @@
-"""Show the training data: the first samples, with the part in the loss marked, and its counts."""
+"""Show the training data: the first samples, with marks around the part in the loss, and counts."""
 
 import argparse
 import json
@@ -26,13 +26,12 @@ from distributed_training.settings.strategies import named_strategy
 
 _COLORS = ("\033[32m", "\033[0m")
 _QUOTES = ("«", "»")
-_CONTROLS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)  # control characters, which could rewrite a terminal
+# Control characters, which could rewrite a terminal
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `data`, which come in addition to CONFIG's keys."""
+    """Add the options of `data` that are not CONFIG keys."""
     shown = "number of samples to show (default: 3)"
     parser.add_argument("--show", metavar="N", type=at_least(0), default=3, help=shown)
     parser.add_argument("--json", action="store_true", help="print samples and counts as JSON")
@@ -41,7 +40,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(
     arguments: argparse.Namespace, configure: Callable[[Sequence[str]], Request], script: Path
 ) -> int:
-    """Tokenize the dataset as a run would, into the same cache, and show it."""
+    """Tokenize the dataset into a run's cache, as the run would, and show it. Return the exit
+    code."""
     notes = list[str]()
     config = configure(arguments.overrides)
     config = choose_model(config, detect_machine(), 1, named_strategy(config), notes)

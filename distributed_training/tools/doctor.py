@@ -36,12 +36,12 @@ from distributed_training.settings.machine import (
 )
 
 MIB = 2**20
-PROBE_BYTES = 64 * MIB  # written to measure the speed of a disk
+PROBE_BYTES = 64 * MIB  # bytes written to measure the speed of a disk
 SLOW_DISK = 100 * MIB  # bytes/s; checkpoints take long on a slower disk
 SHARED_MEMORY = Path("/dev/shm")  # NCCL uses it between GPUs without peer access
 HUB = ("huggingface.co", 443)
-PORT = 29500  # the default of torchrun
-# Run in another process, because importing torch takes seconds and may fail.
+PORT = 29500  # torchrun's default
+# Code for another process, because importing torch takes seconds and may fail
 ASK_TORCH = """
 import json, torch
 cuda = torch.cuda.is_available()
@@ -56,7 +56,7 @@ print(json.dumps({
 class Finding(NamedTuple):
     """One line of the report."""
 
-    level: str  # ok, warn, fail
+    level: str  # ok, warn or fail
     what: str
     text: str
     fix: str = ""  # command or advice for the next line
@@ -67,27 +67,28 @@ warn = partial(Finding, "warn")
 fail = partial(Finding, "fail")
 
 
-def check(good: bool, what: str, text: str, fix: str = "") -> Finding:
-    """Return an `ok` line, or a warning with its fix."""
-    return ok(what, text) if good else warn(what, text, fix)
+def check(is_good: bool, what: str, text: str, fix: str = "") -> Finding:
+    """Return an `ok` line if the result is good, otherwise a warning with its fix."""
+    return ok(what, text) if is_good else warn(what, text, fix)
 
 
 def answer(*command: str, seconds: float = 10) -> str:
-    """Return the standard output of a program, or "" if it is missing, fails or times out."""
+    """Return the standard output of a program, or "" if the program is missing, fails or times
+    out."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, check=True,
             cwd=ROOT,  # `python -c` would import modules from the current folder first
         )  # fmt: skip
-        return done.stdout
+        return result.stdout
     return ""
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
     """Check the GPUs, their free memory and their links."""
     if not machine.num_gpus:
-        seen = shutil.which("nvidia-smi") is not None
-        fix = "Check `nvidia-smi` and CUDA_VISIBLE_DEVICES." if seen else ""
+        has_driver = shutil.which("nvidia-smi") is not None
+        fix = "Check `nvidia-smi` and CUDA_VISIBLE_DEVICES." if has_driver else ""
         yield warn("GPUs", "No GPU found. gpt2-tiny trains on the CPU as a smoke test.", fix)
         return
     size = f"{machine.gpu_memory_bytes / GIB:.0f} GiB"
@@ -114,7 +115,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
 
 def torch_and_driver(machine: Machine) -> Iterator[Finding]:
     """Check torch, the driver, NCCL and bf16."""
-    if not machine.num_gpus:  # without GPUs only the version matters
+    if not machine.num_gpus:  # without GPUs, only the version matters
         with contextlib.suppress(PackageNotFoundError):
             yield ok("torch", version("torch"))
             return
@@ -123,14 +124,14 @@ def torch_and_driver(machine: Machine) -> Iterator[Finding]:
         fix = "Install it: pip install -r requirements.txt"
         yield fail("torch", "torch cannot be imported, or importing it took over a minute.", fix)
         return
-    facts = json.loads(output.splitlines()[-1])
-    text = f"{facts['torch']}, CUDA {facts['cuda'] or 'none'}"
-    if facts["available"]:
-        yield ok("torch", f"{text}, NCCL {facts['nccl']}")
+    report = json.loads(output.splitlines()[-1])
+    text = f"{report['torch']}, CUDA {report['cuda'] or 'none'}"
+    if report["available"]:
+        yield ok("torch", f"{text}, NCCL {report['nccl']}")
         text = "supported"
-        if not facts["bf16"]:
+        if not report["bf16"]:
             text = "This GPU does not support it. Runs use fp16."
-        yield check(facts["bf16"], "bf16", text)
+        yield check(report["bf16"], "bf16", text)
     else:
         fix = "Install a torch build that the driver supports: pytorch.org/get-started"
         yield fail("torch", f"{text}. torch sees no GPU, but nvidia-smi does.", fix)
@@ -147,7 +148,7 @@ def memory_and_files() -> Iterator[Finding]:
     yield check(ram > 4 * GIB, "RAM", text, "End other programs.")
     free = shutil.disk_usage(SHARED_MEMORY).free
     text = f"{SHARED_MEMORY} has {free / MIB:,.0f} MiB free"
-    enough = free > 128 * MIB  # twice the default of Docker
+    enough = free > 128 * MIB  # twice Docker's default
     yield check(enough, "shared", text, "Start the container with: docker run --shm-size=1g ...")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     text = f"{files:,} can be open at the same time"
@@ -155,7 +156,7 @@ def memory_and_files() -> Iterator[Finding]:
 
 
 def disk(output_dir: Path) -> Iterator[Finding]:
-    """Check the free space and the speed of the disk for runs."""
+    """Check the free space and speed of the disk for runs."""
     folder = next(path for path in (output_dir, *output_dir.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     text = f"{folder} has {free / GIB:,.0f} GiB free"
@@ -165,7 +166,8 @@ def disk(output_dir: Path) -> Iterator[Finding]:
     elif free < 8 * PROBE_BYTES:
         yield fail("disk", text, fix)
     else:
-        data = os.urandom(MIB) * (PROBE_BYTES // MIB)  # drawing 64 MiB takes long
+        # Generating 64 MiB of random bytes would take long
+        data = os.urandom(MIB) * (PROBE_BYTES // MIB)
         start = time.perf_counter()
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             file.write(data)
@@ -244,7 +246,8 @@ def hub() -> Iterator[Finding]:
 
 
 def main(output_dir: Path) -> int:
-    """Print one line per check, each problem with its fix below it. Return 1 if a check fails."""
+    """Print one line per check, with the fix below each problem. Return 1 if a check fails,
+    otherwise 0."""
     machine = detect_machine()
     checks_to_run: list[Iterator[Finding]] = [
         gpus(machine), torch_and_driver(machine), memory_and_files(), disk(output_dir),

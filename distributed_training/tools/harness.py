@@ -1,11 +1,11 @@
-"""Do many runs in one process group, one after the other.
+"""Train many runs in one process group, one after the other.
 
     with open_group() as group:
         for name, results in each_run(group, {"dp": {...}, "fsdp": {...}}, train_a_little):
             ...
 
-This saves time, because starting processes takes longer than the few steps of a comparison or test.
-"""
+This saves time, because starting processes takes longer than the few steps of a comparison or
+test."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ from distributed_training.train.build import build_engine, build_sampler, build_
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """The parts of one run on this rank."""
+    """Parts of one run on this rank."""
 
     plan: Plan
     topology: Topology
@@ -59,9 +59,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group(links.Group):
-    """The processes that all runs share."""
+    """Processes that all runs share."""
 
-    # Shared by all ranks and runs, so that a text is tokenized once. Removed at the end.
+    # Folder shared by all ranks and runs, so that a text is tokenized only once. It is removed at
+    # the end.
     folder: Path
 
 
@@ -79,14 +80,14 @@ def open_group() -> Iterator[Group]:
 
 
 def open_group_for(runs: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[Group]:
-    """`open_group`, with NCCL's variables as trainings of `runs` have them."""
+    """Return `open_group()` after setting NCCL's variables as training `runs` would."""
     if runs:
         set_nccl_variables(*(run.get("strategy", AUTO) for run in runs.values()))
     return open_group()
 
 
 class KeptTopology(Topology):
-    """A topology that creates each communicator only once."""
+    """Topology that creates each communicator only once."""
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
@@ -104,8 +105,8 @@ class KeptTopology(Topology):
 
 
 class Kept:
-    """Objects that are slow to create and that runs share: communicators by mesh, and the initial
-    weights of the last run."""
+    """Objects that are slow to create and are shared by runs: communicators by mesh, and the
+    initial weights of the last run."""
 
     def __init__(self) -> None:
         self._topologies: dict[Topology, KeptTopology] = {}
@@ -118,7 +119,7 @@ class Kept:
         return self._topologies[topology]
 
     def drawn_model(self, plan: Plan) -> Decoder:
-        """Return the plan's model with its random weights. Callers must not change it."""
+        """Return the plan's model with random weights. Callers must not change it."""
         key = repr((plan.model, plan.config.dropout, plan.config.seed))
         if key not in self._models:
             drawn = plan.model.build(dropout=plan.config.dropout, seed=plan.config.seed)
@@ -136,12 +137,11 @@ def each_run(
 ) -> Iterator[tuple[str, list[Any] | str]]:
     """Build each run, call `use` with it, free its memory, and yield its name and results.
 
-    A run is given by some CONFIG values or by a complete CONFIG. The results are a list of what
-    `use` returned on each rank, which must be JSON, or the message that refused the run. After
-    `deadline_s` seconds no further run starts on any rank. `kept` holds objects that runs share. A
-    failure ends the process, because the other ranks wait in a collective that cannot complete.
-    Collective over all processes.
-    """
+    A run is defined by some CONFIG values or by a complete CONFIG. The results are a list of the
+    values that `use` returned on each rank, which must be JSON, or the message that refused the
+    run. After `deadline_s` seconds, no further run starts on any rank. `kept` holds objects that
+    runs share. A failure ends the process, because the other ranks wait in a collective that cannot
+    complete. Collective over all processes."""
     began = time.monotonic()
     for name, values in runs.items():
         if from_rank_0(time.monotonic() - began > deadline_s):
@@ -154,7 +154,7 @@ def each_run(
             sys.stderr.flush()
             shutil.rmtree(group.folder, ignore_errors=True)
             os._exit(1)
-        torch.compiler.reset()  # otherwise a few runs reach the recompilation limit
+        torch.compiler.reset()  # Otherwise a few runs would reach the recompilation limit.
         gc.collect()
         if group.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -164,7 +164,8 @@ def each_run(
 def every_run(
     group: Group, runs: Mapping[str, Mapping[str, Any]], use: Callable[[Run], Any]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Do `each_run`, but end the process if a run is refused. Collective over all processes."""
+    """Yield the results of `each_run`, but end the process if a run is refused. Collective over all
+    processes."""
     for name, results in each_run(group, runs, use):
         if isinstance(results, str):
             raise SystemExit(f"{name}: {results}")
@@ -172,29 +173,29 @@ def every_run(
 
 
 def _do_run(
-    given: Mapping[str, Any] | Request, group: Group, use: Callable[[Run], Any], kept: Kept | None
+    values: Mapping[str, Any] | Request, group: Group, use: Callable[[Run], Any], kept: Kept | None
 ) -> list[Any] | str:
-    """Build plan, data, sampler and engine as in a training run, then call `use`. Return what `use`
-    returned on each rank, or the message of a refusal. Collective over all processes."""
+    """Build plan, data, sampler and engine as in a training run, then call `use`. Return the values
+    that `use` returned on each rank, or the message of a refusal. Collective over all processes."""
     try:
-        if isinstance(given, Request):
-            config = given
+        if isinstance(values, Request):
+            config = values
         else:
-            values = {"output_dir": str(group.folder), **given}
-            config = build_config(values, defaults=strategy_defaults, options=strategy_options)
+            settings = {"output_dir": str(group.folder), **values}
+            config = build_config(settings, defaults=strategy_defaults, options=strategy_options)
         plan = agree_on_plan(config, group.process, gather)
         topology = build_topology(plan, group.process, group.device)
         drawn = None
         if kept is not None:
             topology = kept.topology(topology)
-            if group.device.type == "cpu":  # on GPUs drawing weights takes less than a second
+            if group.device.type == "cpu":  # on GPUs, drawing weights takes less than a second
                 drawn = kept.drawn_model(plan)
         data = cut_data(plan)
         sampler = build_sampler(plan, data, topology)
         engine = build_engine(plan, topology, drawn)
         run = Run(plan=plan, topology=topology, data=data, sampler=sampler, engine=engine)
-    except UserError as error:  # raised on every rank
+    except UserError as error:  # every rank raises it
         return str(error)
     result = use(run)
-    run.engine.close()  # not `engine`, which `use` may have replaced
+    run.engine.close()  # not the variable `engine`, because `use` may have replaced the engine
     return gather(result)

@@ -1,4 +1,4 @@
-"""Commands and SLURM jobs that run a planned layout. No torch import."""
+"""Build commands and SLURM jobs that run a planned layout. No torch import."""
 
 import argparse
 import contextlib
@@ -24,17 +24,10 @@ from distributed_training.settings.strategies import named_strategy, strategy_op
 
 AROUND_STEPS_S = 900  # seconds of a job for starting, compiling, evaluating and saving
 SPARE = 1.25  # factor on the predicted RAM and time
-_NAMES = {
-    AUTO,
-    EMBEDDED,
-    PROSE,
-    WIKITEXT,
-    "gpt2",
-    "pretrained",
-    "random",
-}  # values that are not paths
+# Values that are not paths
+_NAMES = {AUTO, EMBEDDED, PROSE, WIKITEXT, "gpt2", "pretrained", "random"}
 _MADE_LATER = {"output_dir", "offload_dir"}
-# Keys that `settings_of` returns, so they are not compared with the typed ones.
+# `settings_of` returns these keys, so they are not compared with the typed keys.
 _OF_LAYOUT = {"pipeline_schedule", "micro_batch_size"}
 
 
@@ -53,7 +46,7 @@ def options_of(
     keys = KEYS | read_keys(strategy_options(strategy))
     typed = by_key(((name.strip(), value) for name, value in texts), keys, "the command line")
     base = configure([*arguments.overrides, f"strategy={strategy}"])
-    if plan.machine.num_gpus == 0:  # on CPUs the run itself chooses the model and its defaults
+    if plan.machine.num_gpus == 0:  # on CPUs, the run itself chooses the model and its defaults
         base = choose_model(base, plan.machine, plan.num_processes, named_strategy(base), [])
     requested = plan.requested.to_user_words()
     decided: dict[str, Any] = {
@@ -81,7 +74,8 @@ def _absolute_paths(plan: Draft) -> dict[str, str]:
     absolute_paths = {}
     for name in PATHS:
         value = getattr(plan.requested, name)
-        path, colon, size = (value or "").partition(":")  # a model family may name a size
+        # The path of a model family may be followed by a size
+        path, colon, size = (value or "").partition(":")
         is_name = value in _NAMES
         if name == "model":
             is_name = plan.model.weights_dir is None and not Path(plan.model.family).is_absolute()
@@ -93,8 +87,8 @@ def _absolute_paths(plan: Draft) -> dict[str, str]:
 
 
 def num_steps(plan: Draft) -> int | None:
-    """Return the number of optimizer steps that CONFIG asks for. Return None if it depends on a
-    dataset that is large or not on this machine."""
+    """Return the number of optimizer steps that CONFIG requests, or None if it depends on a dataset
+    that is large or not on this machine."""
     config = plan.config
     if config.max_steps != -1:
         return config.max_steps
@@ -118,12 +112,12 @@ def batch_script(
     machine_options: Sequence[str],
     plan_command: str,
 ) -> str:
-    """Return configs/train.slurm, filled in for a layout. `options` are those of the script,
-    `machine_options` describe the cluster, and `plan_command` is the command that writes this job.
-    It asks for 25% more RAM and time than predicted."""
+    """Return configs/train.slurm, filled in for a layout. `options`: the script's options.
+    `machine_options`: the options that describe the cluster. `plan_command`: the command that
+    writes this job. The job requests 25% more RAM and time than predicted."""
     plan = choice.plan
-    here = plan.processes_here
-    ram = choice.memory.host_bytes * here
+    processes_here = plan.processes_here
+    ram = choice.memory.host_bytes * processes_here
     steps = num_steps(plan)
     name = shlex.quote(file.name)
     header = [
@@ -145,8 +139,8 @@ def batch_script(
     for template_text, job_text in {
         job.splitlines()[1]: "\n".join(header),
         "--job-name=gpt2": f"--job-name={plan.strategy.name}",
-        "#SBATCH --nodes=1": f"#SBATCH --nodes={plan.num_processes // here}",
-        "--gpus-per-node=4": f"--gpus-per-node={here}",
+        "#SBATCH --nodes=1": f"#SBATCH --nodes={plan.num_processes // processes_here}",
+        "--gpus-per-node=4": f"--gpus-per-node={processes_here}",
         "--mem=64G": f"--mem={math.ceil(SPARE * ram / GIB)}G",
         "--time=04:00:00": f"--time={time}",
         'cd "${SLURM_SUBMIT_DIR:-.}"': f"cd {shlex.quote(str(script.parent))}",

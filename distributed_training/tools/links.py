@@ -1,9 +1,8 @@
 """Measure communication: six operations over every group of the mesh, or single links.
 
 A size is that of the whole tensor, as in predict/mechanism.py. The algorithm bandwidth is size /
-seconds, and the bus bandwidth is bytes sent by a process in a ring / seconds. The fit, latency +
-sent bytes / bandwidth, minimizes relative errors, so that small messages count as much as large
-ones."""
+seconds. The bus bandwidth is the bytes that a process sends in a ring / seconds. The fit, latency +
+sent bytes / bandwidth, minimizes relative errors, so small messages count as much as large ones."""
 
 import argparse
 import contextlib
@@ -38,10 +37,10 @@ from distributed_training.supervise.process import Process
 
 BUDGET_S = 0.15  # seconds per measurement
 LARGEST_MIB = {"cuda": 1024, "cpu": 16}
-MOST_FOR_PAIRS = 8  # with more processes, each is measured only with the next one
-ROUNDS = 3  # the fastest counts, because other programs only make a link slower
-SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes, to measure latency and bandwidth
-# A link is called slow if it is worse than the best of its kind by more than this factor.
+MOST_FOR_PAIRS = 8  # with more processes, each process is measured only with the next one
+ROUNDS = 3  # the fastest round counts, because other programs only slow a link down
+SIZES = {"cuda": (8, 2**26), "cpu": (8, 2**22)}  # bytes: one size for latency, one for bandwidth
+# A link is marked as slow if it is worse than the best of its type by more than this factor.
 SLOW_LATENCY = 3.0
 SLOW_RATE = 2.0
 HEADERS = ("operation", "latency us", "GB/s", "fit error", "algorithm", "bus")
@@ -50,18 +49,18 @@ FIX = "Exclude its host, or look for other programs there with top, nvidia-smi a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """A group of processes that measure, as this process sees it."""
+    """Group of processes that measure, as seen by this process."""
 
     process: Process
     device: torch.device
     budget_s: float = BUDGET_S  # seconds per measurement
-    together: bool = True  # every process takes part in each call, the same number of times
+    together: bool = True  # whether every process takes part in each call, the same number of times
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Return the mean seconds per call, over as many calls as the budget allows."""
+        """Return the mean seconds per call, averaged over as many calls as the budget allows."""
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
         call()
-        # `timeit` makes another call before the one that it times.
+        # `timeit` makes an extra call before the one that it times.
         once = torch.tensor(timer.timeit(1).mean, dtype=torch.float64)
         if self.together:
             dist.all_reduce(once, op=dist.ReduceOp.MAX)
@@ -70,11 +69,12 @@ class Group:
 
 @contextlib.contextmanager
 def open_group(budget_s: float = BUDGET_S) -> Iterator[Group]:
-    """Join the process group that the launcher describes, or create one for this process alone."""
+    """Join the process group that the launcher describes, or create a group of only this
+    process."""
     process = current_process() or single_process()
     launch.prepare_environment(process.local_world_size or process.world_size)
     process, device, store = worker.join(process, torch.cuda.device_count(), RENDEZVOUS_S)
-    # A short limit of three minutes, because another rank may have failed.
+    # The limit is only three minutes, because another rank may have failed.
     with process_group(device, store, minutes=3):
         yield Group(process=process, device=device, budget_s=budget_s)
 
@@ -88,9 +88,9 @@ def time_group(
 ) -> list[dict[str, Any]]:
     """Time operations over a process group, for each size of the whole tensor in bytes.
 
-    `members` is a torch process group; None for all processes. `ranks` are its ranks; sends can use
-    two of them. Returns an entry per size with the seconds of the slowest process. Collective over
-    all processes."""
+    `members` is a torch process group, or None for all processes. `ranks` are its ranks, and sends
+    may use two of them. Returns an entry per size with the seconds of the slowest process.
+    Collective over all processes."""
     ranks = ranks or dist.get_process_group_ranks(members or dist.group.WORLD)
 
     def there_and_back(tensor: torch.Tensor) -> None:
@@ -126,11 +126,11 @@ def time_group(
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """Fit a line to points of (bytes, seconds) by least squares of the relative errors.
 
-    Returns the latency in seconds, the bandwidth in bytes/s and the root mean square of the
-    relative errors. Neither the latency nor the seconds per byte can be negative."""
+    Returns (latency in seconds, bandwidth in bytes/s, root mean square of the relative errors).
+    Neither the latency nor the seconds per byte can be negative."""
     sizes, seconds = np.array(points, dtype=float).T
     coefficients = np.polynomial.polynomial.polyfit(sizes, seconds, 1, w=1 / seconds)
-    columns = np.stack([1 / seconds, sizes / seconds])  # a perfect fit makes their sum 1
+    columns = np.stack([1 / seconds, sizes / seconds])  # for a perfect fit, the columns add up to 1
     if coefficients.min() < 0:
         only = int(coefficients.argmax())
         coefficients = np.zeros(2)
@@ -177,8 +177,8 @@ def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw(groups: dict[str, Any], path: Path) -> None:
-    """Plot seconds against size for each operation, on logarithmic axes: measured points, fit, and
-    the formula for a ring."""
+    """Plot seconds against size for each operation on logarithmic axes: measured points, the fit,
+    and the formula for a ring."""
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(9, 5.4), layout="constrained")
@@ -200,9 +200,9 @@ def draw(groups: dict[str, Any], path: Path) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure every group of the mesh, and write and print the results on rank 0. Return the exit
+    """Measure every group of the mesh. On rank 0, write and print the results. Return the exit
     code. Collective over all processes."""
-    groups = {}  # axis -> its size and the `summarize` of its slowest group
+    groups = {}  # axis -> its size and the `summarize` result of its slowest group
     with open_group(options.seconds) as group:
         process = group.process
         device_type = group.device.type
@@ -252,7 +252,7 @@ def main(options: argparse.Namespace) -> int:
         text = tabulate(rows, HEADERS, disable_numparse=True, stralign="right")
         print(f"{axis}, {axis_group['members']} processes\n\n{text}\n")
     if process.world_size > process.local_world_size:
-        # The processes of a node share its network.
+        # The processes of a node share its network connection.
         slowest = min(g["operations"]["all_gather"]["bytes_per_s"] for g in groups.values())
         bytes_per_s = slowest / process.local_world_size
         print(f"Network speed between nodes, for plan: --network_gbit {8 * bytes_per_s / 1e9:.3g}")
@@ -261,7 +261,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
-    """Return the size of each axis; dp_replicate uses the remaining processes. Raises UserError if
+    """Return the size of each axis. dp_replicate uses the remaining processes. Raises UserError if
     the sizes do not divide the number of processes."""
     axes = {"pp": options.pp, "dp_replicate": 1, "dp_shard": options.dp_shard, "tp": options.tp}
     fixed = math.prod(axes.values())
@@ -274,7 +274,7 @@ def mesh_of(options: argparse.Namespace, world_size: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """The measured connection between two processes."""
+    """Measured connection between two processes."""
 
     ends: dict[int, str]  # rank -> host of the two processes
     latency_s: float
@@ -285,15 +285,15 @@ class Link:
 
 
 def pairs(world_size: int) -> list[tuple[int, int]]:
-    """Return the pairs of ranks whose link is measured."""
+    """Return the pairs of ranks whose links are measured."""
     if world_size <= MOST_FOR_PAIRS:
         return list(itertools.combinations(range(world_size), 2))
     return list(itertools.pairwise(range(world_size)))
 
 
 def check_nodes() -> int:
-    """Measure the links between processes one by one, for `doctor --nodes`, and print them on rank
-    0. Return the exit code. Collective over all processes."""
+    """Measure the links between processes one by one, for `doctor --nodes`. Print them on rank 0.
+    Return the exit code. Collective over all processes."""
     links = []
     with open_group(budget_s=0.02) as group:
         hosts = gather(platform.node())
@@ -312,7 +312,7 @@ def check_nodes() -> int:
 
 
 def describe(links: Sequence[Link]) -> str:
-    """Return a line per link, grouped by location, with a mark on slow links and their cause."""
+    """Return a line per link, grouped by location. Slow links have a mark and their cause."""
     by_location: dict[str, list[Link]] = {}
     for link in links:
         location = "within a node" if len(set(link.ends.values())) == 1 else "between nodes"

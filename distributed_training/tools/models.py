@@ -37,54 +37,56 @@ from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import given_path, require_writable
 
 MERGED_NF4 = "The base was in NF4, so the model has its dequantized weights plus the adapters."
-MERGED = "merged"  # folder of a LoRA run with the whole model
-TOKENS_AT_ONCE = 2048  # evaluated at a time, because their logits are in memory
-MAX_LENGTH = 1024  # length of samples for a model without a run
+MERGED = "merged"  # folder of a LoRA run that holds the whole model
+TOKENS_AT_ONCE = 2048  # tokens evaluated at a time, because their logits are in memory
+MAX_LENGTH = 1024  # length of samples if the model belongs to no run
 _LM_EVAL = "pip install 'lm-eval[hf]'"
 
 
-def find_weights(given: str, kind: str) -> tuple[ModelSpec, Path]:
+def find_weights(name: str, weights_name: str) -> tuple[ModelSpec, Path]:
     """Return the model and the folder with its weights and tokenizer.
 
-    `given` is a run, whose `kind` ("hf" or "best") is used, a folder of weights, or the name of a
-    published model. Raises UserError for anything else."""
-    folder = given_path(given).resolve()
-    run, kind = (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, kind)
+    `name` is a run, a folder of weights, or the name of a published model. In a run, the folder
+    `weights_name` ("hf" or "best") is used. Raises UserError for anything else."""
+    folder = given_path(name).resolve()
+    run, weights_name = (
+        (folder.parent, folder.name) if folder.name in (LAST, BEST) else (folder, weights_name)
+    )
     if not (run / PLAN_FILE).is_file():
         if (folder / "config.json").is_file() or is_adapter(folder):
             return find_model(str(base_folder(folder))), folder
-        if not folder.exists() and (spec := _published(given)) is not None and spec.hub_id:
+        if not folder.exists() and (spec := _published(name)) is not None and spec.hub_id:
             try:
                 return spec, weights.fetch_weights(spec.hub_id)
             except OSError as error:
                 command = f"hf download {spec.hub_id}"
-                raise hub.cannot_fetch(f"model={given!r} is", error, command) from None
+                raise hub.cannot_fetch(f"model={name!r} is", error, command) from None
         what = "is neither a run nor a model" if folder.exists() else "does not exist"
         fix = "name a run's folder, such as runs/latest, or its hf/"
-        raise UserError(f"{given} {what}", fix=fix)
-    if not (run / kind).is_dir():
+        raise UserError(f"{name} {what}", fix=fix)
+    if not (run / weights_name).is_dir():
         why, fix = {
             LAST: ("a run exports its model at its end", "--resume auto, with export=True"),
             BEST: ("a run keeps its best weights only with keep_best=True", "--keep_best true"),
-        }[kind]
-        raise UserError(f"{given} has no {kind}/", why, f"train with {fix}")
-    return load_plan(run).model, run / kind
+        }[weights_name]
+        raise UserError(f"{name} has no {weights_name}/", why, f"train with {fix}")
+    return load_plan(run).model, run / weights_name
 
 
 def _published(name: str) -> ModelSpec | None:
-    """Return the model with this name. Return None if the name looks like a path."""
+    """Return the model with this name, or None if the name looks like a path."""
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         return None
     try:
         return find_model(name)
     except UserError:
-        if name.count("/") == 1 and Path(name).parent.exists():  # a mistyped path
+        if name.count("/") == 1 and Path(name).parent.exists():  # probably a mistyped path
             return None
         raise
 
 
 def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
-    """Return the folder of the tokenizer: `folder` itself, that of the base if `folder` has
+    """Return the folder of the tokenizer: `folder` itself, the base's folder if `folder` has
     adapters without a tokenizer, or that of the published model `spec`."""
     if hub.has_tokenizer(folder) or not is_adapter(folder):
         if spec is not None and spec.hub_id and not hub.has_tokenizer(folder):
@@ -96,12 +98,12 @@ def find_tokenizer(folder: Path, spec: ModelSpec | None = None) -> Path:
     return base if hub.has_tokenizer(base) or Path(name).is_dir() else hub.fetch_tokenizer(name)
 
 
-def find_trained(given: str, kind: str) -> tuple[Trained, Tokenizer, bool]:
-    """Return the weights and the tokenizer of a run, and whether it was trained on conversations. A
-    run without hf/ has the weights of its newest checkpoint."""
-    checkpoint = newest_checkpoint(given_path(given).resolve())
-    if checkpoint is None or kind == BEST or (checkpoint.parents[1] / LAST).is_dir():
-        spec, folder = find_weights(given, kind)
+def find_trained(name: str, weights_name: str) -> tuple[Trained, Tokenizer, bool]:
+    """Return the weights and the tokenizer of a run, and whether it was trained on conversations.
+    If the run has no hf/, the weights of its newest checkpoint are used."""
+    checkpoint = newest_checkpoint(given_path(name).resolve())
+    if checkpoint is None or weights_name == BEST or (checkpoint.parents[1] / LAST).is_dir():
+        spec, folder = find_weights(name, weights_name)
         trained = trained_folder(spec, folder, base_folder(folder))
         tokenizer = Tokenizer(find_tokenizer(folder, spec))
         chat = is_chat(tokenizer.folder) or tokenizer.is_templated
@@ -116,7 +118,7 @@ def find_trained(given: str, kind: str) -> tuple[Trained, Tokenizer, bool]:
 
 
 def load(trained: Trained) -> tuple[Decoder, torch.device]:
-    """Load a model to the first GPU, in bf16 if the GPU supports it, or to the CPU. Return the
+    """Load a model onto the first GPU, in bf16 if the GPU supports it, or onto the CPU. Return the
     model and its device."""
     if not torch.cuda.is_available():
         device = torch.device("cpu")
@@ -126,30 +128,30 @@ def load(trained: Trained) -> tuple[Decoder, torch.device]:
     return trained.load(device, dtype), device
 
 
-def generate(asked: argparse.Namespace) -> int:
+def generate(arguments: argparse.Namespace) -> int:
     """Print text that the model of a run generates from the prompt, or from each line of standard
     input. Return the exit code."""
-    trained, tokenizer, chat = find_trained(asked.run, BEST if asked.best else LAST)
+    trained, tokenizer, chat = find_trained(arguments.run, BEST if arguments.best else LAST)
     model, device = load(trained)
     dialog = list[Message]()
     mark = "> " if sys.stdin.isatty() else ""
-    if asked.prompt is None and mark:
+    if arguments.prompt is None and mark:
         print(f"Type {'a question' if chat else 'the beginning of a text'}. Press Ctrl-D to end.")
 
     @torch.inference_mode()
     def logits(ids: torch.Tensor, past: Past | None) -> torch.Tensor:
         return model(ids.to(device), past=past)
 
-    while asked.prompt is None or not dialog:
+    while arguments.prompt is None or not dialog:
         try:
-            text = input(mark) if asked.prompt is None else asked.prompt
+            text = input(mark) if arguments.prompt is None else arguments.prompt
         except EOFError:
             break
         dialog.append({"role": "user", "content": text})
         ids = export.continuation(
             logits, tokenizer.ask(dialog) if chat else tokenizer.begin(text),
-            num_tokens=asked.num_tokens, context=model.size.num_positions, seed=asked.seed,
-            past=Past(), top_k=asked.top_k, temperature=asked.temperature,
+            num_tokens=arguments.num_tokens, context=model.size.num_positions, seed=arguments.seed,
+            past=Past(), top_k=arguments.top_k, temperature=arguments.temperature,
             eos_ids=tokenizer.ends_of(chat=chat),
         )  # fmt: skip
         answer = ""
@@ -163,54 +165,54 @@ def generate(asked: argparse.Namespace) -> int:
 
 
 def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Yield the text of the ids in pieces, each as soon as its characters are complete."""
-    known = list[int]()
+    """Yield the text of the ids in pieces, as soon as the characters of each piece are complete."""
+    tokens = list[int]()
     printed = ""
     for token in ids:
-        known.append(token)
-        text = tokenizer.decode(known)
-        if not text.endswith("\ufffd"):  # stands for a character with missing bytes
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        if not text.endswith("\ufffd"):  # the mark for a character with missing bytes
             yield text[len(printed) :]
             printed = text
-    yield tokenizer.decode(known)[len(printed) :]
+    yield tokenizer.decode(tokens)[len(printed) :]
 
 
-def evaluate(asked: argparse.Namespace) -> int:
+def evaluate(arguments: argparse.Namespace) -> int:
     """Print loss, perplexity and bits per byte of a model on a dataset, or on the validation
-    samples of its run, and the results of lm-eval for the requested tasks. Return the exit code."""
-    plan = _plan_of(asked.run)
-    kind = BEST if asked.best else LAST
-    if asked.tasks and importlib.util.find_spec("lm_eval") is None:
+    samples of its run. Then print lm-eval's results for the requested tasks. Return the exit code."""
+    plan = _plan_of(arguments.run)
+    weights_name = BEST if arguments.best else LAST
+    if arguments.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval", fix=f"run: {_LM_EVAL}")
-    if asked.dataset is None and plan is None and not asked.tasks:
-        what = f"{asked.run} is not a run, so it has no validation samples"
+    if arguments.dataset is None and plan is None and not arguments.tasks:
+        what = f"{arguments.run} is not a run, so it has no validation samples"
         raise UserError(what, fix="name a text or records with --dataset")
-    if asked.dataset is not None or plan is not None:
-        _evaluate(asked, plan, kind)
-    return _evaluate_tasks(asked.run, kind, asked.tasks) if asked.tasks else 0
+    if arguments.dataset is not None or plan is not None:
+        _evaluate(arguments, plan, weights_name)
+    return _evaluate_tasks(arguments.run, weights_name, arguments.tasks) if arguments.tasks else 0
 
 
-def _evaluate(asked: argparse.Namespace, plan: Plan | None, kind: str) -> None:
-    trained, tokenizer, _ = find_trained(asked.run, kind)
+def _evaluate(arguments: argparse.Namespace, plan: Plan | None, weights_name: str) -> None:
+    trained, tokenizer, _ = find_trained(arguments.run, weights_name)
     size = trained.spec.size
     length = min(MAX_LENGTH, size.num_positions)
-    default = build_config({"model": asked.run, "max_length": length})
+    default = build_config({"model": arguments.run, "max_length": length})
     config = plan.config if plan else default
-    config = with_values(config, max_length=asked.max_length or config.max_length)
+    config = with_values(config, max_length=arguments.max_length or config.max_length)
     if config.max_length > size.num_positions:
         what = f"--max_length {config.max_length} is more than the model's "
         what += f"{size.num_positions} positions"
         raise UserError(what, fix=f"set it to {size.num_positions} or less")
     display = Display(enabled=True)
-    if asked.dataset is None:
+    if arguments.dataset is None:
         assert plan is not None
         data = cut_data(replace(plan, config=config))
         samples, bytes_of = data.validation, data.bytes_of
         text = f"the validation samples of {config.validation_dataset or config.dataset}"
     else:
         notes = list[str]()
-        columns = asked.columns or config.columns
-        dataset = choose_dataset(asked.dataset, notes)
+        columns = arguments.columns or config.columns
+        dataset = choose_dataset(arguments.dataset, notes)
         config = with_values(config, dataset=dataset, columns=columns)
         samples, bytes_of, split, more_notes = _samples_of(config, tokenizer, size.vocab_size)
         text = f"{config.dataset}{split}"
@@ -220,7 +222,7 @@ def _evaluate(asked: argparse.Namespace, plan: Plan | None, kind: str) -> None:
     row = measure(model, samples, bytes_of, device)
     names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
     precision = names.get(model.compute_dtype, "fp32")
-    display.say(f"Evaluated {asked.run} on {text} in {precision}.")
+    display.say(f"Evaluated {arguments.run} on {text} in {precision}.")
     rows = {
         "loss": f"{row['loss']:.4f} nats per token",
         "perplexity": f"{row['perplexity']:.2f}",
@@ -231,9 +233,9 @@ def _evaluate(asked: argparse.Namespace, plan: Plan | None, kind: str) -> None:
     display.table(rows)
 
 
-def _plan_of(given: str) -> Plan | None:
-    """Return the plan of a run, or of the run that an export belongs to."""
-    folder = given_path(given).resolve()
+def _plan_of(name: str) -> Plan | None:
+    """Return the plan of a run or of the run that an export belongs to, or None."""
+    folder = given_path(name).resolve()
     if folder.name in (LAST, BEST, MERGED):
         folder = folder.parent
     return load_plan(folder) if (folder / PLAN_FILE).is_file() else None
@@ -242,8 +244,8 @@ def _plan_of(given: str) -> Plan | None:
 def _samples_of(
     config: RunConfig, tokenizer: Tokenizer, rows: int
 ) -> tuple[Samples, np.ndarray, str, list[str]]:
-    """Return the samples of a dataset, or of its validation split if it has one; the bytes of each
-    token; text that names the split; and notes about records that are left out or cut."""
+    """Return (samples of a dataset, or of its validation split if it has one; bytes of each token;
+    text that names the split; notes about records that are left out or cut)."""
     corpus = read_corpus(config.dataset, None, config.columns)
     split = "validation" if "validation" in corpus else "train"
     only = {"train": corpus[split]}
@@ -253,8 +255,8 @@ def _samples_of(
         what = f"dataset={config.dataset!r} has nothing to evaluate"
         raise UserError(what, "it has no tokens to predict", "use a longer text or more records")
     notes = report.describe(report.summarize(folder, config), config.max_length)
-    which = ", its validation split" if split == "validation" else ""
-    return samples, load_bytes(folder), which, notes
+    split_note = ", its validation split" if split == "validation" else ""
+    return samples, load_bytes(folder), split_note, notes
 
 
 @torch.inference_mode()
@@ -272,25 +274,25 @@ def measure(
     return metrics.evaluation(float(total), num_targets, samples.count_bytes(bytes_of))
 
 
-def _evaluate_tasks(given: str, kind: str, names: str) -> int:
+def _evaluate_tasks(name: str, weights_name: str, names: str) -> int:
     """Print the results of lm-eval for a folder in Hugging Face's format. Return the exit code."""
     try:
         import lm_eval
         from lm_eval.utils import make_table
     except ImportError as error:  # one of its dependencies is missing
         raise UserError("lm-eval cannot be imported", str(error), f"run: {_LM_EVAL}") from None
-    spec, folder = find_weights(given, kind)
+    spec, folder = find_weights(name, weights_name)
     base = base_folder(folder)
     arguments = {"pretrained": str(base), "tokenizer": str(find_tokenizer(folder, spec))}
     if base != folder:
         arguments["peft"] = str(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tasks = [name.strip() for name in names.split(",")]
+    tasks = [task.strip() for task in names.split(",")]
     try:
         results = lm_eval.simple_evaluate(
             model="hf", model_args=arguments, tasks=tasks, device=device, batch_size=8
         )
-    except Exception as error:  # from lm-eval, its tasks or their datasets
+    except Exception as error:  # lm-eval, its tasks or their datasets may raise anything
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         fix = "each task downloads its dataset once. To list the tasks, run: lm_eval ls tasks"
         raise UserError(f"lm-eval cannot evaluate {names}", why, fix) from None
@@ -298,21 +300,21 @@ def _evaluate_tasks(given: str, kind: str, names: str) -> int:
     return 0
 
 
-def export_checkpoint(given: str, to: str | None = None, *, merge: bool = False) -> int:
-    """Write the weights of a checkpoint, or of a run's newest one, to the folder `to`. Return the
-    exit code.
+def export_checkpoint(name: str, to: str | None = None, *, merge: bool = False) -> int:
+    """Write the weights of a checkpoint, or of a run's newest checkpoint, to the folder `to`.
+    Return the exit code.
 
     The default of `to` is the run's hf/, or merged/ if hf/ exists. `merge` writes the whole model
     instead of adapters, which may also come from hf/."""
-    run = given_path(given).resolve()
+    run = given_path(name).resolve()
     checkpoint = newest_checkpoint(run)
     exported = run if run.name == LAST else run / LAST
     if checkpoint is None and merge and is_adapter(exported):
         return merge_exported(exported, to)
     if checkpoint is None:
-        what = "holds no checkpoint" if given_path(given).exists() else "does not exist"
+        what = "holds no checkpoint" if given_path(name).exists() else "does not exist"
         fix = "name a run's folder, such as runs/latest, or a folder of its checkpoints/"
-        raise UserError(f"{given} {what}", fix=fix)
+        raise UserError(f"{name} {what}", fix=fix)
     folder = checkpoint.parents[1] / LAST
     if merge and folder.exists():
         folder = folder.with_name(MERGED)
@@ -347,7 +349,7 @@ def merge_exported(exported: Path, to: str | None) -> int:
 
 
 def _require_new(folder: Path) -> None:
-    """Raise UserError if a folder exists or cannot be created."""
+    """Raise UserError if the folder exists or cannot be created."""
     fix = "name another folder with --to"
     if folder.exists():
         raise UserError(f"{folder} already exists", fix=fix)
@@ -366,13 +368,12 @@ def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, Saved]
     return plan, load_record(run_dir), meta, saved
 
 
-def push(given: str, repo_id: str, *, best: bool) -> int:
+def push(name: str, repo_id: str, *, best: bool) -> int:
     """Upload the last or best weights of a run, or a folder of weights. Return the exit code."""
     check_push(repo_id)
-    _, folder = find_weights(given, BEST if best else LAST)
+    _, folder = find_weights(name, BEST if best else LAST)
     if (folder.parent / RECORD_FILE).is_file():
-        require_writable(
-            folder, "push a copy of that folder", export.CARD
-        )  # the card gets the name on the Hub
+        # The model card gets the name on the Hub.
+        require_writable(folder, "push a copy of that folder", export.CARD)
     print(f"pushed {export.push_folder(folder, repo_id)}")
     return 0

@@ -40,14 +40,14 @@ from distributed_training.start.ranks import run_ranks
 from distributed_training.tools.jobs import batch_script, options_of
 from distributed_training.tools.plan_table import legend, table, why_first, work_asked
 
-SHOWN = 10  # number of layouts listed without --all
+SHOWN = 10  # number of layouts that are listed without --all
 MODES = ("none", "selective", "full")  # values of activation_checkpointing, fastest first
 _COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(?:e(\d+))?([kMBT]?)", re.IGNORECASE)
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `plan`, which come in addition to CONFIG's keys."""
+    """Add the options of `plan` that are not CONFIG keys."""
     add = parser.add_argument
     add("--write", metavar="FILE", help="write the best layout as a SLURM job")
     add("--calibrate", action="store_true",
@@ -85,21 +85,22 @@ def run(
         count = cluster.num_processes
         file = calibration_file(cluster.machine.gpu_name or f"cpu-x{count}")
         require_writable(file.parent, f"set {CACHE} to another folder", file.name)
-        # Measure in separate processes, which import torch, as many as the plan is for.
+        # Separate processes, which import torch, measure the machine. There are as many as the plan
+        # has.
         if run_ranks([str(script), "calibrate", str(file)], count).exit_code != 0:
             raise UserError("measuring this machine failed", fix="see the messages above")
         cluster = _cluster(arguments)
-    given = build(None)
-    strategy = named_strategy(given)
-    config = choose_model(given, cluster.machine, cluster.num_processes, strategy, [])
-    find_model(config.model)  # refuses an unknown model with its own message
+    requested = build(None)
+    strategy = named_strategy(requested)
+    config = choose_model(requested, cluster.machine, cluster.num_processes, strategy, [])
+    find_model(config.model)  # raises a specific message for an unknown model
     only = _typed(arguments).get("strategy", AUTO)
     config = _choose_batch(arguments, config, cluster)
     if arguments.tokens is not None:
         _set_tokens(arguments, config, cluster)
     choices = _rank(arguments, build, cluster, config, only)
     if not choices:
-        # Planning one strategy raises an error that says more than "no strategy".
+        # Planning a single strategy raises an error that is more specific than "no strategy".
         lay_out(cluster, build("dp" if only == AUTO else only))
         what = f"no strategy can train {config.model} with this CONFIG"
         raise UserError(what, fix="to see the resolved CONFIG, use --dry-run without plan")
@@ -168,37 +169,43 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
-    """Return an error that names the layout with the smallest peak and the GPU memory it needs."""
+    """Return an error that names the layout with the smallest peak and the GPU memory that it
+    needs."""
     if fit_on_gpu := [c for c in choices if c.room_on_gpu != "no"]:
         least = min(fit_on_gpu, key=lambda choice: choice.memory.host_bytes)
-        check_memory(least, lambda _: [])  # raises, because only the RAM is too small
+        check_memory(least, lambda _: [])  # raises an error if only the RAM is too small
     least = min(choices, key=lambda choice: choice.memory.needed_bytes)
-    needed = least.memory.needed_bytes / GIB
+    gib = least.memory.needed_bytes / GIB
     what = f"{least.plan.config.model} fits nowhere on {cluster.name}"
-    why = f"even {least.plan.strategy.name}, which needs least, needs {needed:.1f} GiB per process"
+    why = f"even {least.plan.strategy.name}, which needs least, needs {gib:.1f} GiB per process"
     fix = "set activation_checkpointing to full, or a smaller batch_size, max_length or model"
     if cluster.machine.num_gpus:
-        fix = f"use GPUs with {needed:.0f} GiB, use more GPUs, or {fix}"
+        fix = f"use GPUs with {gib:.0f} GiB, use more GPUs, or {fix}"
     return UserError(what, why, fix)
 
 
 def _typed(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the keys on the command line, with aliases replaced by the names of their keys."""
+    """Return the keys on the command line, with each alias replaced by the name of its key."""
     names = {name: key.name for key in KEYS.values() for name in (key.name, *key.aliases)}
     texts = (text.partition("=") for text in arguments.overrides)
     return {names.get(name.strip(), name.strip()): value for name, _, value in texts}
 
 
 def _override(arguments: argparse.Namespace, **values: Any) -> None:
-    """Replace typed values, including those typed under an alias."""
+    """Replace typed values, including values typed under an alias."""
     names = {name for key in values for name in (key, *KEYS[key].aliases)}
-    kept = [text for text in arguments.overrides if text.partition("=")[0].strip() not in names]
-    arguments.overrides[:] = [*kept, *(f"{key}={value}" for key, value in values.items())]
+    other_overrides = [
+        text for text in arguments.overrides if text.partition("=")[0].strip() not in names
+    ]
+    arguments.overrides[:] = [
+        *other_overrides,
+        *(f"{key}={value}" for key, value in values.items()),
+    ]
 
 
 def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> Request:
-    """Choose the batch size on GPUs if the user did not set it. If no layout fits otherwise, choose
-    it with activation checkpointing."""
+    """Choose the batch size on GPUs if the user did not set it. If no layout fits, choose it with
+    activation checkpointing."""
     is_open = config.batch_size == AUTO
     is_open |= cluster.machine.num_gpus > 0 and not config.is_set("batch_size")
     if not is_open:
@@ -221,7 +228,7 @@ def _choose_batch(arguments: argparse.Namespace, config: Request, cluster: Clust
 
 
 def _set_tokens(arguments: argparse.Namespace, config: Request, cluster: Cluster) -> None:
-    """Set max_steps to the number of steps that --tokens asks for."""
+    """Set max_steps to the number of steps that --tokens requires."""
     match = _COUNT.fullmatch(arguments.tokens.replace(",", "").replace("_", ""))
     tokens = 0.0
     if match:
@@ -243,8 +250,8 @@ def _rank(
     config: Request,
     only: str,
 ) -> list[Prediction]:
-    """Return all layouts, the best first. Unless the user set activation_checkpointing, layouts
-    that do not fit get as much recomputation as they need."""
+    """Return all layouts, the best first. If the user did not set activation_checkpointing, layouts
+    that do not fit use as much recomputation as they need."""
     choices = rank_layouts(build, cluster, config.strategy, only=only)
     if config.is_set("activation_checkpointing") or not cluster.machine.num_gpus:
         return choices

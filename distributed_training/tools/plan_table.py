@@ -1,4 +1,4 @@
-"""The table of `plan` and the sentences below it. No torch import."""
+"""Format the table of `plan` and the sentences below it. No torch import."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,14 +16,14 @@ ONE_SPACE = TableFormat(None, None, None, None, _CELLS, _CELLS, padding=0, with_
 
 
 def table(choices: Sequence[Prediction], labels: Mapping[int, str], *, every: bool) -> str:
-    """Return a table with one row per layout. `labels` maps the id of a choice to its text in the
-    column "pick". `every` adds columns for whether a layout fits and for its memory by component.
-    """
+    """Return a table with one row per layout. `labels` maps the id of a choice to its text in
+    the column "pick". `every` adds columns that show whether a layout fits and its memory by
+    component."""
     strategies = [choice.plan.strategy for choice in choices]
     offloads = any(s.steps_on_host or s.fetches_parameters for s in strategies)
     rows = [_row(choice, labels.get(id(choice), ""), every, offloads) for choice in choices]
     sides = ["left", "left", *["right"] * (len(rows[0]) - 3), "left"]
-    # The headings are a line of the table, because tabulate pads its own headings.
+    # The headings are a row of the table, because tabulate adds padding to its own headings.
     lines = [[*rows[0]], *(row.values() for row in rows)]
     return tabulate(lines, tablefmt=ONE_SPACE, disable_numparse=True, colalign=sides)
 
@@ -49,17 +49,17 @@ def _row(choice: Prediction, label: str, every: bool, offloads: bool) -> dict[st
         }
     if choice.mfu is not None:
         speed["MFU"] = f"{100 * choice.mfu:.0f}%"
-    needed = count(memory.needed_bytes / GIB)
+    needed_text = count(memory.needed_bytes / GIB)
     first_cells = {"pick": label, "layout": _layout_and_mode(choice)}
     if not every:
         tight = "" if choice.room == "yes" else f"{choice.room} "
-        return {**first_cells, "GiB": f"{tight}{needed}", **speed}
+        return {**first_cells, "GiB": f"{tight}{needed_text}", **speed}
     gibs = {name: count(size / GIB) for name, size in sizes.items()}
-    return {**first_cells, "fits": choice.room, "GiB": needed, **gibs, **speed}
+    return {**first_cells, "fits": choice.room, "GiB": needed_text, **gibs, **speed}
 
 
 def _layout_and_mode(choice: Prediction) -> str:
-    """Return the name of the layout and its mode of activation checkpointing, if it has one."""
+    """Return the name of the layout and, if it has one, its mode of activation checkpointing."""
     mode = choice.plan.config.activation_checkpointing
     name = layout_name(choice.plan)
     return name if mode == "none" else f"{name} +{mode}"
@@ -102,8 +102,8 @@ def legend(
 
 
 def work_asked(label: str, choice: Prediction, price: float | None) -> str:
-    """Return a sentence with the tokens, time and cost of the work that CONFIG asks for. `price` is
-    the cost of a GPU-hour. Return "" if the length of the work is unknown."""
+    """Return a sentence with the tokens, time and cost of the work that CONFIG requests, or "" if
+    the amount of work is unknown. `price`: cost of a GPU-hour."""
     steps = num_steps(choice.plan)
     if choice.step is None or steps is None:
         return ""
@@ -120,8 +120,8 @@ def work_asked(label: str, choice: Prediction, price: float | None) -> str:
 
 
 def why_first(first: Prediction, fitting: Sequence[Prediction]) -> str:
-    """Explain the first choice in a sentence that compares it with the fastest layout or, if it is
-    the fastest, with the fastest layout of another strategy."""
+    """Explain the first choice in a sentence that compares it with the fastest layout. If it is the
+    fastest, compare it with the fastest layout of another strategy."""
     name = layout_name(first.plan)
     if first.step is None:
         return f"{name} needs the least memory. Without the GPU's rates, its speed is unknown."

@@ -1,10 +1,10 @@
 """Check that every layout computes the same as one process.
 
 The reference is one process without compilation. It trains twice, the second time with another
-micro-batch size, and the difference between these two runs is rounding. A layout computes something
-else if it differs by more than LIMITS and by more than SPREADS times the rounding. Each tensor is
-compared with its own rounding, because Adam turns gradients that consist of rounding into large
-steps. If records are packed, one process also trains on them one by one; this counts as a layout.
+micro-batch size, and the difference between these two runs is the rounding. A layout fails if it
+differs by more than LIMITS and by more than SPREADS times the rounding. Each tensor is compared
+with its own rounding, because Adam turns gradients that consist of rounding into large steps. If
+records are packed, one process also trains on them one by one; this counts as a layout.
 
 Two process groups do all the training: one process, then the processes of the layouts. Starting
 processes takes longer than training the few steps."""
@@ -40,11 +40,11 @@ from distributed_training.tools.parity.trials import (
 )
 
 BAD = ("differs", "failed")
-LAYOUT_S = 6.0  # seconds to build an engine, save and compare; an upper bound for small models
+LAYOUT_S = 6.0  # seconds to build an engine, save and compare: an upper bound for small models
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `parity`, which come in addition to CONFIG's keys."""
+    """Add the options of `parity` that are not CONFIG keys."""
     add = parser.add_argument
     add("plan", nargs="?", metavar="PLAN.json", help="layouts to check, as in results/plans/")
     add("--strategies", metavar="A,B", help="strategies to check instead of a plan (default: all)")
@@ -93,21 +93,22 @@ def run(arguments: argparse.Namespace, build: compare.Build, script: Path) -> in
         group([trial for trial in trials if trial.is_layout], can_fork=launch.can_fork(machine))
     finally:
         shutil.rmtree(runs_dir, ignore_errors=True)
-        done = [trial for trial in trials if trial.verdict not in ("", NOT_PACKED)]
-        if len(done) > 2:
-            from distributed_training.tools.parity.page import write_page  # imports torch
+        finished = [trial for trial in trials if trial.verdict not in ("", NOT_PACKED)]
+        if len(finished) > 2:
+            from distributed_training.tools.parity.page import write_page  # the import loads torch
 
-            write_page(out, done, machine)
+            write_page(out, finished, machine)
     return exit_code([trial.verdict for trial in trials])
 
 
 def exit_code(verdicts: Sequence[str]) -> int:
-    """Return 0 if at least one layout computes the same and none computes something else."""
+    """Return 0 if at least one layout computes the same as one process and none differs, otherwise
+    1."""
     return 0 if OK in verdicts and not set(BAD) & set(verdicts) else 1
 
 
 def print_prediction(trials: Sequence[Trial], build: compare.Build, out: Path) -> None:
-    """Print the number of layouts and how long the check is predicted to take."""
+    """Print the number of layouts and the predicted duration of the check."""
     layouts = [trial for trial in trials if trial.is_layout]
     processes = layouts[0].num_processes
     remaining = [(build(compare.texts(trial.values)), trial.num_processes) for trial in trials
@@ -123,8 +124,9 @@ def train_group(
     group_trials: Sequence[Trial], *, trials: Sequence[Trial], out: Path, build: compare.Build,
     script: Path, can_fork: bool,
 ) -> None:  # fmt: skip
-    """Run `group_trials`, some of all `trials`, in one group of processes. If a trial ends the
-    group, run the remaining ones in a new group. Raises KeyboardInterrupt on Ctrl-C and SIGTERM."""
+    """Run `group_trials`, a subset of `trials`, in one group of processes. If a trial ends the
+    group, run the remaining trials in a new group. Raises KeyboardInterrupt on Ctrl-C and
+    SIGTERM."""
     jobs_file, results = out / "runs/jobs.json", out / "runs/results.jsonl"
     count = group_trials[0].num_processes
     command: list[str] | Callable[[], int] = [str(script), *sys.argv[1:], f"--jobs={jobs_file}"]
@@ -154,24 +156,25 @@ def train_group(
             raise KeyboardInterrupt
         began = [line["began"] for line in lines if "began" in line]
         unfinished = [trial for trial in remaining if not trial.verdict]
-        lost = [trial for trial in unfinished if trial.key in began]
-        for trial in lost or unfinished:
+        interrupted = [trial for trial in unfinished if trial.key in began]
+        for trial in interrupted or unfinished:
             trial.verdict = "failed"
             trial.why = outcome.reason or first_error(log, log_size)
             print(fold(f"{trial.name} failed: {trial.why}"), flush=True)
 
 
 def import_ranks(configs: Sequence[Request]) -> ModuleType:
-    """Import the modules of a rank before the fork, so that the ranks share them."""
+    """Return the module of a rank, imported before the fork so that the ranks share its imports."""
     launch.import_worker().use_cpu()
-    importlib.import_module("torch._dynamo")  # optimizers import it
+    importlib.import_module("torch._dynamo")  # optimizers import it later
     for config in configs:
         load_strategy(config).traits.load()
     return importlib.import_module("distributed_training.tools.parity.ranks")
 
 
 def set_result(trial: Trial, line: Mapping[str, object] | None) -> None:
-    """Copy a line of the results into its trial. None is a trial without a result."""
+    """Copy a line of the results into its trial. A line of None means that the trial has no
+    result."""
     if line is not None:
         for name in ("verdict", "why", "apart", "seconds", "mesh"):
             setattr(trial, name, line.get(name))
@@ -180,7 +183,7 @@ def set_result(trial: Trial, line: Mapping[str, object] | None) -> None:
 
 def first_error(log: Path, offset: int) -> str:
     """Return the line after `offset` bytes that names the first exception not caused by a lost
-    peer, or else the last line."""
+    peer. If there is none, return the last line."""
     with open(log, encoding="utf-8", errors="replace") as file:
         file.seek(offset)
         lines = [line.strip() for line in file if line.strip()]

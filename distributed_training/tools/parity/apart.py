@@ -1,4 +1,5 @@
-"""Unpack packed records, one per row, as the reference that packing must agree with."""
+"""Unpack packed records into one record per row. Training on these rows is the reference for
+packing."""
 
 import itertools
 from dataclasses import replace
@@ -23,13 +24,14 @@ def rows_of(micro_batch: tuple[np.ndarray, ...], padding_id: int) -> np.ndarray:
 
 
 class OneByOne(Sampler):
-    """A sampler whose steps have the same records as packed blocks, but one record per row."""
+    """Sampler whose steps have the same records as packed blocks, but one record per row."""
 
     def step_batch(self, samples: Samples, step: int) -> StepBatch:
         batch = Sampler.step_batch(self, samples, step)
         unpacked = [rows_of(blocks, samples.padding_id) for blocks in batch.micro_batches]
         size = self.micro_batch_size
-        num_missing = -sum(rows.shape[1] for rows in unpacked) % size  # in the last micro-batch
+        # Rows that the last micro-batch lacks
+        num_missing = -sum(rows.shape[1] for rows in unpacked) % size
         empty = np.full((2, num_missing, samples.seq_len), IGNORE_INDEX)
         empty[0] = samples.padding_id
         rows = np.concatenate([*unpacked, empty], axis=1)

@@ -1,5 +1,5 @@
-"""Train under one layout after the other in one process group of `parity`, and compare each with
-the reference, which a group of one process trained before.
+"""Train under one layout after the other in a process group of `parity`. Compare each layout with
+the reference, which a group of one process trained earlier.
 
 A job file is JSON: {"runs": {key: {CONFIG key: value}}, "names": {key: name}, "out": folder,
 "progress": [number of runs before these, number of all runs]}. For each run, rank 0 adds a line
@@ -41,19 +41,19 @@ from distributed_training.tools.parity.trials import (
 )
 from distributed_training.train.loop import Trainer
 
-# Relative differences caused by summing in another order in fp32, with a margin.
+# Relative differences that summing in another order in fp32 can cause, with a margin
 LIMITS = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3}
 SPREADS = 4
 STATE = ("weight/", "exp_avg/", "exp_avg_sq/")  # prefixes of the compared tensors of a checkpoint
 RESULTS, LOG, RUNS = "runs/results.jsonl", "log.txt", "runs"
 Values = dict[str, Any]
 Build = Callable[[Sequence[str]], Request]
-Apart = dict[str, dict[str, float]]  # quantity -> step or tensor -> relative difference
+Differences = dict[str, dict[str, float]]  # quantity -> step or tensor -> relative difference
 
 
 @dataclass(frozen=True)
 class Rows(metrics.Tracker):
-    """A tracker that keeps the rows of all steps."""
+    """Tracker that keeps the rows of all steps."""
 
     steps: list[Values] = field(default_factory=list)
 
@@ -62,13 +62,13 @@ class Rows(metrics.Tracker):
 
 
 def train_all(file: Path, build: Build) -> int:
-    """Do the jobs of a file as one rank of the process group. Return the exit code. Collective over
-    all processes."""
+    """Run the jobs of a file as one rank of the process group. Return the exit code. Collective
+    over all processes."""
     jobs = json.loads(file.read_text(encoding="utf-8"))
     out = Path(jobs["out"])
     screen = os.fdopen(os.dup(1), "w")
     log = os.open(out / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):  # libraries print to both
+    for stream in (1, 2):  # libraries print to both streams
         os.dup2(log, stream)
     configs = {key: build(as_texts(values)) for key, values in jobs["runs"].items()}
     names = {config.strategy for config in configs.values()}
@@ -81,7 +81,7 @@ def train_all(file: Path, build: Build) -> int:
             began = time.monotonic()
             if is_rank_0:
                 note(out, began=key)
-                print(f"\n{line}", flush=True)  # goes to the log
+                print(f"\n{line}", flush=True)  # this line goes to the log
             uses = {APART: _train_one_by_one, DEQUANTIZED: _train_dequantized}
             use = uses.get(key, _train)
             for _, results in harness.each_run(group, {key: config}, use, kept=kept):
@@ -104,7 +104,7 @@ def as_texts(values: Values) -> list[str]:
 
 
 def show(screen: TextIO, line: str) -> None:
-    """Print one line about a run, wrapped below its name."""
+    """Print one line about a run. Continuation lines are indented below the run's name."""
     print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 9), file=screen, flush=True)
 
 
@@ -125,7 +125,7 @@ def _train(run: harness.Run) -> Values:
     why = ""
     try:
         signum = trainer.run()
-    except UserError as error:  # raised on every rank, for example if the loss is not finite
+    except UserError as error:  # every rank raises it, for example if the loss is not finite
         signum = 0
         why = str(error)
     if run.topology.rank == 0:
@@ -146,7 +146,7 @@ def _train(run: harness.Run) -> Values:
 
 
 def _train_one_by_one(run: harness.Run) -> Values:
-    """Do `_train` with one packed record per row."""
+    """Call `_train` with one packed record per row."""
     if run.data.train.firsts is None:
         return {"not_packed": True}
     run.sampler = OneByOne(**asdict(run.sampler))
@@ -154,7 +154,8 @@ def _train_one_by_one(run: harness.Run) -> Values:
 
 
 def _train_dequantized(run: harness.Run) -> Values:
-    """Do `_train` with frozen matrices in the compute dtype that have the values of NF4 ones."""
+    """Call `_train` with dequantized matrices: frozen, in the compute dtype, with the values of
+    NF4."""
     from distributed_training.models.nf4 import replace_by_dequantized
 
     replace_by_dequantized(run.engine.parts)  # type: ignore[attr-defined]
@@ -163,51 +164,54 @@ def _train_dequantized(run: harness.Run) -> Values:
 
 def conclude(key: str, results: list[Any] | str, out: Path) -> Values:
     """Compare a run with the reference and remove its folder. Return its entry for parity.json.
-    `results` are from `harness.each_run`."""
+    `results`: from `harness.each_run`."""
     if isinstance(results, str):
         return {"verdict": "skipped", "why": results, "apart": {}, "mesh": None}
-    mine = results[0]
-    if mine.get("not_packed"):
+    entry = results[0]
+    if entry.get("not_packed"):
         return {"verdict": NOT_PACKED, "why": "", "apart": {}, "mesh": None}
     file = out / RUNS / f"{REFERENCE}.json"
-    if key == REFERENCE and not mine["why"]:  # later runs need its folder
-        file.write_text(json.dumps({REFERENCE: mine, AGAIN: {}}), encoding="utf-8")
-        return {"verdict": REFERENCE, "why": "", "apart": {}, **mine}
-    result = {"verdict": "failed", "why": mine["why"], "apart": {}, "mesh": mine["mesh"]}
-    if not mine["why"]:
-        known = json.loads(file.read_text(encoding="utf-8"))
-        result["apart"] = compare(mine, known[REFERENCE])
+    if key == REFERENCE and not entry["why"]:  # later runs need the folder of the reference
+        file.write_text(json.dumps({REFERENCE: entry, AGAIN: {}}), encoding="utf-8")
+        return {"verdict": REFERENCE, "why": "", "apart": {}, **entry}
+    result = {"verdict": "failed", "why": entry["why"], "apart": {}, "mesh": entry["mesh"]}
+    if not entry["why"]:
+        references = json.loads(file.read_text(encoding="utf-8"))
+        result["apart"] = compare(entry, references[REFERENCE])
         result["verdict"], result["why"] = AGAIN, ""
         if key == AGAIN:
-            file.write_text(json.dumps({**known, AGAIN: result["apart"]}), encoding="utf-8")
-        elif different_keys := differing([mine["work"], known[REFERENCE]["work"]]):
+            file.write_text(json.dumps({**references, AGAIN: result["apart"]}), encoding="utf-8")
+        elif different_keys := differing([entry["work"], references[REFERENCE]["work"]]):
             result["verdict"] = "other work"
             result["why"] = f"This layout has its own {' and '.join(different_keys)}."
         else:
-            result["verdict"], result["why"] = judge(result["apart"], known[AGAIN])
-    shutil.rmtree(mine["run_dir"], ignore_errors=True)
+            result["verdict"], result["why"] = judge(result["apart"], references[AGAIN])
+    shutil.rmtree(entry["run_dir"], ignore_errors=True)
     return result
 
 
-def compare(mine: Values, reference: Values) -> Apart:
+def compare(entry: Values, reference: Values) -> Differences:
     """Return the relative differences between two runs in losses, gradient norms and tensors."""
-    apart = {}
-    # LIMITS also has the weights, which have no figures.
-    figures = zip(LIMITS, mine["figures"], reference["figures"], strict=False)
-    for quantity, ours, theirs in figures:
-        apart[quantity] = {step: _apart(ours.get(step), theirs.get(step)) for step in ours | theirs}
-    apart["weights"] = _apart_in_state(Path(mine["run_dir"]), Path(reference["run_dir"]))
-    return apart
+    differences = {}
+    # LIMITS also contains the weights, for which there are no figures.
+    figures = zip(LIMITS, entry["figures"], reference["figures"], strict=False)
+    for quantity, values, reference_values in figures:
+        differences[quantity] = {
+            step: _relative_difference(values.get(step), reference_values.get(step))
+            for step in values | reference_values
+        }
+    differences["weights"] = _state_differences(Path(entry["run_dir"]), Path(reference["run_dir"]))
+    return differences
 
 
-def judge(apart: Apart, again: Apart) -> tuple[str, str]:
-    """Return the verdict on the differences `apart` from one process, and its reason. `again` holds
-    the differences between the two runs of one process."""
+def judge(apart: Differences, again: Differences) -> tuple[str, str]:
+    """Return the verdict on the differences `apart` from one process, and its reason. `again`: the
+    differences between the two runs of one process."""
     reasons = []
     for quantity, fixed_limit in LIMITS.items():
         differences = apart[quantity]
         rounding: Mapping[str, float] = again[quantity]
-        if quantity != "weights":  # all steps have the rounding of the worst step
+        if quantity != "weights":  # for all steps, use the rounding of the worst step
             rounding = dict.fromkeys(differences, max(again[quantity].values()))
         limits = {name: max(fixed_limit, SPREADS * rounding.get(name, 0.0)) for name in differences}
         worst = max(differences, key=lambda name: differences[name] / limits[name])
@@ -218,27 +222,30 @@ def judge(apart: Apart, again: Apart) -> tuple[str, str]:
     return ("differs" if reasons else OK), " ".join(reasons)
 
 
-def _apart(one: float | None, other: float | None) -> float:
-    """Return the relative difference of two figures. A missing figure (None) makes it infinite."""
-    if one is not None and other:
-        return abs(one - other) / other
-    return 0.0 if one == other else math.inf
+def _relative_difference(value: float | None, reference: float | None) -> float:
+    """Return the relative difference of `value` from `reference`. If one of them is missing (None),
+    the difference is infinite."""
+    if value is not None and reference:
+        return abs(value - reference) / reference
+    return 0.0 if value == reference else math.inf
 
 
-def _apart_in_state(ours_dir: Path, theirs_dir: Path) -> dict[str, float]:
+def _state_differences(run_dir: Path, reference_dir: Path) -> dict[str, float]:
     """Return the relative difference, by norm, of each tensor of the last checkpoints. The tensors
-    are the weights and the Adam moments, because Adam's steps hardly depend on the size of a
-    gradient. Checkpoints of all layouts have the same tensors."""
+    are weights and Adam moments. Adam moments are included because Adam's steps hardly depend on
+    the size of a gradient. Checkpoints of all layouts have the same tensors."""
     files = []
-    for run_dir in (ours_dir, theirs_dir):
-        (folder,) = list_checkpoints(run_dir)
+    for checkpoint_dir in (run_dir, reference_dir):
+        (folder,) = list_checkpoints(checkpoint_dir)
         files.append(TensorFiles(sorted(folder.glob("*.safetensors"))))
-    ours, theirs = files
-    names = sorted(ours.stored.keys() | theirs.stored.keys())
+    tensors, reference = files
+    names = sorted(tensors.stored.keys() | reference.stored.keys())
     # Tensors that only one checkpoint has keep an infinite difference.
     differences = {name: math.inf for name in names if name.startswith(STATE)}
-    for name in differences.keys() & ours.stored.keys() & theirs.stored.keys():
-        other = theirs.whole(name)
-        norm = max(float(torch.linalg.vector_norm(other)), 1e-30)  # never divide by 0
-        differences[name] = float(torch.linalg.vector_norm(ours.whole(name) - other)) / norm
+    for name in differences.keys() & tensors.stored.keys() & reference.stored.keys():
+        reference_tensor = reference.whole(name)
+        norm = max(float(torch.linalg.vector_norm(reference_tensor)), 1e-30)  # avoids division by 0
+        differences[name] = (
+            float(torch.linalg.vector_norm(tensors.whole(name) - reference_tensor)) / norm
+        )
     return differences

@@ -11,15 +11,15 @@ from distributed_training.settings.machine import Machine
 from distributed_training.settings.strategies import named_strategy
 from distributed_training.tools import compare
 
-REFERENCE, AGAIN = "reference", "rounding"  # keys and verdicts of the runs of one process
-# The key of the run of one process with packed records one by one, and its verdict if no records
-# are packed
+REFERENCE, AGAIN = "reference", "rounding"  # keys and verdicts of the two runs of one process
+# Key of the run of one process with packed records one by one, and its verdict if no records are
+# packed
 APART, NOT_PACKED = "one by one", "not packed"
-DEQUANTIZED = "dequantized"  # key of the run of one process with a base dequantized beforehand
+DEQUANTIZED = "dequantized"  # key of the run of one process with dequantized weights
 OK = "ok"
-# Each layout would draw different dropout masks.
+# Dropout is off, because each layout would draw different masks.
 ALWAYS: compare.Values = {"dropout": 0.0, "resume": None, "checkpoint_every": 2**31}
-# Defaults, which the user can override. 16 steps are enough for a GPU to replay a CUDA graph.
+# Defaults that the user can override. In 16 steps, a GPU also replays a CUDA graph.
 DEFAULTS: compare.Values = {**compare.QUIETLY, "max_steps": 16, "eval_samples": 8}
 PLAIN: compare.Values = {
     **OPEN, "strategy": "dp", "pipeline_schedule": AUTO, "compile": False, "cuda_graphs": False,
@@ -35,14 +35,13 @@ class Trial:
     name: str
     values: compare.Values
     num_processes: int
-    verdict: str = ""  # empty until the run has a result
+    verdict: str = ""  # "" until the run has a result
     why: str = ""
     apart: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
     mesh: dict[str, int] | None = None
-    about: compare.Values = field(
-        default_factory=dict
-    )  # the whole line of results; has CONFIG and steps
+    # The whole line of results, with CONFIG and steps
+    about: compare.Values = field(default_factory=dict)
 
     @property
     def is_layout(self) -> bool:
@@ -51,8 +50,8 @@ class Trial:
 
 
 def share_model(runs: Sequence[compare.Run], machine: Machine) -> None:
-    """Give all runs the "auto" model with the most blocks that one of them needs, and fp32 unless
-    CONFIG or the command line says otherwise."""
+    """Give all runs the same "auto" model, the one with the most blocks that any run needs, and
+    fp32 unless CONFIG or the command line sets the precision."""
     models = []
     for run in runs:
         if run.config is not None:
@@ -80,7 +79,7 @@ def layouts_of(runs: Sequence[compare.Run]) -> list[Trial]:
 
 def references_for(runs: Sequence[compare.Run]) -> list[Trial]:
     """Return the trials of one process with the same global batch and work as the layouts: the
-    reference, the same with another micro-batch size, and with one packed record per row."""
+    reference, the same with another micro-batch size, and one with one packed record per row."""
     first, config = next((run, run.config) for run in runs if run.config)
     shared_keys = compare.WORK | DEFAULTS.keys() | ALWAYS.keys() | {"precision"}
     shared = {name: value for name, value in first.values.items() if name in shared_keys} | PLAIN
