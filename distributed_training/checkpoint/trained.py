@@ -80,7 +80,7 @@ class Trained:
 
             quantize_matrices(model, weights, device)
         elif self.adapters:
-            weights = self.adapters.beside(weights, self.spec.size)
+            weights = self.adapters.trained_base(weights, self.spec.size)
         fill_parameters(model, weights, device)
         if self.adapters:
             self._check(fingerprint)

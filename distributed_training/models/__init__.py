@@ -1,10 +1,10 @@
-"""Models by name or by path, in one folder per family. No torch import.
+"""Find models by name or by path. There is one folder per model family. No torch import.
 
 A family is a package that exports `sizes`, `build`, `to_hf`, `to_config` and STORES_TRANSPOSED. The
-last three describe Hugging Face's format of its weights (see gpt2/). A family imports torch only
-inside functions, and it may be in any folder. `model` in CONFIG is the name of a size, the path of
-a Hugging Face folder, its name on the Hub, or the path of a family. `:size` after the path of a
-family selects another size than its first."""
+last three describe the Hugging Face format of its weights (see gpt2/). A family imports torch only
+inside functions, and its folder may be anywhere. `model` in CONFIG is the name of a size, the path
+of a Hugging Face folder, its name on the Hub, or the path of a family. `:size` after the path of a
+family selects a size other than its first."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ if TYPE_CHECKING:
 
     from distributed_training.models.decoder import Box, Decoder, Source
 
-OUTPUT_LAYER = "lm_head.weight"  # transformers' name in every family
+OUTPUT_LAYER = "lm_head.weight"  # name in transformers, the same in every family
 # Largest accepted values of a model's size
 _MAX_VALUES = {
     "num_heads": 2**14, "hidden_size": 2**20, "vocab_size": 2**24,
     "num_positions": 2**28, "block_parameters": 2**44,
 }  # fmt: skip
-HUB = "hub"  # the family that computes any decoder with transformers' code
+HUB = "hub"  # the family that runs any decoder with transformers' code
 HUB_PREFIX = f"{HUB}:"
 ALL = slice(None)
 FAMILIES = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 
 
-Line = tuple[float, float]  # (a, b) of the function a + b T, for samples of T tokens
+Line = tuple[float, float]  # (a, b) of the linear function a + b T, for samples of T tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
-    """Traced bytes per token of a block in bf16: kept for the backward pass, or read and written by
-    element-wise kernels."""
+    """Traced bytes per token of a block in bf16: bytes kept for the backward pass, and bytes that
+    element-wise kernels read and write."""
 
     attention_width: int  # numbers per token in all heads
-    fused: bool  # whether attention is one kernel, which skips masked tokens
+    fused: bool  # whether attention is one kernel that skips masked tokens
     kept_eager: Line
     kept_compiled: Line
-    kept_selective: Line  # if only results of matrices and attention are kept
+    kept_selective: Line  # if only results of matrix multiplications and attention are kept
     forward_eager: Line
     forward_compiled: Line
     backward_eager: Line
@@ -95,56 +95,61 @@ class ModelSize:
     num_layers: int
     num_heads: int
     hidden_size: int
-    # Shapes of the matrices in one block. tp splits them by rows and by columns alternately.
+    # Shapes of the matrices in one block. tp splits them alternately by rows and by columns.
     block_matrices: tuple[tuple[int, int], ...]
     block_parameters: int
-    block_parameters_split: int  # parameters that tp splits; each process holds the others whole
-    block_norm_parameters: int  # parameters that a process of tp uses on its own tokens
+    # Parameters that tp splits; each process has the other parameters whole
+    block_parameters_split: int
+    block_norm_parameters: int  # parameters that each process along tp applies to its own tokens
     final_norm_parameters: int
     position_parameters: int = 0  # parameters of the position embedding
     tied: bool = True  # whether the output layer shares the token embedding's weights
-    num_kv_heads: int | None = None  # groups of heads that share keys and values; None: no groups
-    mlp_units: int | None = None  # groups of hidden units that tp keeps together; None: no groups
-    block_tensors: int = 12  # number of parameter tensors of a block
-    # Names of the modules with `block_matrices`, in that order, for `lora_targets`
+    # Number of groups of heads that share keys and values; None if there are no groups
+    num_kv_heads: int | None = None
+    # Number of groups of hidden units that tp keeps together; None if there are no groups
+    mlp_units: int | None = None
+    block_tensors: int = 12  # number of parameter tensors in a block
+    # Names of the modules of `block_matrices`, in the same order, for `lora_targets`
     matrix_names: tuple[str, ...] = ("qkv", "attention_out", "mlp_in", "mlp_out")
     splits: bool = True  # whether tp and pp can split the model
     traced: Traced | None = None  # traced costs, which replace the formulas
-    packs: bool = True  # whether attention can keep packed records apart
-    kept_values: int = 0  # activations per token kept in a block, besides inputs of matrices
-    config: Any = None  # further settings that the family's modules need
+    packs: bool = True  # whether attention can separate packed records
+    kept_values: int = 0  # activations per token that a block keeps, besides the inputs of matrices
+    config: Any = None  # additional settings for the family's modules
 
     @property
     def attention_width(self) -> int:
-        """Numbers per token in all heads."""
+        """Return the numbers per token in all heads."""
         if self.traced is not None:
             return self.traced.attention_width
         return self.block_matrices[1][1]
 
     @property
     def values_in(self) -> int:
-        """Outputs per token of a block's matrices that tp splits by rows."""
+        """Return the outputs per token of the block's matrices that tp splits by rows."""
         return sum(rows for rows, _ in self.block_matrices[::2])
 
     @property
     def values_out(self) -> int:
-        """Inputs per token of a block's matrices that tp splits by columns."""
+        """Return the inputs per token of the block's matrices that tp splits by columns."""
         return sum(columns for _, columns in self.block_matrices[1::2])
 
     @property
     def padded_vocab_size(self) -> int:
-        """Number of rows of the embedding, including padding."""
-        # GPUs multiply multiples of 64 fastest. A multiple of 128 stays one if tp=2 splits it.
+        """Return the number of rows of the embedding, including padding."""
+        # GPUs multiply multiples of 64 fastest. Half of a multiple of 128, for tp=2, is still such
+        # a multiple.
         return -(-self.vocab_size // 128) * 128
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the token embedding. An output layer that is not tied to it has as many."""
+        """Return the number of parameters of the token embedding. An untied output layer has the
+        same number."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Exact parameter count. A tied embedding counts once."""
+        """Return the exact parameter count. A tied embedding counts once."""
         outside = self.embedding_parameters * (1 if self.tied else 2)
         outside += self.position_parameters + self.final_norm_parameters
         return outside + self.num_layers * self.block_parameters
@@ -164,17 +169,17 @@ class ModelSize:
         """Return (parameters of a block's adapters on each process of tp, how many of them are
         equal on all processes)."""
         names = self.adapted(targets)
-        held = shared = 0
+        per_process = shared = 0
         for index, (rows, columns) in enumerate(self.block_matrices):
             if self.matrix_names[index] in names:
                 split, common = (rows, columns) if index % 2 == 0 else (columns, rows)
                 shared += rank * common
-                held += rank * (common + split // tp)
-        return held, shared
+                per_process += rank * (common + split // tp)
+        return per_process, shared
 
     def num_learning(self, rank: int, targets: str | None) -> int:
-        """Return the number of trained parameters: those of adapters of this rank or, if it is 0,
-        all."""
+        """Return the number of trained parameters: those of adapters of rank `rank`, or all
+        parameters if `rank` is 0."""
         if rank == 0:
             return self.num_parameters
         return self.num_layers * self.count_adapters(rank, targets)[0]
@@ -191,29 +196,29 @@ class ModelSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """One model that can be trained."""
+    """Model that can be trained."""
 
     label: str  # short name, for folders and titles
     family: str  # name of a folder in this package, or the path of another folder
     size: ModelSize
-    hub_id: str | None = None  # name of published weights on the Hugging Face Hub
+    hub_id: str | None = None  # name of the published weights on the Hugging Face Hub
     weights_dir: Path | None = None  # Hugging Face folder that CONFIG names, if any
 
     def __post_init__(self) -> None:
-        # A plan is sent as JSON, which loses the class of the family's configuration.
-        # A family that is somebody's code is not imported for this.
+        # A plan is sent as JSON, which loses the class of the family's configuration. If a family
+        # is the user's own code, it is not imported for this.
         if isinstance(self.size.config, dict) and hasattr(self.code, "Config"):
             config = TypeAdapter(self.code.Config).validate_python(self.size.config)
             object.__setattr__(self, "size", replace(self.size, config=config))
 
     @property
     def path(self) -> str:
-        """The value of CONFIG's `model` that selects the model in `weights_dir`."""
+        """Return the value of CONFIG's `model` that selects the model in `weights_dir`."""
         return f"{HUB_PREFIX if self.family == HUB else ''}{self.weights_dir}"
 
     @property
     def code(self) -> Any:
-        """The family's package, imported when first used."""
+        """Return the family's package, which is imported on first use."""
         return _load(self.family)
 
     def build(self, *, dropout: float, seed: int, source: Source | None = None) -> Decoder:
@@ -234,14 +239,14 @@ class ModelSpec:
         return model
 
     def load(self, model: Decoder, folder: Path) -> None:
-        """Copy Hugging Face's weights in `folder` into `model`. Raises UserError if they do not
+        """Copy the Hugging Face weights in `folder` into `model`. Raises UserError if they do not
         fit."""
         read = self.weights_source(folder)
         for name, parameter in model.named_parameters():
             parameter.data.copy_(read(name, ()))
 
     def weights_source(self, folder: Path) -> Source:
-        """Return a source of Hugging Face's weights in `folder`, each in the dtype of its file.
+        """Return a source of the Hugging Face weights in `folder`, each in the dtype of its file.
         Padding of the vocabulary is 0. Raises UserError if the files do not fit this model."""
         import torch
 
@@ -249,16 +254,16 @@ class ModelSpec:
             parameters = dict(self.build(dropout=0.0, seed=0).named_parameters())
         pieces = self._match(parameters, folder)
 
-        def read(ours: str, box: Box) -> torch.Tensor:
-            shape = parameters[ours].shape
+        def read(our_name: str, box: Box) -> torch.Tensor:
+            shape = parameters[our_name].shape
             bounds: Any = zip_longest(box, shape, fillvalue=ALL)
             ranges = [part.indices(size) for part, size in bounds]
             first, stop, _ = ranges[0]
             columns = [slice(*bounds_of_dim) for bounds_of_dim in ranges[1:]]
-            # Index of our row for each of Hugging Face's rows
-            indices = self.code.to_hf(ours, torch.arange(shape[0], device="cpu"), self.size)
+            # For each of Hugging Face's rows, the index of our row
+            indices = self.code.to_hf(our_name, torch.arange(shape[0], device="cpu"), self.size)
             pieces_read = []  # (our rows, their values)
-            for rows, (tensor, transposed) in zip(indices.values(), pieces[ours], strict=True):
+            for rows, (tensor, transposed) in zip(indices.values(), pieces[our_name], strict=True):
                 rows = rows.flatten()
                 (inside,) = torch.where((rows >= first) & (rows < stop))
                 for run in consecutive(inside):
@@ -270,7 +275,7 @@ class ModelSpec:
                 rows, piece = pieces_read[0]
                 if torch.equal(rows, torch.arange(stop - first)):
                     return piece  # still mapped from the file, without a copy
-            dtypes = {TORCH_DTYPES[tensor.dtype] for tensor, _ in pieces[ours]}
+            dtypes = {TORCH_DTYPES[tensor.dtype] for tensor, _ in pieces[our_name]}
             dtype = getattr(torch, dtypes.pop() if len(dtypes) == 1 else "float32")
             sizes = [stop - start for start, stop, _ in ranges]
             values = torch.zeros(sizes, dtype=dtype, device="cpu")
@@ -283,27 +288,30 @@ class ModelSpec:
     def _match(
         self, parameters: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, list[tuple[Stored, bool]]]:
-        """Find the tensors in `folder` that make up each parameter, each with True if it is
+        """Return the tensors in `folder` that form each parameter, each with True if it is
         transposed. Raises UserError for tensors that are missing, unexpected, or of another
         shape."""
         what = f"weights {folder} do not fit {self.label}"
         stored = open_weights(folder)
         if (module_names := getattr(self.code, "module_names", None)) is not None:
-            stored = {new: stored[name] for name, new in module_names(stored, self.size).items()}
+            stored = {
+                new_name: stored[name] for name, new_name in module_names(stored, self.size).items()
+            }
         unexpected = set(stored)
         pieces: dict[str, list[tuple[Stored, bool]]] = {}
-        for ours, values in parameters.items():
+        for our_name, values in parameters.items():
             row_shape = values.shape[1:]
-            transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
-            pieces[ours] = []
-            for name, part in self.code.to_hf(ours, values, self.size).items():
+            transposed = self.code.STORES_TRANSPOSED and our_name.startswith("blocks.")
+            pieces[our_name] = []
+            for name, part in self.code.to_hf(our_name, values, self.size).items():
                 shape = [part.numel() // row_shape.numel(), *row_shape]
                 if transposed:
                     shape.reverse()
                 expected = name
-                if name not in stored:  # A model saved without its output layer has no prefix.
+                # A model that was saved without its output layer has no prefix
+                if name not in stored:
                     name = name.partition(".")[2]
-                if name not in stored and self.size.tied and ours.startswith("token_embedding"):
+                if name not in stored and self.size.tied and our_name.startswith("token_embedding"):
                     name = OUTPUT_LAYER
                 tensor = stored.get(name)
                 if tensor is None or tensor.shape != shape or tensor.dtype not in FLOATS:
@@ -312,7 +320,7 @@ class ModelSpec:
                         why = f"{expected} is {tensor.dtype} {tensor.shape}"
                     raise UserError(what, f"{why}, but it should be a float {shape}")
                 unexpected.discard(name)
-                pieces[ours].append((tensor, transposed))
+                pieces[our_name].append((tensor, transposed))
         if self.size.tied:
             unexpected.discard(OUTPUT_LAYER)
         if unexpected:
@@ -330,9 +338,9 @@ class ModelSpec:
         eos_token_id: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Write a model's weights, on the CPU, to a folder that transformers opens.
+        """Write a model's weights, on the CPU, to a folder that transformers can load.
 
-        `weights` may be a source, from which one parameter at a time is read. The file has `dtype`,
+        `weights` may be a source, from which one parameter is read at a time. The file has `dtype`,
         or fp32 if it is None. Raises RunError for numbers that are not finite in this dtype."""
         import torch
 
@@ -340,12 +348,14 @@ class ModelSpec:
         with torch.device("meta"):
             outline = self.build(dropout=0.0, seed=0)
         meta = {name: value.to(dtype) for name, value in outline.named_parameters()}
-        header = {name: rows for ours in meta for name, rows in self._stored(ours, meta[ours])}
+        header = {
+            name: rows for our_name in meta for name, rows in self._stored(our_name, meta[our_name])
+        }
 
         def converted() -> Iterator[torch.Tensor]:
-            for ours in meta:
-                values = weights(ours, ()) if callable(weights) else weights[ours]
-                for name, rows in self._stored(ours, values):
+            for our_name in meta:
+                values = weights(our_name, ()) if callable(weights) else weights[our_name]
+                for name, rows in self._stored(our_name, values):
                     written = rows.to(dtype)
                     if not all_finite(written):
                         what = f"{name} has numbers that are not finite in {name_of(dtype)}"
@@ -357,18 +367,18 @@ class ModelSpec:
         document = {**self.code.to_config(self.size, eos_token_id), "dtype": name_of(dtype)}
         (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
-    def _stored(self, ours: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of those in Hugging Face's files that our tensor `ours` consists
-        of."""
+    def _stored(self, our_name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) for each tensor in Hugging Face's files that our tensor `our_name`
+        contains."""
         file_name = getattr(self.code, "file_name", lambda name, size: name)
-        transposed = self.code.STORES_TRANSPOSED and ours.startswith("blocks.")
-        for name, part in self.code.to_hf(ours, values, self.size).items():
+        transposed = self.code.STORES_TRANSPOSED and our_name.startswith("blocks.")
+        for name, part in self.code.to_hf(our_name, values, self.size).items():
             rows = part.reshape(-1, *values.shape[1:])
             yield file_name(name, self.size), rows.t() if transposed else rows
 
     def name_rows(self, matrix: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Divide `rows`, one per row of our matrix, among Hugging Face's matrices, by their
-        names."""
+        """Divide `rows`, one per row of our matrix, among Hugging Face's matrices. Return the rows
+        by the names of those matrices."""
         tensors = self.code.to_hf(f"{matrix}.weight", rows, self.size).items()
         row_shape = rows.shape[1:]
         return {
@@ -376,17 +386,17 @@ class ModelSpec:
         }
 
     def check_weights(self, folder: Path) -> None:
-        """Raise UserError unless `folder` holds readable weights that fit this model. This loads no
-        weights."""
+        """Raise UserError unless `folder` has readable weights that fit this model. No weights are
+        loaded."""
         if not (folder / CONFIG_FILE).is_file():
             what = f"weights={str(folder)!r} is not a Hugging Face model folder"
             fix = "use an earlier run's hf/ folder, or set model to the name of a published model"
             raise UserError(what, "it has no config.json", fix)
         (size,) = self.code.sizes(folder).values()
         for name in (field.name for field in fields(ModelSize)):
-            theirs, ours = getattr(size, name), getattr(self.size, name)
-            if theirs != ours:
-                what = f"weights {folder} have {name}={theirs}, but the model has {ours}"
+            stored_value, own_value = getattr(size, name), getattr(self.size, name)
+            if stored_value != own_value:
+                what = f"weights {folder} have {name}={stored_value}, but the model has {own_value}"
                 raise UserError(what, fix=f"set model to {shown(str(folder))}")
         require_weights(folder)
         read_generation_config(folder)  # An export keeps its values, so it must be readable.
@@ -397,7 +407,7 @@ class ModelSpec:
 
 
 def consecutive(numbers: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Cut ascending numbers into runs without gaps."""
+    """Split ascending numbers into runs without gaps."""
     import torch
 
     (breaks,) = torch.where(numbers.diff() != 1)
@@ -420,9 +430,9 @@ def write_tensors(
     file: Path,
     metadata: dict[str, str],
 ) -> None:
-    """Write `tensors` to a safetensors file, with one in memory at a time.
+    """Write `tensors` to a safetensors file, with only one tensor in memory at a time.
 
-    `outline` has their names, shapes and dtypes, in the same order, and may be on "meta". The
+    `outline` has their names, shapes and dtypes in the same order, and may be on "meta". The
     library's own function would need all tensors at once."""
     import torch
 
@@ -438,7 +448,8 @@ def write_tensors(
         }
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.unlink(missing_ok=True)  # A process may have mapped the old file into memory.
+    # A process may have mapped the old file into memory, so do not overwrite it.
+    file.unlink(missing_ok=True)
     with open(file, "wb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
         for part, expected in zip(tensors, outline.values(), strict=True):
@@ -461,7 +472,8 @@ def find_model(name: str) -> ModelSpec:
     # The prefix "hub:" selects transformers' code even if a family of this suite has the model.
     is_native = not name.startswith(HUB_PREFIX)
     name = name.removeprefix(HUB_PREFIX)
-    expand_home("model", name)  # A name from a plan.json may not be usable as a path.
+    # Raises if a name, such as one from a plan.json, cannot be used as a path
+    expand_home("model", name)
     is_hub = "/" in name and is_repo_id(name) and not Path(name).exists()
     hub_id = name if is_hub else None
     folder = _fetch_config(name) if hub_id else Path(name).resolve()
@@ -483,23 +495,23 @@ def find_model(name: str) -> ModelSpec:
         raise UserError(what, "adapters are not a model without their base", fix)
     path, _, chosen = name.partition(":")
     folder = Path(path).resolve()
-    wanted = name
+    full_name = name
     if (folder / "__init__.py").is_file():
         sizes = _load(str(folder)).sizes()
         label = chosen or next(iter(sizes))
         if label in sizes:
             return ModelSpec(label=label, family=str(folder), size=sizes[label])
         names = [f"{folder}:{size}" for size in sizes]
-        wanted = f"{folder}:{label}"
+        full_name = f"{folder}:{label}"
     why = f"it must be {', '.join(names)}, 'auto', a name on the Hub, or a folder with "
     why += "config.json or __init__.py"
-    raise UserError(f"model={shown(name)} is not accepted", why, did_you_mean(wanted, names))
+    raise UserError(f"model={shown(name)} is not accepted", why, did_you_mean(full_name, names))
 
 
 def _read_size(folder: Path, native: str | None) -> tuple[str, ModelSize]:
-    """Return (family, size) of the model in `folder`: its `native` family or, for models and
-    options that it does not support, the family that uses transformers' code. Raises UserError if
-    neither supports the model."""
+    """Return (family, size) of the model in `folder`. This is its `native` family or, for models
+    and options that it does not support, the family that uses transformers' code. Raises UserError
+    if neither supports the model."""
     refusal: UserError | None = None
     for family in filter(None, (native, HUB)):
         try:
@@ -513,7 +525,8 @@ def _read_size(folder: Path, native: str | None) -> tuple[str, ModelSize]:
 
 
 def _refuse_absurd(size: ModelSize, folder: Path) -> None:
-    """Raise UserError for sizes far beyond any model's, which could take hours to plan."""
+    """Raise UserError for sizes far beyond those of real models, because planning them could take
+    hours."""
     for name, limit in _MAX_VALUES.items():
         if (count := getattr(size, name)) > limit:
             what = f"{folder}: {name} {count} is more than any model has"
@@ -535,7 +548,7 @@ def _load(family: str) -> Any:
         return importlib.import_module(f"{__name__}.{family}")
     module = load_code(Path(family, "__init__.py"), f"the model family {family}")
     required = ("sizes", "build", "to_hf", "to_config", "STORES_TRANSPOSED")
-    if missing := [name for name in required if not hasattr(module, name)]:
-        what = f"the model family {family} does not export {', '.join(missing)}"
+    if absent := [name for name in required if not hasattr(module, name)]:
+        what = f"the model family {family} does not export {', '.join(absent)}"
         raise UserError(what, fix="add these, as CONTRIBUTING.md describes")
     return module

@@ -1,4 +1,4 @@
-"""Folders of PEFT with LoRA adapters: their config, and the folder of their base. No torch
+"""Read PEFT folders with LoRA adapters: their config, and the folder of their base. No torch
 import."""
 
 from pathlib import Path
@@ -14,9 +14,9 @@ from distributed_training.settings.files import expand_home, load_json, parse_as
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _FIX = "use plain LoRA adapters, or merge them with PEFT first"
-# Ways to initialize A and B that do not change the base weights
+# Ways to initialize A and B that leave the base weights unchanged
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
-# Keys that do not change the function of trained adapters
+# Keys that do not affect the function of trained adapters
 _IGNORED_KEYS = {
     "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out",
     "init_lora_weights", "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
@@ -24,7 +24,7 @@ _IGNORED_KEYS = {
 
 
 class AdapterConfig(BaseModel, strict=True):
-    """The keys of an adapter_config.json that change what is computed."""
+    """Keys of an adapter_config.json that affect the computation."""
 
     peft_type: Literal["LORA"]
     base_model_name_or_path: str
@@ -38,7 +38,7 @@ class AdapterConfig(BaseModel, strict=True):
 
     @property
     def scale(self) -> float:
-        """Factor of B A, which is added to the base weights."""
+        """Return the factor of B A, which is added to the base weights."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
@@ -48,7 +48,8 @@ def read_adapters(folder: Path) -> AdapterConfig:
     file = folder / ADAPTER_CONFIG
     document: dict[str, Any] = load_json(file, "adapters")
     config = parse_as(AdapterConfig, document, str(file), _FIX)
-    expand_home("base_model_name_or_path", config.base_model_name_or_path)  # raises if unusable
+    # Raises if the path is unusable
+    expand_home("base_model_name_or_path", config.base_model_name_or_path)
     initial = document.get("init_lora_weights", True)
     if initial not in _INITIAL:
         what = f"{file}: init_lora_weights={shown(initial)} is not supported"
@@ -64,13 +65,13 @@ def read_adapters(folder: Path) -> AdapterConfig:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds adapters."""
+    """Return whether a folder contains adapters."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def base_folder(folder: Path) -> Path:
-    """Return `folder` or, if it holds adapters, the folder of their base weights. Raises UserError
-    if the base is not available."""
+    """Return `folder` or, if it contains adapters, the folder of their base weights. Raises
+    UserError if the base is not available."""
     if not is_adapter(folder):
         return folder
     name = read_adapters(folder).base_model_name_or_path

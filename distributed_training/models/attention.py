@@ -1,8 +1,9 @@
-"""Attention, the same function for every model, and the documents that limit it.
+"""Define attention, the same function for every model, and the documents that limit it.
 
-A block of packed records holds several documents. Each is computed as if it were alone: positions
-restart, and a token attends to earlier tokens of its own document only. Letters as in decoder.py; H
-heads, G heads of keys and values (H is a multiple of G), K numbers per head, S keys."""
+A block of packed records contains several documents. Each is computed as if it were alone:
+positions restart, and a token attends only to earlier tokens of its own document. Letters are as in
+decoder.py, and there are H heads, G heads of keys and values (H is a multiple of G), K numbers per
+head and S keys."""
 
 import inspect
 from collections.abc import Mapping
@@ -16,8 +17,10 @@ if torch.backends.cuda.is_built():  # Importing the kernel takes seconds, and on
     from torch.nn.attention.varlen import varlen_attn
 
     _PARAMETERS = inspect.signature(varlen_attn).parameters
-_GROUPS = "enable_gqa" in _PARAMETERS  # False in torch 2.11: keys need as many heads as queries
-_WINDOWS = "window_size" in _PARAMETERS  # newer versions take it instead of is_causal
+# False in torch 2.11, where keys need as many heads as queries
+_GROUPS = "enable_gqa" in _PARAMETERS
+# True in newer versions, which have this argument instead of is_causal
+_WINDOWS = "window_size" in _PARAMETERS
 # FlashAttention's kernels accept head sizes that are multiples of 8, up to this size.
 _LARGEST_HEAD = 256
 
@@ -25,7 +28,7 @@ _LARGEST_HEAD = 256
 class Documents(NamedTuple):
     """Boundaries of the documents in a micro-batch, computed once for all blocks of a model.
 
-    Padding counts as a document of its own. Either `ends` or `mask` limits attention."""
+    Padding counts as a separate document. Either `ends` or `mask` limits attention."""
 
     positions: torch.Tensor  # position of each token in its document, int64 [B, T]
     ends: torch.Tensor | None = None  # 0 and the ends of all documents in B T tokens, int32
@@ -40,11 +43,11 @@ def describe_documents(
     head_size: int,
     dropout: float,
 ) -> Documents:
-    """Describe documents from `Samples.batch`: positions [B, T], and ends [B, E] of the documents
-    in each sample, padded with T.
+    """Return the documents of a micro-batch from `Samples.batch`: positions [B, T], and ends [B, E]
+    of the documents in each sample, padded with T.
 
     On a GPU in bf16 without dropout, attention uses a kernel that reads the ends. In all other
-    cases, a mask of B T^2 numbers in the `dtype` of the queries is built, which all blocks
+    cases, this builds a mask of B T^2 numbers in the `dtype` of the queries, which all blocks
     share."""
     batch, seq_len = positions.shape
     fits = head_size % 8 == 0 and head_size <= _LARGEST_HEAD
@@ -56,8 +59,8 @@ def describe_documents(
 
 
 def mask_documents(positions: torch.Tensor, dtype: torch.dtype) -> Documents:
-    """Describe documents by a mask in `dtype`, built from each token's position in its document,
-    int64 [B, T]."""
+    """Return documents with a mask in `dtype`. The mask is built from each token's position in its
+    document, int64 [B, T]."""
     indices = torch.arange(positions.shape[1], device=positions.device)
     starts = indices - positions
     same_document = starts[:, :, None] == starts[:, None, :]
@@ -76,15 +79,16 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Compute attention of q [B, H, T, K] to k and v, each [B, G, S, K] -> [B, T, H, K].
+    """Return the attention of q [B, H, T, K] to k and v, each [B, G, S, K], as [B, T, H, K].
 
-    With `documents`, tokens attend only within their document. `dropout` is the share of attention
-    weights to drop. `scale` multiplies q k^T, by default K^(-1/2)."""
+    With `documents`, tokens attend only within their document. `dropout` is the fraction of
+    attention weights to drop. `scale` multiplies q k^T, by default K^(-1/2)."""
     if documents is not None and documents.ends is not None:
         return _attend_in_documents(q, k, v, documents.ends, scale)
     mask = None if documents is None else documents.mask
     grouped = k.shape[1] < q.shape[1]
-    # On CUDA, the kernels for fp32, for older GPUs and with a mask do not support grouped heads.
+    # On CUDA, some kernels do not support grouped heads: those for fp32, for older GPUs and with a
+    # mask.
     if grouped and q.is_cuda and (q.dtype is not torch.bfloat16 or mask is not None):
         k, v = _repeat_heads(q, k, v)
         grouped = False
@@ -93,9 +97,9 @@ def attend(
         enable_gqa=grouped, scale=scale,
     )  # fmt: skip
     # The result is made contiguous so that its gradient always has the same strides. cuDNN's
-    # backward pass (torch 2.11) reuses the strides of the first gradient with these shapes, so a
-    # compiled step after an eager one in the same process would compute wrong gradients. This costs
-    # nothing if q is a view of [B, T, H, K].
+    # backward pass (torch 2.11) reuses the strides of the first gradient with these shapes. A
+    # compiled step after an eager one in the same process would therefore compute wrong gradients.
+    # The copy costs nothing if q is a view of [B, T, H, K].
     return y.transpose(1, 2).contiguous()
 
 
@@ -118,7 +122,7 @@ def _attend_in_documents(
 def _repeat_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return k and v with each head repeated, so that they have as many heads as q."""
+    """Return k and v with each head repeated, so that their number of heads equals that of q."""
     times = q.shape[1] // k.shape[1]
     k = k[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
     v = v[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)

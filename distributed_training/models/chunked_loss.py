@@ -1,4 +1,4 @@
-"""The loss in chunks, so that only the logits of some tokens are in memory at a time.
+"""Compute the loss in chunks, so that only the logits of some tokens are in memory at a time.
 
 The letters in shapes are those of decoder.py, with N = B T tokens and R processes that split the
 vocabulary."""
@@ -13,14 +13,14 @@ from distributed_training.models.decoder import limit
 
 
 class GatherFirst(Protocol):
-    """Function that all-gathers a tensor along a dimension over a process group, also in compiled
-    code."""
+    """Function that all-gathers a tensor along a dimension over a process group, including in
+    compiled code."""
 
     def __call__(self, tensor: torch.Tensor, gather_dim: int, group: Any) -> torch.Tensor: ...
 
 
 class Split(NamedTuple):
-    """Range of the vocabulary's rows that one process of a group holds."""
+    """Range of the vocabulary's rows that one process of a group has."""
 
     first: int  # token id of the first row
     group: Any
@@ -31,11 +31,10 @@ class ChunkedCrossEntropy:
     """Cross entropy like `summed_cross_entropy`, computed for at most `tokens` tokens at a time.
 
     The forward pass also computes the gradients of the hidden states [B, T, D] and of the output
-    rows [P, D], because the logits are not kept for a later backward pass. Each gradient has the
-    dtype of its tensor. The gradient of the rows is accumulated over chunks inside the matrix
+    rows [P, D], because the logits are not kept for the backward pass. Each gradient has the dtype
+    of its tensor. The gradient of the rows is accumulated over chunks inside the matrix
     multiplications. The caller must not be compiled, because torch.compile would move the gradients
-    back to the backward pass.
-    """
+    back to the backward pass."""
 
     def __init__(self, tokens: int, *, compiled: bool) -> None:
         self.tokens = tokens
@@ -54,10 +53,11 @@ class ChunkedCrossEntropy:
     ) -> torch.Tensor:
         """Return the summed loss, an fp32 scalar, of hidden states `x` [B, T, D].
 
-        With a `split`, `weight` holds this process's rows, [P / R, D], and the gradient of `x` must
-        be summed over the group. `cap` limits the logits (`decoder.limit`)."""
+        With a `split`, `weight` contains this process's rows, [P / R, D], and the gradient of `x`
+        must be summed over the group. `cap` limits the logits (`decoder.limit`)."""
         if not torch.is_grad_enabled():
-            x, weight = x.detach(), weight.detach()  # forward then skips the gradients
+            # Detached, because the forward pass then skips the gradients
+            x, weight = x.detach(), weight.detach()
         return _Chunked.apply(x, weight, targets, vocab_size, split, cap, self.tokens, self.compute)
 
 
@@ -76,7 +76,7 @@ class _Chunked(torch.autograd.Function):
         for index, (chunk, chunk_targets) in enumerate(pairs):
             logits = F.linear(chunk, weight)
             total += compute(logits, chunk_targets, vocab_size, split, cap)
-            grad_logits = logits  # `compute` wrote the gradient over the logits.
+            grad_logits = logits  # `compute` has overwritten the logits with the gradient.
             if grad_x is not None:
                 grad_chunk = grad_x[index * tokens : index * tokens + len(chunk)]
                 torch.mm(grad_logits, weight, out=grad_chunk)
@@ -84,13 +84,13 @@ class _Chunked(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), chunk)
             elif needs_weight:
                 grad_weight = grad_logits.t() @ chunk
-            del logits, grad_logits  # before the next chunk's logits are allocated
+            del logits, grad_logits  # frees them before the next chunk's logits are allocated
         ctx.save_for_backward(None if grad_x is None else grad_x.view_as(x), grad_weight)
         return total
 
     @staticmethod
     def backward(ctx, scale):  # type: ignore[no-untyped-def]
-        # Scaling in place is safe: autograd releases saved tensors after this pass, and a second
+        # Scaling in place is safe. Autograd releases saved tensors after this pass, and a second
         # backward pass is an error.
         gradients = [grad if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
         return *gradients, None, None, None, None, None, None
@@ -103,8 +103,8 @@ def loss_and_gradient(
     split: Split | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """Return the summed loss, an fp32 scalar, of logits [N, P / R] and targets [N], and overwrite
-    the logits with its gradient. With a `split`, this all-gathers two fp32 numbers per token over
+    """Return the summed loss, an fp32 scalar, of logits [N, P / R] and targets [N]. The logits are
+    overwritten with its gradient. With a `split`, this all-gathers two fp32 numbers per token over
     the group."""
     first = 0 if split is None else split.first
     columns = first + torch.arange(logits.shape[1], device=logits.device)

@@ -1,5 +1,5 @@
-"""A folder's config.json as transformers reads it. An answer from the cache needs no torch
-import."""
+"""Read a folder's config.json as transformers reads it. If the answer is in the cache, torch is not
+imported."""
 
 import contextlib
 import functools
@@ -31,8 +31,8 @@ _MAX_COUNTS = {
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the values of a folder's config.json, completed with transformers' defaults.
 
-    Keys are in transformers' newest form. For example, older names of `rope_parameters` are
-    replaced. No code in the folder runs. Raises UserError if transformers refuses the file."""
+    Keys have transformers' newest form. For example, older names of `rope_parameters` are replaced.
+    No code in the folder runs. Raises UserError if transformers refuses the file."""
     file = folder / CONFIG_FILE
     document = load_json(file, "model")
     if not isinstance(document, dict):
@@ -46,11 +46,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         except ValueError:
             what = f"{file}: {key}={shown(value)} is not accepted"
             raise UserError(what, "its numbers must be finite") from None
-    for key, most in _MAX_COUNTS.items():
+    for key, limit in _MAX_COUNTS.items():
         count = document.get(key)
-        if isinstance(count, int) and count > most:
+        if isinstance(count, int) and count > limit:
             raise UserError(
-                f"{file}: {key}={count} is not accepted", f"at most {most:,} are supported"
+                f"{file}: {key}={count} is not accepted", f"at most {limit:,} are supported"
             )
     values = json.loads(_read_with_transformers(json.dumps(document, sort_keys=True), folder))
     rope = values.get("rope_parameters") or {}
@@ -99,7 +99,7 @@ def _read_with_transformers(text: str, folder: Path) -> str:
         transformers.logging.set_verbosity_error()
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         answer = json.dumps(config.to_dict())
-    except Exception as error:  # transformers raises anything for a wrong value
+    except Exception as error:  # transformers may raise anything for a wrong value
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = f"{type(error).__name__}: {shown(' '.join(lines))[1:-1]}"
         if json.loads(text).get("auto_map"):  # transformers would advise to run it.
@@ -110,10 +110,10 @@ def _read_with_transformers(text: str, folder: Path) -> str:
 
 
 def keep_answer(answer: str, cached: Path) -> None:
-    """Write `answer` to a file of the user's cache, atomically. Do nothing if the cache cannot be
-    written."""
+    """Write `answer` to a file of the user's cache, atomically. If the cache is not writable, do
+    nothing."""
     with contextlib.suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as new:
-            new.write(answer)
-        os.replace(new.name, cached)
+        with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as new_file:
+            new_file.write(answer)
+        os.replace(new_file.name, cached)

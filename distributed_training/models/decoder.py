@@ -1,4 +1,4 @@
-"""The frame of a decoder-only language model, which a family fills with its blocks.
+"""Define the frame of a decoder-only language model. A family fills the frame with its blocks.
 
 The letters in shapes are B batch, T tokens, D hidden, V vocabulary, P padded vocabulary."""
 
@@ -49,9 +49,9 @@ _ROLES: dict[str, Role] = {
 class Linear(nn.Linear):
     """nn.Linear that computes in the dtype of its input.
 
-    fp32 weights are rounded when they are used, and their gradients arrive in fp32, so that all
-    strategies compute the same. A block must call each of its linear layers exactly once, with
-    [B, T, features], because parallel/zero_bubble.py relies on that."""
+    fp32 weights are rounded when they are used, and their gradients arrive in fp32, so all
+    strategies compute the same. A block must call each of its linear layers exactly once, with [B,
+    T, features], because parallel/zero_bubble.py relies on this."""
 
     # False under row-parallel tp, where the bias is added after the sum over processes
     adds_bias = True
@@ -79,32 +79,33 @@ class Linear(nn.Linear):
 
 
 class Past:
-    """Cache of the keys and values of all tokens that a whole model has seen."""
+    """Cache of the keys and values of all tokens that a whole model has processed."""
 
     def __init__(self) -> None:
         self.length = 0
-        self.cache: Any = None  # cache of a model from transformers
-        self._kept: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
+        self.cache: Any = None  # cache of a model that uses transformers' code
+        self._by_block: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
 
-    def add(self, block: nn.Module, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Append `new` keys and values of a block and return those of all tokens, each [B, H, T,
-        K]."""
-        if block in self._kept:
-            new = tuple(torch.cat(pair, dim=2) for pair in zip(self._kept[block], new, strict=True))
-        self._kept[block] = new
-        return self._kept[block]
+    def add(self, block: nn.Module, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Append new keys and values of a block. Return those of all tokens, each [B, H, T, K]."""
+        if block in self._by_block:
+            tensors = tuple(
+                torch.cat(pair, dim=2) for pair in zip(self._by_block[block], tensors, strict=True)
+            )
+        self._by_block[block] = tensors
+        return self._by_block[block]
 
 
 class Block(nn.Module):
     """Pre-norm transformer block: causal attention, then an MLP.
 
     A family's __init__ sets norm_1, qkv, attention_out, norm_2, mlp_in and mlp_out, in the order of
-    its parameters."""
+    the family's parameters."""
 
     norm_1: nn.Module
     attention_out: Linear
     norm_2: nn.Module
-    # x [B, T, D], `Positions` -> q, k, v, each [B, H, T, K]. k and v may have fewer heads.
+    # x [B, T, D], `Positions` -> q, k, v, each [B, H, T, K]; k and v may have fewer heads
     heads: Callable[..., Sequence[torch.Tensor]]
     mlp: Callable[..., torch.Tensor]  # [B, T, D] -> [B, T, D]
 
@@ -115,7 +116,7 @@ class Block(nn.Module):
     def forward(
         self, x: torch.Tensor, past: Past | None = None, documents: Documents | None = None
     ) -> torch.Tensor:
-        """Apply the block to hidden states, [B, T, D] -> [B, T, D]."""
+        """Return the block's output for hidden states, [B, T, D] -> [B, T, D]."""
         y = self.attention(self.norm_1(x), past, documents)
         x = x + F.dropout(y, self.dropout, self.training)
         return x + F.dropout(self.mlp(self.norm_2(x)), self.dropout, self.training)
@@ -123,8 +124,8 @@ class Block(nn.Module):
     def attention(
         self, x: torch.Tensor, past: Past | None = None, documents: Documents | None = None
     ) -> torch.Tensor:
-        """Apply causal self-attention, [B, T, D] -> [B, T, D]. With `documents`, tokens attend only
-        within their document."""
+        """Return causal self-attention, [B, T, D] -> [B, T, D]. With `documents`, tokens attend
+        only within their document."""
         start = past.length if past is not None else 0
         q, k, v = self.heads(x, start if documents is None else documents.positions)
         if past is not None:
@@ -137,30 +138,31 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm and output layer of a whole model or a pipeline stage.
 
-    A family's __init__ sets the modules below, and those that `place` needs, in the order of its
-    parameters. The first stage holds the modules set before the blocks, the last stage those set
-    after. The embedding has `size.padded_vocab_size` rows, and padding is removed from the logits,
-    or masked, before they are used."""
+    A family's __init__ sets the modules below, and those that `place` needs, in the order of the
+    family's parameters. The first stage has the modules set before the blocks, and the last stage
+    those set after. The embedding has `size.padded_vocab_size` rows. Padding is removed from the
+    logits or masked before they are used."""
 
     # Patterns of module names -> role, in addition to _ROLES
     roles: ClassVar[dict[str, Role]] = {}
     token_embedding: nn.Embedding
     blocks: nn.ModuleDict
     norm_out: nn.Module
-    output_rows: nn.Embedding  # output layer, a table like the embedding, [P, D]; unless tied
+    # Output layer, a table [P, D] like the embedding; set only if it is not tied
+    output_rows: nn.Embedding
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__()
         self.size = size
         self.dropout = dropout
         self.is_first = self.is_last = True
-        # Dtype of the residuals; None: the dtype of the parameters
+        # Dtype of the residuals; None for the dtype of the parameters
         self.compute_dtype: torch.dtype | None = None
-        # Fills parameters on the device "meta" with initial values (fill_parameters)
+        # Function that fills parameters on the device "meta" with initial values (fill_parameters)
         self.fill: Callable[..., None] | None = None
-        # Adapters of all blocks from which training continues (peft.py); {}: new adapters
+        # Adapters of all blocks from which training continues (peft.py); {} for new adapters
         self.initial_adapters: Mapping[str, torch.Tensor] = {}
-        # The functions after the last norm, which may be compiled or replaced
+        # Functions after the last norm, which may be compiled or replaced
         self.loss: Callable[..., torch.Tensor] = summed_cross_entropy
         self.project: Callable[..., torch.Tensor] = project_to_vocabulary
 
@@ -176,7 +178,7 @@ class Decoder(nn.Module):
 
         The loss is an fp32 sum over targets [B, T] other than IGNORE_INDEX; targets[:, t] is the
         token after x[:, t]. With a `past`, the ids continue it and are added to it. `positions` and
-        `ends` describe packed records, as in `Samples.batch`. All stages except the first take
+        `ends` describe packed records, as in `Samples.batch`. All stages except the first accept
         hidden states [B, T, D], and all except the last return them."""
         x = self.hidden(x, positions, ends, past)
         return self.leave(x, targets) if self.is_last else x
@@ -188,7 +190,8 @@ class Decoder(nn.Module):
         ends: torch.Tensor | None = None,
         past: Past | None = None,
     ) -> torch.Tensor:
-        """Run the blocks of a stage on token ids [B, T] or hidden states [B, T, D] -> [B, T, D]."""
+        """Return the output of a stage's blocks for token ids [B, T] or hidden states [B, T, D], as
+        [B, T, D]."""
         options: dict[str, Any] = {} if past is None else {"past": past}
         if self.is_first:
             start = past.length if past else 0
@@ -203,7 +206,7 @@ class Decoder(nn.Module):
 
     @property
     def describe(self) -> Callable[[torch.Tensor, torch.Tensor], Documents]:
-        """Function that describes packed documents in the form that this model's attention
+        """Return a function that describes packed documents in the form that this model's attention
         needs."""
         return functools.partial(
             describe_documents,
@@ -213,12 +216,12 @@ class Decoder(nn.Module):
         )
 
     def enter(self, ids: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
-        """Embed token ids at `positions`, [B, T] -> [B, T, D]."""
+        """Return the embeddings of token ids at `positions`, [B, T] -> [B, T, D]."""
         return self.place(self.token_embedding(ids), positions)
 
     def leave(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the final norm and the output layer, [B, T, D] -> logits [B, T, V]. With targets
-        [B, T], return the summed loss."""
+        [B, T], return the summed loss instead."""
         x = self.norm_out(x)
         weight = self.output_weight.to(x.dtype)
         if targets is None:
@@ -226,41 +229,41 @@ class Decoder(nn.Module):
         return self.loss(x, weight, targets, self.size.vocab_size)
 
     def place(self, x: torch.Tensor, positions: Positions = 0) -> torch.Tensor:
-        """Complete the embeddings of tokens at `positions` with casts and dropout, [B, T, D] ->
-        [B, T, D]. Families with learned positions add them here."""
+        """Return the embeddings of tokens at `positions` after casts and dropout, [B, T, D] -> [B,
+        T, D]. Families with learned positions add them here."""
         return F.dropout(x.to(self.compute_dtype or x.dtype), self.dropout, self.training)
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """Weight of the output layer, [P, D]. The last stage has it and, if it is tied, the
-        first."""
+        """Return the weight of the output layer, [P, D]. The last stage has it. If it is tied, the
+        first stage also has it."""
         return self.token_embedding.weight if self.size.tied else self.output_rows.weight
 
     def stage(self, blocks: range) -> "Decoder":
-        """Return a stage with a range of blocks, under the names of the whole model.
+        """Return a stage with a range of blocks. Parameters keep their names in the whole model.
 
         The first and last stage include the modules before and after the blocks. The stage shares
         modules with this model, except that a last stage gets a copy of a tied embedding."""
         part = copy.copy(self)
-        nn.Module.__init__(part)  # removes modules and hooks
+        nn.Module.__init__(part)  # the new stage starts without modules and hooks
         part.is_first = blocks.start == 0
         part.is_last = blocks.stop == self.size.num_layers
         modules = list(self.named_children())
         index = modules.index(("blocks", self.blocks))
-        before = modules[:index] if part.is_first else []
-        for name, module in before:
+        first_modules = modules[:index] if part.is_first else []
+        for name, module in first_modules:
             setattr(part, name, module)
         part.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in blocks})
         if part.is_last and self.size.tied and not part.is_first:
             weight = self.token_embedding.weight.detach().clone()
             part.token_embedding = nn.Embedding.from_pretrained(weight, freeze=False)
-        after = modules[index + 1 :] if part.is_last else []
-        for name, module in after:
+        last_modules = modules[index + 1 :] if part.is_last else []
+        for name, module in last_modules:
             setattr(part, name, module)
         return part
 
     def find_roles(self) -> dict[str, Role]:
-        """Return the role in tensor parallelism of each module of this model or stage, by its
+        """Return the role of each module of this model or stage in tensor parallelism, by module
         name."""
         return {
             name: role
@@ -270,11 +273,12 @@ class Decoder(nn.Module):
         }
 
     def random_source(self, seed: int, device: torch.device, *, hashed: bool) -> "Source":
-        """Return a source of random weights that depend only on `seed`. See `random_source`."""
+        """Return a source of random weights that depend only on `seed`. See the function
+        `random_source`."""
         return random_source(self, seed, device, hashed=hashed)
 
     def vocabulary_parameters(self) -> list[str]:
-        """Names of parameters with one row for each token, `padded_vocab_size` of them."""
+        """Return the names of parameters that have `padded_vocab_size` rows, one per token."""
         roles = self.find_roles().items()
         return [f"{name}.weight" for name, role in roles if role == "vocabulary"]
 
@@ -282,13 +286,13 @@ class Decoder(nn.Module):
 def project_to_vocabulary(
     x: torch.Tensor, weight: torch.Tensor, vocab_size: int, cap: float = 0.0
 ) -> torch.Tensor:
-    """Return logits [B, T, V], between -cap and cap, from hidden states [B, T, D] and output rows
-    [P, D]."""
+    """Return logits [B, T, V], limited to between -cap and cap, from hidden states [B, T, D] and
+    output rows [P, D]."""
     return limit(F.linear(x, weight)[..., :vocab_size], cap)
 
 
 def limit(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """Limit logits smoothly to between -cap and cap. A cap of 0 leaves them unchanged."""
+    """Limit logits smoothly to between -cap and cap. A cap of 0 leaves the logits unchanged."""
     return torch.tanh(logits / cap) * cap if cap else logits
 
 
@@ -303,7 +307,7 @@ def summed_cross_entropy(
 
 
 def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Mask the padding of the vocabulary in logits [N, P], in place. Cutting it off would be
+    """Mask the padding of the vocabulary in logits [N, P], in place. Slicing it off would be
     slower, because rows of P numbers are aligned in memory."""
     if logits.shape[1] > vocab_size:
         columns = torch.arange(logits.shape[1], device=logits.device)
@@ -312,22 +316,22 @@ def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def is_block_matrix(name: str, size: ModelSize) -> bool:
-    """Return whether a parameter is the weight of one of a block's matrices."""
+    """Return whether a parameter is the weight of a matrix in a block."""
     return any(fnmatch.fnmatchcase(name, f"blocks.*.{key}.weight") for key in size.matrix_names)
 
 
 class Fingerprint:
-    """Checksum over about a thousand numbers of each parameter of a whole model. A process may see
+    """Checksum over about a thousand numbers of each parameter of a whole model. A process may have
     only parts of the parameters."""
 
     def __init__(self, model: Decoder) -> None:
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        # (name, indices of samples, their values) in the parts of this process
-        self.found: list[tuple[str, list[int], list[float]]] = []
+        # (name, indices of samples, values of samples) in the parts of this process
+        self.samples: list[tuple[str, list[int], list[float]]] = []
 
     def watching(self, source: "Source") -> "Source":
-        """Return `source`, but sample the values that it returns. It may be used in several
-        threads."""
+        """Return `source` with sampling of the values that it returns. Several threads may use
+        it."""
 
         def read(name: str, box: Box) -> torch.Tensor:
             values = source(name, box)
@@ -350,24 +354,26 @@ class Fingerprint:
             along_dim[indices] - first for along_dim, first in zip(coordinates, start, strict=True)
         ]
         samples = values[tuple(index.to(values.device) for index in shifted)]
-        self.found.append((name, indices.tolist(), samples.float().tolist()))
+        self.samples.append((name, indices.tolist(), samples.float().tolist()))
 
-    def combine(self, found: Iterable[Any] | None = None) -> int:
-        """Return the checksum of the samples that all processes have `found` or, without these, of
-        the samples of this process."""
+    def combine(self, all_samples: Iterable[Any] | None = None) -> int:
+        """Return the checksum of the samples of all processes or, if they are not given, of this
+        process's samples."""
         samples: dict[str, Any] = {
             name: np.zeros(len(range(0, shape.numel(), max(1, shape.numel() // 1000))), np.float32)
             for name, shape in self.shapes.items()
         }
-        for name, indices, values in itertools.chain.from_iterable(found or [self.found]):
+        for name, indices, values in itertools.chain.from_iterable(all_samples or [self.samples]):
             samples[name][indices] = values
         return zlib.crc32(b"".join(values.tobytes() for values in samples.values()))
 
 
-Box = tuple[slice, ...]  # part of a tensor, as slices of its first dimensions; (): all of it
-# Returns a box of the initial values of the parameter with this name
+# Part of a tensor, as slices of its first dimensions; () means the whole tensor
+Box = tuple[slice, ...]
+# Function that returns a box of the initial values of the parameter with this name
 Source = Callable[[str, Box], torch.Tensor]
-# Returns the memory of this process's part of a parameter, and the indices where the part begins
+# Function that returns the memory of this process's part of a parameter, and the indices at which
+# the part begins
 Locate = Callable[[torch.Tensor], tuple[torch.Tensor, tuple[int, ...]]]
 
 
@@ -385,7 +391,7 @@ def build_decoder(family: type[Decoder], size: ModelSize, dropout: float, seed: 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
     """Move parameters on "meta" and all buffers to `device`, in place. The values of these
-    parameters are then undefined."""
+    parameters are undefined afterwards."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -398,7 +404,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def locate_whole(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return a parameter that one process holds whole, and its offset, which is 0."""
+    """Return a parameter that one process has whole, and its offset, which is 0."""
     return parameter.detach(), (0,) * parameter.dim()
 
 
@@ -411,8 +417,8 @@ def fill_parameters(
 ) -> None:
     """Fill this process's parts of the parameters on "meta" with initial values, in place.
 
-    The parts are on `device` and rounded to `round_to`. Two further parts are in RAM at a time,
-    because one thread reads a part while another converts the previous one."""
+    The parts are on `device` and rounded to `round_to`. Two additional parts are in RAM at a time,
+    because one thread reads a part while another thread converts the previous one."""
     pending = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     allocate(model, device)
     parameters = dict(model.named_parameters())
@@ -424,13 +430,13 @@ def fill_parameters(
         ends = zip(start, local.shape, strict=True)
         values = source(name, tuple(slice(first, first + size) for first, size in ends))
         if values.shape != local.shape:
-            local.zero_()  # Rows after those of the vocabulary are padding.
+            local.zero_()  # Rows after the vocabulary's rows are padding.
         values = values.to(device)
         target = local[tuple(map(slice, values.shape))]
         target.copy_(values if round_to is None else values.to(round_to))
 
     on_gpu = device.type == "cuda"
-    if on_gpu:  # The threads use another stream.
+    if on_gpu:  # The threads use a different stream.
         torch.cuda.synchronize(device)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(fill, pending))
@@ -443,8 +449,8 @@ def random_source(model: Decoder, seed: int, device: torch.device, *, hashed: bo
     """Return a source of random weights on `device`, which depend only on `seed`.
 
     Matrices are normal with a standard deviation of 0.02, or less if their results are added to the
-    residuals (Radford et al. 2019). Biases are 0, norms 1, and padding of the vocabulary 0. With
-    `hashed`, numbers come from `hashed_normal`, and each process computes only its own part.
+    residuals (Radford et al. 2019). Biases are 0, norms are 1, and padding of the vocabulary is 0.
+    With `hashed`, numbers come from `hashed_normal`, and each process computes only its own part.
     Otherwise they come from torch's generator on the CPU."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     indices = {name: index for index, name in enumerate(shapes)}
@@ -474,7 +480,7 @@ def random_source(model: Decoder, seed: int, device: torch.device, *, hashed: bo
 
 
 def hashed_normal(shape: Sequence[int], box: Box, key: int, device: torch.device) -> torch.Tensor:
-    """Return a box of a matrix of random numbers, equal to the last bit on every device.
+    """Return a box of a matrix of random numbers, identical on every device.
 
     Each number depends only on `key` and its position. It is the sum of four uniform numbers, which
     is close to normal, with standard deviation 1 and a maximum of 3.5. The hash is SplitMix64
@@ -484,7 +490,7 @@ def hashed_normal(shape: Sequence[int], box: Box, key: int, device: torch.device
     column_indices = torch.arange(*columns, device=device)
     out = torch.empty(stop - first, len(column_indices), device=device)
     offset = (key * _SPLITMIX[3] + 2**63) % 2**64 - 2**63
-    step = max(1, 2**22 // len(column_indices))  # rows at a time
+    step = max(1, 2**22 // len(column_indices))  # number of rows processed at a time
     for begin in range(first, stop, step):
         rows = torch.arange(begin, min(stop, begin + step), device=device)
         bits = (rows[:, None] * shape[1] + column_indices).mul_(_SPLITMIX[0]).add_(offset)
@@ -498,8 +504,8 @@ def hashed_normal(shape: Sequence[int], box: Box, key: int, device: torch.device
 def parameter_groups(
     parameters: Iterable[nn.Parameter], weight_decay: float
 ) -> list[dict[str, object]]:
-    """Return AdamW's groups of trained parameters. Matrices have weight decay, but biases and
-    norms, which are one-dimensional, do not."""
+    """Return AdamW's groups of trained parameters. Matrices have weight decay. Biases and norms,
+    which are one-dimensional, do not."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, object]] = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},

@@ -1,8 +1,9 @@
-"""Frozen matrices in 4 bits: NF4 with one scale per 64 values (QLoRA, 2305.14314), by bitsandbytes.
+"""Store frozen matrices in 4 bits: NF4 with one scale per 64 values (QLoRA, 2305.14314), by
+bitsandbytes.
 
 Codes and scales are stored as if they were numbers in the compute dtype, because FSDP casts and
 gathers floating-point parameters and must not change their bits. They are stored row by row, so
-that FSDP can shard them: codes in [rows, columns / 2 bytes] and scales in [rows, columns / 64 fp32
+FSDP can shard them: codes as [rows, columns / 2 bytes] and scales as [rows, columns / 64 fp32
 numbers]."""
 
 from typing import Any
@@ -19,7 +20,7 @@ BLOCK = 64
 
 
 class NF4Linear(Linear):
-    """Linear layer with a frozen matrix in NF4. Each use dequantizes it to the dtype of the
+    """Linear layer with a frozen matrix in NF4. Each use dequantizes the matrix to the dtype of the
     input."""
 
     scales: nn.Parameter
@@ -104,7 +105,7 @@ def attach_scales(model: Decoder, scales: dict[str, torch.Tensor]) -> None:
 @torch.no_grad()
 def replace_by_dequantized(module: nn.Module) -> None:
     """Replace all NF4 matrices of a module with their dequantized values, in place. Tests compare
-    training with codes to training with these values."""
+    training with codes with training with these values."""
     for linear in module.modules():
         if isinstance(linear, NF4Linear):
             codes = linear.weight
@@ -115,8 +116,8 @@ def replace_by_dequantized(module: nn.Module) -> None:
 
 
 def quantize_matrices(model: Decoder, source: Source, device: torch.device) -> None:
-    """Quantize the matrices of a model's blocks to NF4 on `device`, one at a time, in place. They
-    are first rounded to the dtype of the model's parameters."""
+    """Quantize the matrices of a model's blocks to NF4 on `device`, one at a time, in place. The
+    matrices are first rounded to the dtype of the model's parameters."""
     scales: dict[str, torch.Tensor] = {}
     for name, parameter in list(model.named_parameters()):
         if is_block_matrix(name, model.size):
@@ -127,7 +128,7 @@ def quantize_matrices(model: Decoder, source: Source, device: torch.device) -> N
 
 
 def rounded_source(source: Source, size: ModelSize, dtype: torch.dtype) -> Source:
-    """Return a source of the values that a base in NF4 has in training with a compute `dtype`."""
+    """Return a source of the values that an NF4 base has in training with a compute `dtype`."""
 
     def read(name: str, box: Box) -> torch.Tensor:
         values = source(name, ())

@@ -1,5 +1,5 @@
-"""LoRA adapters: read and write folders of the PEFT library, continue training, merge into
-weights."""
+"""Read and write LoRA adapters in the PEFT library's folders, continue their training, and merge
+them into weights."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ _ROUNDINGS = {"nf4 bf16": torch.bfloat16, "nf4 fp16": torch.float16, "nf4 fp32":
 
 
 class Initial(NamedTuple):
-    """Initial adapters of a training that continues earlier ones."""
+    """Initial adapters of a training run that continues earlier ones."""
 
     rank: int
     alpha: float
@@ -43,7 +43,7 @@ class Initial(NamedTuple):
 
 
 class _Adapter(NamedTuple):
-    """A and B in fp32 for some rows of a matrix of ours."""
+    """A and B in fp32 for some rows of one of our matrices."""
 
     name: str
     rows: torch.Tensor
@@ -53,19 +53,19 @@ class _Adapter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapters:
-    """Trained adapters of a model. A matrix of ours may combine several of Hugging Face's, each
-    with an adapter of its own."""
+    """Trained adapters of a model. One of our matrices may combine several of Hugging Face's, each
+    with its own adapter."""
 
     by_matrix: Mapping[str, list[_Adapter]]
     rank: int
     scale: float  # factor of B A, which is added to the weights
     base: str | None  # fingerprint of the base weights
     rounding: str | None  # format of a quantized base and the compute dtype, such as "nf4 bf16"
-    whose: object  # folder or run, for messages
+    whose: object  # folder or run of the adapters, for messages
 
     def rounded_to(self) -> torch.dtype | None:
-        """Return the compute dtype if the base was in NF4. Raises UserError if it cannot be
-        quantized here."""
+        """Return the compute dtype if the base was in NF4, otherwise None. Raises UserError if the
+        base cannot be quantized here."""
         if self.rounding is None:
             return None
         if self.rounding not in _ROUNDINGS:
@@ -77,9 +77,9 @@ class Adapters:
             raise UserError(what, why, "run: pip install bitsandbytes")
         return _ROUNDINGS[self.rounding]
 
-    def beside(self, base: Source, size: ModelSize) -> Source:
-        """Return a source of the `base` weights that the adapters were trained on: with the values
-        of NF4 if the base was quantized."""
+    def trained_base(self, base: Source, size: ModelSize) -> Source:
+        """Return a source of the `base` weights that the adapters were trained on. If the base was
+        quantized, these are the values of NF4."""
         dtype = self.rounded_to()
         if dtype is None:
             return base
@@ -89,7 +89,7 @@ class Adapters:
 
     def merged(self, base: Source, size: ModelSize) -> Source:
         """Return a source of the `base` weights plus the adapters, added in fp32."""
-        weights = self.beside(base, size)
+        weights = self.trained_base(base, size)
 
         def read(name: str, box: Box) -> torch.Tensor:
             values = weights(name, ())
@@ -107,9 +107,8 @@ class Adapters:
     def initial(self, size: ModelSize) -> Initial:
         """Return the adapters in the form in which training continues them.
 
-        If a matrix of ours combines several of Hugging Face's, A holds the rows of all their
-        adapters, so that the rank is larger. A mask keeps B at 0 in the columns of other adapters.
-        """
+        If one of our matrices combines several of Hugging Face's, A contains the rows of all their
+        adapters, so the rank is larger. A mask keeps B at 0 in the columns of other adapters."""
         matrices = self.by_matrix.items()
         distinct = {
             name: _distinct([adapter.a for adapter in adapters]) for name, adapters in matrices
@@ -157,7 +156,7 @@ def of_state(
     fingerprint: int,
     whose: object,
 ) -> Adapters:
-    """Return the adapters of a run from its `state`, which has our names."""
+    """Return the adapters of a run from its `state`, which uses our names."""
     return Adapters(
         by_matrix=_match(to_peft(state, spec), spec, whose), rank=config.lora_rank,
         scale=config.lora_alpha / config.lora_rank, base=str(fingerprint),
@@ -174,7 +173,7 @@ def save_adapters(
     base: str,
     fingerprint: int,
 ) -> None:
-    """Write adapters, which `state` holds under our names, to a folder that PEFT opens. `base` is
+    """Write adapters, which are in `state` under our names, to a folder that PEFT can load. `base`:
     the folder of the base weights or their name on the Hub."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors, rank = _without_zeros(to_peft(state, spec))
@@ -214,7 +213,7 @@ def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Te
         return tensors, len(next(iter(nonzero.values()))[0])
     trimmed = {}
     for name, (order, count) in nonzero.items():
-        if count == 0:  # Hugging Face's matrix is a part of ours that has no adapter.
+        if count == 0:  # this Hugging Face matrix is a part of ours that has no adapter
             continue
         a_name = name.replace(".lora_B.", ".lora_A.")
         columns = order[:rank].sort().values
@@ -224,15 +223,15 @@ def _without_zeros(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Te
 
 
 def to_peft(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Return adapters under PEFT's names from those under our names. If a matrix of ours combines
-    several of Hugging Face's, each of these gets all of A and its own rows of B."""
+    """Return adapters under PEFT's names from adapters under our names. If one of our matrices
+    combines several of Hugging Face's, each of these gets all of A and its own rows of B."""
     tensors = {}
     for name, a in state.items():
         matrix, is_a, _ = name.partition(".adapter.a")
         if is_a:
-            for theirs, rows in spec.name_rows(matrix, state[f"{matrix}.adapter.b"]).items():
-                tensors[f"{PREFIX}{theirs}.lora_A.weight"] = a.clone()
-                tensors[f"{PREFIX}{theirs}.lora_B.weight"] = rows.contiguous()
+            for hf_name, rows in spec.name_rows(matrix, state[f"{matrix}.adapter.b"]).items():
+                tensors[f"{PREFIX}{hf_name}.lora_A.weight"] = a.clone()
+                tensors[f"{PREFIX}{hf_name}.lora_B.weight"] = rows.contiguous()
     return tensors
 
 
@@ -252,8 +251,9 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def check_base(fingerprint: int, base: str | None, whose: object) -> None:
-    """Raise UserError if the `fingerprint` of a model's weights differs from that of the `base`
-    that the adapters of `whose` were trained on. A `base` of None is not known and passes."""
+    """Raise UserError if the `fingerprint` of a model's weights differs from `base`, the
+    fingerprint of the base that the adapters of `whose` were trained on. A `base` of None is
+    unknown and is accepted."""
     if base is not None and int(base) != fingerprint:
         what = f"{whose}: these adapters were trained on other weights"
         raise UserError(what, "the base has changed since then", "restore the base")
@@ -266,26 +266,26 @@ def is_rounded(folder: Path) -> bool:
 
 
 def _matrices(spec: ModelSpec) -> Iterator[tuple[str, int, str, torch.Tensor]]:
-    """Yield (our name, columns, Hugging Face's name, its rows in ours) for each of Hugging Face's
-    matrices in the blocks."""
+    """Yield (our name, columns, Hugging Face's name, its rows in our matrix) for each of Hugging
+    Face's matrices in the blocks."""
     size = spec.size
     for layer in range(size.num_layers):
         for matrix, (rows, columns) in zip(size.matrix_names, size.block_matrices, strict=True):
             name = f"blocks.{layer}.{matrix}"
-            for theirs, numbers in spec.name_rows(name, torch.arange(rows)[:, None]).items():
-                yield name, columns, theirs, numbers[:, 0]
+            for hf_name, numbers in spec.name_rows(name, torch.arange(rows)[:, None]).items():
+                yield name, columns, hf_name, numbers[:, 0]
 
 
 def _match(
     tensors: Mapping[str, torch.Tensor], spec: ModelSpec, whose: object
 ) -> dict[str, list[_Adapter]]:
     """Group adapters under PEFT's names by the matrix of ours that they belong to. Raises UserError
-    for pairs of A and B that do not fit."""
+    if A and B of a pair do not fit."""
     by_matrix = defaultdict[str, list[_Adapter]](list)
-    for name, columns, theirs, rows in _matrices(spec):
-        a, b = (tensors.get(name) for name in _names(theirs))
+    for name, columns, hf_name, rows in _matrices(spec):
+        a, b = (tensors.get(name) for name in _names(hf_name))
         if a is not None or b is not None:
-            a, b = _checked_pair(a, b, (len(rows), columns), f"{whose}: {theirs}")
+            a, b = _checked_pair(a, b, (len(rows), columns), f"{whose}: {hf_name}")
             by_matrix[name].append(_Adapter(name, rows, a.float(), b.float()))
     return dict(by_matrix)
 
@@ -297,9 +297,9 @@ def _names(matrix: str) -> tuple[str, str]:
 
 def _refuse_others(names: Iterable[str], spec: ModelSpec) -> None:
     """Raise UserError for a tensor that is not an adapter of a matrix in the blocks."""
-    known = {name for _, _, theirs, _ in _matrices(spec) for name in _names(theirs)}
-    if other := next((name for name in names if name not in known), None):
-        what = f"{shown(other)} is no adapter of a matrix of {spec.label}'s blocks"
+    allowed = {name for _, _, hf_name, _ in _matrices(spec) for name in _names(hf_name)}
+    if unexpected := next((name for name in names if name not in allowed), None):
+        what = f"{shown(unexpected)} is no adapter of a matrix of {spec.label}'s blocks"
         raise UserError(what, "no other tensors are supported", "merge the adapters with PEFT")
 
 
@@ -309,8 +309,8 @@ def _checked_pair(
     """Return A and B. Raises UserError unless they are adapters of a matrix of `shape` [out,
     in]."""
     if a is None or b is None:
-        missing = "lora_A" if a is None else "lora_B"
-        raise UserError(f"{what} has no {missing}", fix="download the adapters again")
+        missing_name = "lora_A" if a is None else "lora_B"
+        raise UserError(f"{what} has no {missing_name}", fix="download the adapters again")
     rank = len(a) if a.dim() == 2 else 0
     for name, tensor, expected in (("A", a, [rank, shape[1]]), ("B", b, [shape[0], rank])):
         if list(tensor.shape) != expected or not tensor.is_floating_point():
@@ -328,7 +328,7 @@ def _read_tensors(
     config: AdapterConfig, spec: ModelSpec, folder: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors of adapters, and the metadata of their file, which may name the base.
-    Raises UserError for a file that is missing or damaged, or that does not match the config."""
+    Raises UserError for a file that is missing, damaged or inconsistent with the config."""
     file = folder / ADAPTER_WEIGHTS
     try:
         open_regular(file).close()
@@ -340,8 +340,10 @@ def _read_tensors(
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        old = file.with_suffix(".bin")
-        fix = f"open {old} with PEFT and save it" if old.is_file() else "download them again"
+        pickled = file.with_suffix(".bin")
+        fix = (
+            f"open {pickled} with PEFT and save it" if pickled.is_file() else "download them again"
+        )
         raise UserError(f"adapters {file} cannot be read", why, fix) from None
     base = metadata.get("base_fingerprint")
     if base is not None and not re.fullmatch(r"-?[0-9]{1,20}", base):
@@ -353,8 +355,7 @@ def _read_tensors(
 def _check_names(
     config: AdapterConfig, tensors: Mapping[str, torch.Tensor], spec: ModelSpec, folder: Path
 ) -> None:
-    """Raise UserError unless the tensors are adapters of rank `config.r` for all targets of
-    `config`."""
+    """Raise UserError unless the tensors are adapters of rank `config.r` for all of its targets."""
     for name, tensor in tensors.items():
         if name.endswith(".lora_A.weight") and tensor.dim() == 2 and len(tensor) != config.r:
             what = f"{folder}: {name} has rank {len(tensor)} and r is {config.r}"
@@ -367,9 +368,11 @@ def _check_names(
     # Without a list of names, all blocks must have adapters of the same matrices.
     if not isinstance(targets, list):
         targets = sorted({".".join(name.split(".")[-2:]) for name in adapted})
-    for _, _, theirs, _ in _matrices(spec):
-        named = any(theirs == target or theirs.endswith(f".{target}") for target in targets)
-        if named != (theirs in adapted):
-            has = "has no adapter but is a target" if named else "has an adapter and is no target"
+    for _, _, hf_name, _ in _matrices(spec):
+        is_target = any(hf_name == target or hf_name.endswith(f".{target}") for target in targets)
+        if is_target != (hf_name in adapted):
+            has = (
+                "has no adapter but is a target" if is_target else "has an adapter and is no target"
+            )
             why = f"target_modules in {ADAPTER_CONFIG} does not match {ADAPTER_WEIGHTS}"
-            raise UserError(f"{folder}: {theirs} {has}", why, "download both again")
+            raise UserError(f"{folder}: {hf_name} {has}", why, "download both again")

@@ -1,4 +1,4 @@
-"""Weight files of a Hugging Face folder, chosen in the same order as transformers chooses them."""
+"""Find the weight files of a Hugging Face folder, in the same order as transformers."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from distributed_training.settings.files import load_json, open_regular, parse_a
 if TYPE_CHECKING:
     import torch
 
-# (one file, index that names several files). The first form that a folder has is used.
+# (single file, index of several files). The first form that a folder has is used.
 FORMS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-# Name of a dtype in safetensors -> in torch
+# dtype in safetensors -> dtype in torch
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOATS = set(TORCH_DTYPES)
-# Buffers that older releases of transformers saved beside the weights
+# Buffers that older releases of transformers saved with the weights
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
 _BIN_DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
 
 
 def all_finite(values: torch.Tensor) -> bool:
     """Return whether no value is NaN or infinite. `isfinite().all()` takes 14 times as long."""
-    # NaN propagates to both.
+    # NaN propagates to the minimum and the maximum.
     return not values.numel() or all(map(math.isfinite, values.aminmax()))
 
 
 class _Index(BaseModel, strict=True):
-    """An index of weights that are split into several files."""
+    """Index of weights that are split into several files."""
 
     weight_map: Annotated[dict[str, str], Field(min_length=1)]  # name of a tensor -> its file
 
 
 class Stored(NamedTuple):
-    """A tensor in a file."""
+    """Tensor in a file."""
 
     dtype: str  # name in safetensors
     shape: list[int]
-    # Returns the tensor on the CPU, or the part of it given by one slice per dimension. Pages of
-    # the file are loaded into RAM only when their values are used.
+    # Function that returns the tensor on the CPU, or the part of it given by one slice per
+    # dimension. Pages of the file are loaded into RAM only when their values are used.
     read: Callable[..., Any]
 
 
@@ -66,8 +66,8 @@ def convert_command(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with a folder's weights, or [] if it has none in a known form. Raises
-    UserError for an index that cannot be read."""
+    """Return the files with a folder's weights, or [] if the folder has no weights in a known form.
+    Raises UserError for an index that cannot be read."""
     for single, index in FORMS:
         if (folder / single).is_file():
             return [folder / single]
@@ -77,8 +77,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fetch_weights(repo_id: str) -> Path:
-    """Download a model's weights from the Hub and return their folder. Raises OSError if the Hub
-    and its cache do not have them."""
+    """Download a model's weights from the Hub and return their folder. Raises OSError if neither
+    the Hub nor its cache has them."""
     first_error: OSError | None = None
     for single, index in FORMS:
         try:
@@ -95,8 +95,8 @@ def fetch_weights(repo_id: str) -> Path:
 
 
 def indexed_files(index: Path) -> list[str]:
-    """Return the names of the files that an index lists. Raises UserError if it is not valid, or
-    lists a file outside its folder."""
+    """Return the names of the files that an index lists. Raises UserError if the index is invalid
+    or lists a file outside its folder."""
     document = parse_as(_Index, load_json(index, "weights"), str(index), "download it again")
     names = sorted(set(document.weight_map.values()))
     suffix = Path(index.name.removesuffix(".index.json")).suffix
@@ -108,7 +108,8 @@ def indexed_files(index: Path) -> list[str]:
 
 
 def require_weights(folder: Path) -> list[Path]:
-    """Return `weight_files`. Raises UserError if the folder has none, or if a file is missing."""
+    """Return `weight_files(folder)`. Raises UserError if the folder has none, or if a file is
+    missing."""
     files = weight_files(folder)
     if not files:
         patterns = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
@@ -118,20 +119,21 @@ def require_weights(folder: Path) -> list[Path]:
             why += f", only {', '.join(names[:3])}"
         fix = "to train this model from scratch, set weights to random"
         raise UserError(f"{folder} has no weights that can be read", why, fix)
-    if missing := [file.name for file in files if not file.exists()]:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        what = f"weights {folder}: {', '.join(missing[:3])}{more} cannot be read"
+    if absent := [file.name for file in files if not file.exists()]:
+        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+        what = f"weights {folder}: {', '.join(absent[:3])}{more} cannot be read"
         raise UserError(what, "the index lists files that do not exist", "download them again")
     return files
 
 
 def open_weights(folder: Path) -> dict[str, Stored]:
     """Return a folder's tensors by name, without reading their values. Raises UserError if a file
-    is missing, damaged, or holds anything but tensors."""
+    is missing, is damaged, or contains anything but tensors."""
     stored: dict[str, Stored] = {}
 
     def read(file: Path, name: str, *box: slice) -> Any:
-        # Open the file for each tensor, because a mapping that stays open keeps its pages in RAM.
+        # The file is opened for each tensor, because a mapping that stays open keeps its pages in
+        # RAM.
         with safe_open(file, "pt") as opened:
             return opened.get_slice(name)[box] if box else opened.get_tensor(name)
 
@@ -162,7 +164,7 @@ def _open_bin(file: Path) -> dict[str, Stored]:
     import torch
 
     try:
-        # Only zip archives can be mapped; older files are read as a whole.
+        # Only zip archives can be mapped. Older files are read as a whole.
         mapped = zipfile.is_zipfile(file)
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
         tensors = {name: tensor for name, tensor in saved.items() if torch.is_tensor(tensor)}
@@ -196,9 +198,9 @@ def stored_dtype(folder: Path) -> str:
 def is_tied(folder: Path, tied: bool, embedding: str, head: str = "lm_head.weight") -> bool:
     """Return whether a model's output layer shares the weights of its embedding.
 
-    `tied` is what the folder's config.json says. As in transformers, the layers are not tied if the
-    files hold both with different values. `embedding` and `head` are names of tensors; the file may
-    omit the first part of `embedding`."""
+    `tied` is the value in the folder's config.json. As in transformers, the layers are not tied if
+    the files contain both with different values. `embedding` and `head` are names of tensors. The
+    file may omit the first part of `embedding`."""
     if not tied or not weight_files(folder):
         return tied
     stored = open_weights(folder)

@@ -68,7 +68,7 @@ def build_engine(plan: Plan, topology: Topology, drawn: Decoder | None = None) -
         model.initial_adapters = initial.tensors
     engine = plan.strategy.load_engine()(model, plan, topology)
     if config.lora_rank:
-        engine.base_fingerprint = fingerprint.combine(gather(fingerprint.found))
+        engine.base_fingerprint = fingerprint.combine(gather(fingerprint.samples))
         if initial is not None:
             peft.check_base(engine.base_fingerprint, initial.base, plan.adapters_dir)
     seed_dropout(plan, topology, 0)

@@ -1,6 +1,7 @@
-"""The model family GPT-2: its sizes, and its weights in Hugging Face's format. No torch import.
+"""Define the model family GPT-2: its sizes, and its weights in Hugging Face's format. No torch
+import.
 
-CONTRIBUTING.md describes what a family exports."""
+CONTRIBUTING.md describes the exports of a family."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def gpt2_size(*, num_positions: int = 1024, hidden_size: int, **shape: Any) -> ModelSize:
-    """Return the size of a GPT-2. Its `num_parameters` equals the count of Hugging Face's
-    `GPT2LMHeadModel`."""
+    """Return the size of a GPT-2 model. Its `num_parameters` equals the parameter count of Hugging
+    Face's `GPT2LMHeadModel`."""
     d = hidden_size
     return ModelSize(
         **shape,
@@ -47,8 +48,8 @@ SIZES = {
     "gpt2-medium": gpt2_size(vocab_size=50257, num_layers=24, num_heads=16, hidden_size=1024),
     "gpt2-large": gpt2_size(vocab_size=50257, num_layers=36, num_heads=20, hidden_size=1280),
     "gpt2-xl": gpt2_size(vocab_size=50257, num_layers=48, num_heads=25, hidden_size=1600),
-    # Not a published size. It has gpt2-xl's matrices, but its heads can be split over 2, 4, 5, 10
-    # or 20 processes, and gpt2-xl's 25 heads only over 5 or 25.
+    # This size is not published. It has gpt2-xl's matrices, but its heads can be split over 2, 4,
+    # 5, 10 or 20 processes. gpt2-xl's 25 heads can be split only over 5 or 25.
     "gpt2-xl-20-heads": gpt2_size(vocab_size=50257, num_layers=48, num_heads=20, hidden_size=1600),
 }
 MODEL_TYPES = ("gpt2",)
@@ -74,7 +75,7 @@ Count = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class _Config(BaseModel, strict=True, populate_by_name=True):
-    """A config.json with GPT-2's published architecture. Other options are refused."""
+    """config.json with GPT-2's published architecture. Other options are refused."""
 
     model_type: Literal["gpt2"]
     vocab_size: Count
@@ -83,7 +84,7 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
     num_heads: Count = Field(alias="n_head")
     hidden_size: Count = Field(alias="n_embd")
     n_inner: int | None = None
-    # Two names of the same function
+    # two names of the same function
     activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
     layer_norm_epsilon: float = Field(1e-5, ge=1e-5, le=1e-5)
     scale_attn_weights: Literal[True] = True
@@ -91,7 +92,7 @@ class _Config(BaseModel, strict=True, populate_by_name=True):
     add_cross_attention: Literal[False] = False
     tied: bool = Field(True, alias="tie_word_embeddings")
     quantization_config: None = Field(None, exclude=True)
-    auto_map: None = Field(None, exclude=True)  # would name code in the folder
+    auto_map: None = Field(None, exclude=True)  # would load code from the folder
 
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
@@ -123,8 +124,8 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return Hugging Face's tensors by name, as views of our tensor `ours`. Its rows may have any
-    number of axes."""
+    """Return Hugging Face's tensors by name, as views of our tensor called `ours`. Its rows may
+    have any number of axes."""
     if ours == _OUTPUT_ROWS:
         return {OUTPUT_LAYER: tensor[: size.vocab_size]}
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) built from plain nn.Linear layers, without any parallelism.
+"""Define GPT-2 (Radford et al. 2019) with plain nn.Linear layers, without any parallelism.
 
 The letters in shapes are those of decoder.py, with H heads and K = D / H."""
 
@@ -23,7 +23,7 @@ class LayerNorm(nn.LayerNorm):
 
 class GPT2Block(Block):
     """Attention, then an MLP of four times the width. The rows of `qkv` are ordered (head, q/k/v,
-    K), so that a split of the rows is a split of the heads."""
+    K), so splitting the rows splits the heads."""
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__(dropout)
@@ -45,8 +45,8 @@ class GPT2Block(Block):
 
 
 class GPT2(Decoder):
-    """GPT-2 with learned positions. Its output layer is tied to the token embedding unless the size
-    says otherwise."""
+    """GPT-2 with learned positions. Its output layer is tied to the token embedding unless
+    `size.tied` is False."""
 
     roles = {"position_embedding": "positions"}  # noqa: RUF012
 

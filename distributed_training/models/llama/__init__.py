@@ -1,4 +1,4 @@
-"""The model family of Llama, Mistral, Qwen2 and Qwen3, in Hugging Face's format. No torch
+"""Define the model family of Llama, Mistral, Qwen2 and Qwen3, in Hugging Face's format. No torch
 import."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LayerType = Literal["full_attention", "sliding_attention"]
 MODEL_TYPES = get_args(ModelType)
 STORES_TRANSPOSED = False
 _FIX = "use a model without it, for example one of those in models/llama/sizes.json"
-# Our names -> Hugging Face's names, except for tensors of ours that hold several of theirs
+# Our names -> Hugging Face's names, except for our tensors that combine several of Hugging Face's
 _NAMES = {
     "token_embedding": "model.embed_tokens",
     "blocks": "model.layers",
@@ -57,15 +57,15 @@ class Rope(BaseModel, strict=True, extra="forbid"):
 
     @model_validator(mode="before")
     @classmethod
-    def _read(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Remove the older name of `rope_type`, and a partial rotary factor that means all of
-        it."""
-        redundant = {"type": given.get("type"), "partial_rotary_factor": 1.0}
-        return {k: v for k, v in given.items() if k not in redundant or v != redundant[k]}
+    def _read(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Remove the older name of `rope_type`, and a partial rotary factor that covers the whole
+        head."""
+        redundant = {"type": values.get("type"), "partial_rotary_factor": 1.0}
+        return {k: v for k, v in values.items() if k not in redundant or v != redundant[k]}
 
 
 class Config(BaseModel, strict=True):
-    """The keys of a config.json that change what the model computes, as transformers reads them
+    """Keys of a config.json that affect the computation, as transformers reads them
     (models/config_file.py)."""
 
     model_type: ModelType
@@ -83,10 +83,12 @@ class Config(BaseModel, strict=True):
     attention_bias: bool = False
     mlp_bias: Literal[False] = False
     hidden_act: Literal["silu", "swish"] = "silu"  # two names of the same function
-    sliding_window: Count | None = None  # tokens that a token attends to in sliding layers
-    layer_types: tuple[LayerType, ...] | None = Field(None, strict=False)  # None: all alike
+    # Number of tokens that a token attends to in sliding layers
+    sliding_window: Count | None = None
+    # None if all layers have the same type
+    layer_types: tuple[LayerType, ...] | None = Field(None, strict=False)
     quantization_config: None = Field(None, exclude=True)
-    auto_map: None = Field(None, exclude=True)  # would name code in the folder
+    auto_map: None = Field(None, exclude=True)  # would load code from the folder
 
     @model_validator(mode="before")
     @classmethod
@@ -112,17 +114,18 @@ class Config(BaseModel, strict=True):
 
     @property
     def num_positions(self) -> int:
-        """Length of the longest sequence in which each token attends to all earlier tokens."""
+        """Return the length of the longest sequence in which each token attends to all earlier
+        tokens."""
         return min(self.max_position_embeddings, self.sliding_window or 2**62)
 
     @property
     def biases(self) -> tuple[bool, bool]:
-        """(q, k and v have a bias, attention's output has a bias)."""
+        """Return (whether q, k and v have a bias, whether attention's output has a bias)."""
         return self.attention_bias or self.model_type == "qwen2", self.attention_bias
 
     @property
     def norms_heads(self) -> bool:
-        """True if each head of q and k is normalized."""
+        """Return whether each head of q and k is normalized."""
         return self.model_type == "qwen3"
 
 
@@ -162,7 +165,7 @@ def llama_size(config: Config) -> ModelSize:
 
 def sizes(folder: Path | None = None) -> dict[str, ModelSize]:
     """Return the named sizes or, with `folder`, the size of the model in a Hugging Face folder.
-    Raises UserError if this family does not compute its architecture."""
+    Raises UserError if this family does not support the architecture."""
     if folder is None:
         return SIZES
     config = parse_as(Config, read_config(folder), str(folder / CONFIG_FILE), _FIX)
@@ -186,8 +189,8 @@ def build(size: ModelSize, *, dropout: float, seed: int) -> Decoder:
 
 
 def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.Tensor]:
-    """Return Hugging Face's tensors by name, as views of our tensor `ours`. Its rows may have any
-    number of axes."""
+    """Return Hugging Face's tensors by name, as views of our tensor called `ours`. Its rows may
+    have any number of axes."""
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
     if ours.startswith(("token_embedding", "output_rows")):
         return {name: tensor[: size.vocab_size]}
@@ -210,8 +213,8 @@ def to_hf(ours: str, tensor: torch.Tensor, size: ModelSize) -> dict[str, torch.T
 
 
 def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
-    """Return the config.json that transformers' `AutoModelForCausalLM` reads, including older
-    versions of transformers."""
+    """Return the config.json for transformers' `AutoModelForCausalLM`. Older versions of
+    transformers can also read it."""
     config = size.config
     rope = config.rope_parameters
     document = config.model_dump(exclude={"rope_parameters"}) | {"rope_theta": rope.rope_theta}
@@ -226,8 +229,9 @@ def to_config(size: ModelSize, eos_token_id: int) -> dict[str, Any]:
 
 
 def unit_size(hidden: int) -> int:
-    """Return the number of adjacent rows of the gate in `mlp_in`, which the same number of rows of
-    its factor follow: few, so that tp can split them, but enough for one read by a GPU."""
+    """Return the unit size of `mlp_in`: this number of adjacent rows of the gate are followed by as
+    many rows of the up projection. Units are small enough for tp to split, and large enough for one
+    read by a GPU."""
     return math.gcd(hidden, 16)
 
 

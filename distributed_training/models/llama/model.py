@@ -1,9 +1,8 @@
-"""Llama and similar models built from plain nn.Linear layers, without any parallelism.
+"""Define Llama and similar models with plain nn.Linear layers, without any parallelism.
 
 The letters in shapes are those of decoder.py, with H heads of K numbers, in G groups that share
-keys and values.
-Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary positions); Ainslie et al.
-2305.13245 (groups); Shazeer 2002.05202 (SwiGLU)."""
+keys and values. Sources: Touvron et al. 2302.13971; Su et al. 2104.09864 (rotary positions);
+Ainslie et al. 2305.13245 (groups); Shazeer 2002.05202 (SwiGLU)."""
 
 import math
 from collections.abc import Sequence
@@ -29,8 +28,8 @@ class RMSNorm(nn.RMSNorm):
 class Rotary(nn.Module):
     """Table with the cosine and sine of each position's angles, fp32 [2, positions, K / 2].
 
-    All blocks share it. It follows the model to other devices and stays in fp32, whatever the dtype
-    of the parameters becomes."""
+    All blocks share it. It moves with the model to other devices and stays in fp32, whatever the
+    dtype of the parameters."""
 
     table: torch.Tensor
 
@@ -46,7 +45,7 @@ class Rotary(nn.Module):
             table = self.table[:, None, positions : positions + x.shape[1]]
         else:
             table = self.table[:, positions]
-        # The table is now [2, B or 1, T, K / 2]. All heads share its angles.
+        # The table is now [2, B or 1, T, K / 2]. All heads use the same angles.
         cos, sin = table.unflatten(-1, (*[1] * (x.dim() - 3), -1)).unbind(0)
         x1, x2 = x.chunk(2, dim=-1)
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
@@ -63,8 +62,8 @@ def angles(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
     """Return cosines and sines of the rotation angles, fp32 [2, positions, K / 2].
 
     With Llama 3's scaling, frequencies with fewer than `low_freq_factor` turns in the original
-    context are divided by `factor`, those with more than `high_freq_factor` turns stay, and those
-    between are interpolated."""
+    context are divided by `factor`. Frequencies with more than `high_freq_factor` turns stay, and
+    those between are interpolated."""
     frequencies = rope.rope_theta ** -(torch.arange(0, head_size, 2).float() / head_size)
     if rope.rope_type == "linear":
         frequencies = frequencies / rope.factor
@@ -80,8 +79,8 @@ def angles(rope: Rope, positions: int, head_size: int) -> torch.Tensor:
 class LlamaBlock(Block):
     """Attention, then a gated MLP.
 
-    The rows of `qkv` are ordered (group, each head's q, then k, then v, K), and those of `mlp_in`
-    (unit, gate/up), so that a split of the rows is a split of the groups or units."""
+    The rows of `qkv` are ordered (group, each head's q, then k, then v, K), and the rows of
+    `mlp_in` (unit, gate/up). Splitting the rows therefore splits the groups or units."""
 
     def __init__(self, config: Config, rotary: Rotary, dropout: float) -> None:
         super().__init__(dropout)
