@@ -1,13 +1,11 @@
-"""Compiles DeepSpeed's C++ extensions once, so that no test waits for a compiler.
+"""Compile DeepSpeed's C++ extensions once, so that no test waits for a compiler.
 
     TORCH_EXTENSIONS_DIR=FOLDER python tests/build_extensions.py
 
-Does nothing where the versions installed now have been built there before. A build that was killed
-leaves a lock that torch would wait for: it is removed, since only one of these scripts builds in
-the folder at a time.
-tests/pool.py loads what is built before it forks: DeepSpeed's own way starts ninja and a compiler
-in each process.
-"""
+If the folder already has extensions for the installed versions, this does nothing. A build that was
+killed leaves a lock that torch would wait for. The lock is removed, because only one of these
+scripts builds in the folder at a time. tests/pool.py loads the extensions before it forks, because
+DeepSpeed's own way starts ninja and a compiler in each process."""
 
 import fcntl
 import functools
@@ -39,8 +37,9 @@ def main() -> None:
 
 
 def load_built() -> None:
-    """Into this process, if the versions installed now have been built. DeepSpeed's CPU Adam asks
-    what this machine is each time, in a process of its own: it is asked once."""
+    """Load the extensions into this process if they were built for the installed versions.
+    DeepSpeed's CPU Adam asks a separate process for the CPU's features each time, so the answer is
+    cached."""
     import cpuinfo
 
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)

@@ -41,7 +41,8 @@ SMALL = {
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """This environment without launcher variables, without GPUs, without the network's Hub."""
+    """Return this environment without launcher variables, without GPUs and without access to the
+    Hub."""
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in dropped}
     own = [str(ROOT), str(ROOT / "results" / "lab")]
@@ -55,7 +56,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
 def run_command(
     command: list[str], *, timeout_s: float = 240, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process group of its own, which is killed whole at the time limit."""
+    """Run a command in its own process group, all of which is killed at the time limit."""
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,
@@ -77,12 +78,13 @@ def run_command(
 
 @functools.cache
 def light_pool() -> Pool:
-    """Processes with everything imported that planning needs: for refusals and dry runs."""
+    """Return a pool whose processes have imported everything that planning needs, for refusals and
+    dry runs."""
     return Pool(LIGHT, clean_environment(OMP_NUM_THREADS="1"))
 
 
 def new_heavy_pool() -> Pool:
-    """Processes with torch and DeepSpeed imported: for trainings on CPUs."""
+    """Return a pool whose processes have imported torch and DeepSpeed, for training on CPUs."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return Pool(HEAVY, clean_environment(DS_ACCELERATOR="cpu", **threads))
 
@@ -99,21 +101,21 @@ def hub_pool() -> Pool:
 
 
 def settings(values: dict[str, object]) -> list[str]:
-    """--set arguments for CONFIG values."""
+    """Return --set arguments for CONFIG values."""
     return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
 
 
 def script(
     values: dict[str, object], *arguments: object, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """The script with `values` over CONFIG on a warm process without torch."""
+    """Run the script with `values` over CONFIG in a warm process without torch."""
     return light_pool().script([*settings(values), *arguments], limit_s=60, **options)
 
 
 def train(
     values: dict[str, object], *arguments: object, num_processes: int = 1, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """The script with `values` over SMALL, on warm processes as a launcher would start them."""
+    """Run the script with `values` over SMALL in warm processes, as a launcher would start them."""
     pool = hub_pool() if HIDDEN_HUB in options.get("unset", ()) else heavy_pool()
     return pool.script(
         [*settings({**SMALL, **values}), *arguments], num_processes=num_processes, **options
@@ -121,7 +123,7 @@ def train(
 
 
 def only_record(output_dir: Path) -> dict:
-    """The record of the one run in a folder."""
+    """Return the record of the only run in a folder."""
     files = sorted(output_dir.glob("*-*/record.json"))  # not through the link "latest"
     assert len(files) == 1, f"expected one run in {output_dir}, found {files}"
     return json.loads(files[0].read_text())
@@ -148,7 +150,8 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers, each a file at a time (run.sh), end together when the long files come first."""
+    """Sort long test files first, so that workers, which run one file at a time (run.sh), end
+    together."""
     order = {str(ROOT / name): place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
@@ -162,7 +165,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither cache nor Hub has anything, whatever this machine holds."""
+    """Make the cache and the Hub appear empty, whatever this machine has."""
 
     def fetch_folder(repo_id: str, *_: object, **__: object) -> None:
         raise OSError(f"{repo_id} is hidden from unit tests")
@@ -182,5 +185,5 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """The one that the repository ships."""
+    """Return the tokenizer of the repository."""
     return Tokenizer(EMBEDDED_DIR)

@@ -52,8 +52,8 @@ paper letter market winter summer bridge engine forest signal
 
 @functools.cache
 def small_text() -> Path:
-    """A text file of 300 kB, the same on every machine: tokenising the embedded corpus takes
-    longer than most of the trainings that tests do."""
+    """Return a text file of 300 kB, the same on every machine. Tokenizing the embedded corpus would
+    take longer than most trainings of the tests."""
     file = Path(tempfile.gettempdir()) / f"small-text-of-tests-{os.getuid()}.txt"
     draw = random.Random(0)
     words = _WORDS.split()
@@ -67,7 +67,8 @@ def small_text() -> Path:
 
 @functools.cache
 def small_records() -> Path:
-    """A file of 400 questions and answers, most of a few words, the same on every machine."""
+    """Return a file of 400 questions and answers, most of a few words, the same on every
+    machine."""
     file = Path(tempfile.gettempdir()) / f"small-records-of-tests-{os.getuid()}.jsonl"
     draw = random.Random(0)
     words = _WORDS.split()
@@ -89,7 +90,7 @@ def _write_once(file: Path, text: str) -> Path:
 
 @contextlib.contextmanager
 def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
-    """The block raises UserError with a one-line text that holds every one of `words`."""
+    """Check that the block raises UserError with a one-line text that contains each of `words`."""
     with pytest.raises(UserError) as caught:
         yield caught
     text = str(caught.value)
@@ -99,12 +100,12 @@ def refused(*words: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
 
 
 def named_strategy(name: str) -> Strategy:
-    """One of the shipped strategies."""
+    """Return a shipped strategy by its name."""
     return load_strategy(build_config({"strategy": name}))
 
 
 def cpu_topology(plan: Plan, rank: int = 0) -> Topology:
-    """The place of one process of a plan, without a GPU."""
+    """Return the position of one process of a plan without a GPU."""
     return Topology(
         world_size=plan.num_processes, rank=rank, local_rank=rank, device_type="cpu", **plan.mesh
     )
@@ -181,29 +182,30 @@ _RESULTS = {
 
 
 def made_record(*, finished: bool = True, **changes: Any) -> Record:
-    """A run's record, by the schema; see `record_values`."""
+    """Return a run's record, parsed by the schema. See `record_values`."""
     return Record.model_validate(record_values(finished=finished, **changes))
 
 
 def record_values(*, finished: bool = True, **changes: Any) -> dict[str, Any]:
-    """The JSON of a run's record at its start or its end; `a__b=1` changes values["a"]["b"]."""
+    """Return the JSON of a run's record at its start or its end. `a__b=1` changes
+    values["a"]["b"]."""
     return changed({**_START, **_RESULTS} if finished else _START, changes, "__")
 
 
 def started(run_dir: Path) -> RunRecord:
-    """A run's record, begun now by this process."""
+    """Return a run's record that this process has just created."""
     values = record_values(finished=False)
     del values["started_at"]
     return start_record(run_dir, **values)
 
 
 def own_json(name: str = "zero2", **changes: Any) -> dict[str, Any]:
-    """The DeepSpeed JSON of a strategy; a dotted key changes one value."""
+    """Return the DeepSpeed JSON of a strategy. A dotted key changes one value."""
     return changed(named_strategy(name).document, changes, ".")
 
 
 def changed(document: Mapping[str, Any], changes: Mapping[str, Any], dot: str) -> dict[str, Any]:
-    """A copy with other values at the paths "a<dot>b"."""
+    """Return a copy with changed values at the paths "a<dot>b"."""
     values = copy.deepcopy(dict(document))
     for path, value in changes.items():
         *parents, last = path.split(dot)
@@ -215,7 +217,7 @@ def changed(document: Mapping[str, Any], changes: Mapping[str, Any], dot: str) -
 
 
 def save_now(engine: Any, plan: Any, topology: Topology, **words: Any) -> Path:
-    """Save a checkpoint and wait for it; its folder. Collective."""
+    """Save a checkpoint, wait for it and return its folder. Collective."""
     from distributed_training.checkpoint.saver import Saver
 
     saver = Saver(plan, topology)
@@ -224,7 +226,7 @@ def save_now(engine: Any, plan: Any, topology: Topology, **words: Any) -> Path:
 
 
 def fingerprint(spec: ModelSpec, folder: Path) -> int:
-    """The checksum of a folder's weights, as training beside them computes it."""
+    """Return the checksum of a folder's weights, as LoRA training computes it."""
     import torch
 
     from distributed_training.models.decoder import Fingerprint

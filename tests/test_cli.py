@@ -1,4 +1,5 @@
-"""The command line: every key as an option, commands, hints; who plans, who prints, who trains."""
+"""Test the command line: every key as an option, commands and hints, and which process plans,
+prints and trains."""
 
 import json
 import re
@@ -94,7 +95,8 @@ def test_help_is_complete_grouped_and_narrow():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the script on a machine of this test, as a process of this test, up to training."""
+    """Return a function that runs the script up to training, in this process and on a described
+    machine."""
     monkeypatch.setattr(launch, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(launch, "single_process", lambda: rank(0, 1, here=1))
 

@@ -1,4 +1,4 @@
-"""The examples in CONTRIBUTING.md work as they stand there."""
+"""Test that the examples in CONTRIBUTING.md work as printed."""
 
 import re
 import sys
@@ -25,7 +25,7 @@ EXAMPLES = dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```$", TEXT, re.MULTILINE | re
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with the files of all examples, whose strategies are the only ones."""
+    """Return a folder with the files of all examples, in which theirs are the only strategies."""
     for name, text in EXAMPLES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -1,4 +1,5 @@
-"""Imports are declared and declarations are pinned. Import rules beyond import-linter's."""
+"""Test that imports are declared and declarations are pinned, and import rules beyond
+import-linter's."""
 
 import ast
 import re
@@ -39,8 +40,8 @@ def listed(file: str) -> list[Requirement]:
 
 
 def imported(*patterns: str) -> set[str]:
-    """Packages that files import, neither Python's nor in the checkout; a module that is not
-    installed stands for itself."""
+    """Return the packages that files import, except Python's own and those of the checkout. A
+    module that is not installed stands for itself."""
     found = set()
     for file in (path for pattern in patterns for path in ROOT.glob(pattern)):
         for node in ast.walk(ast.parse(file.read_text())):

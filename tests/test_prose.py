@@ -1,4 +1,4 @@
-"""The check of our prose finds what it names, and nothing in code or silenced lines."""
+"""Test that the check of our prose finds what it names, and nothing in code or silenced lines."""
 
 from pathlib import Path
 

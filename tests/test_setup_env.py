@@ -1,4 +1,4 @@
-"""strategies/setup_env.sh: which build of torch it asks for."""
+"""Test which build of torch strategies/setup_env.sh selects."""
 
 import os
 import shutil

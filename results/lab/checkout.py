@@ -17,11 +17,11 @@ from distributed_training.settings.errors import UserError  # noqa: E402
 
 
 def accept(arguments: argparse.Namespace) -> None:
-    """Check nothing but the command line."""
+    """Accept the command line without further checks."""
 
 
 class Parser(keys.Parser):
-    """The options of a program. With --dry-run it calls `check` and starts nothing."""
+    """Parser for the options of a program. With --dry-run it calls `check` and starts nothing."""
 
     def __init__(
         self, *, check: Callable[[argparse.Namespace], None] = accept, **options: Any

@@ -41,8 +41,8 @@ KINDS = {  # Patterns for the names of NCCL's kernels and gloo's operations, in 
 
 
 def times(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -> Spans:
-    """Return the times at which `inside` holds. Its arguments are the numbers of open spans of each
-    group."""
+    """Return the time spans in which `inside` is true. Its arguments are the numbers of open spans
+    of each group."""
     edges = [
         (at, group, step)
         for group, spans in enumerate(groups)
@@ -61,18 +61,19 @@ def times(inside: Callable[..., bool], *groups: Iterable[tuple[float, float]]) -
 
 
 def union(spans: Iterable[tuple[float, float]], apart: float = 0) -> Spans:
-    """Return the times in any of `spans`, which may overlap. Gaps of at most `apart` are filled."""
+    """Return the time spans that any of `spans` covers; `spans` may overlap. Gaps of at most
+    `apart` are filled."""
     longer = ((begin, end + apart) for begin, end in spans)
     return [(begin, end - apart) for begin, end in times(bool, longer)]
 
 
 def minus(spans: Spans, others: Spans) -> Spans:
-    """Return the times in `spans` but not in `others`."""
+    """Return the time spans in `spans` that are not in `others`."""
     return times(lambda first, second: first > 0 and not second, spans, others)
 
 
 def clip(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> Spans:
-    """Return the times in any of `spans`, which may overlap, within a window."""
+    """Return the part of `spans`, which may overlap, that lies within a window."""
     return times(lambda first, within: first > 0 and within > 0, spans, [window])
 
 
@@ -101,7 +102,8 @@ class Rank:
         return minus(self.communicating, self.computing)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds per step of the step, of its parts, and of neither part."""
+        """Return the seconds per step of the whole step, of each activity, and of neither
+        activity."""
         parts = {
             "step": length([self.window]),
             "computing": length(self.computing),

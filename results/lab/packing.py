@@ -188,7 +188,7 @@ def largest_gap(losses: Sequence[float], others: Sequence[float]) -> float:
 
 
 class Results:
-    """The measurements, written to disk after every run."""
+    """Measurements, which are written to disk after every run."""
 
     def __init__(self, folder: Path, tiny: bool) -> None:
         self.file = folder / "packing.json"

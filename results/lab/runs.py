@@ -1,7 +1,7 @@
-"""Shared parts of the programs that measure a plan of runs and collect records in a folder.
+"""Define shared parts of the programs that measure a plan of runs and collect records in a folder.
 
-The programs list the runs that they would start after the deadline. `--first` continues with them.
-"""
+The programs list the runs that they would start after the deadline. `--first` continues with these
+runs."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Steps of a run that a lab program times itself."""
+"""Run steps that a lab program times itself."""
 
 import time
 from typing import Any

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class FakeEngine(Engine):
-    """An engine whose state is one number."""
+    """Engine whose state is a single number."""
 
     # Saving and loading do not use these methods.
     train_step = eval_step = logits = describe_dtypes = full_state = None
@@ -160,7 +160,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp
 
 
 def test_loading_restores_engine_step_and_random_numbers(tmp_path):
-    """Under another layout, random numbers are new."""
+    """Under another layout, random numbers differ."""
     drawn, other = [], {**SPREAD, "strategy": "fsdp"}
     for step, seed in ((12, 1), (12, 2), (24, 1)):
         torch.manual_seed(seed)

@@ -118,7 +118,7 @@ def test_the_text_before_training_is_that_of_the_initial_weights(tmp_path):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run with two checkpoints. Its hf/ has the weights of the last one."""
+    """Return a run with two checkpoints. Its hf/ has the weights of the last one."""
     folder = tmp_path_factory.mktemp("runs")
     changes = {"checkpoint_every": 2, "keep_checkpoints": 2, "max_steps": 4}
     record, _ = run(folder, "dp", 1, **changes, learning_rate=1e-4)

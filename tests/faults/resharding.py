@@ -73,7 +73,7 @@ def all_pairs() -> list[Pair]:
 
 
 def draw_pairs(count: int, seed: int) -> list[Pair]:
-    """Different ones, drawn from all."""
+    """Draw distinct pairs at random from all pairs."""
     return random.Random(seed).sample(all_pairs(), count)
 
 
@@ -82,7 +82,7 @@ def processes_of(layout: str) -> int:
 
 
 def draw_ring(seed: int) -> list[Pair]:
-    """Each layout once on either side."""
+    """Return pairs in which each layout is saved once and resumed once."""
     names = list(LAYOUTS)
     random.Random(seed).shuffle(names)
     return list(itertools.pairwise([*names, names[0]]))
@@ -91,8 +91,8 @@ def draw_ring(seed: int) -> list[Pair]:
 def reshard(
     pairs: Iterable[Pair], folder: Path, work: Mapping[str, Any] = EIGHT, pool: Pool | None = None
 ) -> dict[Pair, dict[str, float]]:
-    """How far each pair's second half is from one process that was never stopped: the largest
-    relative difference of a loss, and of a weight's 2-norm."""
+    """Return how far the second half of each pair is from one process that was never stopped: the
+    largest relative differences of a loss and of a weight's 2-norm."""
     pairs = list(pairs)
     runs = _save({saved for saved, _ in pairs}, folder, work, pool)
     return _resume(pairs, runs, work, pool)
@@ -101,7 +101,7 @@ def reshard(
 def _save(
     layouts: Iterable[str], folder: Path, work: Mapping[str, Any], pool: Pool | None
 ) -> dict[str, str]:
-    """Train each for half of the steps; its run's folder."""
+    """Train each layout for half of the steps. Return the folders of the runs by layout."""
     runs: dict[str, str] = {}
     for count, names in _by_processes(layouts):
         cases = {
@@ -119,7 +119,7 @@ def _save(
 def _resume(
     pairs: list[Pair], runs: dict[str, str], work: Mapping[str, Any], pool: Pool | None
 ) -> dict[Pair, dict[str, float]]:
-    """As `reshard`, from the folders that `_save` gave."""
+    """Return the differences of `reshard` for runs in the folders that `_save` returned."""
     expected = reference(dict(work), steps=NUM_STEPS)
     found = {}
     for count, names in _by_processes({goes_on for _, goes_on in pairs}):

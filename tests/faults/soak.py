@@ -1,12 +1,12 @@
-"""Random faults over all strategies, many runs at a time, and what they cost.
+"""Inject random faults into runs of all strategies, many runs at a time, and measure the cost.
 
     python -m tests.faults.soak --jobs 24 --seconds 480 --seed 1 --out results/soak.json
     python -m tests.faults.soak --seed 1 --repeat zero2:3   # one mission again
 
-A mission is one run on two or four CPU processes, started as a user does, with --num_gpus. It meets
-up to three random faults at random steps, is begun again with `resume=auto` after each, and must
-end with the weights of a run that met none. Goodput is useful steps / steps paid.
-"""
+A mission is one run on two or four CPU processes, started with --num_gpus as a user would. Up to
+three random faults strike at random steps, and the run is started again with `resume=auto` after
+each. It must end with the weights of a run without faults. Goodput is useful steps / executed
+steps."""
 
 import argparse
 import contextlib
@@ -114,7 +114,7 @@ FAULTS = {
 
 @dataclass
 class Mission:
-    """One run, its faults and what came of them; `number` 0 of a strategy meets none."""
+    """One run, its faults and their results. Mission `number` 0 of a strategy has no faults."""
 
     strategy: str
     number: int
@@ -127,7 +127,7 @@ class Mission:
     warm: bool = False  # without launcher, on processes of tests.pool
 
     def run(self) -> dict[str, Any]:
-        """A row of the record."""
+        """Run the mission. Return its row of the record."""
         self.runs = self.folder / "runs"
         self.runs.mkdir(parents=True)
         draw = random.Random(f"{self.seed} {self.strategy} {self.number}")
@@ -198,7 +198,7 @@ class Mission:
         return row
 
     def _launch(self, environment: dict[str, Any], log: Path, processes: Path) -> int | None:
-        """Return the launcher's exit code; None if it was ended here."""
+        """Start the launcher and wait. Return its exit code, or None if this test ended it."""
         count, values = STRATEGIES[self.strategy]
         arguments = settings({
             **SMALL, "strategy": self.strategy, "num_samples": 128, "epochs": 4,
@@ -235,7 +235,7 @@ class Mission:
         return launcher.returncode
 
     def _judge(self, row: dict[str, Any]) -> None:
-        """Note in `row` in which ways the run ended otherwise than its fault allows."""
+        """Add to `row` the ways in which the end of the run differs from what its fault allows."""
         if not row["struck"] or self.time_left() <= 0:
             return
         expected = FAULTS[row["kind"]]
@@ -286,7 +286,7 @@ class Soak:
         return self.end - time.monotonic()
 
     def run(self, done: Callable[[], None] = lambda: None) -> None:
-        """All missions; `done` is called after each."""
+        """Run all missions. Call `done` after each."""
         threads = [
             threading.Thread(target=self._work, args=(slot, done), daemon=True)
             for slot in range(self.jobs)
@@ -298,7 +298,7 @@ class Soak:
             thread.join()
 
     def _build(self) -> None:
-        """DeepSpeed's extensions, once for all."""
+        """Build DeepSpeed's extensions once for all missions."""
         script = [sys.executable, str(ROOT / "tests" / "build_extensions.py")]
         built = subprocess.run(
             script, env=clean_environment(), capture_output=True, text=True,
@@ -311,7 +311,7 @@ class Soak:
             self.extensions = True
 
     def _next(self) -> tuple[str, int] | None:
-        """The strategy that had the fewest missions; None where it must be waited for."""
+        """Return the strategy with the fewest missions, or None if the thread must wait for it."""
         with self.lock:
             ready = [
                 name for name in self.strategies
@@ -398,7 +398,7 @@ class Soak:
 def by(
     starts: list[tuple[dict[str, Any], dict[str, Any]]], key: Callable[..., str]
 ) -> dict[str, dict[str, Any]]:
-    """A row for each kind of fault, or each strategy."""
+    """Return a row for each kind of fault or each strategy."""
     rows = {}
     for name in sorted({key(*pair) for pair in starts}):
         own = [pair for pair in starts if key(*pair) == name]
@@ -424,13 +424,13 @@ def by(
 
 
 def without_tails(mission: dict[str, Any]) -> dict[str, Any]:
-    """A mission that went well needs no logs."""
+    """Return a mission without its logs if it succeeded."""
     starts = [{k: v for k, v in start.items() if k != "tail"} for start in mission["starts"]]
     return {**mission, "starts": starts}
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """How far the weights of two runs are from each other."""
+    """Return the difference between the weights of two runs."""
     assert set(ours) == set(theirs)
     far = {}
     for name in ours:
@@ -451,7 +451,7 @@ def living(processes: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def disk(folder: Path) -> Iterator[None]:
-    """A small disk of its own at `folder`."""
+    """Mount a small disk at `folder`."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], check=True)
     try:
         yield
@@ -469,13 +469,13 @@ def can_mount() -> bool:
 
 
 def saved_steps(runs: Path) -> int:
-    """The step of the newest checkpoint."""
+    """Return the step of the newest checkpoint."""
     found = runs.glob("*-*/checkpoints/step-*/meta.json")
     return max((int(path.parent.name.partition("-")[2]) for path in found), default=0)
 
 
 def newest_record(runs: Path, since: float) -> tuple[dict[str, Any], float]:
-    """(the record that was written last, when), where that was after `since`."""
+    """Return (the record that was written last, its time) if the record is newer than `since`."""
     files = {file: file.stat().st_mtime for file in runs.glob("*-*/record.json")}
     file = max(files, key=lambda file: files[file], default=None)
     if file is None or files[file] < since - 1:
@@ -484,7 +484,7 @@ def newest_record(runs: Path, since: float) -> tuple[dict[str, Any], float]:
 
 
 def read_weights(runs: Path) -> dict[str, Any]:
-    """Return the weights of the run that ended well."""
+    """Return the weights of the successful run."""
     files = sorted(runs.glob("*-*/hf/model.safetensors"), key=lambda file: file.stat().st_mtime)
     return load_file(files[-1]) if files else {}
 
@@ -515,7 +515,8 @@ def soak(
 
 
 def prepare(whole: Soak) -> None:
-    """Leave out what this machine cannot do; where extensions go unless the environment says so."""
+    """Skip faults that this machine cannot cause, and choose the folder of extensions unless the
+    environment names it."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(whole.folder / "extensions"))
     if "infinity" in whole.strategies and not has_libaio():
         whole.not_run["infinity"] = "libaio is not installed"

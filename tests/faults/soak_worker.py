@@ -1,8 +1,7 @@
-"""real_model_example.py as soak.py starts it: a fault strikes one of its processes.
+"""Run real_model_example.py as soak.py starts it, with a fault in one of its processes.
 
-SOAK in the environment is the fault as JSON, with the folder in which the processes leave their
-numbers, the time of the fault, and a line for each step that they do.
-"""
+The environment variable SOAK has the fault as JSON. It includes the folder in which the processes
+write their ids, the time of the fault, and a line for each completed step."""
 
 import dataclasses
 import json
@@ -49,13 +48,13 @@ ENDS = {
 
 
 def struck() -> None:
-    """The fault strikes now."""
+    """Record that the fault strikes now."""
     with suppress(OSError):
         (FOLDER / "struck").write_text(repr(time.time()))
 
 
 def kill_everyone() -> None:
-    """As when the power fails."""
+    """Kill all processes, as in a power failure."""
     others = {int(file.name) for file in (FOLDER / "processes").iterdir()} - {os.getpid()}
     for process in [*others, os.getpid()]:
         with suppress(ProcessLookupError):
@@ -123,7 +122,7 @@ def strike_in_save(checkpoint: Any, own: bool) -> None:
 
 
 def arrange(rank: int) -> None:
-    """Put the fault into this rank's way."""
+    """Prepare the fault in this rank."""
     own = rank == JOB["rank"]
     if own and KIND == "killed at the start":
         struck()

@@ -1,4 +1,4 @@
-"""A soak of one fault; tests/faults/soak.py does hundreds."""
+"""Run a soak with one fault. tests/faults/soak.py injects hundreds."""
 
 from tests.faults.soak import soak
 

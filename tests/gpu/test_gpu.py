@@ -35,7 +35,8 @@ EAGER = {**BASE, "compile": False, "batch_size": 8}
 
 @pytest.fixture(scope="module")
 def runs():
-    """One GPU: eager reference, compiled with and without accumulation, every strategy."""
+    """Return runs on one GPU: an eager reference, compiled with and without accumulation, and every
+    strategy."""
     cases = {"reference": {**EAGER, "strategy": "dp"}}
     for strategy in STRATEGIES:
         values = {**BASE, "strategy": strategy, "compile": True}
@@ -53,7 +54,7 @@ def test_compiled_strategy_equals_eager_on_one_gpu(strategy, suffix, runs):
 @pytest.mark.parametrize("data", ["packed", "padded"])
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_layouts_on_several_gpus_equal_one(count, data):
-    """Over NCCL, and compiled where that can be."""
+    """The runs use NCCL and, if possible, compiled code."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"fewer than {count} GPUs")
     base = {**DEEP, "pack": data == "packed"}
@@ -134,7 +135,8 @@ REPLAYED = {
 
 
 def exactly(count):
-    """Environment of runs with GPU kernels that always sum in one order, on the first GPUs."""
+    """Return the environment of runs on the first GPUs whose kernels always sum in the same
+    order."""
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(VISIBLE.split(",")[:count])}
     return {**gpus, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 

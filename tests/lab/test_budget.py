@@ -28,8 +28,9 @@ def test_the_optimum_is_the_lowest_of_all_sizes(fit, flops):
 
 
 def test_published_figures():
-    """Exponents of the abstracts; at Chinchilla's own budget the replication finds about the 20
-    tokens per parameter that it was trained with, the original fit many more."""
+    """Compare the exponents with those of the abstracts. At Chinchilla's own budget, the
+    replication finds about the 20 tokens per parameter that it was trained with, and the original
+    fit many more."""
     for fit, exponent in ((CHINCHILLA, 0.4565), (REPLICATION, 0.5126)):
         small, large = fit.optimum(1e20)[0], fit.optimum(1e22)[0]
         assert math.log(large / small) / math.log(100) == pytest.approx(exponent, abs=5e-4)
@@ -55,7 +56,7 @@ def budget(*words):
 
 
 def test_as_typed():
-    """One model's share of the table is checked in full; the budget's speeds are the planner's."""
+    """Check one model's part of the table in full. The budget's speeds come from the planner."""
     shown = budget("1xH200 24h", "--per_device_train_batch_size", "8")
     assert_ok(shown)
     assert "with 8 x 512 tokens" in shown.stdout

@@ -1,4 +1,4 @@
-"""The documents keep what they say: figures equal the records, links lead somewhere."""
+"""Test that the documents are up to date: figures equal the records, and links have targets."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Shares of communication: hand-made traces against counts of ticks, and a run of two processes."""
+"""Test shares of communication: hand-made traces against counted ticks, and a run of two
+processes."""
 
 import gzip
 import json
@@ -29,7 +30,7 @@ def ticks(spans):
 
 
 def check(rank, computing, talking, step):
-    """Seconds a step against ticks."""
+    """Compare the seconds per step with counted ticks."""
     assert {name: round(1e6 * each * rank.steps) for name, each in rank.seconds().items()} == {
         "step": step,
         "computing": len(computing),

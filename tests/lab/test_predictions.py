@@ -24,7 +24,8 @@ def test_published_runs_on_gpus():
 
 
 def test_runs_that_others_published(tmp_path):
-    """GPT-2's shape on A100s, whose rates no record of ours set; and none that ran is refused."""
+    """Predict GPT-2's shape on A100s, whose rates no record of ours set. No run that finished is
+    refused."""
     a100 = []
     for row in json.loads(blind.TABLE.read_text()):
         time, _, fits = blind.errors(row, tmp_path)
@@ -36,7 +37,8 @@ def test_runs_that_others_published(tmp_path):
 
 
 def test_published_runs_without_gpus():
-    """RAM under every strategy that runs on 1, 2 and 4 processes; time where it was measured."""
+    """Compare the RAM of every strategy on 1, 2 and 4 processes, and the time if it was
+    measured."""
     rows = validate.cpu_rows()
     assert len(rows) > 20
     assert max(abs(row.memory_error) for row in rows) < 0.10

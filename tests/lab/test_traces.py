@@ -28,7 +28,7 @@ def test_what_precedes_the_second_step_is_left_out():
 
 
 def test_a_timeline_is_the_first_steps_in_whole_microseconds():
-    """Two steps of 3000: what is closer than one is drawn as one."""
+    """Use two steps of 3000 us. Spans closer than 1 us are drawn as one."""
     events = [
         step(1, (0, 1)), step(2, (1, 2)),
         event("gemm", (1_000_000.4, 1_001_000.2)), event("gemm", (1_001_001.1, 1_002_000.4)),

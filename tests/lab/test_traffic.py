@@ -69,7 +69,7 @@ def test_counted_bytes_are_the_formulas():
 
 @pytest.fixture(scope="module")
 def _four_processes():
-    """Rank 0 of four; nothing is sent."""
+    """Return rank 0 of four processes. Nothing is sent."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()

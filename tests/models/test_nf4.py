@@ -60,7 +60,7 @@ def quantized_model():
 
 
 def test_a_model_beside_codes_is_the_model_with_their_values():
-    """Logits and gradients; and the weights that `generate` and `export --merge` use."""
+    """Compare logits, gradients, and the weights that `generate` and `export --merge` use."""
     model = quantized_model()
     rounded = build_model()
     source = nf4.rounded_source(lambda name, box: values[name][box], rounded.size, torch.float32)
@@ -83,7 +83,7 @@ def test_a_model_beside_codes_is_the_model_with_their_values():
 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
 def test_the_backward_pass_keeps_codes_not_matrices(backend):
-    """Also compiled: torch.compile shares what both passes compute."""
+    """The test also compiles, because torch.compile shares tensors that both passes compute."""
     linear = quantized_model().blocks["0"].mlp_in
     function = linear if backend is None else torch.compile(linear, backend=backend, dynamic=False)
     x = draw(3, linear.in_features).requires_grad_()

@@ -1,13 +1,12 @@
-"""Break important lines one at a time and see whether the tests notice. Not part of CI.
+"""Break important lines one at a time and check whether the tests notice. Not part of CI.
 
     python -m tests.mutations                        # all of mutations.toml
     python -m tests.mutations NAME ... --jobs 2
     python -m tests.mutations --check                # in seconds: which no longer apply
 
-Each mutation is put into a copy of the checkout, where the narrowest tests that should catch it run
-until the first fails. They have to pass there without it, or "caught" would mean nothing. The exit
-code is 1 where a mutation survives or no longer applies.
-"""
+Each mutation is applied to a copy of the checkout. There, the narrowest tests that should catch it
+run until the first failure. The tests must pass without the mutation, or "caught" would mean
+nothing. The exit code is 1 if a mutation survives or no longer applies."""
 
 import argparse
 import contextlib
@@ -63,7 +62,7 @@ def read_list() -> list[Mutation]:
 
 
 def find_stale(mutation: Mutation) -> str:
-    """Why a mutation cannot be tried, or ""."""
+    """Return the reason why a mutation cannot be applied, or ""."""
     path = ROOT / mutation.file
     if not path.is_file() or path.read_text().count(mutation.old) != 1:
         return f"its old text is not in {mutation.file} exactly once"
@@ -78,8 +77,8 @@ def find_stale(mutation: Mutation) -> str:
 
 
 def run_tests(tests: tuple[str, ...], checkout: Path, limit_s: float) -> tuple[int, float, str]:
-    """(pytest's exit code, seconds, the first test that failed or the end of what was said). A run
-    past the limit counts as failed."""
+    """Return (pytest's exit code, seconds, the first test that failed or the end of the output). A
+    run that exceeds the time limit counts as failed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     began = time.monotonic()
@@ -109,7 +108,7 @@ def run_tests(tests: tuple[str, ...], checkout: Path, limit_s: float) -> tuple[i
 
 
 def end_processes(process: subprocess.Popen[bytes]) -> None:
-    """A test run with whatever it has started."""
+    """Kill a test run and all processes that it has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -119,14 +118,15 @@ def end_processes(process: subprocess.Popen[bytes]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Its bytecode goes: Python tells it by seconds and size alone."""
+    """Write a file and remove its bytecode, because Python detects changes only by seconds and
+    size."""
     path.write_text(text)
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def try_group(mutations: list[Mutation]) -> list[str]:
-    """Try mutations with the same tests, which are run without any of them first; a line on each
-    that is not caught."""
+    """Run the tests of mutations that share them, first without a mutation, then with each. Return
+    a line for each mutation that is not caught."""
     tests = mutations[0].tests
     missed = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:

@@ -1,8 +1,8 @@
-"""Programs of the processes of a parity test. Each case is a run of tools/harness.py.
+"""Define the functions that the processes of a parity test run. Each case is a run of
+tools/harness.py.
 
-Every function but the last takes {"cases": {name: CONFIG values}, ...} and returns
-{name: results}, as tests.pool calls it on every rank of one process group.
-"""
+Every function but the last takes {"cases": {name: CONFIG values}, ...} and returns {name: results},
+as tests.pool calls it on every rank of one process group."""
 
 import functools
 import hashlib
@@ -75,25 +75,27 @@ def all_cases(arguments: dict[str, Any], use: Any) -> dict[str, Any]:
 
 
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Losses (means over the global batch's real tokens), gradient norms and the full fp32 weights
-    after `steps` steps; halfway, the loss of one global batch and the logits of PROMPT."""
+    """Return losses (means over the global batch's real tokens), gradient norms and the full fp32
+    weights after `steps` steps. Halfway, also measure the loss of one global batch and the logits
+    of PROMPT."""
     return all_cases(arguments, lambda run: _train(run, arguments["steps"]))
 
 
 def train_without_code(arguments: dict[str, Any]) -> dict[str, Any]:
-    """As `train`; what is compiled is traced, decomposed and cut as for Inductor, and the graphs
-    that come of it are run as they are: compiling C++ takes seconds for each kernel."""
+    """Train like `train`. Compiled functions are traced, decomposed and partitioned as for
+    Inductor, but their graphs run without generated code, because compiling C++ takes seconds per
+    kernel."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     return train(arguments)
 
 
 def train_apart(arguments: dict[str, Any]) -> dict[str, Any]:
-    """As `train`, each record of the packed blocks being a padded sample of its own."""
+    """Train like `train`, with each record of the packed blocks as a padded sample."""
     return all_cases(arguments, lambda run: _train(run, arguments["steps"], take=_take_apart))
 
 
 def _take_apart(run: Run, batch: StepBatch) -> StepBatch:
-    """A step's records, each in a row of its own, in as many micro-batches."""
+    """Return a step's records, one per row, in the same number of micro-batches."""
     padding_id = run.data.tokenizer.eos_id
     rows = [tuple(rows_of(blocks, padding_id)) for blocks in batch.micro_batches]
     return replace(batch, micro_batches=rows)
@@ -102,7 +104,8 @@ def _take_apart(run: Run, batch: StepBatch) -> StepBatch:
 def _train(
     run: Run, num_steps: int, steps: range | None = None, take: Any = lambda _run, batch: batch
 ) -> dict[str, Any]:
-    """`steps`, or all, of a run of `num_steps`, of what `take` makes of each step's samples."""
+    """Train the given `steps`, by default all, of a run of `num_steps`. `take` changes each step's
+    samples."""
     losses, norms, answers = [], [], {}
     for step in range(num_steps) if steps is None else steps:
         run.engine.set_learning_rate(learning_rate(run.plan.config, step, num_steps))
@@ -147,8 +150,8 @@ def _mean_loss(sums: list[torch.Tensor], batch: Any) -> float:
 
 
 def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
-    """As `train`, and whether a CUDA graph was replayed in the end. With "failing", rank 0 asks the
-    GPU something while a step is captured."""
+    """Train like `train`. Also return whether a CUDA graph was replayed at the end. With "failing",
+    rank 0 queries the GPU while a step is captured."""
 
     def use(run: Run) -> dict[str, Any]:
         graph: Any = run.engine.step  # type: ignore[attr-defined]
@@ -168,8 +171,8 @@ def train_exactly(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def resume(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Two full states: after steps in a row, and after loading what was saved halfway into a new
-    engine that takes the second half of them."""
+    """Return two full states: after uninterrupted steps, and after half of the steps, a save, and
+    the other half in a new engine that loads the save."""
     return all_cases(arguments, lambda run: _resume(run, arguments["steps"]))
 
 
@@ -208,7 +211,8 @@ def _resume(run: Run, num_steps: int) -> dict[str, Any]:
 
 
 def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Save after half of `steps`; each case's run folder, in the output_dir that it gives."""
+    """Save after half of `steps`. Return each case's run folder, which is in the output_dir of the
+    case."""
 
     def use(run: Run) -> str:
         step = arguments["steps"] // 2
@@ -223,7 +227,7 @@ def save_halfway(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def go_on(arguments: dict[str, Any]) -> dict[str, Any]:
-    """As `train`, from each case's `resume` to `steps` in all."""
+    """Train like `train`, from each case's `resume` up to step `steps`."""
 
     def use(run: Run) -> dict[str, Any]:
         assert any("resharding" in note for note in run.plan.notes)
@@ -238,7 +242,8 @@ DRAWING = {"dropout": "residual", "scaled_dot_product_attention": "attention"}
 
 
 def _watched(seen: dict[str, list[str]], kinds: dict[str, str]) -> Any:
-    """torch.nn.functional, noting the random generator's state before what draws numbers."""
+    """Return torch.nn.functional with functions that record the random generator's state before
+    they draw numbers."""
 
     def watch(name: str) -> Any:
         def watched(*arguments: Any, **words: Any) -> Any:
@@ -269,7 +274,7 @@ def dropout_streams(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
-    """As `train`, and FSDP's work in a further step, in its order."""
+    """Train like `train`, and return the order of FSDP's work in an additional step."""
 
     def use(run: Run) -> dict[str, Any]:
         found = _train(run, arguments["steps"])
@@ -283,8 +288,8 @@ def train_and_trace(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def exchange(arguments: dict[str, Any]) -> torch.Tensor:
-    """The gradient of one matrix after the exchange of each step, [steps, rows, columns], where
-    those before it are `gradients`, [processes, steps, rows, columns]."""
+    """Return the gradient of one matrix after the exchange of each step, [steps, rows, columns].
+    `gradients`, [processes, steps, rows, columns], are the gradients before the exchange."""
     options = strategy_options("compressed")(**arguments["options"])
     config = build_config({"strategy": "compressed"}, options=strategy_options)
     engine = load_strategy(config).load_engine()

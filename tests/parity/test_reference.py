@@ -32,7 +32,8 @@ VOCABULARY = 2050  # two more than the tokenizer's, and padded to 2176
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Initial weights in Hugging Face's format, and questions with answers."""
+    """Return a folder with initial weights in Hugging Face's format, and with questions and
+    answers."""
     folder = tmp_path_factory.mktemp("reference")
     torch.manual_seed(0)
     shape = {"n_positions": SETTINGS.max_length, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -52,7 +53,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder):
-    """(initial model, records, those held out) for the reference."""
+    """Return (initial model, training records, validation records) for the reference."""
     tokenizer = GPT2TokenizerFast.from_pretrained(EMBEDDED_DIR)
     files = [folder / f"{name}.jsonl" for name in ("train", "held-out")]
     records = [read_records(file, tokenizer, SETTINGS.max_length) for file in files]
@@ -87,7 +88,7 @@ def one_process(folder):
 
 
 def assert_follows(found, expected, *, far=5e-5):
-    """Every loss, norm and evaluation that the reference has, and the final weights."""
+    """Check every loss, norm and evaluation that the reference has, and the final weights."""
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     if "grad_norms" in expected:
         assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-4)
@@ -101,7 +102,7 @@ def assert_follows(found, expected, *, far=5e-5):
 
 
 def test_the_work_shows_what_it_should(folder):
-    """Else the comparisons would pass without weight decay, clipping or masks."""
+    """Otherwise the comparisons would also pass without weight decay, clipping or masks."""
     found, (start, records, _) = one_process(folder), load(folder)
     assert min(found["grad_norms"]) < SETTINGS.max_grad_norm < max(found["grad_norms"])
     trained = records.trained[:, 1:].sum(dim=1)
@@ -134,7 +135,7 @@ def test_gradients_sent_in_bf16_are_rounded_as_they_leave_and_as_they_are_added(
     ("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)], ids=["local-sgd", "diloco"]
 )
 def test_local_steps_follow_their_papers(rate, momentum, folder, tmp_path):
-    """Epochs end, and are evaluated, between two meetings."""
+    """Epochs end and are evaluated between two exchanges."""
     model, *records = load(folder)
     options = {"local_steps": 4, "outer_lr": rate, "outer_momentum": momentum}
     expected = reference.train_apart(model, *records, SETTINGS, num_replicas=2, **options)
@@ -156,8 +157,9 @@ def random_gradients(*shape):
 
 
 def test_powersgd_sends_matrices_of_its_rank_and_makes_up_for_it():
-    """1905.09767, algorithm 2: what a step leaves out is in the next one's matrix. So the sum over
-    steps stays as near to that of the gradients, which are always the same, as one step comes."""
+    """1905.09767, algorithm 2: the part that a step leaves out is added to the next step's
+    matrix. The summed updates therefore stay within one step of the summed gradients, which are
+    constant."""
     gradients = random_gradients(2, 1, ROWS, COLUMNS).expand(-1, STEPS, -1, -1)
     found = exchanged(gradients, compression_rank=2)
     for step in found:
@@ -177,9 +179,10 @@ def test_topk_int8_is_its_formula():
 
 
 def topk_int8(gradients, share):
-    """[processes, steps, values] -> [steps, values]. Each process sends the p-th process its p-th
-    part; that one answers with the mean. Both ways the values of largest magnitude go whole, the
-    rest in steps of 1/127 of the largest of it, and what is lost is added to the next."""
+    """Return the mean of `gradients`, [processes, steps, values] -> [steps, values], as the
+    exchange computes it. Each process sends the p-th part to process p, which returns the mean. In
+    both directions, the values of largest magnitude are exact, and the others are rounded to 1/127
+    of the largest of them. The rounding errors are added to the next step."""
     num_processes, num_steps, num_values = gradients.shape
     part = num_values // num_processes
     k = round(share * part)

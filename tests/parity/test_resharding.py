@@ -20,7 +20,7 @@ RECORDS = {**EIGHT, **PACKED}
 
 
 def assert_goes_on(pairs, folder, work):
-    """As one process that was never stopped."""
+    """Check that each pair of layouts continues like one process that was never stopped."""
     for pair, far in reshard(pairs, folder, work).items():
         assert far["loss"] <= LOSS_TOLERANCE, pair
         assert far["weight"] <= WEIGHT_TOLERANCE, pair

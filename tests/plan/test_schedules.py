@@ -28,7 +28,8 @@ def test_micro_batches_that_a_schedule_takes():
 
 
 def test_a_message_takes_its_time_between_processes_and_none_within_one():
-    """Forward 1, backward 2: of one micro-batch over two stages all follows in a row."""
+    """Forward takes 1 and backward 2. With one micro-batch over two stages, all operations run in
+    sequence."""
     seconds = {(kind, stage): took for kind, took in (("F", 1.0), ("B", 2.0)) for stage in (0, 1)}
     orders = build_orders("gpipe", 2, 1)
     assert length_of(simulate(orders, seconds, flow((0, 1), 0.25))) == 6.5
@@ -63,7 +64,7 @@ def test_orders_are_whole_and_idle_and_hold_as_the_closed_forms_say(name):
 
 
 def test_zb_v_is_its_authors_order_at_any_durations():
-    """As zbv.py of sail-sg/zero-bubble-pipeline-parallelism gave it, which the tutorial keeps."""
+    """Compare with the orders of sail-sg's zbv.py, which the tutorial stores."""
     file = ROOT / "pipedream_tutorial" / "tests" / "zb_v_authors.json"
     for p, m, f, i, w, message, digest in json.loads(file.read_text())["cases"]:
         if p == 1:  # no pipeline
@@ -82,6 +83,7 @@ def test_uneven_stages_count_as_the_middle_process():
 
 
 def most_held(order):
-    """Micro-batches of a stage whose activations a process holds at once."""
+    """Return the largest number of micro-batches of a stage whose activations a process holds at
+    once."""
     steps = [{"F": 1, "I": 0}.get(kind, -1) for kind, _, _ in order]
     return max(itertools.accumulate(steps))

@@ -1,4 +1,4 @@
-"""Plans and layouts from a few words of CONFIG."""
+"""Build plans and layouts from a few CONFIG values."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -51,14 +51,15 @@ class LaidOut(NamedTuple):
 
 
 def lay_out(world_size: int, *words: str, **config: Any) -> LaidOut:
-    """`words` are those of --set; raise UserError as a plan would."""
+    """Lay out CONFIG with `words` as --set would. Raises UserError as a plan would."""
     asked = candidate(*words, **config)
     filled = dataclasses.replace(asked, mesh=fill_mesh(asked, world_size))
     return LaidOut(filled.mesh, build_layout(filled), cut_batch(filled))
 
 
 def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) -> Candidate:
-    """CONFIG's words, and --set's, over the strategy's own mesh or another."""
+    """Return CONFIG values, merged with those of --set, with the strategy's own mesh or the given
+    one."""
     built = build_config({"model": "gpt2-medium", **config}, overrides=words)
     strategy = load_strategy(built)
     model = find_model(built.model)
@@ -66,7 +67,7 @@ def candidate(*words: str, mesh: dict[str, int] | None = None, **config: Any) ->
 
 
 def merged(config: Mapping[str, Any], *texts: str) -> RunConfig:
-    """CONFIG and what is typed, as the command line merges them."""
+    """Merge CONFIG and typed values as the command line does."""
     given = {"defaults": strategy_defaults, "options": strategy_options}
     return build_config(config, overrides=texts, **given)
 
@@ -81,7 +82,8 @@ def plan_for(
     below_bytes: int | None = None,
     **config: Any,
 ) -> Plan:
-    """A plan of gpt2-tiny, or a draft that no check has seen; `here` processes on this machine."""
+    """Return a plan of gpt2-tiny or, unless `checked`, a draft. `here`: number of processes on this
+    machine."""
     values = {"output_dir": str(tmp_path / "runs"), "model": "gpt2-tiny", **config}
     make = make_plan if checked else draft_plan
     cluster = this_machine(machine, num_processes, here or num_processes)

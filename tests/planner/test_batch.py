@@ -1,4 +1,4 @@
-"""How a step's sequences are cut, and what a user may ask for."""
+"""Test how the sequences of a step are divided, and which divisions a user may request."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from tests.planner.helpers import candidate, lay_out
 
 
 def cut(mesh, name, **config):
-    """(Batch, the schedule it is cut for)"""
+    """Return (Batch, the schedule for which it is divided)."""
     asked = candidate(mesh=mesh, strategy="3d", pipeline_schedule=name, **config)
     return cut_batch(asked), asked.schedule
 
@@ -42,7 +42,7 @@ def test_cuts_by_hand(strategy, processes, config, cut):
 
 
 def typed(text):
-    """The settings that a refusal suggests, each a dictionary."""
+    """Return the settings that a refusal suggests, each as a dictionary."""
     *pairs, last = text.removesuffix(".").partition(" Set ")[2].split(", or ")
     assert pairs
     assert last == "both to auto"

@@ -30,7 +30,7 @@ def _no_extensions_of_this_machine(tmp_path, monkeypatch):
 
 
 def draft(tmp_path, strategy="zero2", machine=CPU_MACHINE, num_processes=2, **config):
-    """A plan that no check has seen."""
+    """Return a plan before its checks."""
     config = {"precision": "fp32", "offload_dir": str(tmp_path / "offload"), **config}
     return plan_for(tmp_path, machine, num_processes, checked=False, strategy=strategy, **config)
 
@@ -99,7 +99,7 @@ def test_no_more_processes_than_gpus(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["zero2", "pp"])
 def test_what_a_refusal_suggests_fits(strategy, tmp_path):
-    """A batch too large by far, on four GPUs of 16 GiB."""
+    """Use a batch that is far too large for four GPUs of 16 GiB."""
     words = {"machine": SMALL, "num_processes": 4, "model": "gpt2-medium", "batch_size": 64}
     uncut = {"micro_batch_size": 64}
     large = draft(tmp_path, strategy, **uncut, **words)
@@ -199,7 +199,7 @@ def test_needs_on_one_disk_are_added(tmp_path, monkeypatch):
 
 
 def test_extensions_that_are_built():
-    """By their names in DeepSpeed."""
+    """Compare the names that DeepSpeed uses."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 
@@ -221,7 +221,7 @@ def test_no_compiler(tmp_path, monkeypatch):
 
 
 def make_lock(folder):
-    """Ten minutes old."""
+    """Make a lock that is ten minutes old."""
     folder.mkdir(parents=True)
     lock = folder / "lock"
     lock.write_text("")

@@ -1,4 +1,4 @@
-"""`plan` as it is typed: the table, JSON, the batch script, bad input."""
+"""Test the command `plan`: its table, JSON, batch script and errors."""
 
 import dataclasses
 import json
@@ -72,7 +72,8 @@ def test_two_nodes_have_the_answer_of_the_strategies_page(monkeypatch, capsys, g
 
 
 def test_what_is_left_open_is_searched_and_what_is_typed_is_kept(monkeypatch, capsys):
-    """A model whose state fits nowhere without recomputation, at the largest batch that pays."""
+    """The model's state fits nowhere without recomputation, and the batch is the largest that pays
+    off."""
     words = "--cluster", "1xH100-80GB", "--model", "gpt2-xl", "--max_length", "1024"
     assert plan(monkeypatch, *words) == 0
     assert "tokens per step" in (out := capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""A strategy's DeepSpeed JSON filled in from CONFIG, and where the two disagree."""
+"""Test a strategy's DeepSpeed JSON: values filled in from CONFIG, and conflicts between the two."""
 
 import json
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ DECIDED = {
 
 
 def fill(tmp_path, document, strategy="zero2", **config):
-    """`document` as the strategy's deepspeed_config, filled in."""
+    """Return `document`, the strategy's deepspeed_config, with values filled in."""
     path = tmp_path / "given.json"
     path.write_text(json.dumps(document))
     given = {**CONFIG, "strategy": strategy, "deepspeed_config": str(path), **config}
@@ -179,7 +179,8 @@ def test_sizes_that_the_trainer_fills_follow_from_the_hidden_size(tmp_path):
 
 
 def test_unusual_values_are_for_deepspeed_to_judge(tmp_path):
-    """In a child process: importing it takes seconds, and no usual JSON pays for that."""
+    """This runs in a child process, because importing DeepSpeed takes seconds that usual JSONs need
+    not pay for."""
     assert check_sections({"steps_per_print": 1e5}, "") == []
     assert check_sections({"steps_per_print": float("inf")}, "") == ["steps_per_print"]
     assert check_sections({"zero_optimization": {"stage": 0}, "fp16": {"loss_scale": 0}}, "") == []

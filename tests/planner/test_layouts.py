@@ -1,4 +1,4 @@
-"""Cuts of a model into stages against brute force, and what is refused before anything starts."""
+"""Test partitions of a model into stages against brute force, and refusals before a start."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Meshes: what is filled in or refused; every suggestion of a refusal is typed in and accepted."""
+"""Test meshes: values filled in, refusals, and that every suggestion of a refusal is accepted."""
 
 import contextlib
 import dataclasses
@@ -39,14 +39,14 @@ OTHERS = (
 
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch):
-    """Thousands of layouts, and the strategies' files stay as they are."""
+    """Read the strategies' files once, because they do not change between thousands of layouts."""
     for name in ("list_strategies", "_read_folder"):
         cached = functools.cache(getattr(strategy_module, name))
         monkeypatch.setattr(strategy_module, name, cached)
 
 
 def suggestions(text):
-    """Words to type, of all that a refusal suggests."""
+    """Return the arguments that a refusal suggests typing."""
     choices = re.search(r" Set (.+)\.$", text)
     for words in choices[1].split(", or ") if choices else []:
         yield words.split()

@@ -1,4 +1,4 @@
-"""Plans: what they hold, that each is found again in its file, any CONFIG on any machine."""
+"""Test plans: their contents, reading them back from a file, and any CONFIG on any machine."""
 
 import dataclasses
 import json
@@ -28,7 +28,8 @@ TEXT = "\n".join(f"line {number} of a text that is not very long" for number in 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_extensions_of_this_machine(tmp_path_factory):
-    """Nor its libaio: asking the compiler for each example would take most of the time."""
+    """Hide this machine's extensions and libaio, because asking the compiler per example would take
+    most of the time."""
     patch = pytest.MonkeyPatch()
     patch.setattr(checks, "has_libaio", lambda: True)
     patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
@@ -38,7 +39,7 @@ def _no_extensions_of_this_machine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
-    """A folder with a text, DeepSpeed JSONs and things that are in the way."""
+    """Return a folder with a text, DeepSpeed JSONs and obstacles."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "text.txt").write_text(TEXT)
     (folder / "file").write_text("{")

@@ -37,7 +37,8 @@ def decide(machine=CPU_MACHINE, *, world_size=1, **config):
 
 
 def test_ones_own_text_without_a_gpu_is_trained_as_the_preset_words():
-    """But for what is typed, and what CONFIG has otherwise than by default."""
+    """The preset decides except for typed values and CONFIG values that differ from their
+    defaults."""
     own = {"dataset": str(small_text()), "epochs": 2, "max_length": 100}
     built = build_config({"strategy": "dp", **own}, overrides=["batch_size=4"])
     config = draft_plan(built, this_machine(CPU_MACHINE, 2, 2)).config
@@ -102,7 +103,7 @@ def test_without_a_hub_auto_takes_what_is_shipped_and_says_so():
 
 
 def test_missing_weights_are_pointed_out(monkeypatch):
-    """On a Hub that has all else; the shipped tokenizer stands in for GPT-2's."""
+    """The Hub has everything else, and the shipped tokenizer replaces GPT-2's."""
     monkeypatch.setattr(hub, "fetch_folder", lambda *_, **__: EMBEDDED_DIR)
     monkeypatch.setattr(weights, "fetch_weights", Mock(side_effect=OSError("404")))
     resolved, notes = decide(gpu())
@@ -199,7 +200,7 @@ TWO = {"world_size": 2}
     ],
 )
 def test_what_is_in_the_way_of_a_switch(key, asked, values, words):
-    """ "auto" goes without it and says so, but for what few ask for."""
+    """ "auto" does without the switch and says so, except for switches that few users request."""
     resolved, notes = decide(gpu(num_gpus=2), **values)
     said = {"compile": "not compiled", "cuda_graphs": "no CUDA graph"}
     if asked is True:

@@ -1,4 +1,4 @@
-"""Fewer and smaller exchanges, planned: what is refused, what they need, what ranks them."""
+"""Test plans with fewer or smaller exchanges: refusals, memory and ranking."""
 
 import dataclasses
 
@@ -90,7 +90,8 @@ def test_state_bytes():
 
 
 def test_slow_links_are_what_they_pay_on():
-    """Predicted seconds of a step over 1 Gbit/s fall with the bytes; over NVLink nearly not."""
+    """Over 1 Gbit/s, the predicted seconds per step fall with the bytes. Over NVLink, they hardly
+    change."""
     slow = dataclasses.replace(H200.rates, link_bytes=0.125e9)
     words = {"model": "gpt2-medium", "batch_size": 16, "cuda_graphs": False}
     plans = [

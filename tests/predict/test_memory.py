@@ -1,4 +1,4 @@
-"""Peaks of memory against sums by hand, tensor by tensor; state against published figures."""
+"""Compare peaks of memory with sums by hand, tensor by tensor, and state with published figures."""
 
 import dataclasses
 import math
@@ -46,7 +46,8 @@ def test_a_compiled_dp_step_by_hand(tmp_path):
 
 
 def test_the_first_stage_of_a_v_has_both_ends(tmp_path):
-    """Blocks 0 and 11, embeddings, final norm and the tied copy."""
+    """Blocks 0 and 11, the embeddings, the final norm and the tied copy are on the first stage's
+    rank."""
     words = {"strategy": "pp", "pipeline_schedule": "zb-v", "pipeline_cut": "1,5,5,1"}
     parts = peak(tmp_path, 2, **words).by_place[0]
     assert parts["parameters"] == 4 * (2 * (12 * D**2 + 13 * D) + (2 * VOCABULARY + 1024 + 2) * D)
@@ -147,7 +148,7 @@ WHOLE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1}
 
 
 def state(strategy, precision="bf16", **axes):
-    """Bytes per parameter: of parameters, gradients, optimizer, host, disk."""
+    """Return bytes per parameter: parameters, gradients, optimizer state, host, disk."""
     values = {"model": "gpt2", "strategy": "3d", "precision": precision, **WHOLE}
     mesh = {**WHOLE, **axes}
     config = build_config({**values, **axes})

@@ -61,7 +61,8 @@ def test_rates_follow_generation_form_and_power(name, gemm, memory, link):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
-    """The fullest process's, wherever it lies along a pipeline, and what it has elsewhere."""
+    """This holds for the fullest process, at any position along a pipeline, and for its state on
+    host and disk."""
     found = []
     for count in (1, 2, 4, 8, 12, 16, 24, 32):
         machine = dataclasses.replace(GPU_MACHINE, num_gpus=count)
@@ -75,7 +76,8 @@ def test_more_processes_never_raise_the_state_of_one(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_larger_takes_more(name, tmp_path):
-    """Longer texts: more memory, and more time where the host does not bind; recomputing: less."""
+    """Longer texts need more memory and, unless the host is the bottleneck, more time.
+    Recomputation needs less memory."""
     common = {"strategy": name, "model": "gpt2", "checked": False, "batch_size": 64}
     small, large, again = (
         plan_for(tmp_path, GPU_MACHINE, 4, **common, max_length=length, **config)
@@ -88,7 +90,8 @@ def test_what_is_larger_takes_more(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_ranked_is_what_starts(name, tmp_path):
-    """Typed as its settings say, every ranked layout becomes a plan with the same mesh and cut."""
+    """If its settings are typed, every ranked layout becomes a plan with the same mesh and
+    micro-batches."""
     cluster = parse_cluster("4xH200")
     plans = list(enumerate_plans(build(name, batch_size=4), cluster))
     assert plans
@@ -101,7 +104,7 @@ def test_what_is_ranked_is_what_starts(name, tmp_path):
 
 @pytest.mark.parametrize("count", [8, 12])
 def test_what_is_ranked_is_all_that_starts(count, tmp_path):
-    """Every way to write `count` as a product of the four axes, typed under every strategy."""
+    """Type every factorization of `count` into the four axes under every strategy."""
     cluster = parse_cluster(f"{count}xH200")
     listed, started = set(), set()
     for name in NAMES:
@@ -122,7 +125,8 @@ def test_what_is_ranked_is_all_that_starts(count, tmp_path):
 
 
 def layout_of(plan):
-    """Two names of one layout have equal predictions: hybrid without a pipeline is zero1."""
+    """Return a key that is equal for two names of one layout: hybrid without a pipeline is
+    zero1."""
     name = plan.strategy.name if plan.strategy.traits.takes_json else "native"
     name = "zero1" if name == "hybrid" and plan.mesh["pp"] == 1 else name
     return name, tuple(plan.mesh.values())
@@ -133,8 +137,8 @@ def ranked(cluster, **words):
 
 
 def test_one_gpu_and_a_thousand_are_ranked():
-    """Alone nothing is better than dp; over 31.5 GB/s gathering XL's weights costs more than a
-    pipeline's bubble."""
+    """On one GPU, nothing is better than dp. Over 31.5 GB/s, gathering XL's weights costs more than
+    a pipeline's bubble."""
     best = ranked("H200", batch_size=8)[0]
     assert (best.plan.strategy.name, best.fits) == ("dp", True)
     assert ranked("4xA100-PCIe", model="gpt2-xl-20-heads", batch_size=4)[0].plan.mesh["pp"] > 1

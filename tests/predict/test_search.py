@@ -1,4 +1,4 @@
-"""Orders that are found for what operations take."""
+"""Test orders that are searched for measured durations."""
 
 import itertools
 import random
@@ -48,7 +48,7 @@ def length(found, seconds, message=MESSAGE):
 
 
 def held(order, blocks):
-    """Blocks whose activations a process holds at most."""
+    """Return the largest number of blocks whose activations a process holds."""
     now = most = 0
     for kind, stage, _ in order:
         now += {"F": 1, "W": -1}.get(kind, 0) * blocks[stage]
@@ -73,7 +73,8 @@ def test_found_orders_are_whole_shorter_and_hold_what_they_may(blocks, m):
 
 
 def test_gpt2_mediums_step_gets_shorter_by_a_twentieth():
-    """Within 3% of what no order can beat: that of the process which starts last."""
+    """The order is within 3% of the bound that no order can beat: the time of the process that
+    starts last."""
     seconds = durations(MEDIUM)
     found = length(search_order(seconds, MEDIUM, 8, MESSAGE), seconds)
     assert found < 0.955 * length(orders.build_orders("zb-v", 4, 8), seconds)
@@ -109,7 +110,7 @@ def test_one_micro_batch_over_two_processes_as_by_brute_force(seed):
 
 
 def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkeypatch):
-    """The process that plans searches once, by the rates at hand; the others read plan.json."""
+    """The planning process searches once, with the available rates. The others read plan.json."""
     words = {"model": "gpt2", "strategy": "pp", "pipeline_schedule": "zb-auto"}
     slow, quick = map(parse_cluster, ("2xL4", "2xH200"))
     plans = [draft_plan(build_config(words), of) for of in (slow, quick)]
@@ -127,7 +128,7 @@ def test_a_search_goes_by_the_machines_rates_and_is_read_by_all(tmp_path, monkey
 
 
 def lowered(plan):
-    """Each process's actions as torch orders them, with those that FSDP needs."""
+    """Return each process's actions in torch's order, including the actions that FSDP needs."""
     computing = {
         rank: schedules._add_reduce_grad(
             schedules._add_unshard_reshard(
@@ -149,7 +150,8 @@ NEEDS = {"SEND_F": "FORWARD", "SEND_B": "BACKWARD_INPUT",
 
 
 def run_blocking(found, ranks):
-    """Run processes whose messages block both ends until both have come to them: how many met."""
+    """Run processes whose messages block both ends until both have reached them. Return how many
+    messages completed."""
     left = {
         rank: [(a.computation_type.name, a.stage_index, a[2]) for a in reversed(actions)]
         for rank, actions in found.items()
@@ -187,7 +189,8 @@ def run_blocking(found, ranks):
     ],
 )
 def test_messages_keep_the_order_in_which_they_are_made(tmp_path, more):
-    """Both ends of every edge have them in one order, and none waits for what comes later."""
+    """Both ends of every edge use the same order of messages, and no process waits for a later
+    message."""
     words = {"model": "gpt2-medium", "strategy": "pp", "pipeline_schedule": "zb-auto", **more}
     plan = plan_for(tmp_path, GPU_MACHINE, 4, checked=False, batch_size=8, **words)
     ranks, spans = plan.layout.ranks, expect_spans(plan)

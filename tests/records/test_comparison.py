@@ -31,7 +31,8 @@ def seeded(seed, speed, **changes):
 
 @pytest.fixture
 def over_seeds():
-    """Two seeds of one layout, one of two seeds of another, and one that could not run."""
+    """Return two seeds of one layout, one of two seeds of another, and a layout that could not
+    run."""
     runs = [seeded(seed, speed) for seed, speed in enumerate(SPEEDS)]
     layouts = [
         Layout(name="zero2", records=runs, num_runs=2),

@@ -1,4 +1,4 @@
-"""CONFIG, presets and texts become a RunConfig, or one line that says what to type instead."""
+"""Test that CONFIG, presets and texts become a RunConfig, or a one-line error with advice."""
 
 import contextlib
 import functools
@@ -63,7 +63,7 @@ OTHER = {name: another_value(key) for name, key in KEYS.items()} | {
 
 @pytest.mark.parametrize("name", KEYS)
 def test_every_key_reaches_its_field_and_the_work(name, tmp_path):
-    """From everywhere, under every name."""
+    """This holds for every source and every name of the key."""
     other = OTHER[name]
     changed = build_config({name: other})
     assert changed.to_user_words() == {**RunConfig().to_user_words(), name: other}
@@ -218,7 +218,7 @@ set_texts = st.text(max_size=30) | st.builds(
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(keys, values, max_size=5), st.lists(set_texts, max_size=3), st.booleans())
 def test_any_config_and_any_text_resolve_or_explain(config, texts, typed):
-    """A whole RunConfig comes out, or a refusal of one line that says something."""
+    """The result is either a complete RunConfig or a one-line refusal with content."""
     try:
         built = build_config({}, overrides=texts) if typed else build_config(config)
     except UserError as error:

@@ -1,4 +1,5 @@
-"""Each launcher's variables, as it sets them for the second of two processes on a machine."""
+"""Test the variables of each launcher, as the launcher sets them for the second of two processes on
+a machine."""
 
 import os
 

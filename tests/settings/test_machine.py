@@ -17,7 +17,7 @@ MIB = 2**20
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """A stand-in whose answer and exit code a test may choose."""
+    """Install a stand-in for nvidia-smi, whose output and exit code a test chooses."""
 
     def install(answer=ROWS, code=0):
         (tmp_path / "answer").write_text(answer)
@@ -71,7 +71,7 @@ def test_memory_is_this_machines():
 
 
 def test_a_gpu_that_does_not_tell_its_memory(nvidia_smi, monkeypatch):
-    """Integrated GPUs (GB10, Jetson) answer [N/A]: memory.total is the host's."""
+    """Integrated GPUs (GB10, Jetson) report [N/A], and their memory is the host's."""
     nvidia_smi("0, GPU-dddd4444, NVIDIA GB10, [N/A], 12.1\n")
     monkeypatch.setattr(machines, "available_ram_bytes", lambda: 99 * MIB)
     machine = machines.detect_machine()

@@ -1,4 +1,4 @@
-"""Strategies' folders: what each says, what is refused, a folder and an engine of one's own."""
+"""Test strategies' folders: their contents, refusals, and a folder and an engine of the user."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Who plans, who prints, who trains, and how that ends."""
+"""Test which process plans, prints and trains, and how a run ends."""
 
 import contextlib
 import importlib.metadata
@@ -73,7 +73,8 @@ KILLED = {1: -signal.SIGKILL}
 
 @pytest.fixture
 def spawn(tmp_path, monkeypatch):
-    """Calls spawn() with ranks that touch the record, then end as the test says."""
+    """Return a function that calls spawn() with ranks that touch the record and then end as the
+    test says."""
 
     def call(codes, *, signum=0, recorded=True, push=None):
         def run_ranks(command, count, begun, line):
@@ -219,7 +220,7 @@ def test_interfaces_that_are_not_there_are_named(gloo, nccl, wrong, monkeypatch)
 
 
 def run_without_planning(run_dir):
-    """In a process of its own, where nothing that plans can be called."""
+    """Run in a separate process, in which no planning function can be called."""
     launch_module.make_plan = machine.detect_machine = None
     load_plan = launch.load_plan
 
@@ -243,7 +244,7 @@ def test_a_process_acts_on_plan_json_and_plans_nothing_itself(tmp_path):
 
 
 def run_without_deepspeed(arguments):
-    """In a process of its own, as where neither DeepSpeed nor transformers is installed."""
+    """Run in a separate process, in which neither DeepSpeed nor transformers can be imported."""
     find_version = importlib.metadata.version
 
     def version(package):

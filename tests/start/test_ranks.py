@@ -1,4 +1,5 @@
-"""Ranks are started together, and none is left when one has failed or they are told to stop."""
+"""Test that ranks start together, and that none remains after one has failed or all were
+stopped."""
 
 import functools
 import os
@@ -31,7 +32,7 @@ WAIT = "time.sleep(60)\n"
 
 @pytest.fixture(params=["new", "forked"])
 def ranks(request, tmp_path, monkeypatch):
-    """Runs two ranks that do as `text` says; how they ended."""
+    """Return a function that runs two ranks with the code `text` and returns how they ended."""
 
     def call(text):
         script = tmp_path / "script.py"

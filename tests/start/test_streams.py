@@ -39,7 +39,7 @@ def test_a_reader_that_stalls_or_goes_holds_nobody_up(monkeypatch):
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_go_nowhere(closed, tmp_path):
-    """And no file that is opened later takes their place."""
+    """No file that is opened later takes the descriptor of a closed stream."""
     command = f'{sys.executable} real_model_example.py --dry-run --set output_dir="$0" {closed}'
     environment = clean_environment()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The parts of a worker that need no second process."""
+"""Test the parts of a worker that need no second process."""
 
 import json
 import os

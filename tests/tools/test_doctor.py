@@ -21,7 +21,7 @@ GPU3\t{link}\t{link}\t{link}\t X \t0-15
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Settings for the answers of nvidia-smi and torch."""
+    """Return settings for the answers of nvidia-smi and torch."""
     told = SimpleNamespace(link="NV18", used="3\n4\n2\n1\n", torch={})
 
     def answer(program, *arguments, seconds=10):

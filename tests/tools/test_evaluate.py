@@ -22,7 +22,7 @@ LENGTH = 16
 
 @pytest.fixture(scope="module")
 def model(folder):  # noqa: F811
-    """A tiny model whose answers end in a special token and a line feed."""
+    """Return a tiny model whose answers end in a special token and a line feed."""
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"intermediate_size": 16, "vocab_size": 400, "max_position_embeddings": 64}

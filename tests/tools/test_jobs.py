@@ -53,7 +53,8 @@ OPTIONS = {
 
 
 def random_words(number):
-    """Up to five options in a random order, each its value in the next word or behind `=`."""
+    """Return up to five options in random order, each with its value in the next word or after
+    `=`."""
     draw = random.Random(number)
     words = ["--cluster", draw.choice(["H200", "4xH100-80GB", "2x2xH200", "2x1xL4"])]
     for name in draw.sample(sorted(OPTIONS), k=draw.randint(1, 5)):
@@ -64,7 +65,7 @@ def random_words(number):
 
 
 def sources_of(draft):
-    """Sources that decide nothing."""
+    """Return sources that decide nothing."""
     return Sources(
         decided={}, model=draft.model, tokenizer_dir=Path(), weights_dir=None, adapters_dir=None,
         identities={},
@@ -73,8 +74,8 @@ def sources_of(draft):
 
 @pytest.fixture
 def call(monkeypatch):
-    """The script without what this machine holds; returns (exit code, picked layouts, the plan of a
-    dry run)."""
+    """Return a function that runs the script without this machine's calibration and caches. It
+    returns (exit code, picked layouts, the plan of a dry run)."""
 
     def run(words):
         picked, printed = [], []
@@ -105,7 +106,8 @@ def comparable(plan):
 
 
 def assert_same_plans(call, capsys, words, tmp_path):
-    """The printed commands, and the job, make the plans that were picked; how many there were."""
+    """Check that the printed commands and the job make the picked plans. Return the number of
+    plans."""
     job = tmp_path / "job.slurm"
     capsys.readouterr()
     code, picked, _ = call(["plan", *words, "--write", str(job)])

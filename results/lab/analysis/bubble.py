@@ -1,4 +1,4 @@
-"""Compute the idle share of a pipeline and its causes."""
+"""Compute the idle share of a pipeline and split it by cause."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The columns of the documents' tables, by heading."""
+"""Define the columns of the documents' tables, by heading."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,8 +1,7 @@
-"""Text drawings of the state and work per GPU, for the first section of the strategies' pages.
+"""Draw the state and work of each GPU as text, for the first section of the strategies' pages.
 
-A bar stands for the whole model from its first layer to its last. It is filled for the layers that
-a process holds. Sizes come from the plan of a run. No torch import.
-"""
+A bar represents the whole model from its first layer to its last. It is filled for the layers that
+a process has. Sizes come from the plan of a run. No torch import."""
 
 from collections.abc import Sequence
 from dataclasses import replace

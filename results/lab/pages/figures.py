@@ -1,7 +1,6 @@
-"""Figures of TRAINING_RESULTS.md and README.md, drawn from published records.
+"""Draw the figures of TRAINING_RESULTS.md and README.md from published records.
 
-results/lab/documents.py draws them again or compares them with the existing files.
-"""
+results/lab/documents.py draws them again or compares them with the existing files."""
 
 import io
 from collections.abc import Callable, Sequence

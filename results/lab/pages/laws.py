@@ -1,4 +1,4 @@
-"""Tables of strategies/LAWS.md, computed by the functions that plan a run. No torch import."""
+"""Generate the tables of strategies/LAWS.md with the functions that plan a run. No torch import."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Figures of the losses of runs."""
+"""Draw the losses of runs."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The reference of CONFIG in REAL_MODELS_GUIDE.md."""
+"""Generate the reference of CONFIG in REAL_MODELS_GUIDE.md."""
 
 import itertools
 from operator import attrgetter

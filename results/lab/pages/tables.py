@@ -1,5 +1,5 @@
-"""Tables of the documents, from the published records. Each table begins and ends with a blank
-line, which Markdown needs."""
+"""Generate tables of the documents from the published records. Each table begins and ends with a
+blank line, which Markdown needs."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime

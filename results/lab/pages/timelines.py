@@ -1,4 +1,4 @@
-"""Timelines of computation and communication in one process, from the records of traces.py."""
+"""Draw timelines of computation and communication in one process, from the records of traces.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
