@@ -31,7 +31,7 @@ class DeepSpeedEngine(base.Engine):
     def __init__(self, model: Decoder, plan: Plan, topology: Topology) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         private.import_muon()
-        # Must precede init_distributed, which the pipeline's constructor calls
+        # This must precede init_distributed, which the pipeline's constructor calls.
         private.leave_out_extensions()
         self.topology = topology
         self.plan = plan
