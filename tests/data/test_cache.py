@@ -1,4 +1,5 @@
-"""The token cache uses little memory, is filled once, and survives processes that are killed."""
+"""Test that the token cache uses little memory, is filled once, and survives processes that are
+killed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Texts in files and folders, and in the running Python."""
+"""Test texts in files, in folders and in the running Python."""
 
 import sysconfig
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Files of every kind and encoding, as people have them."""
+"""Test files of every format and encoding that users have."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""Datasets in folders: which file belongs to which split."""
+"""Test which file of a dataset's folder belongs to which split."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Records in the shapes that people use."""
+"""Test records in the shapes that people use."""
 
 import json
 import re

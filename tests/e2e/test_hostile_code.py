@@ -1,4 +1,4 @@
-"""Every command over folders from a stranger that name code. None of the code runs."""
+"""Run every command on folders from a stranger that name code. None of the code runs."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Two machines as network namespaces whose names resolve to loopback. No variable is set."""
+"""Test two machines: network namespaces whose names resolve to loopback. No variable is set."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The guide's examples of your own data: train on them, and ask the model."""
+"""Test the guide's examples of your own data: train on them, and ask the model."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Uploads to the Hub, against a stub on loopback."""
+"""Test uploads to the Hub, against a stub on loopback."""
 
 import shutil
 

@@ -1,5 +1,5 @@
-"""The commands of CONTRIBUTING.md: an algorithm of your own, a training under it, and a page that
-compares it with dp."""
+"""Run the commands of CONTRIBUTING.md: an algorithm of your own, a training under it, and a page
+that compares it with dp."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""An exported folder as servers read it: dtype, end of an answer, padding."""
+"""Test an exported folder as servers read it: dtype, end of an answer, padding."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Both native families against transformers."""
+"""Compare both native families with transformers."""
 
 import dataclasses
 import json

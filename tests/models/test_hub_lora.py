@@ -1,4 +1,5 @@
-"""LoRA adapters beside transformers' own blocks: PEFT opens them and computes the same."""
+"""Test LoRA adapters of models that use transformers' blocks: PEFT opens them and computes the
+same."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The loss in chunks against the loss of all tokens at once."""
+"""Compare the loss in chunks with the loss of all tokens at once."""
 
 import weakref
 

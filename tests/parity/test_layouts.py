@@ -1,5 +1,5 @@
-"""Every strategy against one process: both families, weights or adapters, split by tp, partitioned
-into stages by pp, combined with data parallelism, and compiled."""
+"""Compare every strategy with one process: both families, weights or adapters, split by tp,
+partitioned into stages by pp, combined with data parallelism, and compiled."""
 
 import functools
 import itertools

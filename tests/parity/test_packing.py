@@ -1,5 +1,5 @@
-"""Packed records under every strategy: losses, gradients and weights equal those of the same
-records in rows of their own."""
+"""Test packed records under every strategy: losses, gradients and weights equal those of the same
+records with one record per row."""
 
 import functools
 

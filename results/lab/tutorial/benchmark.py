@@ -38,7 +38,7 @@ BENCHMARKS = {
 
 
 def arguments(name: str) -> list[str]:
-    """The benchmark's settings, as pipedream_runtime.py takes them."""
+    """Return the benchmark's settings as arguments of pipedream_runtime.py."""
     if name not in BENCHMARKS:
         raise UserError(f"there is no benchmark {name!r}", nearest(name, BENCHMARKS))
     return [*ON_GPUS, *BENCHMARKS[name]]

@@ -1,4 +1,5 @@
-"""Imported first by the programs here, so that they find the tutorial's package and each other."""
+"""Let the programs in this folder find the tutorial's package and each other. Import this module
+first."""
 
 import sys
 from pathlib import Path

@@ -36,7 +36,7 @@ Halves = tuple[float, float, float]
 
 
 def timed(*steps: Callable[[], Any]) -> Halves:
-    """Seconds of each of three steps; 0 of the third where there are two."""
+    """Return the seconds of each of three steps. The third is 0 if there are only two."""
     times = []
     for step in steps:
         begun = time.perf_counter()
@@ -46,7 +46,7 @@ def timed(*steps: Callable[[], Any]) -> Halves:
 
 
 def with_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: bool) -> Halves:
-    """By the runtime's StageTrainer, as a stage in the middle."""
+    """Time the passes of the runtime's StageTrainer, as a stage in the middle."""
     schedule = build_schedule("zb-h1" if cut else "1f1b", 3, 2)
     trainer = StageTrainer(
         module, schedule, POLICIES["flush"], stage=1, batch_size=2, learning_rate=0.1
@@ -58,7 +58,7 @@ def with_trainer(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, *, cut: b
 
 
 def with_torch(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
-    """By stage_backward_input and stage_backward_weight of torch.distributed.pipelining."""
+    """Time stage_backward_input and stage_backward_weight of torch.distributed.pipelining."""
     x = x.detach().requires_grad_()
     measured: dict[str, Any] = {}
     module.zero_grad()
@@ -77,7 +77,7 @@ def with_torch(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
 
 
 def asking_twice(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Halves:
-    """By two calls of autograd.grad on one graph."""
+    """Time two calls of autograd.grad on one graph."""
     x = x.detach().requires_grad_()
     measured: dict[str, Any] = {}
 
@@ -100,7 +100,7 @@ WAYS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Halves]] = {
 
 
 def measure(repeats: int = REPEATS) -> dict[str, Any]:
-    """way -> {"ms": [F, I, W] (F, B, 0 of the whole pass), "ratio": (I + W) / B}."""
+    """Return way -> {"ms": [F, I, W] (F, B, 0 for the whole pass), "ratio": (I + W) / B}."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     size = GPT2_SIZES[SETTINGS["model"]]._replace(num_layers=SETTINGS["blocks"], vocabulary=1)

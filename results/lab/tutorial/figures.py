@@ -58,7 +58,8 @@ FIXED = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v",
 
 
 class Picture(NamedTuple):
-    """Arguments of lay_out; `unit` and `rows` replace the time axis's label and ranks' numbers."""
+    """Arguments of lay_out. `unit` and `rows` replace the label of the time axis and the numbers of
+    ranks."""
 
     title: str
     panels: list[Panel]
@@ -69,7 +70,7 @@ class Picture(NamedTuple):
 
 
 def row_of(name: str, *, m: int = 8, communication: Fraction | int = 0, batches: int = 1) -> Row:
-    """A schedule on 4 ranks with F = I = W = 1."""
+    """Return a schedule on 4 ranks with F = I = W = 1."""
     settings = {"num_microbatches": m, "communication": communication, "num_batches": batches}
     return measure(name, CONFIG | settings)
 
@@ -156,7 +157,7 @@ def communication() -> Picture:
 
 
 class Message(NamedTuple):
-    """A result on its way from one rank to another."""
+    """Result that is sent from one rank to another."""
 
     sender: int
     sent: Fraction
@@ -165,7 +166,7 @@ class Message(NamedTuple):
 
 
 def awaited(timeline: Timeline) -> list[Message]:
-    """The messages on whose arrival an idle rank starts."""
+    """Return the messages whose arrival ends a rank's idle time."""
     ranks, times = timeline.schedule.ranks(), timeline.times
     ends: dict[int, Fraction] = {}  # by rank, of what it ran last
     free: dict[Any, Fraction] = {}  # operation -> when its rank was free for it
@@ -206,7 +207,7 @@ def digest(picture: Picture) -> str:
 
 
 def events_text(timeline: Timeline) -> list[str]:
-    """Every event, for a digest."""
+    """Return all events as text, for a digest."""
     return [f"{e.rank} {e.item} {e.start} {e.end}" for e in timeline.events]
 
 
@@ -259,7 +260,8 @@ PICTURES = {
 
 
 def fixed_points(communication: int) -> dict[tuple[Fraction, Fraction], list[str]]:
-    """(microbatches held on the fullest rank, makespan) -> titles of the schedules there."""
+    """Return (microbatches held on the fullest rank, makespan) -> titles of the schedules at this
+    point."""
     names_at: dict[tuple[Fraction, Fraction], list[str]] = defaultdict(list)
     for name in FIXED:
         row = row_of(name, communication=communication)
@@ -268,8 +270,8 @@ def fixed_points(communication: int) -> dict[tuple[Fraction, Fraction], list[str
 
 
 def draw_frontier(record: Record, path: Path) -> Figure:
-    """How long a batch takes against the memory that it may take: fixed schedules as points, search
-    as the curve; a panel for each time to send."""
+    """Draw the time of a batch against its memory limit. Fixed schedules are points, and searched
+    orders are a curve. There is one panel per communication time."""
     proved = all(row["makespan"] == row["lower_bound"] for row in record["rows"])
     least = "the shortest there is, proved" if proved else "the shortest found"
     figure, axes = new_figure(
@@ -413,7 +415,8 @@ IN_GIB = {
 
 
 def draw_gib(record: Record, path: Path) -> Figure:
-    """Microbatches that each rank holds, beside its measured peak memory: a line per schedule."""
+    """Draw the number of microbatches that each rank holds beside its measured peak memory, with a
+    line per schedule."""
     peaks = {case["schedule"]: case["measured"]["peak_memory_mib"] for case in record["cases"]}
     gib = {name: [mib / 1024 for mib in peaks[name]] for name in IN_GIB}
     first, last = gib["1f1b"][0], gib["1f1b"][-1]
@@ -506,7 +509,8 @@ def draw_gradient_error(rows: Sequence[Record], path: Path) -> Figure:
 
 
 def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
-    """The smallest and the largest error without stashing, and the largest with it."""
+    """Return a title with the smallest and the largest error without stashing, and the largest
+    error with it."""
     ordered = sorted(numbers, key=lambda row: row["median_relative_error"])
     low, high = (
         f"{100 * row['median_relative_error']:.2g}% (p = {row['num_stages']}, learning rate "
@@ -519,7 +523,7 @@ def _error_title(numbers: Sequence[Record], right: Sequence[Record]) -> str:
 
 
 def darker(color: str) -> tuple[float, ...]:
-    """A line's color as one that its name can be read in."""
+    """Return a darker shade of a line's color, in which its name is readable."""
     red, green, blue = to_rgb(color)
     return (0.65 * red, 0.65 * green, 0.65 * blue)
 
@@ -532,7 +536,8 @@ def _error_line(
     name: str,
     at: int = -1,
 ) -> None:
-    """One line, named beside its first or last point; markers stay visible where lines meet."""
+    """Draw one line with its name beside its first or last point. Markers stay visible where lines
+    meet."""
     if not points:
         return
     color = LINE_COLORS[1 + place % 7]

@@ -59,7 +59,8 @@ def run(
 
 
 def evaluate(text: str, c: Case, **more: object) -> Fraction:
-    """Evaluate a formula as a page writes it: '(p-1) (F+B) / v', '2p-1', 'p//2 + 1'."""
+    """Evaluate a formula in the notation of the pages, such as '(p-1) (F+B) / v', '2p-1' or 'p//2 +
+    1'."""
     text = re.sub(r"\|(F-B)\|", r"abs(\1)", text.replace("\\", ""))
     text = re.sub(r"(?<=\d)(?=[a-zA-Z(])|(?<=\))(?=\()|(?<=[\w)])\s+(?=[\w(])", "*", text)
     known = {
@@ -100,7 +101,7 @@ def table(name: str) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Check:
-    """A formula, when it holds, and what the simulator finds."""
+    """Formula, the condition under which it holds, and the simulator's result."""
 
     text: str
     holds: Callable[[Case], bool]
@@ -109,7 +110,7 @@ class Check:
 
 
 def of_a_rank(name: str, text: str) -> Check:
-    """Memory: most microbatches that each rank holds."""
+    """Return a check of the largest number of microbatches that each rank holds."""
     formula = re.split(r", a round| \(2p\+1| \(if", text)[0]
     at_most = formula.startswith("at most ")
 
@@ -132,7 +133,7 @@ def of_a_rank(name: str, text: str) -> Check:
 
 
 def idle_check(name: str, text: str) -> Check:
-    """The idle time of each rank, in the range that the table states."""
+    """Return a check of the idle time of each rank, in the range that the table states."""
     formula = re.split(r", (?![^()]*\))|; | \(if ", text)[0]
 
     def holds(c: Case) -> bool:
@@ -146,7 +147,7 @@ def idle_check(name: str, text: str) -> Check:
 
 
 def version_check(name: str, text: str) -> Check:
-    """The weight versions that each stage keeps."""
+    """Return a check of the number of weight versions that each stage keeps."""
     formula = text.partition(" (a")[0]
     policy = POLICIES[SCHEDULES[name].policy]
 
@@ -194,7 +195,7 @@ def always(c: Case) -> bool:
 
 
 class Step(NamedTuple):
-    """A model, and a step of k microbatches of b sequences on d copies of p stages of t devices."""
+    """Model, and a step of k microbatches of b sequences on d copies of p stages of t devices."""
 
     model: Model
     d: int

@@ -1,4 +1,4 @@
-"""The shortest order for every limit on memory, found by search and proved by OR-Tools.
+"""Find the shortest order for every memory limit by search, and prove it with OR-Tools.
 
 python results/lab/tutorial/frontier.py pipedream_tutorial/records/frontier.json
 """
@@ -20,12 +20,13 @@ PROVE_S = 60.0
 
 
 def costs_of(communication: int) -> Costs:
-    """F = I = W = 1 on every rank."""
+    """Return costs with F = I = W = 1 on every rank."""
     return build_costs(build_schedule("1f1b", RANKS, 1), communication=communication)
 
 
 def frontier(prove: float = PROVE_S) -> list[dict[str, Any]]:
-    """A row for each time to send and each memory: makespan, what no order beats, and the words."""
+    """Return a row for each communication time and each memory limit: makespan, lower bound, and
+    the words of the order."""
     rows = []
     for communication in COMMUNICATION:
         for memory in range(1, MICROBATCHES + 1):

@@ -1,4 +1,4 @@
-"""The three moving pictures of lecture.ipynb, as GIFs drawn from simulated timelines."""
+"""Draw the three animations of lecture.ipynb as GIFs, from simulated timelines."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +56,7 @@ Frames = Iterator[tuple[Figure, int]]
 
 
 class Animation(NamedTuple):
-    """The moving part, as digests see it and as it is drawn."""
+    """The moving part of a picture, for its digest and for drawing."""
 
     texts: tuple[str, ...]
     timelines: tuple[Timeline, ...]
@@ -98,7 +98,7 @@ def _as_image(figure: Figure) -> Image.Image:
 
 
 def from_gpipe_to_1f1b() -> Animation:
-    """The ranks turn to one forward, one backward: the last one first."""
+    """Animate how the ranks change to one forward, one backward, beginning with the last rank."""
     p, m = 4, 8
     first, last = build_schedule("gpipe", p, m), build_schedule("1f1b", p, m)
     steps = [("GPipe", _run(first))]
@@ -110,7 +110,8 @@ def from_gpipe_to_1f1b() -> Animation:
 
 
 def w_fills_holes() -> Animation:
-    """Whole backward passes; the same cut in two; W put off until the rank would idle."""
+    """Animate whole backward passes, the same passes split in two, and W delayed until the rank
+    would idle."""
     whole = _run(build_schedule("1f1b", 4, 8))
     at_once = _cut_in_place(whole.schedule)
     steps = [
@@ -127,7 +128,7 @@ def _run(schedule: Schedule) -> Timeline:
 
 
 def _cut_in_place(schedule: Schedule) -> Schedule:
-    """Every B as I, and W right after it."""
+    """Return the schedule with every B replaced by I, followed directly by W."""
     halves = {"B": ("I", "W")}
     lines = [
         [
@@ -142,7 +143,7 @@ def _cut_in_place(schedule: Schedule) -> Schedule:
 
 
 def _halved(timeline: Timeline, cut: Schedule) -> Timeline:
-    """The times of whole backward passes, each as two halves."""
+    """Return the timeline of whole backward passes with each pass as two halves."""
     spans = dict(timeline.times)
     for op, (start, end) in timeline.times.items():
         if op.kind == "B":
@@ -155,7 +156,8 @@ def _halved(timeline: Timeline, cut: Schedule) -> Timeline:
 def _placed(
     schedule: Schedule, like: Timeline, spans: dict[Op, tuple[Fraction, Fraction]]
 ) -> Timeline:
-    """A timeline with these starts and ends, whatever the data allow: to be drawn only."""
+    """Return a timeline with these starts and ends, for drawing only. It may violate data
+    dependencies."""
     tick = Fraction(1, 1000)
     lines = [[spans[op] for item in order for op in item.parts] for order in schedule.orders]
     return replace(
@@ -168,7 +170,7 @@ def _placed(
 
 
 def between(before: Timeline, after: Timeline, share: Fraction) -> Timeline:
-    """Every operation so far on its way."""
+    """Return the timeline after the given share of a move from `before` to `after`."""
     old, spans = before.times, {}
     for op, (start, end) in after.times.items():
         begun, ended = old[op]
@@ -177,7 +179,7 @@ def between(before: Timeline, after: Timeline, share: Fraction) -> Timeline:
 
 
 def _moving(title: str, steps: Sequence[tuple[str, Timeline]]) -> Animation:
-    """At rest at each step, and the ways between them."""
+    """Return an animation that rests at each step and moves between steps."""
     steps = [(f"{text}: {cost_text(timeline)}", timeline) for text, timeline in steps]
     timelines = [timeline for _, timeline in steps]
 
@@ -206,7 +208,8 @@ def _moving_frame(title: str, steps: Sequence[Timeline], text: str, timeline: Ti
 
 
 def stack(ax: Axes) -> None:
-    """A cell that another one passes takes its number along below it."""
+    """Draw each number directly above its cell, so that a cell that moves over another also covers
+    its number."""
     cells: dict[tuple[float, float], list[float]] = {}
     for height, cell in enumerate(ax.patches):
         if not isinstance(cell, Rectangle) or str(cell.get_gid()).startswith("idle"):
@@ -218,7 +221,7 @@ def stack(ax: Axes) -> None:
 
 
 def weight_stashing() -> Animation:
-    """PipeDream on 3 stages over time, and below it the versions that each stage keeps."""
+    """Animate PipeDream on 3 stages over time, with the weight versions of each stage below."""
     timeline = _run(build_schedule("1f1b", 3, 6))
     use = weight_use(timeline.schedule, POLICIES["stash"], 6)
     title = "Weight stashing: a version stays until its last microbatch has come back"
@@ -238,7 +241,8 @@ def weight_stashing() -> Animation:
 def versions_at(
     timeline: Timeline, use: dict[int, WeightUse], moment: Fraction
 ) -> list[dict[int, list[int]]]:
-    """By stage: version -> microbatches in flight that ran forward with it; the newest one too."""
+    """Return for each stage: version -> microbatches in flight whose forward pass used it. The
+    newest version is included."""
     times = timeline.times
     frames = []
     for stage, one in sorted(use.items()):
@@ -278,7 +282,7 @@ def _stash_frame(
 
 
 def _draw_stash(ax: Axes, kept: Sequence[dict[int, list[int]]], newest: int) -> None:
-    """A box for each version that a stage keeps, with the microbatches that it is kept for."""
+    """Draw a box for each weight version that a stage keeps, with the microbatches that need it."""
     ax.set_xlim(-0.6, newest + 0.1)
     ax.set_ylim(len(kept) - 0.5, -0.5)
     ax.set_yticks(range(len(kept)), map(str, range(len(kept))))

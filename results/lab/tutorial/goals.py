@@ -1,4 +1,4 @@
-"""How far a record's predictions are off, and how far they should be at most."""
+"""Compute the errors of a record's predictions, and define their limits."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,12 +8,12 @@ from pipedream.runtime.record import Record, makespan_error
 
 
 def points_error(case: Record) -> float:
-    """Simulated utilization less the measured one, percentage points."""
+    """Return simulated minus measured utilization in percentage points."""
     return 100 * (case["predicted"]["utilisation"] - case["measured"]["utilisation"])
 
 
 class Goal(NamedTuple):
-    """How close predictions of a record should be."""
+    """Largest accepted error of a record's predictions."""
 
     most: float
     error: Callable[[Record], float]
@@ -29,7 +29,7 @@ def goal_of(record: Record) -> Goal:
 
 
 def checked(record: Record) -> list[Record]:
-    """The cases that the simulator predicted without having seen them."""
+    """Return the cases that the simulator predicted without having used their measurements."""
     return [case for case in record["cases"] if case["predicted"] and not case["calibrated_on"]]
 
 

@@ -39,7 +39,7 @@ _TABLE = re.compile(r"(<!-- table: (?P<name>[^>]*?) -->\n).*?(<!-- end -->)", re
 
 
 def load_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """File name -> record of the runtime: those of the CPU first, then those of H200s."""
+    """Return file name -> record of the runtime: records of the CPU first, then those of H200s."""
     records = {}
     for pattern in ("cpu-runtime*.json", "h200-*.json"):
         for path in sorted(folder.glob(pattern)):
@@ -63,7 +63,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def idle_table() -> str:
-    """Closed forms of idle time, and where they hold for some sizes or durations only, which."""
+    """Return the closed forms of idle time, with the sizes or durations for which they hold."""
     texts = {
         name: (form.idle_text + (f" (if {form.range_text})" * (form.range_text != "always")),)
         for name, form in CLOSED_FORMS.items()
@@ -102,18 +102,19 @@ VERSIONS = {
 
 
 def activation_table() -> str:
-    """A line for each of ACTIVATIONS."""
+    """Return a table with a line for each entry of ACTIVATIONS."""
     texts = {name: (text,) for name, text in ACTIVATIONS.items()}
     return _law_table(("microbatches held at most on rank r",), texts)
 
 
 def version_table() -> str:
-    """A line for each of VERSIONS."""
+    """Return a table with a line for each entry of VERSIONS."""
     return _law_table(("weight versions on stage s", "updates behind, microbatch i"), VERSIONS)
 
 
 def microbatch_table(p: int = 4, i: int = 4) -> str:
-    """Which versions each stage keeps when microbatch i's backward pass begins, in PipeDream."""
+    """Return the weight versions that each stage keeps when microbatch i's backward pass begins, in
+    PipeDream."""
     schedule, policy = schedule_for_training("pipedream", p, 8, 1)
     lines = [
         f"| stage | F{i} used version | newest when B{i} begins | late by | versions kept (for) |",
@@ -133,7 +134,7 @@ def microbatch_table(p: int = 4, i: int = 4) -> str:
 
 
 def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> str:
-    """Schedule -> cells as a table; schedules that have all cells in common share a line."""
+    """Return schedule -> cells as a table. Schedules with equal cells share a line."""
     lines = [f"| schedule | {' | '.join(head)} |", "|---|" + "---|" * len(head)]
     for cells in dict.fromkeys(texts.values()):
         names = "; ".join(SCHEDULES[name].title for name in texts if texts[name] == cells)
@@ -143,7 +144,7 @@ def _law_table(head: tuple[str, ...], texts: Mapping[str, tuple[str, ...]]) -> s
 
 
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
-    """Name -> the table of that name."""
+    """Return name -> the table of that name."""
     records = load_records(folder / "records")
     study = _load(folder / "records/cpu-staleness.json")
     return {
@@ -162,7 +163,8 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
 
 
 def fill(text: str, known: Mapping[str, Callable[[], str]]) -> str:
-    """The page's text with every table made anew; UserError for one that is not known."""
+    """Return the page's text with every table generated again. Raises UserError for an unknown
+    table."""
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
@@ -174,7 +176,7 @@ def fill(text: str, known: Mapping[str, Callable[[], str]]) -> str:
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """File name -> what it should hold."""
+    """Return file name -> expected content."""
     known = tables(folder)
     texts = {name: fill((folder / name).read_text(), known) for name in PAGES}
     study = _load(folder / "records/cpu-staleness.json")
@@ -182,7 +184,7 @@ def pages(folder: Path) -> dict[str, str]:
 
 
 def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
-    """File name -> digest of what it is drawn from, and how to draw it."""
+    """Return file name -> (digest of the drawn data, function that draws it)."""
     from results.lab.tutorial import figures as own
     from results.lab.tutorial import gifs
 
@@ -220,7 +222,8 @@ def pictures(folder: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
 
 
 def drawn_from(path: Path) -> str | None:
-    """The digest in the metadata of a PNG or GIF; None where there is no such file or digest."""
+    """Return the digest in the metadata of a PNG or GIF, or None if there is no such file or
+    digest."""
     from PIL import Image
 
     if not path.is_file():
@@ -231,7 +234,7 @@ def drawn_from(path: Path) -> str | None:
 
 
 def stale(folder: Path) -> list[str]:
-    """Files that --write would change."""
+    """Return the files that --write would change."""
     changed = [
         name
         for name, text in pages(folder).items()

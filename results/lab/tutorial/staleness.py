@@ -1,10 +1,9 @@
-"""Effect of weight stashing, in numbers: gradient errors and losses of real training.
+"""Measure the effect of weight stashing: gradient errors and losses of real training.
 
     python results/lab/tutorial/staleness.py pipedream_tutorial/records/cpu-staleness.json
 
 Learning rates are per batch: the loss of a microbatch is divided by the microbatches of a batch
-(see StageTrainer).
-"""
+(see StageTrainer)."""
 
 import json
 import math
@@ -59,7 +58,7 @@ def gradient_errors(
 
 
 def finite(number: float) -> float | None:
-    """JSON has no infinite numbers."""
+    """Return the number, or None if it is not finite, because JSON has no infinite numbers."""
     return number if math.isfinite(number) else None
 
 
@@ -71,8 +70,8 @@ def final_losses(
     seeds: Sequence[int],
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Final losses by depth, rate and schedule, one a seed as oracle.final_loss; 2BW has none with
-    less than p - 1 microbatches."""
+    """Return final losses by depth, rate and schedule, one per seed, as from oracle.final_loss. 2BW
+    has no losses with fewer than p - 1 microbatches."""
     rows = []
     for p, rate, name in product(num_stages, learning_rates, schedule_names):
         if SCHEDULES[name].policy == "2bw" and num_microbatches < p - 1:

@@ -1,4 +1,5 @@
-"""Tables of the smaller records: stashing, cut backward passes, zero bubble. Imports no torch."""
+"""Format the tables of the smaller records: stashing, split backward passes, zero bubble. Imports
+no torch."""
 
 import textwrap
 from collections.abc import Mapping
@@ -11,19 +12,19 @@ Record = Mapping[str, Any]
 
 
 def title_of(name: str) -> str:
-    """The title of a schedule, or of an order that the runtime searched for."""
+    """Return the title of a schedule, or of an order that the runtime searched for."""
     if name in SCHEDULES:
         return SCHEDULES[name].title
     return f"Search, {name.removeprefix(FOUND)} held" if name.startswith(FOUND) else name
 
 
 def wrapped(text: str) -> str:
-    """Lines of 100 columns."""
+    """Wrap text to lines of 100 columns."""
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def study_intro(study: Record) -> str:
-    """Where the record is from, and what the table shows."""
+    """Describe the origin of the record and the content of the table."""
     stashed = [
         row["median_relative_error"]
         for row in study["gradient_errors"]
@@ -39,7 +40,8 @@ def study_intro(study: Record) -> str:
 
 
 def final_loss_table(study: Record) -> str:
-    """A line for each depth from 4 and learning rate, a column for each schedule."""
+    """Return a table with a line for each depth from 4 and learning rate, and a column for each
+    schedule."""
     names = study["settings"]["final_losses"]["schedule_names"]
     rows = {
         (row["num_stages"], row["learning_rate"], row["name"]): row for row in study["final_losses"]
@@ -66,7 +68,8 @@ def _loss(row: Mapping[str, Any] | None) -> str:
 
 
 def depth_table(study: Record, num_stages: int) -> str:
-    """Final losses at one depth: a line for each learning rate from 0.25, a column a schedule."""
+    """Return the final losses at one depth, with a line for each learning rate from 0.25 and a
+    column per schedule."""
     names = ("1f1b", "pipedream", "pipedream-no-stash")
     rows = {
         (row["learning_rate"], row["name"]): row
@@ -86,7 +89,8 @@ SHOWN = ("1f1b", "zb-h1", "zb-h2", "zb-v-fixed")
 
 
 def bubble_table(record: Record) -> str:
-    """A line for each of SHOWN, with as many microbatches as were calibrated on."""
+    """Return a table with a line for each entry of SHOWN, at the number of microbatches of the
+    calibration."""
     cases = {
         case["schedule"]: case
         for case in record["cases"]
@@ -98,7 +102,7 @@ def bubble_table(record: Record) -> str:
 
 
 def _column(record: Record) -> str:
-    """'4 CPU processes that sleep, 2 batches of m = 8, c = 0.042 F'."""
+    """Return a heading such as '4 CPU processes that sleep, 2 batches of m = 8, c = 0.042 F'."""
     calibration, batches = record["calibration"], record["config"]["num_batches"]
     where = record["machine"]["device"].partition(",")[0]
     ratio = calibration["communication_ms"] * record["num_stages"] / sum(calibration["forward_ms"])
@@ -111,7 +115,8 @@ def _column(record: Record) -> str:
 
 
 def _idle(case: Record) -> str:
-    """'1,173 ms, 14.0% (13.3%)': makespan, idle share measured and simulated."""
+    """Return a cell such as '1,173 ms, 14.0% (13.3%)': makespan, measured and simulated idle
+    share."""
     measured, simulated = (f"{100 * case[key]['bubble']:.1f}%" for key in ("measured", "predicted"))
     star = r" \*" * case["calibrated_on"]
     return f"{case['measured']['makespan_ms']:,.0f} ms, {measured} ({simulated}){star}"
@@ -125,7 +130,8 @@ WAYS = {
 
 
 def cut_table(record: Record) -> str:
-    """A line for each way of cutting a backward pass, B being the whole one's time."""
+    """Return a table with a line for each way of splitting a backward pass. B is the time of the
+    whole pass."""
     lines = ["| way | I, ms | W, ms | (I + W) / B |", "|---|---:|---:|---:|"]
     for name, text in WAYS.items():
         way = record["ways"][name]

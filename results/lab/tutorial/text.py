@@ -1,4 +1,4 @@
-"""Records as text: the tables and paragraphs of TEST_RESULTS.md. Imports no torch."""
+"""Format records as text: the tables and paragraphs of TEST_RESULTS.md. Imports no torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from results.lab.tutorial.tables import Record, final_loss_table, study_intro, t
 
 
 def describe(record: Record) -> str:
-    """'4 stages, CPU, 20 + 40 ms slept, times from GPipe'."""
+    """Return text such as '4 stages, CPU, 20 + 40 ms slept, times from GPipe'."""
     text = f"{record['num_stages']} stages, {_device(record)}"
     slept = record["emulated_ms"]
     if slept["forward"] or slept["backward"]:
@@ -21,7 +21,7 @@ def describe(record: Record) -> str:
 
 
 def title(record: Record) -> str:
-    """'4 stages, CPU, times from GPipe'."""
+    """Return text such as '4 stages, CPU, times from GPipe'."""
     calibration = title_of(record["calibration"]["schedule"])
     return f"{_place(record)}, times from {calibration}"
 
@@ -35,7 +35,7 @@ def _device(record: Record) -> str:
 
 
 def summary(records: Mapping[str, Record]) -> str:
-    """One line a record: how far the simulator was off at most, and whether that is the goal."""
+    """Return one line per record: the simulator's largest error, and whether it meets the goal."""
     lines = [
         "| record | times from | runs predicted | makespan off by | points off by | goal |",
         "|---|---|---:|---:|---:|---|",
@@ -57,7 +57,7 @@ def summary(records: Mapping[str, Record]) -> str:
 
 
 def render_page(records: Mapping[str, Record], study: Record) -> str:
-    """The whole of TEST_RESULTS.md."""
+    """Return all of TEST_RESULTS.md."""
     parts = [
         "# Measured results",
         wrapped(verdict(records)),
@@ -123,7 +123,7 @@ def printed(record: Record) -> str:
 
 
 def _goals(records: Mapping[str, Record]) -> str:
-    """'10% of the makespan on CPU, 3 points of utilization on NVIDIA H200'."""
+    """Return text such as '10% of the makespan on CPU, 3 points of utilization on NVIDIA H200'."""
     goals = {_device(record): goal_of(record).text for record in records.values()}
     return ", ".join(f"{goal} on {device}" for device, goal in goals.items())
 
@@ -157,18 +157,19 @@ def sections(records: Mapping[str, Record]) -> list[str]:
 
 
 def _runs(record: Record) -> tuple[tuple[str, int], ...]:
-    """Which schedules ran with how many microbatches."""
+    """Return (schedule, number of microbatches) of each run, sorted."""
     return tuple(sorted((case["schedule"], case["num_microbatches"]) for case in record["cases"]))
 
 
 def _worst(named: tuple[str, Record]) -> float:
-    """By what the record's goal is about."""
+    """Return the largest error of a record in the quantity of its goal."""
     error = goal_of(named[1]).error
     return max((abs(error(case)) for case in checked(named[1])), default=0.0)
 
 
 def _run_table(record: Record) -> str:
-    """A line a schedule, a column a number of microbatches, and what stage 0 took."""
+    """Return a table with a line per schedule, a column per number of microbatches, and the time of
+    stage 0."""
     cases = record["cases"]
     runs = {(case["schedule"], case["num_microbatches"]): case for case in cases}
     sizes = sorted({m for _, m in runs})
@@ -183,7 +184,8 @@ def _run_table(record: Record) -> str:
 
 
 def _cell(case: Mapping[str, Any]) -> str:
-    """'471.2, 54.7% (+0.7)': makespan and utilization, and how far off it was simulated."""
+    """Return a cell such as '471.2, 54.7% (+0.7)': makespan, utilization, and the simulator's
+    error."""
     text = f"{case['measured']['makespan_ms']:,.1f}" + r" \*" * case["calibrated_on"]
     text += f", {100 * case['measured']['utilisation']:.1f}%"
     return text if case["predicted"] is None else f"{text} ({points_error(case):+.1f})"

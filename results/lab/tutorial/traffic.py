@@ -26,7 +26,7 @@ ELEMENT_BYTES, OPTIMIZER_BYTES = 2, 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """A GPT-2, its output projection tied to the token embedding."""
+    """GPT-2 whose output projection is tied to the token embedding."""
 
     name: str
     layers: int
@@ -49,7 +49,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """N; the tied embedding counts once."""
+        """Return N, the number of parameters. The tied embedding counts once."""
         return self.layers * self.block_parameters + self.embedding_parameters + 2 * self.hidden
 
 
@@ -61,7 +61,7 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How P = data * tensor * pipeline devices share the work."""
+    """Division of the work over P = data * tensor * pipeline devices."""
 
     title: str
     data: int = 1
@@ -81,13 +81,14 @@ class Layout:
 
     @property
     def in_v(self) -> bool:
-        """True if device r holds stages r and 2p - 1 - r, so the first device holds both ends."""
+        """Return whether device r holds stages r and 2p - 1 - r, so that the first device holds
+        both ends."""
         return self.schedule == "zb-v"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Bytes on the fullest device, and bytes that the busiest one sends in a training step."""
+    """Bytes on the fullest device, and bytes that the busiest device sends per training step."""
 
     weights: Fraction
     gradients: Fraction
@@ -103,7 +104,7 @@ class Cost:
 
 
 def ring_share(devices: int) -> Fraction:
-    """r: what a device sends of a reduce-scatter's or an all-gather's elements."""
+    """Return r, the share of a reduce-scatter's or an all-gather's elements that a device sends."""
     return Fraction(devices - 1, devices)
 
 
@@ -129,7 +130,7 @@ def cost(model: Model, layout: Layout, *, sequences: int, microbatch: int) -> Co
 
 
 def _microbatches(model: Model, layout: Layout, sequences: int, microbatch: int) -> int:
-    """k: microbatches that each copy of the model runs in a step."""
+    """Return k, the number of microbatches that each copy of the model runs per step."""
     for what, number, parts in (
         ("heads", model.heads, layout.tensor),
         ("blocks", model.layers, layout.pipeline * (2 if layout.in_v else 1)),
@@ -173,7 +174,8 @@ def stage_parameters(model: Model, layout: Layout, stage: int) -> Fraction:
 def _memory(
     model: Model, layout: Layout, form: ClosedForm, case: Case, microbatch: int, stage: int
 ) -> tuple[Fraction, Fraction, Fraction, Fraction]:
-    """Bytes of weights, gradients, optimizer state and activations of one device of a stage."""
+    """Return the bytes of weights, gradients, optimizer state and activations on one device of a
+    stage."""
     n = stage_parameters(model, layout, stage)
     share = [Fraction(1, layout.data if layout.zero >= level else 1) for level in (3, 2, 1)]
     weights = ELEMENT_BYTES * n * share[0] * form.peak_versions(case, stage)
@@ -191,7 +193,7 @@ def _memory(
 
 
 def block_activations(model: Model, layout: Layout, microbatch: int) -> Fraction:
-    """Bytes that one block keeps of one microbatch on each device."""
+    """Return the bytes that one block keeps of one microbatch on each device."""
     t = layout.tensor
     factor = Fraction(34, t) if layout.sequence_parallel else 10 + Fraction(24, t)
     return factor * microbatch * model.sequence * model.hidden
@@ -211,7 +213,8 @@ def _activations(
 
 
 def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: int) -> Fraction:
-    """At their peak, along the rank's order: its two stages keep different amounts."""
+    """Return the peak bytes of activations along the rank's order. Its two stages keep different
+    amounts."""
     tokens, last = microbatch * model.sequence, 2 * layout.pipeline - 1
     between = Fraction(tokens * model.hidden)
     blocks = model.layers // (last + 1) * block_activations(model, layout, microbatch)
@@ -227,7 +230,7 @@ def _v_activations(model: Model, layout: Layout, k: int, microbatch: int, rank: 
 
 
 def sent(model: Model, layout: Layout, k: int, microbatch: int, stage: int) -> dict[str, Fraction]:
-    """Bytes that a device of a stage sends in a step of k microbatches, by what for."""
+    """Return the bytes that a device of a stage sends per step of k microbatches, by purpose."""
     last = layout.pipeline - 1
     passed = microbatch * model.sequence * model.hidden  # elements between two layers
     hop = Fraction(passed, layout.tensor if layout.sequence_parallel else 1)

@@ -71,7 +71,7 @@ def build_site(output: Path, repository: str = "") -> None:
 
 
 def render(text: str, repository: str) -> str:
-    """A page as HTML, with GitHub's anchors."""
+    """Return a page as HTML, with GitHub's anchors."""
     markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
     html = markdown.render(text)
     html = re.sub(r"<(h[1-6])>(.*?)</\1>", _with_anchor, html)
