@@ -424,7 +424,7 @@ def by(
 
 
 def without_tails(mission: dict[str, Any]) -> dict[str, Any]:
-    """Return a mission without its logs if it succeeded."""
+    """Return a mission without its logs, which a successful mission does not need."""
     starts = [{k: v for k, v in start.items() if k != "tail"} for start in mission["starts"]]
     return {**mission, "starts": starts}
 
