@@ -76,7 +76,7 @@ def test_zb_v_is_its_authors_order_at_any_durations():
 
 
 def test_uneven_stages_count_as_the_middle_process():
-    """The median over processes of the mean of their two stages counts, for each operation."""
+    """For each operation, the median over processes of the mean of their two stages is used."""
     down = ((1.0, 2.0, 3.0), (5.0, 5.0, 5.0), (9.0, 0.0, 1.0))
     up = ((9.0, 2.0, 1.0), (7.0, 5.0, 7.0), (3.0, 4.0, 1.0))
     assert mid_durations((*down, *up)) == (6.0, 3.0, 2.0)

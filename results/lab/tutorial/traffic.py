@@ -299,10 +299,10 @@ GIB = 2**30
 
 
 def comparison_table(name: str, devices: int) -> str:
-    """COMPARISON.md's table for a model of MODELS: memory, traffic, idle time of every layout.
+    """Return COMPARISON.md's table for a model of MODELS: memory, traffic and idle time of every
+    layout.
 
-    Layouts that cannot be stand in a sentence below it, with the reason.
-    """
+    Impossible layouts are listed in a sentence below the table, with the reason."""
     lines = [
         "| layout | state | activations | memory | sent | idle |",
         "|---|---:|---:|---:|---:|---:|",
