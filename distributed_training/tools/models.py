@@ -179,7 +179,8 @@ def _decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print loss, perplexity and bits per byte of a model on a dataset, or on the validation
-    samples of its run. Then print lm-eval's results for the requested tasks. Return the exit code."""
+    samples of its run. Then print lm-eval's results for the requested tasks. Return the exit
+    code."""
     plan = _plan_of(arguments.run)
     weights_name = BEST if arguments.best else LAST
     if arguments.tasks and importlib.util.find_spec("lm_eval") is None:
