@@ -73,7 +73,7 @@ def test_a_plan_of_results_is_input(tmp_path):
         ([], ["either a plan or --strategies"]),
         (["--strategies", "dp", "--seeds", "0"], ["--seeds", "'0' is not"]),
         (["--strategies", "dp", "--batch_size", "auto"], ["needs a batch_size"]),
-        (["--strategies", "dp", "--cluster", "8xH100"], ["--cluster only plans"]),
+        (["--strategies", "dp", "--cluster", "8xH100"], ["compare cannot use it"]),
         ([str(small_text())], ["JSON"]),
     ],
 )

@@ -115,7 +115,7 @@ def test_from_a_text_to_answers(tmp_path):
     perplexities = [row["perplexity"] for row in record["evaluations"]]
     assert perplexities[-1] < perplexities[0] / 2
 
-    proposed = said.replace("\r", "").partition("next, for example:")[2].splitlines()
+    proposed = said.replace("\r", "").partition("Next, for example:")[2].splitlines()
     assert [line.split()[2] for line in proposed if "python" in line][:2] == ["generate", "report"]
 
     report = type_in(repository, printed(GUIDE, "python real_model_example.py report"))
