@@ -21,7 +21,8 @@ GENERATION_CONFIG = "generation_config.json"
 # model from the Hub is built to measure it. Larger values would take hours or all memory.
 _MAX_COUNTS = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 4096),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner"), 2**24),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**17),
+    **dict.fromkeys(("intermediate_size", "n_inner"), 2**24),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "vocab_size"), 2**24),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**16),
     "num_labels": 10**6,

@@ -208,7 +208,7 @@ def test_a_run_frees_its_weights_though_types_of_its_modules_remain(tmp_path):
             {"model_type": "gpt_neox", "num_attention_heads": 4, "num_hidden_layers": 0},
             ("0 layers",),
         ),
-        ({"model_type": "olmo2", "hidden_size": 10**9}, ("hidden_size",)),
+        ({"model_type": "olmo2", "hidden_size": 10**7}, ("hidden_size=10000000",)),
         ({"model_type": "olmo2", "hidden_size": "wide"}, ("config.json",)),
         ({"model_type": "olmo2", "num_attention_heads": 0}, ("config.json",)),
         ({"model_type": "olmo2", "hidden_act": "nobody"}, ("config.json", "nobody")),
