@@ -62,7 +62,7 @@ def choose_model(
         notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
     else:
         decided |= _choose_for_cpu(config, num_processes, strategy, notes)
-    return with_values(config, **decided) if decided else config
+    return with_values(config, **decided)
 
 
 def _choose_for_cpu(
@@ -109,8 +109,7 @@ def lay_out(
     `requested` is CONFIG before these were decided. Raises UserError if the number of processes
     does not fit the mesh or a setting does not work with it."""
     notes = [] if notes is None else notes
-    if changes:
-        given = with_values(given, **changes)
+    given = with_values(given, **changes)
     machine = cluster.machine
     num_processes = cluster.num_processes
     processes_here = cluster.processes_a_node
