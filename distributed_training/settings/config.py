@@ -262,8 +262,8 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 def with_values(config: AnyConfig, **changes: Any) -> AnyConfig:
-    """Return a copy with changed values, or `config` itself if nothing changes. Raises UserError for
-    a value that its key does not accept."""
+    """Return a copy with changed values, or `config` itself if nothing changes. Raises UserError
+    for a value that its key does not accept."""
     if all(getattr(config, name) == value for name, value in changes.items()):
         return config
     return validate(type(config), {**dict(config), **changes}, KEYS)
