@@ -1,7 +1,6 @@
 """Read the weights that a run has trained, one tensor at a time, to load or export them."""
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +33,16 @@ class Saved(Mapping[str, torch.Tensor]):
         """Raise UserError unless these are the weights of the model in a run's `plan`, whose file
         may have changed since."""
         blocks = {name.split(".")[1] for name in self.names if name.startswith("blocks.")}
-        shapes: dict[str, Sequence[int]] = {}
         fits = len(blocks) == plan.model.size.num_layers
         if fits and not plan.config.lora_rank:  # peft.of_state compares the shapes of adapters.
-            with contextlib.suppress(Exception), torch.device("meta"):  # for example, a size of -1
-                outline = plan.model.build(dropout=0.0, seed=0)
+            try:
+                with torch.device("meta"):
+                    outline = plan.model.build(dropout=0.0, seed=0)
                 shapes = {name: part.shape for name, part in outline.named_parameters()}
+            except UserError:  # for example, a family that is somebody's code
+                raise
+            except Exception:  # for example, a size of -1
+                shapes = {}
             stored = self.files.stored
             fits = shapes == {name: stored[f"{WEIGHT}{name}"][0].shape for name in self.names}
         if not fits:

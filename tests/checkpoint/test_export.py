@@ -157,7 +157,7 @@ def test_what_is_no_model_is_refused(tmp_path):
     for words, said in {
         (tmp_path / "none",): "does not exist",
         (tmp_path / "empty",): "neither a run nor a model",
-        (tmp_path / "empty", "--top_k", 0): "at least 1",
+        (tmp_path / "empty", "--top_k", 0): "not a number >= 1",
         (): "required: run",
     }.items():
         assert_refused(command("generate", *words), said)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from transformers import AttentionInterface
 
 from distributed_training.models.attention import Documents, attend, mask_documents
 from distributed_training.settings.errors import UserError
@@ -59,7 +58,13 @@ def attention(
     return attend(q, k, v, documents, is_causal=length > 1, dropout=dropout, scale=scaling), None
 
 
-AttentionInterface.register(NAME, attention)  # Models then build no masks of their own.
+def register() -> str:
+    """Register `attention` with transformers, which then builds no masks of its own. Return its
+    name there."""
+    from transformers import AttentionInterface  # slow, and fixes the Hub's settings
+
+    AttentionInterface.register(NAME, attention)
+    return NAME
 
 
 class _ReachedError(Exception):

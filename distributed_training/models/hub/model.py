@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from distributed_training.models import ModelSize
 from distributed_training.models.decoder import Box, Decoder, Linear, Past, Source
 from distributed_training.models.hub import SUPPORTED
-from distributed_training.models.hub.attention import NAME
+from distributed_training.models.hub.attention import register
 from distributed_training.settings.errors import UserError
 
 # Classes that compute x W^T plus an optional bias
@@ -47,7 +47,7 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
     logging.set_verbosity_error()
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    implementation = NAME if model_class._supports_attention_backend else None
+    implementation = register() if model_class._supports_attention_backend else None
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
 
 
