@@ -40,11 +40,22 @@ SMALL = {
 }
 
 
+LAUNCHER_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    """Remove the variables that a run which an earlier test started in this process has set."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
 def clean_environment(**extra: str) -> dict[str, str]:
     """Return this environment without launcher variables, without GPUs and without access to the
     Hub."""
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in dropped}
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
     own = [str(ROOT), str(ROOT / "results" / "lab")]
     path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
