@@ -130,7 +130,7 @@ class Plan(Draft):
     cache: str | None = None
     # key -> fingerprint of the files that `weights` and `model` name, wherever the files are
     sources: dict[str, str] = field(default_factory=dict)
-    # Of the samples (data/samples.py); "" if the text was not cut for the plan
+    # Fingerprint of the samples (data/samples.py); "" if the text was not cut for the plan
     data_fingerprint: str = ""
     # Memory and time per step, predicted before the run (predict/predict.py)
     prediction: dict[str, Any] | None = None

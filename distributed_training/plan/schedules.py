@@ -24,7 +24,7 @@ class Schedule:
     kept: Callable[[int, int], float]
     stages_per_rank: int = 1  # 1 or 2
     v_shaped: bool = False  # rank r holds stages r and 2 p - 1 - r instead of r and p + r
-    # Whether gradients of inputs and of weights are computed at different times
+    # True if gradients of inputs and of weights are computed at different times
     splits_backward: bool = False
     timed: bool = False  # whether its order depends on durations (orders.py)
     searched: bool = False  # whether its order is found by a search, which takes 1 to 2 s

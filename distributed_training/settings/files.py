@@ -126,8 +126,8 @@ def read_small(path: Path) -> bytes:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError for invalid syntax, too deep nesting, or an unpaired
-    surrogate."""
+    """Parse JSON. Raises ValueError for invalid syntax, for nesting that is too deep, and for an
+    unpaired surrogate."""
     try:
         value = json.loads(text)
         if "\\ud" in text or "\\uD" in text:

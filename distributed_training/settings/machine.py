@@ -44,7 +44,7 @@ class Machine:
 
     num_gpus: int  # NVIDIA GPUs that this process may use, according to `CUDA_VISIBLE_DEVICES`
     gpu_name: str | None
-    # Of the smallest visible GPU; host memory if it has none of its own; 0 without GPUs
+    # Memory of the smallest visible GPU, or of the host if they share it; 0 without GPUs
     gpu_memory_bytes: int
     compute_capability: tuple[int, int]  # lowest of the visible GPUs; (0, 0) without GPUs
     ram_bytes: int  # available bytes, limited by free RAM and by the cgroup

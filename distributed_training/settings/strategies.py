@@ -47,7 +47,7 @@ class Traits:
     packs_records: bool = False  # whether it passes the boundaries of packed records to the model
     compacts_moments: bool = False  # whether it can store Adam moments in fewer bits
     averages_with_torch: bool = False  # whether settings of PyTorch's DDP and FSDP apply
-    # Whether it accepts a model whose parameters are already on the device
+    # True if it accepts a model whose parameters are already on the device
     builds_on_device: bool = False
     sends_all_to_all: bool = False  # whether it needs all of NCCL's channels for messages
     hooks_between_blocks: bool = False  # whether each parameter of a block calls Python code

@@ -84,7 +84,7 @@ class Trainer:
         self._signum = 0  # number of the first signal, or 0
         self._signalled_at = 0.0
         self._first = 0  # first step of this process, which includes compilation
-        # Whether to report the save in progress, which is the last of the run
+        # True if the save in progress is the last of the run, and is reported
         self._says_saved = False
         self._noted_waiting = False
         self._num_bytes: int | None = None  # bytes of the validation text, None until counted

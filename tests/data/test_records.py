@@ -105,6 +105,12 @@ def test_what_is_not_trained_on():
         )
     pair = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "system": "s"}
     assert conversation_of(pair)[1] == [0, 1, 2, 3]
+    null = {"role": "assistant", "content": None}
+    messages = [USER, null, USER, {**null, "tool_calls": [CALL]}]
+    assert conversation_of({"messages": messages})[1:] == (
+        [1],
+        {"answers are null and not in the loss": 1},
+    )
     assert conversation_of({"messages": [{"role": "critic", "content": "no"}]})[2] == {
         "messages of the unknown role 'critic'": 1
     }

@@ -37,6 +37,8 @@ _ROLES = {
 # Keys that mark whether a message is in the loss: one of OpenAI's, two of axolotl's, two of verl's
 # and one of ms-swift's
 _MARKS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
+# Keys beside content that hold what an answer generates
+_OUTPUTS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
 _NOT_ANSWERS = "messages are marked as trained, but only answers are in the loss"
 Notes = Counter[str]  # number of records or messages by the text of a note
 
@@ -242,6 +244,9 @@ def _message(raw: Any, where: str, notes: Notes) -> Message:
         if "content" not in message and not message.get("tool_calls"):
             refuse("content")
         message["content"] = ""
+        if message["role"] == ASSISTANT and not _OUTPUTS & message.keys():
+            message["weight"] = 0
+            notes["answers are null and not in the loss"] += 1
     elif not isinstance(content, str):
         refuse("content")
     return message
