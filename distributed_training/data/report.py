@@ -80,7 +80,7 @@ def summarize(folder: Path, config: RunConfig) -> dict[str, Any]:
 def headline(counts: dict[str, Any]) -> list[str]:
     """Return the most important statistics, as two lines of text, or one for running text."""
     if counts["form"] == RUNNING:
-        texts = f"{counts['records']:,} texts or lines"
+        texts = "1 text" if counts["records"] == 1 else f"{counts['records']:,} texts or lines"
         return [f"the dataset has {texts} with {counts['num_tokens']:,} tokens, all in the loss"]
     left_out = sum(counts["left_out"].values())
     lines = [f"{counts['records']:,} records read, {counts['used']:,} used, {left_out:,} left out"]

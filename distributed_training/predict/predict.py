@@ -140,6 +140,8 @@ class Prediction:
         rates = self.rates
         if self.step is None or rates is None:
             return "unknown"
+        if rates.on_host and not rates.measured:
+            return "cpu"
         part = "host" if self.step.bound_by == "host" else "gpu"
         if rates.on_host or part in rates.measured or self.step.bound_by in ("disk", "host RAM"):
             return "other"

@@ -11,15 +11,15 @@ import pytest
 from distributed_training.plan.schedules import divisors
 from distributed_training.planner.rank import enumerate_plans, rank_layouts, settings_of
 from distributed_training.predict.memory import estimate_memory, estimate_state
-from distributed_training.predict.predict import parse_cluster, this_machine
-from distributed_training.predict.rates import FITTED, calibration_file, rates_of
+from distributed_training.predict.predict import parse_cluster, predict, this_machine
+from distributed_training.predict.rates import FITTED, calibration_file, cpu_rates, rates_of
 from distributed_training.predict.speed import estimate_step
 from distributed_training.settings.errors import UserError
 from distributed_training.settings.files import ROOT
 from distributed_training.settings.machine import GPUS
 from distributed_training.settings.strategies import MESH_AXES, load_strategy
 from tests.planner.helpers import NAMES, merged, plan_for
-from tests.support import GPU_MACHINE
+from tests.support import CPU_MACHINE, GPU_MACHINE
 
 H200 = rates_of(GPUS["H200"])
 
@@ -43,6 +43,14 @@ def test_what_was_calibrated_is_used_from_then_on(tmp_path, monkeypatch):
     assert rates.measured_at
     assert rates.gemm_flops == pytest.approx(7e14, rel=0.05)
     assert rates.link_bytes == pytest.approx(3e11, rel=0.05)
+
+
+def test_a_cpu_that_was_not_measured_has_a_wide_range(tmp_path):
+    plan = plan_for(tmp_path, CPU_MACHINE, 1, model="gpt2-tiny")
+    guess = cpu_rates(CPU_MACHINE.num_cpus, 1)
+    assert predict(plan, guess).likely_shares == (0.3, 1.2)  # 0.30 on a Xeon, 0.94 on an EPYC
+    measured = dataclasses.replace(guess, measured=("gpu",))
+    assert predict(plan, measured).likely_shares == (0.85, 1.2)
 
 
 @pytest.mark.parametrize(
