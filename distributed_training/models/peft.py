@@ -365,8 +365,7 @@ def _check_names(
     if not adapted:
         raise UserError(f"{folder}: {ADAPTER_WEIGHTS} has no adapters", fix="download them again")
     targets = config.target_modules
-    # Without a list of names, all blocks must have adapters of the same matrices.
-    if not isinstance(targets, list):
+    if not isinstance(targets, list):  # a pattern, which may select blocks
         targets = sorted({".".join(name.split(".")[-2:]) for name in adapted})
     for _, _, hf_name, _ in _matrices(spec):
         is_target = any(hf_name == target or hf_name.endswith(f".{target}") for target in targets)
@@ -374,5 +373,9 @@ def _check_names(
             has = (
                 "has no adapter but is a target" if is_target else "has an adapter and is no target"
             )
+            if targets is not config.target_modules:
+                why = "all blocks must have adapters of the same matrices"
+                fix = "merge the adapters with PEFT"
+                raise UserError(f"{folder}: {hf_name} has no adapter", why, fix)
             why = f"target_modules in {ADAPTER_CONFIG} does not match {ADAPTER_WEIGHTS}"
             raise UserError(f"{folder}: {hf_name} {has}", why, "download both again")

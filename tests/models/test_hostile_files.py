@@ -143,6 +143,11 @@ B = "base_model.model.transformer.h.1.mlp.c_proj.lora_B.weight"
         ({B: None}, {}, ["has no lora_B"]),
         ({B: torch.zeros(64, 3)}, {}, ["lora_B"]),
         ({A: None, A.replace("_A.", "_B."): None}, {}, ["h.0.attn.c_attn has no adapter"]),
+        (
+            {A: None, A.replace("_A.", "_B."): None},
+            {"target_modules": r".*(h\.1\.attn\.c_attn|c_proj)"},
+            ["h.0.attn.c_attn has no adapter", "All blocks must have adapters of the same"],
+        ),
         ({A.replace("h.0", "h.7"): torch.zeros(2, 64)}, {}, ["is no adapter of a matrix"]),
         ({}, {"r": 3}, ["has rank 2 and r is 3"]),
         ({}, {"r": 0}, ["r=0"]),
