@@ -121,7 +121,8 @@ class NativeEngine(base.Engine):
             from distributed_training.parallel.lora import apply_lora
 
             tp_partial_names = apply_lora(part, config, topology.device)
-        blocks.apply_checkpointing(part, config.activation_checkpointing, config.lora_rank)
+        mode, compiled = config.activation_checkpointing, bool(config.compile)
+        blocks.apply_checkpointing(part, mode, config.lora_rank, compiled=compiled)
         blocks.apply_chunked_loss(part, config)
         blocks.apply_compile(part, config, ends=topology.tp == 1)
         if self.plan.uses_fsdp:

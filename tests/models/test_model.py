@@ -146,7 +146,7 @@ def test_selective_checkpointing_repeats_adapters_and_no_other_product():
 
 def test_selective_checkpointing_saves_sums_over_processes_and_gathers_again():
     model = random_model()
-    apply_checkpointing(model, "selective")
+    apply_checkpointing(model, "selective", compiled=True)
     saves = model.blocks["0"].forward.keywords["context_fn"].args[0]
     communicate = torch.ops._c10d_functional
     x = torch.ones(4, 2)
