@@ -88,7 +88,7 @@ class Pool:
             codes, ranks, result = self._run(job, num_processes, CALL_LIMIT_S, given)
         if any(codes):
             said = "\n".join(f"rank {i}: {out}{err}" for i, (out, err) in enumerate(ranks))
-            raise RuntimeError(f"{function}: exit codes {codes}\n{said[-6000:]}")
+            raise RuntimeError(f"{function}: exit codes {codes}\n{said[-30_000:]}")
         return pickle.loads(result)
 
     def script(
