@@ -2,6 +2,7 @@
 split such models."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -53,3 +54,10 @@ def test_a_block_with_tensors_of_its_own_is_traced(kind, tmp_path):
     inputs of the graphs."""
     folder = make_folder(kind, tmp_path)
     assert find_model(f"{HUB_PREFIX}{folder}").size.traced.attention_width == 32
+
+
+def test_attention_to_an_encoder_is_refused(tmp_path):
+    config = {"model_type": "trocr", "d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    with refused(str(tmp_path), "blocks that do not use encoder_attn", "dense text decoders"):
+        find_model(str(tmp_path))

@@ -34,7 +34,7 @@ MODEL_TYPES = ()  # this family accepts every model_type that no other family cl
 HUB_IDS: dict[str, str] = {}
 STORES_TRANSPOSED = False
 SUPPORTED = "only dense text decoders are supported, such as gemma2, phi3, olmo2 or gpt_neox"
-_VERSION = 3  # format of the sizes in the user's cache
+_VERSION = 4  # format of the sizes in the user's cache
 _MAX_LAYERS = 4096
 # Number of blocks to inspect: layer patterns repeat within fewer blocks
 _FIRST_BLOCKS = 12
@@ -116,7 +116,7 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
         read_head,
         read_num_positions,
     )
-    from distributed_training.models.hub.trace import trace
+    from distributed_training.models.hub.trace import UnusedParameterError, trace
 
     what = f"{file}: model_type {shown(document['model_type'])}"
     config = CONFIG_MAPPING[document["model_type"]].from_dict(document)
@@ -165,6 +165,10 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
     in_tables = len(head.weight) * embedding.shape[1] * (1 if head.weight is embedding else 2)
     block_parameters = sum(p.numel() for p in blocks[0].parameters())
     in_matrices = sum(rows * columns for rows, columns in matrices.values())
+    try:
+        traced = trace(document)
+    except UnusedParameterError as error:
+        raise UserError(f"{what} has blocks that do not use {error}", SUPPORTED) from None
     packs = receives_documents(net.to("meta").get_submodule(path.rpartition(".")[0]))
     return ModelSize(
         vocab_size=len(head.weight),
@@ -180,7 +184,7 @@ def _measure(document: dict[str, Any], file: str) -> ModelSize:
         block_tensors=len(shapes[0]),
         final_norm_parameters=all_parameters - in_blocks - in_tables,
         tied=head.weight is embedding,
-        traced=trace(document),
+        traced=traced,
         splits=False,
         packs=packs,
         config={

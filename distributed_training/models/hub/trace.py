@@ -34,7 +34,7 @@ _FREE = {"view", "expand", "permute", "transpose", "alias", "detach", "getitem",
 
 def trace(document: dict[str, Any]) -> Traced:
     """Return the costs of a model's first block. If transformers cannot run the config, its
-    exception is passed on."""
+    exception is passed on. Raises UnusedParameterError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net = build_net(document, 0.0, 1, torch.bfloat16)
@@ -68,6 +68,10 @@ def _allocate(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     shape = tensor.shape if tensor.dim() < 2 else (1,)
     return torch.zeros(shape, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+
+
+class UnusedParameterError(Exception):
+    """A parameter of the block, whose name is the text, does not affect its output."""
 
 
 class _StopError(Exception):
@@ -107,6 +111,11 @@ def _graphs(net: Any, length: int, *, fused: bool) -> list[Any]:
     with contextlib.suppress(_StopError):
         compiled = aot_function(run, fw_compiler=nop, decompositions=table, partition_fn=keep)
         compiled(x.detach().requires_grad_(), args, options, *tensors.values())
+    names = [name for name, _ in block.named_parameters()]
+    gradients = graphs[1].graph.output_node().args[0][-len(tensors) :]
+    unused = [name for name, value in zip(names, gradients, strict=False) if value is None]
+    if unused:  # for example, of attention to an encoder
+        raise UnusedParameterError(unused[0])
     return graphs
 
 
