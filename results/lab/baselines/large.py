@@ -115,6 +115,38 @@ ROWS: dict[str, dict[str, Any]] = {
         **ONE, "gpus": 2, "strategy": "tp", "batch_size": 1, "max_length": 32768,
         "activation_checkpointing": "full",
     },
+    "Qwen2.5-7B LoRA 2 x 2048, selective": {
+        "model": "Qwen/Qwen2.5-7B", **LORA, "batch_size": 2, "max_length": 2048,
+        "activation_checkpointing": "selective",
+    },
+    "Llama-3.2-3B LoRA 4 x 2048, full": {
+        "model": "meta-llama/Llama-3.2-3B", **LORA, "batch_size": 4, "max_length": 2048,
+        "activation_checkpointing": "full",
+    },
+    "Qwen3-1.7B 2 x 2048, selective": {
+        "model": "Qwen/Qwen3-1.7B", "batch_size": 2, "max_length": 2048,
+        "activation_checkpointing": "selective",
+    },
+    "Mistral-7B LoRA 1 x 8192, full, nf4": {
+        "model": "mistralai/Mistral-7B-v0.3", **LORA, "batch_size": 1, "max_length": 8192,
+        "activation_checkpointing": "full", "base_dtype": "nf4",
+    },
+    "Llama-3.2-3B fsdp 4 x 2048, selective": {
+        "model": "meta-llama/Llama-3.2-3B", "gpus": 2, "strategy": "fsdp", "batch_size": 4,
+        "max_length": 2048, "activation_checkpointing": "selective",
+    },
+    "Qwen3-1.7B tp 8 x 2048, selective": {
+        "model": "Qwen/Qwen3-1.7B", "gpus": 2, "strategy": "tp", "batch_size": 4,
+        "max_length": 2048, "activation_checkpointing": "selective",
+    },
+    "Llama-3.2-3B pp 16 x 2048, full": {
+        "model": "meta-llama/Llama-3.2-3B", "gpus": 2, "strategy": "pp", "batch_size": 8,
+        "max_length": 2048, "activation_checkpointing": "full",
+    },
+    "Qwen2.5-7B LoRA fsdp 4 x 2048, selective": {
+        "model": "Qwen/Qwen2.5-7B", **LORA, "gpus": 2, "strategy": "fsdp", "batch_size": 4,
+        "max_length": 2048, "activation_checkpointing": "selective",
+    },
 }  # fmt: skip
 COMMON = {
     "strategy": "dp", "precision": "bf16", "weights": "random", "dataset": "embedded",
