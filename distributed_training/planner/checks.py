@@ -8,7 +8,7 @@ import subprocess
 import sysconfig
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -168,6 +168,26 @@ def built_extensions(strategy: Strategy) -> list[str]:
     return names
 
 
+def unbuilt_extensions(strategy: Strategy) -> list[str]:
+    """Return the names of the DeepSpeed extensions that a run would compile first."""
+    names = built_extensions(strategy)
+    return [
+        name
+        for name in names
+        if not any(file.exists() for file in _extension_files(name, f"{name}.so"))
+    ]
+
+
+def _extension_files(name: str, file: str) -> Iterator[Path]:
+    """Yield the paths of an extension's file, whether or not it exists, in torch's cache: in a
+    folder per Python and CUDA version or, if it is set, in TORCH_EXTENSIONS_DIR."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    version = sysconfig.get_python_version().replace(".", "")
+    cache = Path.home() / ".cache" / "torch_extensions"
+    for folder in [Path(root) / name] if root else cache.glob(f"py{version}_*/{name}"):
+        yield folder / file
+
+
 def has_libaio() -> bool:
     """Return whether the compiler finds libaio (it also reads CPATH and LIBRARY_PATH)."""
     compiler = os.environ.get("CC", "cc")
@@ -180,15 +200,11 @@ def has_libaio() -> bool:
 
 def refuse_stale_lock(name: str) -> None:
     """Raise UserError if a killed build of an extension left its `lock` file, for which every later
-    run would wait. The file is in torch's cache, in a folder per Python and CUDA version."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    version = sysconfig.get_python_version().replace(".", "")
-    cache = Path.home() / ".cache" / "torch_extensions"
-    for folder in [Path(root) / name] if root else cache.glob(f"py{version}_*/{name}"):
-        lock = folder / "lock"
+    run would wait."""
+    for lock in _extension_files(name, "lock"):
         age_s = time.time() - lock.stat().st_mtime if lock.exists() else 0
-        builds = (process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
-        if age_s > STALE_LOCK_S and not any(builds):
+        folders = (process.info["cwd"] for process in psutil.process_iter(["cwd"]))
+        if age_s > STALE_LOCK_S and str(lock.parent) not in folders:
             what = f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in "
             fix = f"if no other machine is building either, run: rm {lock}"
             raise UserError(

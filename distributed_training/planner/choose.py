@@ -14,6 +14,7 @@ from distributed_training.plan.schedules import SCHEDULES, FoundOrders
 from distributed_training.planner import layouts
 from distributed_training.planner.data import continue_adapters
 from distributed_training.planner.deepspeed_sections import fill_sizes
+from distributed_training.planner.idle import check_settings
 from distributed_training.planner.layouts import Candidate
 from distributed_training.planner.search import search_orders
 from distributed_training.predict.costs.pp import message_s
@@ -124,6 +125,7 @@ def lay_out(
     precision = _choose_precision(given, machine)
     _check_pairs(candidate, precision)
     options = strategy_options(strategy.name)(**given.engine_options)
+    check_settings(given, candidate, options, notes)
     options.check(precision, model.size.hidden_size)
     layout = layouts.build_layout(candidate)
     batch = layouts.cut_batch(candidate)
@@ -229,26 +231,10 @@ def _check_strategy(candidate: Candidate, precision: str) -> None:
     config = candidate.config
     strategy = candidate.strategy
     here = f"strategy={config.strategy!r}"
-    named_mesh = strategy.mesh
-    mesh = candidate.mesh
-    in_use = {axis for axis in mesh if (named_mesh[axis], mesh[axis]) != (1, 1)}
-    with_torch = strategy.traits.averages_with_torch
-    in_ddp = with_torch and in_use <= {"dp_replicate"}
-    in_fsdp = with_torch and "dp_shard" in in_use and "pp" not in in_use
     if config.lora_rank > 0 and strategy.swaps_to_disk and precision == "fp32":
         other = f"{here} and precision='fp32'"
         why = "DeepSpeed rounds frozen weights in files to 16 bits"
         _refuse(candidate, "lora_rank", other, why, "set precision to bf16, or strategy to offload")
-    if config.fsdp_prefetch != 1 and not in_fsdp:
-        fix = "set fsdp_prefetch to 1, or strategy to fsdp"
-        _refuse(candidate, "fsdp_prefetch", here, "only FSDP gathers parameters by block", fix)
-    if config.bucket_cap_mb is not None and not in_ddp:
-        fix = "set bucket_cap_mb to None, or strategy to dp"
-        _refuse(candidate, "bucket_cap_mb", here, "only PyTorch's DDP has buckets", fix)
-    if config.gradient_compression != "none" and not in_ddp:
-        fix = "set gradient_compression to none, or strategy to dp"
-        why = "only PyTorch's DDP compresses gradients"
-        _refuse(candidate, "gradient_compression", here, why, fix)
     if config.optimizer != "adamw" and not strategy.traits.compacts_moments:
         fix = "set optimizer to adamw, or strategy to dp, fsdp, tp or pp"
         why = "the strategy's engine keeps the optimizer state in fp32"

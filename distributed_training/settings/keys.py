@@ -45,6 +45,11 @@ class Options(BaseModel):
     def check(self, precision: str, hidden_size: int) -> None:
         """Raise UserError if these options do not work with the compute dtype or the model."""
 
+    def idle(self) -> dict[str, str]:
+        """Return the options that have no effect beside the values of the others, each with the
+        reason."""
+        return {}
+
     def bytes_per_parameter(self, num_replicas: int) -> float:
         """Return the bytes per parameter of state that the engine keeps besides weights, gradients
         and Adam moments."""

@@ -7,6 +7,8 @@ does not import torch."""
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -19,7 +21,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,12 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from tqdm import tqdm
 
+from distributed_training.models import find_model
+from distributed_training.planner.checks import unbuilt_extensions
+from distributed_training.planner.choose import choose_model
 from distributed_training.planner.data import AUTO_SAMPLES, peek_data
+from distributed_training.planner.idle import droppable_keys
+from distributed_training.planner.layouts import Candidate, fill_mesh
 from distributed_training.planner.make_plan import make_plan
 from distributed_training.predict.predict import this_machine
 from distributed_training.records import record as records
@@ -44,8 +50,8 @@ from distributed_training.settings.files import (
     require_writable,
 )
 from distributed_training.settings.keys import at_least
-from distributed_training.settings.machine import detect_machine
-from distributed_training.settings.strategies import strategy_options
+from distributed_training.settings.machine import Machine, detect_machine
+from distributed_training.settings.strategies import load_strategy, strategy_options
 from distributed_training.start.launch import requested_processes
 from distributed_training.start.ranks import compute_in_fork
 from distributed_training.supervise.process import handling
@@ -58,6 +64,7 @@ WORK = {"batch_size", "grad_accum_steps", *(name for name, key in KEYS.items() i
 RECORDS = f"[!l]*/{records.RECORD_FILE}"  # [!l] skips the link "latest"
 # Approximate seconds to start and to end a run (results/records/first-minute).
 START_S = {"cpu": 8.0, "cuda": 15.0}
+EXTENSION_S = 60.0  # seconds to compile an extension of DeepSpeed on two cores
 OTHER_OUT = "name another folder with --out"
 PATIENCE_S = 30.0  # time that an interrupted run has to end
 PRINTED_COLUMNS = ("tokens/s", "peak GPU memory", "peak RAM", "validation loss")
@@ -73,7 +80,7 @@ class RunPlan(BaseModel):
     runs: list[Values] = Field(min_length=1)
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Run:
     """One requested training run and its result."""
 
@@ -145,17 +152,20 @@ def count(runs: Sequence[Run], status: str) -> int:
 
 def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | None:
     """Return the predicted seconds of all runs, each given as (CONFIG, number of processes), plus
-    `run_s` per run for starting and ending. Return None if any run cannot be predicted."""
+    `run_s` per run for starting and ending, and the time to compile DeepSpeed's extensions. Return
+    None if any run cannot be predicted."""
 
     def predict() -> str:  # runs in a fork, because tokenizers start threads
         machine = detect_machine()
         run_seconds: list[float | None] = []
+        extensions = set[str]()
         for config, count in runs:
             try:
                 plan = make_plan(config, this_machine(machine, count, count), peek_data)
             except UserError:  # the error is printed when it is this run's turn
                 run_seconds.append(0.0)
                 continue
+            extensions.update(unbuilt_extensions(plan.strategy))
             steps = plan.num_steps
             num_samples = AUTO_SAMPLES if config.num_samples == AUTO else int(config.num_samples)
             # An upper bound, because the dataset may be smaller
@@ -166,7 +176,7 @@ def predicted_s(runs: Sequence[tuple[Request, int]], run_s: float) -> float | No
                 steps = config.max_steps
             step_s = (plan.prediction or {}).get("step_time_s")
             run_seconds.append(run_s + steps * step_s if steps and step_s else None)
-        return json.dumps(run_seconds)
+        return json.dumps([*run_seconds, EXTENSION_S * len(extensions)])
 
     seconds = json.loads(compute_in_fork(predict)())
     return None if None in seconds else sum(seconds)
@@ -194,11 +204,19 @@ def plan_runs(
     engine_keys = [
         set(strategy_options(values.get("strategy", AUTO)).model_fields) for values in layouts
     ]
+    machine = detect_machine()
+    processes = requested_processes(str(arguments.num_gpus or plan.num_gpus), machine, {})
     for values, own_keys in zip(layouts, engine_keys, strict=True):
         # A strategy's own option is unknown to the other strategies.
         foreign_keys = set().union(*engine_keys) - own_keys
         values.update((key, value) for key, value in typed.items() if key not in foreign_keys)
-    processes = requested_processes(str(arguments.num_gpus or plan.num_gpus), detect_machine(), {})
+    shared_keys = (by_name(plan.common) | typed).keys()
+    idle = [idle_keys(values, build, machine, processes) & shared_keys for values in layouts]
+    idle_everywhere = functools.reduce(set.intersection, idle)
+    for values, idle_here in zip(layouts, idle, strict=True):
+        # A key that has no effect under one strategy is meant for the others, if it has one there.
+        for key in idle_here - idle_everywhere:
+            del values[key]
     command = [sys.executable, str(script), f"--max_restarts={arguments.max_restarts}"]
     if arguments.preset:
         command.append(f"--preset={arguments.preset}")
@@ -221,6 +239,19 @@ def plan_runs(
     if arguments.out:
         return runs, Path(expand_home("--out", arguments.out))
     return runs, Path(configs[0].output_dir) / f"compare-{name}-x{processes}"
+
+
+def idle_keys(values: Values, build: Build, machine: Machine, num_processes: int) -> set[str]:
+    """Return the keys that have no effect with these values and do not change the work. Return
+    none if CONFIG refuses the values, because the run reports the reason."""
+    with contextlib.suppress(UserError):
+        config = build(texts(values))
+        strategy = load_strategy(config)
+        model = find_model(choose_model(config, machine, num_processes, strategy, []).model)
+        candidate = Candidate(config=config, strategy=strategy, model=model, mesh=strategy.mesh)
+        mesh = fill_mesh(candidate, num_processes)
+        return droppable_keys(config, dataclasses.replace(candidate, mesh=mesh))
+    return set()
 
 
 def by_name(values: Values) -> Values:

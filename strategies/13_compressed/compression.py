@@ -48,6 +48,10 @@ class OPTIONS(Options):
             why = f"its matrices have {hidden_size} rows or columns"
             raise UserError(what, why, f"set it to {min(32, hidden_size)} or less")
 
+    def idle(self) -> dict[str, str]:
+        unused = "compression_k" if self.compression == "powersgd" else "compression_rank"
+        return {unused: f"compression={self.compression!r} does not use it"}
+
     def bytes_per_parameter(self, num_replicas: int) -> float:
         """Return the bytes of the errors that are added to later gradients. Under topk-int8 each
         replica also has the errors of its part of the averages."""

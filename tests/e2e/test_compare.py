@@ -66,6 +66,21 @@ def test_a_plan_of_results_is_input(tmp_path):
     assert [line.endswith("seed=43") for line in runs] == [False] * count + [True] * count
 
 
+def test_a_typed_key_reaches_the_strategies_that_use_it():
+    def rows(strategies, *typed):
+        words = "--strategies", strategies, "--model", "gpt2-tiny-4-blocks", "--num_gpus", "2"
+        return light_pool().script(["compare", *words, *typed, "--dry-run"])
+
+    shown = rows("fsdp,pp,zero2", "--pipeline_schedule", "gpipe", "--fsdp_prefetch", "2")
+    assert_ok(shown)
+    fsdp, pp, zero2 = shown.stdout.splitlines()[1:]
+    assert ("fsdp_prefetch=2" in fsdp, "gpipe" in fsdp) == (True, False)
+    assert ("fsdp_prefetch=2" in pp, "gpipe" in pp) == (False, True)
+    assert ("fsdp_prefetch=2" in zero2, "gpipe" in zero2) == (False, False)
+    # If no strategy uses it, each run is refused.
+    assert rows("dp,fsdp", "--pipeline_schedule", "gpipe").stdout.count("gpipe") == 2
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -203,8 +203,8 @@ class Mission:
         arguments = settings({
             **SMALL, "strategy": self.strategy, "num_samples": 128, "epochs": 4,
             "max_steps": NUM_STEPS, "checkpoint_every": SAVED_EVERY, "output_dir": self.runs,
-            "offload_dir": self.folder / "offload", "hang_timeout_s": HANG_S, "resume": "auto",
-            **values,
+            "hang_timeout_s": HANG_S, "resume": "auto", **values,
+            **({"offload_dir": self.folder / "offload"} if self.strategy == "infinity" else {}),
         })  # fmt: skip
         limit_s = min(LIMIT_S, max(1.0, self.time_left()))
         if self.warm:

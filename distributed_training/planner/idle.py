@@ -1,0 +1,113 @@
+"""Find settings that have no effect with a layout. No torch import.
+
+A setting that was typed is refused if it has no effect. In CONFIG or a preset, which serve several
+strategies, it gets a note, except for the keys of which CONFIG's default is the only value that
+every strategy accepts."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from distributed_training.planner.layouts import Candidate
+from distributed_training.settings.config import AUTO, KEYS, Request
+from distributed_training.settings.errors import UserError
+from distributed_training.settings.keys import Options
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """A condition without which some keys have no effect."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[Candidate], bool]
+    why: str
+    fix: str  # setting with which the condition holds
+    other: str = "strategy={strategy!r}"  # setting that the keys cannot be used with
+    off: tuple[Any, ...] = (None, AUTO)  # values that ask for nothing
+    is_strict: bool = False  # whether the keys are also refused in CONFIG or a preset
+
+
+def _used_axes(candidate: Candidate) -> set[str]:
+    """Return the axes that the strategy leaves open or that are larger than 1."""
+    named_mesh = candidate.strategy.mesh
+    return {axis for axis, n in candidate.mesh.items() if (named_mesh[axis], n) != (1, 1)}
+
+
+def _in_ddp(candidate: Candidate) -> bool:
+    with_torch = candidate.strategy.traits.averages_with_torch
+    return with_torch and _used_axes(candidate) <= {"dp_replicate"}
+
+
+def _in_fsdp(candidate: Candidate) -> bool:
+    axes = _used_axes(candidate)
+    return candidate.strategy.traits.averages_with_torch and "dp_shard" in axes and "pp" not in axes
+
+
+NEEDS = (
+    Need(
+        keys=("fsdp_prefetch",), holds=_in_fsdp, is_strict=True,
+        why="only FSDP gathers parameters by block", fix="strategy to fsdp",
+    ),
+    Need(
+        keys=("bucket_cap_mb",), holds=_in_ddp, is_strict=True,
+        why="only PyTorch's DDP has buckets", fix="strategy to dp",
+    ),
+    Need(
+        keys=("gradient_compression",), holds=_in_ddp, off=("none",), is_strict=True,
+        why="only PyTorch's DDP compresses gradients", fix="strategy to dp",
+    ),
+    Need(
+        keys=("pipeline_schedule",), holds=lambda candidate: candidate.mesh["pp"] > 1,
+        why="pp=1 makes no pipeline", fix="strategy to pp",
+    ),
+    Need(
+        keys=("sequence_parallel",), holds=lambda candidate: candidate.mesh["tp"] > 1,
+        off=(False,), why="tp=1 splits no layers", fix="strategy to tp",
+    ),
+    Need(
+        keys=("offload_dir",), holds=lambda candidate: candidate.strategy.swaps_to_disk,
+        why="the strategy keeps no state on disk", fix="strategy to infinity",
+    ),
+    Need(
+        keys=("lora_alpha", "lora_dropout", "lora_targets"), off=(None, 0.0),
+        holds=lambda candidate: candidate.config.lora_rank > 0,
+        other="lora_rank=0", why="without LoRA, there are no adapters", fix="lora_rank to 16",
+    ),
+)  # fmt: skip
+
+
+def idle_settings(request: Request, candidate: Candidate) -> Iterator[tuple[str, Need]]:
+    """Yield each key that the user set but that has no effect with the layout, and the condition
+    that it needs."""
+    for need in NEEDS:
+        for key in need.keys:
+            is_off = getattr(request, key) in need.off
+            if request.is_set(key) and not is_off and not need.holds(candidate):
+                yield key, need
+
+
+def check_settings(
+    request: Request, candidate: Candidate, options: Options, notes: list[str]
+) -> None:
+    """Raise UserError for a typed key that has no effect with the layout or beside the engine's
+    other `options`. Note others that have no effect."""
+    for key, need in idle_settings(request, candidate):
+        value = f"{key}={getattr(request, key)!r}"
+        if need.is_strict or request.set_by[key] == "command line":
+            other = need.other.format(strategy=request.strategy)
+            fix = f"leave out {key}, or set {need.fix}"
+            raise UserError(f"{value} cannot be used with {other}", need.why, fix)
+        notes.append(f"{value} has no effect, because {need.why}")
+    for key, why in options.idle().items():
+        value = f"{key}={getattr(options, key)!r} has no effect"
+        if request.set_by.get(key) == "command line":
+            raise UserError(value, why, f"leave out {key}")
+        if request.is_set(key):
+            notes.append(f"{value}, because {why}")
+
+
+def droppable_keys(request: Request, candidate: Candidate) -> set[str]:
+    """Return the keys without effect that a comparison may leave out, because they do not change
+    the work."""
+    idle = idle_settings(request, candidate)
+    return {key for key, _ in idle if not KEYS[key].work}

@@ -1,0 +1,72 @@
+"""Test that a typed key without effect is refused, and that one in CONFIG gets a note."""
+
+import pytest
+
+from distributed_training.planner.idle import NEEDS
+from distributed_training.planner.make_plan import draft_plan
+from distributed_training.predict.predict import this_machine
+from tests.planner.helpers import merged
+from tests.support import CPU_MACHINE, refused
+
+TYPED = {
+    "fsdp_prefetch": "1", "bucket_cap_mb": "25", "gradient_compression": "bf16",
+    "pipeline_schedule": "1f1b", "sequence_parallel": "True", "offload_dir": "/tmp/offload",
+    "lora_alpha": "16", "lora_dropout": "0.1", "lora_targets": "qkv",
+}  # fmt: skip
+USES = {
+    "fsdp_prefetch": {"strategy": "fsdp"}, "bucket_cap_mb": {}, "gradient_compression": {},
+    "pipeline_schedule": {"strategy": "pp"}, "sequence_parallel": {"strategy": "tp"},
+    "offload_dir": {"strategy": "infinity"}, "lora_alpha": {"lora_rank": 2},
+    "lora_dropout": {"lora_rank": 2}, "lora_targets": {"lora_rank": 2},
+}  # fmt: skip
+POWERSGD = {"strategy": "compressed"}
+TOPK = {"strategy": "compressed", "compression": "topk-int8"}
+
+
+def notes_of(config, *typed):
+    notes = []
+    config = {"strategy": "dp", "model": "gpt2-tiny-4-blocks", **config}
+    draft_plan(merged(config, *typed), this_machine(CPU_MACHINE, 2, 2), notes)
+    return [note for note in notes if "has no effect" in note]
+
+
+@pytest.mark.parametrize("key", [key for need in NEEDS for key in need.keys])
+def test_a_typed_key_acts_or_is_refused(key):
+    """This holds for the key's default, too."""
+    typed = f"{key}={TYPED[key]}"
+    assert notes_of(USES[key], typed) == []
+    unused = {"strategy": "zero3"} if USES[key] == {} else {}
+    with refused(f"{key}=", "cannot be used with", f"Leave out {key}, or set "):
+        notes_of(unused, typed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("pipeline_schedule", "gpipe"), ("offload_dir", "/tmp/offload"), ("lora_alpha", 8.0),
+     ("lora_dropout", 0.1), ("lora_targets", "qkv")],
+)  # fmt: skip
+def test_config_serves_several_strategies(key, value):
+    (note,) = notes_of({key: value})
+    assert note.startswith(f"{key}={value!r} has no effect, because ")
+    assert notes_of({key: value, **USES[key]}) == []
+
+
+@pytest.mark.parametrize(
+    "typed", ["pipeline_schedule=auto", "sequence_parallel=False", "offload_dir=None",
+              "lora_dropout=0", "lora_targets=None", "gradient_compression=none"],
+)  # fmt: skip
+def test_values_that_ask_for_nothing_are_always_accepted(typed):
+    assert notes_of({"strategy": "zero2"}, typed) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "typed", "idle"),
+    [(POWERSGD, "compression_rank=2", "compression_k"),
+     (TOPK, "compression_k=0.1", "compression_rank")],
+)  # fmt: skip
+def test_options_of_an_engine(config, typed, idle):
+    assert notes_of(config, typed) == []
+    with refused(f"{idle}=1", "has no effect", f"Leave out {idle}"):
+        notes_of(config, f"{idle}=1")
+    value = {"compression_k": 0.5, "compression_rank": 2}[idle]
+    assert len(notes_of({**config, idle: value})) == 1
