@@ -80,7 +80,7 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=[])
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=28)
     add = parser.add_argument
-    preset = "use the settings of a file in configs/presets/, or of a path, instead of CONFIG's"
+    preset = "use a preset instead of CONFIG: a name in configs/presets/, or a path"
     add("--preset", metavar="NAME", help=preset)
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", dest="overrides",
         help="set several keys")  # fmt: skip
@@ -88,11 +88,15 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     add("--num_gpus", metavar="N", help=processes)
     restarts = "after a failure, restart from the last checkpoint, up to N times (default: 0)"
     add("--max_restarts", metavar="N", type=at_least(0), default=0, help=restarts)
-    add(*DRY_RUN, action="store_true", help="check the run and print its settings, start nothing")
+    add(*DRY_RUN, action="store_true", help="check the run and print its settings without training")
     elsewhere = "with plan or --dry-run: plan for other machines, such as 2x8xH100-80GB"
     add("--cluster", metavar="NxMxGPU", help=elsewhere)
     add("--gpu", metavar="GPU", help="with --cluster NxM: a known GPU, or JSON that describes one")
-    add("--force", action="store_true", help="run even if the run is predicted not to fit")
+    add(
+        "--force",
+        action="store_true",
+        help="start the run even if it is predicted not to fit in memory",
+    )
     strict = "fail if data, weights or tokenizer are missing, instead of using the embedded ones"
     add("--strict", action="store_true", help=strict)
     for title, members in itertools.groupby(all_keys().values(), lambda key: key.group):
@@ -208,7 +212,11 @@ def report(parser: argparse.ArgumentParser, program: Program) -> Act:
     """Make tables and plots from run records."""
     add = parser.add_argument
     add("paths", nargs="*", type=Path, help="runs, folders of runs, or records")
-    add("--all", action="store_true", help="show runs of all work, not only of the newest")
+    add(
+        "--all",
+        action="store_true",
+        help="show all runs, not only those that did the same work as the newest",
+    )
     add("--plots", type=Path, default=Path("report"), help="folder for the plots")
     add("--html", type=Path, metavar="FILE", help="write tables and plots into one HTML page")
     return lambda a: _load("records.report").main(a, program.output_dir)

@@ -1,5 +1,6 @@
 """Your own module in PyTorch's pipeline, on two CPU processes: python your_model.py"""
 
+from argparse import ArgumentParser
 from tempfile import TemporaryDirectory
 
 import torch
@@ -52,5 +53,6 @@ def run(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__).parse_args()  # it has no options but --help
     with TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run, (folder,), nprocs=2)

@@ -71,7 +71,7 @@ def continuation(
             last = logits(padded, past)[0, len(model_ids) - 1].float().cpu()
         values, candidates = torch.topk(last, min(top_k, len(last)))
         if not values[0].isfinite():
-            why = "its weights are damaged, or its adapters too large"
+            why = "its weights are damaged, or its adapters are too large"
             raise UserError("The model's logits are not finite", why, "check its loss with eval")
         if temperature:
             weights = ((values - values[0]) / max(temperature, 1e-6)).softmax(0)

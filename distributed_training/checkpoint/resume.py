@@ -33,10 +33,10 @@ CHECKSUM = "checksum"  # key in meta.json: the checksum of all other values
 FORMAT = 5
 # Keys that belonged to every run's work and now belong to one engine
 MOVED_KEYS = {"compression_rank", "compression_k"}
-USE_OLDER = "remove that folder to use the checkpoint before it, or set resume to None"
+USE_OLDER = "remove that folder to resume from the previous checkpoint, or set resume to None"
 MERGE_FOLDERS = (
-    "resume with shared_disk=False and the same layout on the same nodes in the same order, or "
-    "merge the run's folders of all nodes and copy the result to every node to use any layout"
+    "resume with shared_disk=False and the same layout on the same nodes in the same order. To "
+    "use another layout, merge the run's folders of all nodes and copy the result to every node"
 )
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ def find_resume(plan: Plan, notes: list[str]) -> tuple[Path, Meta] | None:
         fix = f"set these back, or start a new run from its weights: {_start_from(checkpoint)}"
         if "global_batch_size" in differences:
             differences += ". global_batch_size is batch_size x grad_accum_steps x processes"
-        what = f"resume={shown(resume)} is a run with other work"
+        what = f"resume={shown(resume)} is a run that did other work"
         raise UserError(what, f"these settings differ: {differences}", fix)
     check_files(checkpoint, meta, plan)
     run = state_of(checkpoint, meta)
@@ -295,7 +295,7 @@ def _differences(meta: Meta, plan: Plan, allowed: Collection[str] = ()) -> str:
     # An engine with keys of its own
     if old_strategy != new_strategy and saved.keys() != work.keys():
         differences = [
-            f"strategy was {old_strategy} and is {new_strategy}, which computes something else"
+            f"strategy was {old_strategy} and is {new_strategy}, which computes different results"
         ]
         names = [name for name in work if name in saved]
     names = [name for name in names if saved.get(name) != work.get(name) and name not in allowed]

@@ -46,7 +46,10 @@ class Saved(Mapping[str, torch.Tensor]):
             stored = self.files.stored
             fits = shapes == {name: stored[f"{WEIGHT}{name}"][0].shape for name in self.names}
         if not fits:
-            what = f"{plan.run_dir / PLAN_FILE} describes another model than the checkpoint holds"
+            what = (
+                f"{plan.run_dir / PLAN_FILE} describes a different model from the one in the "
+                "checkpoint"
+            )
             raise UserError(what, fix="copy the run's folder again")
 
     def __iter__(self) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import parse_json
+from distributed_training.settings.files import json_mistake, parse_json
 
 TEXTS = (".txt", ".md")  # a file is one text
 RECORDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")  # a line or a row is one record
@@ -90,7 +90,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield where, parse_json(line.removesuffix("\n"))
             except json.JSONDecodeError as error:
-                raise UserError(f"{where} column {error.colno} is not JSON", error.msg) from None
+                what = f"{where} column {error.colno} is not JSON"
+                raise UserError(what, json_mistake(error)) from None
             except ValueError as error:
                 raise UserError(f"{where} cannot be read", str(error)) from None
 
@@ -110,7 +111,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
         rows = parse_json("".join(read_text(path)))
     except json.JSONDecodeError as error:
         where = f"{path} line {error.lineno} column {error.colno}"
-        raise UserError(f"{where} is not JSON", error.msg) from None
+        raise UserError(f"{where} is not JSON", json_mistake(error)) from None
     except ValueError as error:
         raise UserError(f"{path} cannot be read", str(error)) from None
     for number, row in enumerate(rows, 1):

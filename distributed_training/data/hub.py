@@ -98,7 +98,7 @@ def fetch_tokenizer(repo_id: str) -> Path:
     names = [file.rfilename for file in files]
     tokenizer_files = [name for name in names if "/" not in name and is_tokenizer_file(name)]
     if not tokenizer_files:
-        raise OSError(f"{repo_id} has no files of a tokenizer")
+        raise OSError(f"{repo_id} has no tokenizer files")
     other_files = [name for name in names if name == "config.json" or name.startswith(_TEMPLATES)]
     return fetch_folder(repo_id, (*tokenizer_files, *other_files))
 
@@ -126,7 +126,7 @@ def check_push(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        what = f"push={repo_id!r} is not a valid name of a model"
+        what = f"push={repo_id!r} is not a valid model name"
         raise UserError(what, str(error), "write user/name") from None
     if get_token() is None:
         what = f"push={repo_id!r} needs a token of the Hugging Face Hub"

@@ -355,10 +355,12 @@ class Tokenizer:
         bare = np.array(self._encode(["a"], special=False)[0])
         full = np.array(self._encode(["a"], special=True)[0])
         if full.max(initial=0) >= self.num_tokens:
-            raise self._unreadable(f"it puts id {full.max()} around texts, which no token has")
+            raise self._unreadable(
+                f"it adds the id {full.max()} to every text, but no token has this id"
+            )
         num_added = len(full) - len(bare)
         if num_added > MAX_GROWTH:
-            what = f"tokenizer {self.folder} puts {num_added:,} tokens around a text"
+            what = f"tokenizer {self.folder} adds {num_added:,} tokens to every text"
             raise UserError(what, f"at most {MAX_GROWTH} are accepted")
         for first in range(num_added + 1):
             if np.array_equal(full[first : first + len(bare)], bare):

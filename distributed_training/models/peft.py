@@ -299,7 +299,7 @@ def _refuse_others(names: Iterable[str], spec: ModelSpec) -> None:
     """Raise UserError for a tensor that is not an adapter of a matrix in the blocks."""
     allowed = {name for _, _, hf_name, _ in _matrices(spec) for name in _names(hf_name)}
     if unexpected := next((name for name in names if name not in allowed), None):
-        what = f"{shown(unexpected)} is no adapter of a matrix of {spec.label}'s blocks"
+        what = f"{shown(unexpected)} is not an adapter of a matrix in {spec.label}'s blocks"
         raise UserError(what, "no other tensors are supported", "merge the adapters with PEFT")
 
 
@@ -371,7 +371,9 @@ def _check_names(
         is_target = any(hf_name == target or hf_name.endswith(f".{target}") for target in targets)
         if is_target != (hf_name in adapted):
             has = (
-                "has no adapter but is a target" if is_target else "has an adapter and is no target"
+                "has no adapter but is a target"
+                if is_target
+                else "has an adapter but is not a target"
             )
             if targets is not config.target_modules:
                 why = "all blocks must have adapters of the same matrices"

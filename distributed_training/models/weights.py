@@ -170,7 +170,7 @@ def _open_bin(file: Path) -> dict[str, Stored]:
         tensors = {name: tensor for name, tensor in saved.items() if torch.is_tensor(tensor)}
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError) as error:
         why = str(error).strip().partition("\n")[0]
-        fix = f"if you trust it, convert it with a command. Run: {convert_command(file.parent)}"
+        fix = f"if you trust it, convert it. Run: {convert_command(file.parent)}"
         what = f"weights {file} cannot be read with weights_only=True"
         raise UserError(what, shown(why)[1:-1], fix) from None
     return {

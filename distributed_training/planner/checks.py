@@ -41,7 +41,9 @@ def check_run(prediction: Prediction, cluster: Cluster) -> None:
         check_extensions(plan)
     if plan.config.push is not None:
         if not plan.config.export:
-            raise UserError("push sends hf/, which export=False leaves out", fix="set export=True")
+            raise UserError(
+                "push uploads hf/, but export=False does not write it", fix="set export=True"
+            )
         check_push(plan.config.push)
 
 
@@ -80,9 +82,9 @@ def check_gpus(plan: Draft) -> None:
     gpus = plan.machine.num_gpus
     here = plan.processes_here
     if gpus and here > gpus:
-        what = f"{here} processes are asked for but this machine has {gpus} GPU"
+        what = f"{here} processes were requested, but this machine has {gpus} GPU"
         what += "s" if gpus > 1 else ""
-        raise UserError(what, "one process drives one GPU", f"use --num_gpus {gpus}")
+        raise UserError(what, "every process needs its own GPU", f"use --num_gpus {gpus}")
 
 
 def check_swapping(plan: Draft) -> None:
@@ -110,7 +112,7 @@ def check_memory(prediction: Prediction, suggest: Callable[[Draft], list[str]]) 
         what = f"{plan.config.model} under {plan.strategy.name} needs {needs}"
         why = f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
         others = suggest(plan) or ["use more GPUs, or a smaller model"]
-        raise UserError(what, why, "; or ".join([*others, "--force tries anyway"]))
+        raise UserError(what, why, "; or ".join([*others, "to try anyway, add --force"]))
     needed = memory.host_bytes * plan.processes_here
     if needed > machine.ram_bytes:
         what = f"{plan.processes_here} processes need about {needed / GIB:.1f} GiB of RAM"
@@ -150,12 +152,12 @@ def check_extensions(plan: Draft) -> None:
     compiler = os.environ.get("CXX", "c++")
     strategy = f"strategy={plan.strategy.name!r}"
     if extensions and shutil.which(compiler) is None:
-        what = f"{strategy} builds a C++ extension and there is no {compiler}"
+        what = f"{strategy} compiles a C++ extension, but {compiler} was not found"
         raise UserError(what, fix="set strategy to dp or fsdp, or run: apt-get install g++")
     if "async_io" in extensions and not has_libaio():
         fix = "without root, run bash strategies/6_zero_infinity/run.sh; with root, run: "
         fix += "apt-get install libaio-dev"
-        raise UserError(f"{strategy} needs libaio, and the compiler does not find it", fix=fix)
+        raise UserError(f"{strategy} needs libaio, but the compiler does not find it", fix=fix)
     for name in extensions:
         refuse_stale_lock(name)
 
@@ -208,5 +210,5 @@ def refuse_stale_lock(name: str) -> None:
             what = f"{lock} is {age_s / 60:.0f} minutes old and no process here builds in "
             fix = f"if no other machine is building either, run: rm {lock}"
             raise UserError(
-                what + "that folder", "building it would wait for that file forever", fix
+                what + "that folder", "the build would wait forever for that file to disappear", fix
             )

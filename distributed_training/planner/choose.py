@@ -60,7 +60,7 @@ def choose_model(
         decided["model"] = "gpt2-medium"
     elif machine.num_gpus:
         decided["model"] = "gpt2"
-        notes.append("the GPU has less than 12 GiB: model is gpt2 rather than gpt2-medium")
+        notes.append("model is gpt2 instead of gpt2-medium, because the GPU has less than 12 GiB")
     else:
         decided |= _choose_for_cpu(config, num_processes, strategy, notes)
     return with_values(config, **decided)
@@ -143,8 +143,9 @@ def lay_out(
     tp = mesh["tp"]
     if processes_here % tp:
         notes.append(
-            f"tp={tp} reaches across machines, so every layer waits for the network four times: "
-            f"give tp a divisor of {processes_here} and the rest to another axis"
+            f"tp={tp} reaches across machines, so every layer waits for the network four times. "
+            f"Set tp to a divisor of {processes_here}, and use another axis for the remaining "
+            "factor"
         )
     output_dir = Path(config.output_dir)
     began = time.strftime("%Y%m%d-%H%M%S")
@@ -181,7 +182,7 @@ def lay_out(
     if length % draft.tp_parts[1]:
         size = batch.micro_batch_size
         what = f"neither max_length={length} nor a micro-batch of {size} is a multiple of tp={tp}"
-        why = "sequence_parallel deals out samples or tokens evenly"
+        why = "sequence_parallel gives every rank the same number of samples or tokens"
         fix = f"set max_length to {length // tp * tp or tp} or sequence_parallel to False"
         raise UserError(what, why, fix)
     return replace(draft, orders=_time_orders(draft, cluster)) if draft.schedule.timed else draft
@@ -346,7 +347,10 @@ def _compile_obstacle(candidate: Candidate) -> str:
     if strategy.fetches_parameters:
         return f"{named}, which fetches parameters while a block runs"
     if candidate.mesh["tp"] > 1 and _drops(config) and not config.sequence_parallel:
-        return "dropout under tp with sequence_parallel=False: it changes generators in a block"
+        return (
+            "dropout under tp with sequence_parallel=False, which changes the state of random "
+            "generators inside a block"
+        )
     if config.compile != "whole":
         return ""
     if num_processes > 1:

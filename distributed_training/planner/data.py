@@ -149,8 +149,8 @@ def continue_adapters(config: Request, notes: list[str]) -> dict[str, Any]:
         decided["lora_dropout"] = adapters.lora_dropout
     note = f"training continues the adapters in {folder}, of rank {adapters.r}, on {base}"
     if initial.rank != adapters.r:
-        note += f". They use the memory of rank {initial.rank}, because q, k, v or gate, up have "
-        note += "an A matrix each"
+        note += f". They use the memory of rank {initial.rank}, because q, k and v (or gate "
+        note += "and up) each have their own A matrix"
     notes.append(note)
     return decided
 

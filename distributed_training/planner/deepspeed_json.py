@@ -59,7 +59,10 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
     for name, value in document.pop("optimizer")["params"].items():  # the same for every engine
         if name in ("lr", "weight_decay") or value in (AUTO, *OPTIMIZER.get(name, ())):
             continue
-        what = f"{source}: optimizer.params.{name}={shown(value)} is not what every strategy takes"
+        what = (
+            f"{source}: optimizer.params.{name}={shown(value)} differs from the value that all "
+            "strategies use"
+        )
         usual = OPTIMIZER.get(name)
         raise UserError(what, fix=f"write {usual[0]!r}" if usual else "remove it")
     scheduler = document.pop("scheduler", None)
@@ -81,7 +84,9 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
             changed.append(f"fp16.loss_scale={scale['loss_scale']}")
         if changed:
             what = f"{', '.join(changed)} in {source.name}"
-            notes.append(f"{what}: this run may skip other steps than other strategies do")
+            notes.append(
+                f"{what}: this run may skip different steps from runs with other strategies"
+            )
     zero = document.get("zero_optimization", {})
     if zero.get("stage") == 3:  # its own linear layer is slower when blocks are compiled
         zero.setdefault("memory_efficient_linear", False)
@@ -95,7 +100,7 @@ def fill_deepspeed_json(plan: Draft, notes: list[str]) -> dict[str, Any]:
     if unusual:
         ask_deepspeed(document, str(source))
         names = ", ".join(unusual)
-        notes.append(f"{names} in {source.name}: DeepSpeed accepts it, and it is not planned")
+        notes.append(f"{names} in {source.name}: DeepSpeed accepts it, but predictions ignore it")
     return document
 
 

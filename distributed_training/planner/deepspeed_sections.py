@@ -170,7 +170,7 @@ def check_sections(document: dict[str, Any], source: str) -> list[str]:
         if name in DEFAULTS and value != DEFAULTS[name]:
             what = f"{source}: {path}={shown(value)} would change what is computed, kept or sent"
             fix = "remove it" + ", and set strategy to offload" * ("offload" in name)
-            raise UserError(what, "neither plan nor record would show it", fix)
+            raise UserError(what, "neither the plan nor the record would show it", fix)
         if name in _ALLOCATED and isinstance(value, int | float) and value > _MOST_ALLOCATED:
             what = f"{source}: {path}={shown(value)} is not accepted"
             why = "DeepSpeed allocates a buffer of this many numbers"

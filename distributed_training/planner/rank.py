@@ -279,6 +279,8 @@ def choose_spread(
                     speeds[size] = prediction.tokens_per_s or size
         enough = NEAR_BEST * max(speeds.values(), default=0.0)
         size = next((size for size, speed in speeds.items() if speed >= enough), 1)
-        notes.append(f"batch_size is {size}: the fewest sequences that keep a GPU busy, predicted")
+        notes.append(
+            f"batch_size is {size}, the smallest value that is predicted to keep a GPU busy"
+        )
         config = with_values(config, batch_size=size)
     return config, strategy

@@ -37,5 +37,5 @@ def named_checkpoint(resume: str) -> Path:
     checkpoint = newest_checkpoint(Path(resume).resolve())
     if checkpoint is None:
         fix = "set resume to a folder under runs/ that has checkpoints/, to auto, or to None"
-        raise UserError(f"resume={shown(resume)} holds no checkpoint", fix=fix)
+        raise UserError(f"resume={shown(resume)} is not a folder with a checkpoint", fix=fix)
     return checkpoint

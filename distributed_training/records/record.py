@@ -202,7 +202,7 @@ def load_record(path: Path) -> Record:
     """Return the record in a file or a run's folder. Raises UserError for other files."""
     file = path / RECORD_FILE if path.is_dir() else path
     fix = "name a folder under runs/, or use the commit that the record names"
-    what = f"{file} is not a run record that this code reads"
+    what = f"{file} is not a run record that this version can read"
     record = parse_as(Record, load_json(file, "record"), what, fix)
     if path.is_dir():  # the folder may have been copied or moved
         return record.model_copy(update={"run_dir": str(path.resolve())})

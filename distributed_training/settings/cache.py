@@ -46,8 +46,8 @@ def use_private_caches() -> None:
     if root.is_relative_to(_temporary_folder()) and not os.environ.get(CACHE):
         os.environ[CACHE] = str(root)  # so that child processes do not repeat the note
         if is_first(os.environ):
-            note = f"note: this user has no home folder that can be written: caches are in {root}"
-            print(f"{note}; {CACHE} names another folder", file=sys.stderr)
+            note = f"note: caches are in {root}, because this user has no writable home folder"
+            print(f"{note}. To use another folder, set {CACHE}", file=sys.stderr)
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     for variable, name in {
         "TORCHINDUCTOR_CACHE_DIR": "inductor",  # Triton's folder is inside it
@@ -64,7 +64,7 @@ def use_private_caches() -> None:
             continue
         if why:
             fix = f"set {variable if value else CACHE} to a folder of your own"
-            raise UserError(f"{folder} cannot hold code that this user runs", why, fix)
+            raise UserError(f"{folder} is not a safe place for code that this user runs", why, fix)
         os.environ[variable] = str(folder)
 
 
@@ -88,7 +88,7 @@ def private_folder(name: str, *roots: Path) -> tuple[Path, str]:
                     folder.chmod(PRIVATE)
             return folder, why
         except OSError as error:
-            why = f"it cannot be made: {error.strerror}"
+            why = f"it cannot be created: {error.strerror}"
     return folder, why
 
 

@@ -123,8 +123,8 @@ class RunConfig(Options):
     deepspeed_config: Text | None = layout(None)
     """A DeepSpeed JSON to use in place of the strategy's own."""
     dp_replicate: Axis = layout(None)
-    """Number of replicas of the model. For every mesh axis, None: as the strategy says; -1: all
-    remaining GPUs."""
+    """Number of replicas of the model. On every mesh axis, None uses the strategy's value and -1
+    uses all remaining GPUs."""
     dp_shard: Axis = layout(None)
     """Number of GPUs that shard the state of a replica."""
     tp: Axis = layout(None)
@@ -178,7 +178,8 @@ class RunConfig(Options):
     eval_every: CountOrZero = watching(0, aliases=("eval_steps",))
     """Steps between evaluations. 0: evaluate at the end of each epoch only."""
     eval_samples: CountOrAll = watching(200)
-    """Evaluate on this many validation samples. -1: all. With model auto and no GPU: 50."""
+    """Evaluate on this many validation samples. -1: all. 50 if model is auto and there is no
+    GPU."""
     stop_after: CountOrZero = watching(0, aliases=("early_stopping_patience",))
     """Stop early after this many evaluations in a row without a lower validation loss. 0: never."""
     generate: Text | None = watching("The value of")
@@ -217,8 +218,8 @@ class RunConfig(Options):
     """Reaction to a loss or gradient that is not finite. rollback: return to the last checkpoint,
     once, and skip the batch."""
     hang_timeout_s: CountOrZero | None = trouble(None)
-    """End the run after this many seconds without progress. None: with several processes, 20 times
-    the step time but at least 60 s, and 600 s for everything else. 0: never."""
+    """End the run after this many seconds without progress. 0: never. None: with several processes,
+    600 s; for a step, 20 times the usual step time but at least 60 s."""
     rendezvous_timeout_s: Count = trouble(RENDEZVOUS_S)
     """Seconds to wait for all processes to start."""
     # fmt: on

@@ -28,6 +28,18 @@ _WHOLE_BYTES = 10**9
 _NUM_PARTS = 1024
 _PART_BYTES = 4096
 _SMALL_BYTES = 64_000_000  # of JSON, which takes one to two seconds to parse
+# Beginnings of the messages of Python's parser, and our messages for the same mistakes
+_JSON_FAULTS = {
+    "Expecting value": "a value is missing, or is not JSON",
+    "Expecting property name": "a key must be in double quotes",
+    "Illegal trailing comma": "a comma before the closing bracket is not allowed",
+    "Expecting ':'": "a colon is missing after a key",
+    "Expecting ','": "a comma or a closing bracket is missing",
+    "Extra data": "text follows the end of the JSON value",
+    "Unterminated string": "the string that begins here has no closing quote",
+    "Invalid control character": "a string contains a control character, such as a line break",
+    "Invalid \\": "a string contains a backslash that begins no valid escape",
+}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -156,12 +168,14 @@ def load_json(path: Path, what: str) -> Any:
         why = getattr(error, "strerror", None) or str(error)
         if isinstance(error, json.JSONDecodeError):
             why = _json_fault(error)
+        elif isinstance(error, UnicodeDecodeError):
+            why = f"byte {error.start + 1} is not UTF-8"
         raise UserError(f"{what} {path} cannot be read as JSON", why) from None
 
 
 def _json_fault(error: json.JSONDecodeError) -> str:
-    """Describe a syntax error. Comments and trailing commas, which other formats allow, are
-    mentioned explicitly."""
+    """Describe a syntax error with its line and column. Comments and trailing commas, which other
+    formats allow, are mentioned explicitly."""
     remaining = error.doc[error.pos :].lstrip()
     line = error.doc.count("\n", 0, len(error.doc) - len(remaining)) + 1
     preceding = error.doc[: error.pos].rstrip()
@@ -170,7 +184,13 @@ def _json_fault(error: json.JSONDecodeError) -> str:
         return f"line {line} has a comment, which JSON does not allow: {comment}"
     if remaining.startswith(("}", "]")) and preceding.endswith(","):
         return f"line {line} has a comma before {remaining[0]}, which JSON does not allow"
-    return str(error)
+    return f"line {error.lineno} column {error.colno}: {json_mistake(error)}"
+
+
+def json_mistake(error: json.JSONDecodeError) -> str:
+    """Return our own words for a message of Python's parser."""
+    mistakes = (text for start, text in _JSON_FAULTS.items() if error.msg.startswith(start))
+    return next(mistakes, error.msg)
 
 
 def crc32(file: Path, checksum: int = 0) -> int:

@@ -22,7 +22,13 @@ import psutil
 from pydantic import BaseModel, Field
 
 from distributed_training.settings.errors import UserError
-from distributed_training.settings.files import did_you_mean, load_json, parse_as, shown
+from distributed_training.settings.files import (
+    did_you_mean,
+    json_mistake,
+    load_json,
+    parse_as,
+    shown,
+)
 
 GIB = 2**30
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -103,7 +109,9 @@ def _visible_gpus() -> list[_Visible]:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
-        raise UserError("nvidia-smi did not result for a minute", fix="run it yourself") from None
+        raise UserError(
+            "nvidia-smi did not finish within a minute", fix="run it yourself to see why"
+        ) from None
     if result.returncode != 0:
         return []
     gpus = []
@@ -242,7 +250,7 @@ def known_gpu(name: str) -> Gpu:
         try:
             document = json.loads(name)
         except json.JSONDecodeError as error:
-            raise UserError(f"--gpu {shown(name)} is not JSON", str(error)) from None
+            raise UserError(f"--gpu {shown(name)} is not JSON", json_mistake(error)) from None
         return parse_as(Gpu, document, "--gpu", f"write {_EXAMPLE}")
     if limited := re.fullmatch(r"(.+)@(\d+) ?W", name.strip(), re.IGNORECASE):
         return limited_to(known_gpu(limited[1]), float(limited[2]))

@@ -288,7 +288,7 @@ def load_strategy(config: RunConfig) -> Strategy:
     engine = f"{source}: engine={folder.engine!r}"
     present, required = ("mesh", "deepspeed") if folder.deepspeed is None else ("deepspeed", "mesh")
     if traits.takes_json != (present == "deepspeed"):
-        raise UserError(f"{engine} takes {required!r}, not {present!r}", fix=f"write {required!r}")
+        raise UserError(f"{engine} needs {required!r}, not {present!r}", fix=f"write {required!r}")
     setting = f"strategy={folder.name!r}"
     user_json = config.deepspeed_config
     if user_json is not None and folder.deepspeed is None:
@@ -313,7 +313,7 @@ def load_strategy(config: RunConfig) -> Strategy:
             raise UserError(what, reason, "set the ZeRO stage to 1 or 0, or pipeline.stages to 1")
         mesh = {"dp_shard": -1, **({"pp": stages} if "pipeline" in document else {})}
         may_be_set = ("pp",) if stages != 1 else ()
-        why = "DeepSpeed divides over all processes"
+        why = "DeepSpeed shards over all processes"
     for axis, size in mesh.items():
         if axis not in traits.axes and (size != 1 or axis not in MESH_AXES):
             its = f"its axes are {', '.join(traits.axes)}"
@@ -343,7 +343,7 @@ def load_strategy(config: RunConfig) -> Strategy:
         shipped: dict[str, Any] = {"deepspeed_config": None}
         expected = load_strategy(config.model_copy(update=shipped))
         if strategy.form != expected.form:
-            what = f"{strategy.source} means {strategy.sharding!r} but {setting} means "
+            what = f"{strategy.source} shards {strategy.sharding!r}, but {setting} shards "
             fix = "change the JSON"
             shipped |= dict.fromkeys(MESH_AXES)
             for name, other_folder in list_strategies().items():
@@ -389,6 +389,6 @@ def _read_folder(path: Path) -> _Folder:
     what = f"{path} is not a strategy"
     folder = files.parse_as(_Folder, files.load_json(path, "strategy"), what, _FORM)
     if (folder.mesh is None) == (folder.deepspeed is None):
-        raise UserError(what, "it has one of mesh, deepspeed", _FORM)
+        raise UserError(what, "it must have either mesh or deepspeed, and not both", _FORM)
     folder._path = path
     return folder

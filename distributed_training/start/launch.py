@@ -101,15 +101,20 @@ def print_plan(
     elif process.local_world_size:
         cluster = this_machine(detect_machine(), process.world_size, process.local_world_size)
     else:
-        what = f"how many of the {process.world_size} processes are on this machine is not said"
-        raise UserError(what, "without --dry-run they tell each other", "set LOCAL_WORLD_SIZE")
+        what = (
+            f"the launcher does not say how many of the {process.world_size} processes are on "
+            "this machine"
+        )
+        raise UserError(
+            what, "without --dry-run, the processes exchange this number", "set LOCAL_WORLD_SIZE"
+        )
     plan = make_plan(config, cluster, peek_data)
     run_dir.refuse_other_json(plan)
     notes = [*plan.notes]
     checkpoint = choose_checkpoint(plan, notes)
     if plan.num_steps is None:
-        note = "a dry run does not tokenize a dataset that is large or on the Hub; to see what is "
-        notes.append(f"{note}trained on, use the command data")
+        note = "a dry run does not tokenize a dataset that is large or on the Hub. To "
+        notes.append(f"{note}preview it, use the command data")
     folder = checkpoint.parents[1] if checkpoint else plan.run_dir
     plan = replace(plan, run_dir=folder, checkpoint=checkpoint, notes=tuple(notes))
     command = launch_command(plan, os.path.relpath(script), arguments)
@@ -181,7 +186,7 @@ def _plan_smaller(failed: Plan, make: Callable[..., Plan]) -> Plan:
     what = f"{layout_name(failed)} with batch_size={failed.config.batch_size}"
     plan = run_dir.reserve_run_dir(make(below_bytes=estimate_memory(failed).needed_bytes))
     smaller = f"{layout_name(plan)} with batch_size={plan.config.batch_size}"
-    print(f"note: {what} ran out of memory: starting again, {smaller}", flush=True)
+    print(f"note: {what} ran out of memory. Restarting with {smaller}", flush=True)
     return plan
 
 
@@ -255,7 +260,7 @@ def requested_processes(num_gpus: str | None, machine: Machine, mesh: Mapping[st
         what = f"--num_gpus {shown(num_gpus)} is not accepted"
         raise UserError(what, 'it must be a whole number >= 1 or "all"')
     if num_gpus is not None and int(num_gpus) > MOST_PROCESSES:
-        raise UserError(f"--num_gpus {num_gpus} is more than the {MOST_PROCESSES:,} that may be")
+        raise UserError(f"--num_gpus {num_gpus} is more than the maximum of {MOST_PROCESSES:,}")
     return int(num_gpus or 1)
 
 

@@ -77,12 +77,14 @@ def current_process() -> Process | None:
         started = f"{source.launcher} started this command {world_size} times"
         if source.launcher in ("by hand", "PyTorchJob"):
             started = f"RANK={rank} and WORLD_SIZE={world_size} are set"
-        fix = "on one machine, type --num_gpus N without a launcher; on several, one task a node, "
-        fix += "with torchrun in it: sbatch --nodes=2 configs/train.slurm. Or set both to the "
+        fix = "on one machine, use --num_gpus N without a launcher. On several machines, start one "
+        fix += (
+            "torchrun per node, as sbatch --nodes=2 configs/train.slurm does. Or set both to the "
+        )
         fix += "host of rank 0 and a free port there"
         raise UserError(f"{started} without {' and '.join(absent)}", fix=fix)
     if not 0 < (port := _number("MASTER_PORT")) < 2**16:
-        raise UserError(f"MASTER_PORT={port} is not a port", fix="give one from 1 to 65535")
+        raise UserError(f"MASTER_PORT={port} is not a port", fix="use a number from 1 to 65535")
     local = {"local_rank": source.local_rank, "local_world_size": source.local_world_size}
     local_numbers = {field: _number(name) for field, name in local.items() if name}
     os.environ.update({field.upper(): str(number) for field, number in local_numbers.items()})
@@ -114,9 +116,9 @@ def _refuse_other_launchers() -> None:
             what, "only torchrun reads it", f"start with torchrun {Path(sys.argv[0]).name} ..."
         )
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
-        what = "accelerate launch started one process, though several were asked for"
+        what = "accelerate launch started one process, although several were requested"
         why = "without GPUs it needs --mpirun_hostfile"
-        raise UserError(what, why, "leave accelerate out: --num_gpus N starts N processes")
+        raise UserError(what, why, "use --num_gpus N instead of accelerate")
 
 
 def single_process() -> Process:
@@ -160,7 +162,7 @@ class Ended:
         """Return the ranks that ended without an error before others failed."""
         if 0 not in self.codes.values() or not any(self.codes.values()):
             return ""
-        return f"{self._ranks_with(0)}: left before the run's end, with exit code 0"
+        return f"{self._ranks_with(0)}: exited with code 0 before the end of the run"
 
     def _ranks_with(self, code: int) -> str:
         return numbered("rank", [rank for rank in sorted(self.codes) if self.codes[rank] == code])
@@ -341,7 +343,7 @@ def compute_in_fork(compute: Callable[[], str]) -> Callable[[], str]:
             text = pipe.read()
         code = process.wait()
         if code < 0:
-            raise RunError(f"the process that planned was {killed_by(-code)}")
+            raise RunError(f"the planning process was {killed_by(-code)}")
         if code or not text:
             raise SystemExit(code or 1)
         return text
@@ -352,4 +354,6 @@ def compute_in_fork(compute: Callable[[], str]) -> Callable[[], str]:
 def killed_by(signum: int) -> str:
     """Describe the signal that killed a process, and its most likely cause."""
     name = signal.Signals(signum).name
-    return f"killed by {name}" + ("; most often memory ran out" if name == "SIGKILL" else "")
+    return f"killed by {name}" + (
+        "; the usual cause is that memory ran out" if name == "SIGKILL" else ""
+    )

@@ -71,7 +71,7 @@ def meet(process: Process, limit_s: float) -> dist.Store:
         except dist.DistNetworkError as error:
             what = f"{label} lost rank 0 at {host}:{port}"
             why = str(error).partition("\n")[0]
-            raise UserError(what, why, "read what the first node printed") from None
+            raise UserError(what, why, "see the output of the first node") from None
     except UserError as error:
         if process.rank and not process.local_rank:  # the command line prints rank 0's error
             print(error.printed, file=sys.stderr, flush=True)
@@ -127,7 +127,10 @@ def _serve(host: str, port: int, process: Process) -> dict[str, Any]:
             listener = socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
     except OSError as error:
         what = f"rank 0 on {socket.gethostname()} cannot listen at {host}:{port}"
-        fix = "wait for the run that has it, or give the launcher another --master_port"
+        fix = (
+            "wait until the run that uses this port ends, or give the launcher another "
+            "--master_port"
+        )
         raise UserError(what, str(error.strerror or error), fix) from None
     return {"is_master": True, "master_listen_fd": listener.detach()}
 
@@ -144,11 +147,11 @@ def _connect(host: str, port: int, label: str, end: float, limit_s: float) -> tu
                 return own_address, peer_address
         except OSError as error:
             if time.monotonic() > end:
-                what = f"{label} does not reach rank 0 at {host}:{port}"
+                what = f"{label} cannot reach rank 0 at {host}:{port}"
                 why = f"{error.strerror or error}, for {limit_s:g} s (rendezvous_timeout_s)"
                 fix = (
-                    "start the same command on the first node, and give torchrun there "
-                    f"--local_addr=ADDRESS where {host} does not lead to it"
+                    f"start the same command on the first node. If {host} does not lead to that "
+                    "node, add --local_addr=ADDRESS to torchrun there"
                 )
                 raise UserError(what, why, fix) from None
             time.sleep(RETRY_S)
@@ -172,14 +175,14 @@ def _wait_for_all(store: dist.Store, process: Process, end: float, limit_s: floa
     if missing:
         present = [json.loads(store.get(key)) for i, key in enumerate(keys) if i not in missing]
         hosts = list(dict.fromkeys(report["host"] for report in present))
-        why = f"{', '.join(hosts)} {'is' if len(hosts) == 1 else 'are'} here"
+        why = f"{', '.join(hosts)} {'is' if len(hosts) == 1 else 'are'} connected"
         num_local = process.local_world_size
         nodes = [rank // num_local for rank in missing] if num_local else []
         if away := sorted(node for node in set(nodes) if nodes.count(node) == num_local):
-            why = f"{numbered('node', away)} of {process.world_size // num_local} is missing, {why}"
+            why = f"{numbered('node', away)} of {process.world_size // num_local} is missing; {why}"
         ranks = numbered("rank", missing)
         what = f"{ranks} did not connect within {limit_s:g} s (rendezvous_timeout_s)"
-        raise UserError(what, why, "start the same command there, or read what it printed")
+        raise UserError(what, why, "start the same command there, or see its output")
 
 
 def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
@@ -205,8 +208,12 @@ def locate(process: Process, ranks: Sequence[Mapping[str, Any]]) -> Process:
             )
         if what:
             hosts = ", ".join(dict.fromkeys(report["host"] for report in ranks))
-            why = "each machine needs as many ranks as the others, and they follow one another"
-            raise UserError(what, f"{why} (here: {hosts})", "start it so, or with torchrun")
+            why = "every machine needs the same number of ranks, numbered consecutively"
+            raise UserError(
+                what,
+                f"{why} (the hosts are {hosts})",
+                "start the ranks in this order, or use torchrun",
+            )
     local = {"local_rank": process.rank % num_local, "local_world_size": num_local}
     os.environ.update({name.upper(): str(number) for name, number in local.items()})
     faults = [report["wrong_interface"] for report in ranks if report["wrong_interface"]]
@@ -273,8 +280,10 @@ def standalone_note(process: Process) -> list[str]:
     with contextlib.suppress(psutil.Error):
         if agent and "--standalone" in agent.cmdline():
             arguments = ["python", *sys.argv, "--num_gpus", str(process.world_size)]
-            why = "torchrun --standalone listens on all interfaces and runs pickles that it gets"
-            return [f"{why}; this does not: {shlex.join(arguments)}"]
+            why = (
+                "torchrun --standalone listens on all interfaces and unpickles the data it receives"
+            )
+            return [f"{why}. A safer command: {shlex.join(arguments)}"]
     return []
 
 
@@ -355,7 +364,7 @@ def _see_folder(plan: Plan, label: str) -> None:
     end = time.monotonic() + SHARED_WITHIN_S
     while not (plan.run_dir / PLAN_FILE).is_file():
         if time.monotonic() > end:
-            what = f"{label} does not see {plan.run_dir}, which rank 0 has made"
+            what = f"{label} does not see {plan.run_dir}, which rank 0 has created"
             raise UserError(what, "a run is saved into one folder", fix)
         time.sleep(0.2)
 
@@ -368,7 +377,9 @@ def _make_folder(plan: Plan, mark: Path, label: str) -> None:
         run_dir.write_plan(plan)
     except FileExistsError:
         what = f"{label} sees another node's {plan.run_dir}"
-        raise UserError(what, "with shared_disk=False each has its own", "set it to True") from None
+        raise UserError(
+            what, "with shared_disk=False, every node has its own folder", "set it to True"
+        ) from None
     except OSError as error:
-        what = f"{label} cannot make {plan.run_dir}"
-        raise UserError(what, str(error.strerror), "set output_dir elsewhere") from None
+        what = f"{label} cannot create {plan.run_dir}"
+        raise UserError(what, str(error.strerror), "set output_dir to another folder") from None

@@ -110,8 +110,8 @@ def prepare(num_gpus: int, process: Process) -> torch.device:
     num_local = process.local_world_size
     gpus = torch.cuda.device_count()
     if num_local > gpus:
-        what = f"{num_local} processes on a machine with {gpus} GPUs that each can use"
-        fix = f"start {gpus}; under srun, let each see all of its node's: --gpus-per-node, not "
+        what = f"{num_local} processes run on this machine, but each process sees only {gpus} GPUs"
+        fix = f"start {gpus} processes. Under srun, use --gpus-per-node instead of "
         raise UserError(what, fix=f"{fix}--gpus-per-task")
     # DeepSpeed's builder cannot parse entries such as 9.0a. The architecture of this machine's GPU
     # is enough.

@@ -313,7 +313,9 @@ def export_checkpoint(name: str, to: str | None = None, *, merge: bool = False) 
     if checkpoint is None and merge and is_adapter(exported):
         return merge_exported(exported, to)
     if checkpoint is None:
-        what = "holds no checkpoint" if given_path(name).exists() else "does not exist"
+        what = (
+            "is not a folder with a checkpoint" if given_path(name).exists() else "does not exist"
+        )
         fix = "name a run's folder, such as runs/latest, or a folder of its checkpoints/"
         raise UserError(f"{name} {what}", fix=fix)
     folder = checkpoint.parents[1] / LAST
@@ -371,8 +373,8 @@ def read_checkpoint(checkpoint: Path) -> tuple[Plan, Record, resume.Meta, Saved]
 
 def push(name: str, repo_id: str, *, best: bool) -> int:
     """Upload the last or best weights of a run, or a folder of weights. Return the exit code."""
-    check_push(repo_id)
     _, folder = find_weights(name, BEST if best else LAST)
+    check_push(repo_id)
     if (folder.parent / RECORD_FILE).is_file():
         # The model card gets the name on the Hub.
         require_writable(folder, "push a copy of that folder", export.CARD)

@@ -177,7 +177,7 @@ def _fits_nowhere(choices: Sequence[Prediction], cluster: Cluster) -> UserError:
     least = min(choices, key=lambda choice: choice.memory.needed_bytes)
     gib = least.memory.needed_bytes / GIB
     what = f"{least.plan.config.model} fits nowhere on {cluster.name}"
-    why = f"even {least.plan.strategy.name}, which needs least, needs {gib:.1f} GiB per process"
+    why = f"even {least.plan.strategy.name}, which needs the least, needs {gib:.1f} GiB per process"
     fix = "set activation_checkpointing to full, or a smaller batch_size, max_length or model"
     if cluster.machine.num_gpus:
         fix = f"use GPUs with {gib:.0f} GiB, use more GPUs, or {fix}"

@@ -328,7 +328,7 @@ def test_auto_falls_back_to_an_older_checkpoint_and_says_so(tmp_path, caplog):
 def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
     run_dir = make_run(tmp_path, "a")
     for path in (tmp_path / "missing", run_dir, run_dir / "record.json"):
-        with refused(f"resume='{path}' holds no checkpoint", "auto, or to None"):
+        with refused(f"resume='{path}' is not a folder with a checkpoint", "auto, or to None"):
             find_resume(str(path), tmp_path)
     save(run_dir, 1)
     for work, said in (
@@ -336,7 +336,9 @@ def test_a_path_without_a_checkpoint_or_with_one_of_another_run(tmp_path):
         ({**WORK, "new": 1}, "new was None and is 1"),
         ({}, "seed was 42 and is None"),
     ):
-        with refused("is a run with other work", said, f"export {os.path.relpath(run_dir)}, then"):
+        with refused(
+            "is a run that did other work", said, f"export {os.path.relpath(run_dir)}, then"
+        ):
             find_resume(str(run_dir), tmp_path, work)
     (run_dir / "hf").mkdir()
     with refused(f"from its weights: --weights {os.path.relpath(run_dir)}/hf"):

@@ -192,7 +192,7 @@ def test_an_interrupted_run_is_exported_from_its_checkpoint(run_dir, tmp_path):
     for name, weight in load_file(run_dir / "hf" / "model.safetensors").items():
         assert other[name].shape == weight.shape
         assert not torch.equal(other[name], weight), name
-    assert_refused(command("export", tmp_path), "holds no checkpoint", "runs/latest")
+    assert_refused(command("export", tmp_path), "is not a folder with a checkpoint", "runs/latest")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,9 @@ def test_a_plan_of_another_model_than_the_checkpoint_s(name, value, run_dir, tmp
     plan["model"]["size"][name] = value
     (copy / "plan.json").write_text(json.dumps(plan))
     result = command("export", copy, "--to", tmp_path / "hf")
-    assert_refused(result, f"{copy}/plan.json describes another model than the checkpoint holds")
+    assert_refused(
+        result, f"{copy}/plan.json describes a different model from the one in the checkpoint"
+    )
     assert not (tmp_path / "hf").exists()
 
 

@@ -183,7 +183,7 @@ def test_a_tokenizer_that_blows_texts_up_is_refused(tmp_path):
         single="</s> " * 100 + "$A", special_tokens=[("</s>", 1)]
     )
     builder.save(str(tmp_path / "tokenizer.json"))
-    with refused(str(tmp_path), "puts 100 tokens around a text"):
+    with refused(str(tmp_path), "adds 100 tokens to every text"):
         assert Tokenizer(tmp_path).ends
 
 

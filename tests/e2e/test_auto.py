@@ -57,9 +57,9 @@ def test_what_runs_out_of_memory_early_is_replaced_by_what_needs_less(tmp_path):
     assert (old["strategy"]["name"], old["status"], new["status"]) == ("dp", "oom", "ok")
     assert new["prediction"]["peak_bytes"] < old["prediction"]["peak_bytes"]
     assert new["config_requested"]["strategy"] == AUTO
-    (note,) = [line for line in result.stdout.splitlines() if "starting again" in line]
+    (note,) = [line for line in result.stdout.splitlines() if "Restarting with" in line]
     instead = f"{new['strategy']['name']} with batch_size=2"
-    assert note == f"note: dp with batch_size=2 ran out of memory: starting again, {instead}"
+    assert note == f"note: dp with batch_size=2 ran out of memory. Restarting with {instead}"
 
 
 @pytest.mark.parametrize(

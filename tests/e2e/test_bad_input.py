@@ -34,7 +34,7 @@ COMMAND_LINES = {
     ),
     "push without a token": ("--push user/tiny --dry-run", ["needs a token", "hf auth login"]),
     "push to no name": (
-        "--push a/b/c --dry-run", ["push='a/b/c' is not a valid name of a model", "user/name"],
+        "--push a/b/c --dry-run", ["push='a/b/c' is not a valid model name", "user/name"],
     ),
     "push of nothing": (
         "--push user/tiny --export false --dry-run", ["export=False", "Set export=True"],

@@ -117,7 +117,9 @@ def test_killed_rank_is_recorded_by_the_parent(tmp_path):
     assert record["status"] == "failed"
     reason = record["error"]
     assert log.read_text().splitlines()[-1] == f"failed: {reason}", "said last, not buried"
-    assert reason == "rank 1: killed by SIGKILL; most often memory ran out", "not who lost it"
+    assert reason == "rank 1: killed by SIGKILL; the usual cause is that memory ran out", (
+        "not who lost it"
+    )
 
 
 def test_a_run_starts_again_by_itself_and_ends_as_if_nothing_had_been(tmp_path):

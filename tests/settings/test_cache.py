@@ -87,7 +87,8 @@ def test_code_that_torch_compiles_is_kept_where_nobody_else_writes(tmp_path):
 def test_a_cache_folder_that_is_named_has_no_substitute_and_one_in_tmp_is_said(tmp_path):
     said = refused_or_variables(**{CACHE: "/dev/null/cache", "TMPDIR": tmp_path})
     assert said == (
-        "/dev/null/cache cannot hold code that this user runs. It cannot be made: Not a directory. "
+        "/dev/null/cache is not a safe place for code that this user runs. "
+        "It cannot be created: Not a directory. "
         f"Set {CACHE} to a folder of your own."
     )
     homeless = {CACHE: "", "HOME": "/proc", "TMPDIR": tmp_path}
@@ -133,4 +134,4 @@ def test_a_strangers_folder_among_temporary_files_is_refused(tmp_path):
     (tmp_path / "distributed-training-0").mkdir()
     os.chown(tmp_path / "distributed-training-0", 12345, -1)
     said = refused_or_variables(**{CACHE: os.devnull, "TMPDIR": tmp_path})
-    assert "distributed-training-0 cannot hold code" in said
+    assert "distributed-training-0 is not a safe place for code" in said

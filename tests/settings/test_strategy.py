@@ -100,7 +100,7 @@ def test_a_clone_may_add_strategies(folders):
     ("document", "words"),
     [
         ([], ("is not a strategy", '"mesh": {...}')),
-        ({"name": "own"}, ("one of mesh, deepspeed",)),
+        ({"name": "own"}, ("either mesh or deepspeed",)),
         ({"name": "own", "mesh": {}, "meshes": 1}, ("meshes is not one of its keys",)),
         ({"name": "own", "deepspeed": "no.json"}, ("no.json does not exist",)),
         ({"name": "own", "mesh": {"cp": 2}}, ("no axis 'cp'", "pp, dp_replicate, dp_shard, tp")),

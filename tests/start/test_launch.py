@@ -103,9 +103,19 @@ def test_exit_code_of_processes_that_left_no_record(spawn, tmp_path):
 @pytest.mark.parametrize(
     ("status", "codes", "code", "said"),
     [
-        ("running", {3: -9, 1: -9, 0: 1}, 1, "failed: ranks 1, 3: killed by SIGKILL; most often"),
+        (
+            "running",
+            {3: -9, 1: -9, 0: 1},
+            1,
+            "failed: ranks 1, 3: killed by SIGKILL; the usual cause",
+        ),
         ("running", {0: -9, 1: -6}, 1, "failed: rank 0: killed by SIGKILL"),
-        ("running", {0: 1, 1: 0}, 1, "failed: rank 1: left before the run's end, with exit code 0"),
+        (
+            "running",
+            {0: 1, 1: 0},
+            1,
+            "failed: rank 1: exited with code 0 before the end of the run",
+        ),
         ("running", {0: 1}, 1, "failed: a process ended without a message"),
         ("failed", WHOLE, 1, "failed: "),
         ("oom", {0: 1}, 1, "oom: "),
@@ -137,7 +147,10 @@ def test_whom_the_launcher_saw_killed_is_the_cause(spawn, tmp_path):
     assert load_record(tmp_path).error == f"rank 0 {LOST}: closed"
     mark_stopped(tmp_path, "failed", "rank 0: IndexError: what it was sent was nonsense")
     assert spawn(KILLED) == 1
-    assert load_record(tmp_path).error == "rank 1: killed by SIGKILL; most often memory ran out"
+    assert (
+        load_record(tmp_path).error
+        == "rank 1: killed by SIGKILL; the usual cause is that memory ran out"
+    )
 
 
 def test_one_process_is_a_launchers_only_one(monkeypatch):
@@ -164,7 +177,7 @@ def test_a_node_is_missing_only_without_all_of_its_ranks():
     store = torch.distributed.HashStore()
     store.set(rendezvous._HOST.format(2), json.dumps({"host": "b"}))
     first = Process(rank=0, world_size=6, local_rank=0, local_world_size=2)
-    hosts = f"{socket.gethostname()}, b are here. "
+    hosts = f"{socket.gethostname()}, b are connected. "
     with refused("ranks 1, 3, 4, 5 did not connect", f". Node 2 of 3 is missing, {hosts}"):
         rendezvous._wait_for_all(store, first, 0.0, 1.0)
 

@@ -155,7 +155,7 @@ def test_ctrl_z_stops_all_and_they_go_on_together(tmp_path):
 def test_another_process_answers_meanwhile(capfd):
     answer = compute_in_fork(lambda: "x" * 100_000)  # more than a pipe holds
     assert answer() == "x" * 100_000
-    with pytest.raises(RunError, match="killed by SIGKILL; most often memory ran out"):
+    with pytest.raises(RunError, match="killed by SIGKILL; the usual cause is that memory ran out"):
         compute_in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL))()
     with pytest.raises(SystemExit, match="1"):
         compute_in_fork(lambda: str(1 / 0))()

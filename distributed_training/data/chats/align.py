@@ -126,7 +126,7 @@ def _find(
             return _Answer(question + answer_text, len(question), 0, is_prefix=False)
     if not header:
         which = f"message {index + 1}, an answer,"
-        raise AlignmentError(f"{which} is not where the template puts the answer it asks for")
+        raise AlignmentError(f"{which} is not at the position where the template puts answers")
     return _Answer(text, len(header), end, is_prefix=True)
 
 

@@ -15,7 +15,7 @@ from distributed_training.data.pieces import Piece
 from distributed_training.data.tokenizer import Tokenizer
 
 SPECIAL = "records have special tokens in their text, which are read as special tokens"
-THOUGHTS = "answers lose their thoughts, because the chat template removes them"
+THOUGHTS = "answers lose their reasoning, because the chat template removes it"
 UNENDED = "answers end without a special token, so the model does not learn to stop after them"
 QUOTED = (
     "records have tool calls whose arguments are a string, which the chat template quotes again; "
